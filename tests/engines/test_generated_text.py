@@ -19,6 +19,7 @@ from stage_runtime.engines.autoregressive.output_processor import (
     RequestOutputCollector,
 )
 from stage_runtime.engines.autoregressive.parameters import OutputKind, SamplingParams
+from stage_runtime.engines.autoregressive.steps import TokenLogprobs
 from stage_runtime.rules.autoregressive.requests import FinishReason
 from tests.engines.generation_kit import tiny_tokenizer
 
@@ -135,6 +136,9 @@ def test_a_vocabulary_s_own_replacement_character_is_spelled_as_it_is() -> None:
     assert spelling.bytes_of(2).decode() == spelling.text_of(2)
 
 
+PROMPT = (TokenLogprobs(-1.0, ()), TokenLogprobs(-2.0, ()))
+
+
 def outputs(name: str, *tokens: int, finish: FinishReason | None = None) -> list[EngineCoreOutput]:
     last = len(tokens) - 1
     return [
@@ -164,6 +168,27 @@ def test_outputs_are_deltas_or_all_so_far_or_the_end_alone(kind: OutputKind, exp
         for index, (text, count) in enumerate(expected)
     ]
     assert len(processor) == 0
+
+
+@pytest.mark.parametrize("kind", OutputKind)
+def test_log_probabilities_of_the_prompt_are_in_one_delta_or_in_every_later_output(kind: OutputKind) -> None:
+    processor, collector = OutputProcessor(decode), RequestOutputCollector(kind)
+    processor.add_request("a", SamplingParams(output_kind=kind, prompt_logprobs=1), 3, collector)
+    first = EngineCoreOutput(request_id="a", new_token_ids=(97,), prompt_logprobs=PROMPT)
+    last = EngineCoreOutput(request_id="a", new_token_ids=(98,), finish=FinishReason.LENGTH)
+    found = []
+    for one in (first, last):
+        processor.process_outputs([one])
+        if (given := collector.get_nowait()) is not None:
+            found.append(given.prompt_logprobs)
+    assert (
+        found
+        == {
+            OutputKind.DELTA: [PROMPT, ()],
+            OutputKind.CUMULATIVE: [PROMPT, PROMPT],
+            OutputKind.FINAL_ONLY: [PROMPT],
+        }[kind]
+    )
 
 
 def test_a_stop_string_across_tokens_ends_the_text_and_the_core_is_told_once() -> None:

@@ -94,6 +94,7 @@ class _RequestState:
         self.text = ""
         self.token_ids: tuple[int, ...] = ()
         self.logprobs: tuple[TokenLogprobs, ...] = ()
+        self.prompt_logprobs: tuple[TokenLogprobs, ...] = ()
         self.hidden_rows: tuple[Any, ...] = ()
         self.generated = 0
 
@@ -155,13 +156,15 @@ class OutputProcessor:
                 processed.reqs_to_abort.append(output.request_id)
             finish, reason = FinishReason.STOP, stopped
         token_ids, logprobs, hidden_rows = output.new_token_ids, output.logprobs, output.hidden_rows
+        prompt_logprobs = output.prompt_logprobs
         if state.params.output_kind is not OutputKind.DELTA:
             state.text += text
             state.token_ids += token_ids
             state.logprobs += logprobs
             state.hidden_rows += hidden_rows
+            state.prompt_logprobs += prompt_logprobs
             text, token_ids, logprobs = state.text, state.token_ids, state.logprobs
-            hidden_rows = state.hidden_rows
+            hidden_rows, prompt_logprobs = state.hidden_rows, state.prompt_logprobs
         return RequestOutput(
             request_id=output.request_id,
             text=text,
@@ -172,7 +175,7 @@ class OutputProcessor:
             cached_tokens=output.cached_tokens,
             finish=finish,
             reason=reason,
-            prompt_logprobs=output.prompt_logprobs,
+            prompt_logprobs=prompt_logprobs,
             hidden_rows=hidden_rows,
         )
 
