@@ -32,9 +32,36 @@ ANSWERS = {
     "<tool_call>nothing</tool_call>": ("<tool_call>nothing</tool_call>", []),
     '<tool_call>{"arguments": {}}</tool_call>': ('<tool_call>{"arguments": {}}</tool_call>', []),
     '<tool_call>{"name": "f", "arguments": {"c": "é"}}': ("", [Call("f", '{"c": "é"}')]),  # cut before its end tag
+    '<tool_call>{"name": "f", "arguments": {"h": "a</tool_call>\\"</tool_call>"}}</tool_call>.': (
+        ".",
+        [Call("f", '{"h": "a</tool_call>\\"</tool_call>"}')],
+    ),
+    '<tool_call>{"odd"</tool_call>a<tool_call>{"name": "g"}</tool_call>': (
+        '<tool_call>{"odd"</tool_call>a',
+        [Call("g", "{}")],
+    ),
+    '<tool_call>{"odd</tool_call>a<tool_call>{"name": "g"}</tool_call>b': (
+        '<tool_call>{"odd</tool_call>ab',
+        [Call("g", "{}")],
+    ),
+    '<tool_call>"a</tool_call>b <tool': ('<tool_call>"a</tool_call>b <tool', []),
+    '<tool_call>{"a</tool_call>b <tool': ('<tool_call>{"a</tool_call>b <tool', []),
     '<tool_call>{"name": ': ('<tool_call>{"name": ', []),
     "a < b <tool": ("a < b <tool", []),
 }
+
+
+@pytest.mark.parametrize("answer", ANSWERS)
+def test_calls_are_found_wherever_the_text_is_cut_in_two_and_letter_by_letter(answer: str) -> None:
+    for cut in range(len(answer) + 1):
+        assert parsed(answer[:cut], answer[cut:]) == ANSWERS[answer]
+    assert parsed(*answer) == ANSWERS[answer]
+
+
+def parsed(*pieces: str) -> tuple[str, list[Call]]:
+    parser = CallParser()
+    found = [*map(parser.feed, pieces), parser.flush()]
+    return "".join(text for text, _calls in found), [call for _text, calls in found for call in calls]
 
 
 @given(st.sampled_from(sorted(ANSWERS)), st.lists(st.integers(0, 90)))

@@ -7,6 +7,7 @@ for. A list of calls inside one pair of tags is read, too.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -18,6 +19,7 @@ from stage_runtime.errors import InvalidRequest
 BEGIN: Final = "<tool_call>"
 END: Final = "</tool_call>"
 MOST: Final = 128  # OpenAI's bound
+_ESCAPED: Final = re.compile(r"\\.", re.DOTALL)
 MOST_VALUES: Final = 1 << 17  # as of a body, in which arguments are text: millions of lists take seconds of a step
 
 INSTRUCTIONS: Final = """You may call functions. Their signatures, as JSON inside <tools> tags:
@@ -146,9 +148,13 @@ class CallParser:
     def __init__(self) -> None:
         self._tags = StopStrings([BEGIN])
         self._inside: str | None = None  #: What has come after a begin; None: outside.
+        self._read = 0  #: Characters of it in which no call ends.
 
     def feed(self, text: str) -> tuple[str, list[Call]]:
-        """The text beside calls, and the calls that are whole. What is no JSON stays text."""
+        """The text beside calls, and the calls that are whole. What is no JSON stays text.
+
+        An end tag inside a string of a call's JSON ends no call.
+        """
         shown, calls = "", []
         while text or self._inside is not None:
             if self._inside is None:
@@ -156,24 +162,42 @@ class CallParser:
                 shown += given
                 if found is None:
                     break
-                text, self._inside = self._tags.rest(), ""
+                text, self._inside, self._read = self._tags.rest(), "", 0
             self._inside += text
-            body, end, text = self._inside.partition(END)
-            if not end:
+            text = ""
+            end = self._inside.find(END, self._read)
+            if end < 0:
+                self._read = max(self._read, len(self._inside) - len(END) + 1)
                 break
-            self._inside = None
+            body = self._inside[:end]
             made = _calls(body)
+            if not made and _ends_in_string(body):
+                self._read = end + len(END)
+                continue
+            text, self._inside = self._inside[end + len(END) :], None
             calls += made
             shown += "" if made else f"{BEGIN}{body}{END}"
         return shown, calls
 
     def flush(self) -> tuple[str, list[Call]]:
         """At the end: a call that is whole but for its end tag counts."""
-        if self._inside is None:
-            return self._tags.flush(), []
-        body, self._inside = self._inside, None
-        made = _calls(body)
-        return ("", made) if made else (BEGIN + body, [])
+        shown, calls = "", []
+        while self._inside is not None:
+            body, self._inside = self._inside, None
+            if made := _calls(body):
+                return shown, calls + made
+            body, end, rest = body.partition(END)  # it was no string, or one that has no end
+            shown += BEGIN + body + end
+            text, found = self.feed(rest)
+            shown, calls = shown + text, calls + found
+        return shown + self._tags.flush(), calls
+
+
+def _ends_in_string(body: str) -> bool:
+    """Whether this may be the beginning of JSON that goes on inside a string."""
+    if not body.lstrip().startswith(("{", "[")):
+        return False
+    return _ESCAPED.sub("", body).count('"') % 2 == 1
 
 
 def _calls(body: str) -> list[Call]:
