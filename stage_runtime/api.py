@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import msgspec
 
@@ -157,6 +157,8 @@ class Autoregressive(msgspec.Struct, frozen=True, kw_only=True):
     compile: compile the parts of layers beside attention by torch when the stage is loaded; where that fails, they are
     computed as they are without it.
     hidden_rows: give ``deliver`` the last hidden row of each token, for a stage that continues from it.
+    overlap: schedule the next step while one is computed, in a thread beside the stage's. ``auto``: on GPUs, where a
+    step leaves the processor idle; on a CPU both would use the same cores. It does not go with ``tpSize``.
     own_process: compute in a process of its own, so that nothing else of the stage delays a step.
     data_parallel_size: engines, each with all weights and a process of its own; a request goes to the least loaded one.
     cores: processors of each engine, such as ``[[0, 1], [2, 3]]``; by default the stage's are divided among them.
@@ -186,6 +188,7 @@ class Autoregressive(msgspec.Struct, frozen=True, kw_only=True):
     kernels: str = "auto"
     compile: bool = False
     hidden_rows: bool = False
+    overlap: bool | Literal["auto"] = "auto"
     own_process: bool = False
     data_parallel_size: int = 1
     cores: Sequence[Sequence[int]] = ()

@@ -6,7 +6,7 @@ import copy
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -15,9 +15,9 @@ from transformers import PreTrainedTokenizerFast
 import stage_runtime as omni
 from stage_runtime.engines.autoregressive.core import EngineCoreRequest
 from stage_runtime.engines.autoregressive.grammars import Grammars
-from stage_runtime.engines.autoregressive.loading import assemble
+from stage_runtime.engines.autoregressive.loading import assemble, load
 from stage_runtime.engines.autoregressive.parameters import Grammar, SamplingParams
-from tests.engines.generation_kit import END, VOCABULARY, alone, tiny_model, tiny_tokenizer
+from tests.engines.generation_kit import END, VOCABULARY, Answers, alone, tiny_model, tiny_tokenizer
 
 SCHEMA = {
     "type": "object",
@@ -147,6 +147,23 @@ def test_log_probabilities_of_prompts_are_those_of_transformers(checkpoint: Path
     shown = whole(found, "shown")
     assert [len(one["top_logprobs"]) for one in shown] == [1] * len(whole(found, "tokens"))
     assert bytes(shown[0]["bytes"]).decode() == shown[0]["token"]
+
+
+@pytest.mark.parametrize(("overlap", "overlaps"), [(True, True), (False, False), ("auto", False)])
+def test_a_stage_whose_steps_overlap_gives_the_same_answers(
+    checkpoint: Path, overlap: bool | Literal["auto"], overlaps: bool
+) -> None:
+    spec = omni.Autoregressive(model=str(checkpoint), overlap=overlap, max_chunk=5, block_size=4, max_requests=3)
+    engine = load(spec).core
+    assert engine.step_fn == (engine.step_with_batch_queue if overlaps else engine.step)
+    answers, asked = Answers(engine), {str(length): list(range(1, length)) for length in (3, 9, 17, 30)}
+    for name, prompt in asked.items():
+        answers.ask(name, prompt)
+    answers.run()
+    engine.shutdown()
+    assert answers.tokens == {name: alone("llama", prompt, 12) for name, prompt in asked.items()}
+    found = run(checkpoint, [{"max_tokens": 5}, {"response_format": JSON}], overlap=overlap)
+    assert set(json.loads(whole(found[1], "text"))) == {"good", "size"}
 
 
 class CountingTokenizer(PreTrainedTokenizerFast):

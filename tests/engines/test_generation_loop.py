@@ -19,7 +19,7 @@ from stage_runtime.engines.autoregressive.steps import ModelOutput
 from stage_runtime.rules.autoregressive.blocks import BlockPool
 from stage_runtime.rules.autoregressive.requests import FinishReason, Hold
 from stage_runtime.rules.autoregressive.scheduling import Scheduler, SchedulerLimits, SchedulerOutput
-from tests.engines.generation_kit import END, VOCABULARY, Answers, ScriptedExecutor, scripted_core
+from tests.engines.generation_kit import END, VOCABULARY, Answers, ScriptedExecutor, core, scripted_core
 
 PATIENCE_S = 100.0  # how long a test waits before it fails, on a machine that others use
 
@@ -244,6 +244,20 @@ class OnceMasked:
     def add(self, *_request: Any) -> None: ...
 
     def close(self) -> None: ...
+
+
+def test_a_request_that_is_aborted_before_its_step_is_computed_fails_no_step() -> None:
+    """Where steps overlap, the next one may be scheduled and not begun."""
+    engine = core()
+    for name in ("aborted", "other"):
+        engine.add_request(
+            EngineCoreRequest(request_id=name, prompt_token_ids=[*name.encode()], params=SamplingParams())
+        )
+    step = engine.scheduler.schedule()
+    engine.abort_requests(["aborted"])
+    output = engine.executor.execute_model(step).result()
+    assert (output.failed, sorted(output.sampled)) == ({}, ["aborted", "other"])
+    engine.shutdown()
 
 
 def test_the_grammar_s_mask_is_made_while_the_model_computes() -> None:

@@ -54,13 +54,13 @@ class Paper:
     def run(self, step: SchedulerOutput) -> dict[str, int]:
         for row in step.rows:
             for position in range(row.start, row.start + row.count):
-                block = row.request.blocks[position // self.size]
+                block = row.blocks[position // self.size]
                 self.memory[block][position % self.size] = row.request.tokens[position]
         return {row.request.id: self._read(row) for row in step.rows if row.samples}
 
     def _read(self, row: Any) -> int:
         length = row.start + row.count
-        return successor([self.memory[row.request.blocks[at // self.size]][at % self.size] for at in range(length)])
+        return successor([self.memory[row.blocks[at // self.size]][at % self.size] for at in range(length)])
 
     def step(self) -> list[Update]:
         step = self.scheduler.schedule()
@@ -197,9 +197,8 @@ def test_a_prefix_whose_request_is_aborted_is_computed_for_the_next_one() -> Non
     paper.step()
     step = scheduler.schedule()
     assert shape(step) == [("0", 128, 128)]
-    sampled = paper.run(step)
     scheduler.finish(["0"])
-    scheduler.update_from_output(step, sampled, {})
+    scheduler.update_from_output(step, paper.run(step), {})
     assert shape(scheduler.schedule()) == [("1", 128, 128)]
     while scheduler.has_requests():
         paper.step()

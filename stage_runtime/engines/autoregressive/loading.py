@@ -13,7 +13,7 @@ from stage_runtime.engines.autoregressive import attention_pages, compiling, dty
 from stage_runtime.engines.autoregressive.attention import AttentionBackend, GatherAttention, LayerShape
 from stage_runtime.engines.autoregressive.core import EngineCore
 from stage_runtime.engines.autoregressive.embeddings import ModelEmbeddings
-from stage_runtime.engines.autoregressive.executors import InlineExecutor
+from stage_runtime.engines.autoregressive.executors import InlineExecutor, ThreadExecutor
 from stage_runtime.engines.autoregressive.grammars import Grammars
 from stage_runtime.engines.autoregressive.model_runner import ModelRunner
 from stage_runtime.engines.autoregressive.models import PagedModel, load_model, settle_long_rope
@@ -69,6 +69,8 @@ def assemble(
 ) -> Loaded:
     """As `load`, of a model at hand, whose linear layers are replaced."""
     check(spec)
+    if ranks is not None and spec.overlap is True:
+        raise ConfigurationError("omni.Autoregressive(overlap=True): tpSize goes without it")
     if ranks is not None:
         with torch.inference_mode():
             sharding.shard(model, ranks)
@@ -109,9 +111,10 @@ def assemble(
     log.info("KV cache: %d blocks of %d tokens; a request has at most %d", num_blocks - 1, spec.block_size, length)
     settle_long_rope(model, scheduler.longest)
     grammars = Grammars(tokenizer, paged.vocab_size, paged.end_ids)
+    overlaps = paged.device.type != "cpu" and ranks is None if spec.overlap == "auto" else spec.overlap
     core = EngineCore(
         scheduler,
-        InlineExecutor(runner),
+        ThreadExecutor(runner) if overlaps else InlineExecutor(runner),
         end_ids=paged.end_ids,
         ends=frozenset() if tokenizer.eos_token_id is None else frozenset({int(tokenizer.eos_token_id)}),
         vocab_size=paged.vocab_size,
@@ -180,8 +183,9 @@ def check(spec: Autoregressive) -> None:
         ("policy", ("fcfs", "priority")),
         ("linears", ("auto", "plain", "onednn", "mkl", "numba")),
         ("kernels", ("auto", "torch", "numba")),
+        ("overlap", ("auto", True, False)),
     ):
         if getattr(spec, name) not in allowed:
             raise ConfigurationError(
-                f"omni.Autoregressive({name}={getattr(spec, name)!r}): one of {', '.join(allowed)}"
+                f"omni.Autoregressive({name}={getattr(spec, name)!r}): one of {', '.join(map(str, allowed))}"
             )

@@ -178,7 +178,7 @@ class ModelRunner:
                     places += range(starts[-1] + at - row.start, starts[-1] + at - row.start + len(some))
                     embeddings.append(some.view(torch.uint8).numpy().tobytes())
             positions += range(row.start, end)
-            blocks = request.blocks[: -(-end // size)]
+            blocks = row.blocks[: -(-end // size)]
             slots += [blocks[at // size] * size + at % size for at in range(row.start, end)]
             starts.append(len(ids))
             tables.append(blocks)
@@ -246,6 +246,6 @@ class ModelRunner:
 
     def _clear(self, rows: Sequence[Row]) -> None:
         """Blocks that failed rows have written into. Those before hold what other requests may share, without NaN."""
-        blocks = [block for row in rows for block in row.request.blocks[row.start // self._block_size :]]
+        blocks = [block for row in rows for block in row.blocks[row.start // self._block_size :]]
         if blocks:
             self.clear(blocks)

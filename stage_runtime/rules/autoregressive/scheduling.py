@@ -55,17 +55,20 @@ class SchedulerLimits(msgspec.Struct, frozen=True, kw_only=True):
 class Row(msgspec.Struct, frozen=True):
     """Tokens ``start .. start + count`` of a request, in one step.
 
-    samples: it ends at the request's last token, so that the next token is sampled from it.
+    samples: it ends at the request's last token, so that the next token is sampled from it. blocks: the request's: it
+    may lose them while the step is under way.
     """
 
     request: Request
     start: int
     count: int
     samples: bool
+    blocks: list[int]
 
 
 def _row(request: Request, start: int, count: int) -> Row:
-    return Row(request, start, count, not request.open and start + count == len(request.tokens))
+    samples = not request.open and start + count == len(request.tokens)
+    return Row(request, start, count, samples, request.blocks)
 
 
 class SchedulerOutput(msgspec.Struct, frozen=True):
