@@ -24,6 +24,7 @@ from stage_runtime.sockets.addresses import Security
 from stage_runtime.sockets.broadcasts import Broadcasts
 from stage_runtime.sockets.connecting import Connecting
 from stage_runtime.sockets.dialing import Dialers
+from stage_runtime.sockets.dismissals import Dismissals
 from stage_runtime.sockets.links import Link
 from stage_runtime.sockets.opening import Sockets
 from stage_runtime.sockets.reading import Reading
@@ -35,8 +36,6 @@ from stage_runtime.wire.messages import Abort, Ack, Message
 log = logging.getLogger(__name__)
 
 SETTLED_POLL_S: Final = 0.01
-DISMISS_S: Final = 5.0  # to connect and be acknowledged
-DISMISSING_MOST: Final = 16  # of them at once
 GIVEN_UP_KEPT: Final = 1000  # peers
 
 
@@ -104,7 +103,11 @@ class Channels:
         self._unnamed: dict[str, Link] = {}  #: By endpoint: connected, not introduced yet.
         self._given_up: dict[str, Incoming] = {}  #: Of the last link to a peer that was dropped, the oldest first.
         self._acks = Acknowledging(loop, self._wake)
-        self._resending = Resending(loop, self.counters, self._dialers.turn)
+        self._resending = Resending(
+            loop, self.counters, self._dialers.turn, flushed=lambda link: self._dismissals.flushed(link)
+        )
+        # Asleep: it may use what is kept free at a limit.
+        self._dismissals = Dismissals(loop, lambda peer, endpoint: self.connect(peer, endpoint, asleep=True), self.drop)
         self._connecting = Connecting(
             loop,
             self._dialers,
@@ -118,7 +121,6 @@ class Channels:
         #: The peer, if any, that passes the first frames of a new link on: a coordinator that knows both ends.
         self.detour: Callable[[], str | None] = lambda: None
         self._in_detour = False
-        self._dismissals: set[Link] = set()  #: Links that were made for one message, until `_dismissed`.
         self._closed = False
         self._idle_after_s = idle_after_s
         self._idle_timer: asyncio.TimerHandle | None = None
@@ -157,7 +159,7 @@ class Channels:
         if known is not None:
             if known in self._dismissals:
                 limits.check()
-                self._dismissals.discard(known)
+                self._dismissals.keep(known)
             return known
         incoming = Incoming(next(self._sessions), self._given_up.get(peer))
         link = Link(self.incarnation, peer, endpoint, incoming, stalled=self._stalled, watch=self._resending.watch)
@@ -170,6 +172,7 @@ class Channels:
                 raise LimitReached(f"no socket can be opened: {error}") from error
         if peer:
             self._links[peer] = link
+            self._dismissals.forget(peer)
         else:
             self._unnamed[endpoint] = link
         return link
@@ -181,6 +184,7 @@ class Channels:
             link.peer = peer
             link.incoming = Incoming(link.incoming.session, self._given_up.get(peer))
             self._links[peer] = link
+            self._dismissals.forget(peer)
         return link
 
     # --- sending ------------------------------------------------------------------------------------------------
@@ -205,18 +209,13 @@ class Channels:
     def dismiss(self, peer: str, endpoint: str, message: Message) -> None:
         """Send one message to a process that gets no link.
 
-        One that is made for it is closed after `DISMISS_S`, unless `connect` asks for it meanwhile.
+        One that is made for it is closed when the message is sent, unless `connect` asks for it meanwhile.
         """
         link = self._links.get(peer)
         if link is None:
-            if len(self._dismissals) >= DISMISSING_MOST:
-                return  # it asks again
-            link = self.connect(peer, endpoint, asleep=True)  # may use what is kept free at a limit
-            self._dismissals.add(link)
-            # By time, not by its ack: a new process at that endpoint would never acknowledge a frame for the old
-            # incarnation.
-            self._loop.call_later(DISMISS_S, self._dismissed, link)
-        link.send(message)
+            self._dismissals.add(peer, endpoint, message)
+        else:
+            link.send(message)
 
     def publish(self, message: Message) -> None:
         """Broadcast ``message`` to all subscribers; it may be lost."""
@@ -258,12 +257,6 @@ class Channels:
             if len(self._given_up) > GIVEN_UP_KEPT:
                 del self._given_up[next(iter(self._given_up))]
 
-    def _dismissed(self, link: Link) -> None:
-        if link in self._dismissals:
-            self._dismissals.discard(link)
-            if self._links.get(link.peer) is link:
-                self.drop(link.peer)
-
     def drop_unnamed(self, endpoint: str) -> None:
         link = self._unnamed.pop(endpoint, None)
         if link is not None:
@@ -275,6 +268,7 @@ class Channels:
         self._closed = True
         self._acks.close()
         self._resending.close()
+        self._dismissals.close()
         if self._idle_timer is not None:
             self._idle_timer.cancel()
         for link in [*self._links.values(), *self._unnamed.values()]:
@@ -448,3 +442,4 @@ class Channels:
         self._resending.forget(link)
         link.close()
         self._connecting.leave(link)
+        self._dismissals.closed(link)

@@ -76,11 +76,19 @@ class Acknowledging:
 class Resending:
     """Frames that wait: for a connection with room, or for an acknowledgement."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, counters: Counter[str], turn: Callable[[], None]) -> None:
-        """turn: called now and then, while open."""
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        counters: Counter[str],
+        turn: Callable[[], None],
+        *,
+        flushed: Callable[[Link], None],
+    ) -> None:
+        """turn: called now and then, while open. flushed: the connection has all frames of a link that waited."""
         self._loop = loop
         self._counters = counters
         self._turn = turn
+        self._flushed = flushed
         self._due: dict[Link, tuple[float, float]] = {}  #: When to send again, and the delay before that.
         self._fresh: deque[Link] = deque()  #: Links that have come to it since the last check.
         self._stalled: set[Link] = set()  #: With frames that their connections did not accept.
@@ -99,10 +107,14 @@ class Resending:
 
     def flush(self, link: Link) -> None:
         """Send what waits, now and, where the connection has no room, again soon."""
-        if link.connected and link.flush():
-            self._stalled.add(link)
-            if self._stall_timer is None and not self._closed:
-                self._stall_timer = self._loop.call_later(STALL_RETRY_S, self._retry)
+        if not link.connected:
+            return
+        if not link.flush():
+            self._flushed(link)
+            return
+        self._stalled.add(link)
+        if self._stall_timer is None and not self._closed:
+            self._stall_timer = self._loop.call_later(STALL_RETRY_S, self._retry)
 
     def again(self, link: Link) -> None:
         """Send all unacknowledged frames again."""

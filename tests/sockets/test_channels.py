@@ -514,10 +514,7 @@ async def test_an_endpoint_that_cannot_be_bound_is_named_with_the_reason_and_the
                 getattr(end.channels, way)("ipc:///nowhere/at/all")
 
 
-async def test_a_link_for_a_refusal_that_is_used_for_good_is_checked_for_limits_and_stays(
-    short_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(channels, "DISMISS_S", 0.2)
+async def test_a_link_for_a_refusal_that_is_used_for_good_is_checked_for_limits_and_stays(short_path: Path) -> None:
     a, b, c = (End(name, place("ipc", short_path, name)) for name in ("aa", "bb", "cc"))
     async with ends(a, b, c):
         for end in (b, c):
