@@ -25,7 +25,7 @@ from stage_runtime.stage.process_context import ProcessContext
 from stage_runtime.stage.registration import Registration
 from stage_runtime.wire.frames import RequestRef
 from stage_runtime.wire.messages import Beat, Complete, DataReady, Hello, Message, Rejected, Submit, Unbound, Welcome
-from stage_runtime.wire.parts import Body, Header, Member, Timing
+from stage_runtime.wire.parts import Body, Failure, Header, Member, Timing
 
 GROUPS: Final = tuple(f"stage{number}" for number in range(10))  #: One stage each, one after the other.
 PIPELINE: Final = "scale"
@@ -108,6 +108,7 @@ class LightInstance:
         self.heard: Counter[str] = Counter()  #: Messages by type.
         self.running = 0
         self.served = 0
+        self.unsent = 0  #: Results for an instance to which it has no link.
         self.load_s = 0.0  #: Requests here, summed over time.
         self._loop = loop
         self._work_s = work_s
@@ -134,6 +135,11 @@ class LightInstance:
     @property
     def links(self) -> int:
         return len(self.channels.peers)
+
+    @property
+    def members(self) -> set[str]:
+        """The instances that it was introduced to."""
+        return set(self._membership.members)
 
     async def drain(self) -> None:
         """Leave as a stage process does: no new request, the bound ones to their end."""
@@ -168,7 +174,7 @@ class LightInstance:
     def introduced(self, sender: str, message: Message) -> bool:
         self.heard[type(message).__name__] += 1
         if isinstance(message, DataReady):
-            return self._membership.introduced(sender, message.header.members)
+            return self._membership.introduced(sender, message.header.members, by=message.header.owner)
         if isinstance(message, Rejected):
             self._rejected(message)
         return isinstance(message, Welcome) and self.registration.welcomed(sender, message)
@@ -177,7 +183,7 @@ class LightInstance:
         self.heard[type(message).__name__] += 1
         match message:
             case Submit() | DataReady():
-                self._membership.meet(message.header.members)
+                self._membership.meet(message.header.members, by=message.header.owner)
                 self.work(message)
             case Welcome():
                 self._membership.welcome(sender, message)
@@ -232,7 +238,10 @@ class LightInstance:
             self._process.send(header.owner, complete)
             return
         (target,) = self._plan.next
-        self._process.send(header.bindings[target], DataReady(header, stage, target, RESULT))
+        if not self._process.send(header.bindings[target], DataReady(header, stage, target, RESULT)):
+            self.unsent += 1  # as `stage.stage_output` does
+            failure = Failure("transport_failed", f"no connection to the instance of {target}", stage, "relay")
+            self._process.send(header.owner, Complete(header.request_id, header.attempt, stage, failure=failure))
 
     def beat(self) -> None:
         """Report the load now."""

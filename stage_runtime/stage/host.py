@@ -95,7 +95,9 @@ class Host:
             for plan in plans
         }
         self.process.inputs = {name: stage.input for name, stage in self.stages.items()}
-        self.requests = Requests(self.stages, self.process, loop, lambda members: self.membership.meet(members))
+        self.requests = Requests(
+            self.stages, self.process, loop, lambda owner, members: self.membership.meet(members, by=owner)
+        )
         self.membership = StageMembership(plans, self.process, loop)
         self._lifecycle = lifecycle
         self._loop = loop
@@ -154,7 +156,7 @@ class Host:
             self.requests.owner_back(sender)  # its frames before this one may be received again first
             return self.membership.registration.welcomed(sender, message)
         if isinstance(message, Submit | DataReady | Skip):
-            return self.membership.introduced(sender, message.header.members)
+            return self.membership.introduced(sender, message.header.members, by=message.header.owner)
         if isinstance(message, Rejected):
             self._rejected(sender, message)
         return False

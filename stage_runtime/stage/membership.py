@@ -45,7 +45,12 @@ class StageMembership:
         plans = tuple(plans)
         self.members: dict[str, Member] = {}  #: Instances that share requests with this one, by incarnation.
         self.beat_s = 0.0  #: The shortest time between two beats that a coordinator asks for.
-        self._gone: OrderedDict[str, None] = OrderedDict()  #: Those that are gone for good, the oldest first.
+        #: Which coordinators have introduced a member and not reported that it is gone. The keys are those of
+        #: ``members``.
+        self._introducers: dict[str, set[str]] = {}
+        #: (coordinator, member): what is gone as that coordinator sees it, the oldest first. Another one may still bind
+        #: requests to it: a coordinator may have lost its own connection alone.
+        self._gone: OrderedDict[tuple[str, str], None] = OrderedDict()
         self._process = process
         self._loop = loop
         self._ready = False  #: All engines are loaded. Outlives the incarnations.
@@ -72,6 +77,7 @@ class StageMembership:
     def reset(self) -> None:
         """The process takes a new incarnation: forget all members. `wire` must follow."""
         self.members.clear()
+        self._introducers.clear()
         self._gone.clear()
 
     # --- what is announced --------------------------------------------------------------------------------------
@@ -123,32 +129,50 @@ class StageMembership:
         return self.registration.lost(peer)
 
     def _members(self, sender: str, message: Members) -> None:
-        self.meet(message.joined)
+        for member in message.joined:
+            self._gone.pop((sender, member.incarnation), None)  # it is back
+        self.meet(message.joined, by=sender)
         if message.beat_s is not None:
             self.beat_s = message.beat_s
         for peer in message.gone:
-            self._gone[peer] = None
+            self._gone[sender, peer] = None
             if len(self._gone) > GONE_KEPT:
                 self._gone.popitem(last=False)
-            if self.members.pop(peer, None) is not None:
-                self._process.channels.drop(peer)
-                self._process.send_queues.forget(peer)
+            introducers = self._introducers.get(peer)
+            if introducers is not None:
+                introducers.discard(sender)
+                if not introducers:
+                    self._forget(peer)
 
-    def meet(self, members: Sequence[Member]) -> None:
-        """Requests are bound to these and this process: connect to those that are new and neighbours."""
+    def meet(self, members: Sequence[Member], *, by: str) -> None:
+        """Requests of the coordinator ``by`` are bound to these and this process: connect to those that are new and
+        neighbours.
+        """
         for member in members:
             peer = member.incarnation
-            if peer in self.members or peer == self._process.incarnation or peer in self._gone:
+            if peer == self._process.incarnation or (by, peer) in self._gone:
                 continue
-            if self._neighbours.intersection(member.stages):
+            if peer in self.members:
+                self._introducers[peer].add(by)
+            elif self._neighbours.intersection(member.stages):
                 self.members[peer] = member
+                self._introducers[peer] = {by}
                 self._connect(member)
 
-    def introduced(self, sender: str, members: Sequence[Member]) -> bool:
-        """A request came from a process without a link, and brings these. True: the sender has a link now."""
+    def introduced(self, sender: str, members: Sequence[Member], *, by: str) -> bool:
+        """A request of the coordinator ``by`` came from a process without a link, and brings these. True: the sender
+        has a link now.
+        """
         known = sender in self.members
-        self.meet(members)
+        self.meet(members, by=by)
         return not known and sender in self.members and self._process.channels.link(sender) is not None
+
+    def _forget(self, peer: str) -> None:
+        """No coordinator binds a request to it and this process any more."""
+        del self.members[peer]
+        del self._introducers[peer]
+        self._process.channels.drop(peer)
+        self._process.send_queues.forget(peer)
 
     def _connect(self, member: Member, *, asleep: bool = False) -> None:
         peer = member.incarnation
@@ -158,6 +182,7 @@ class StageMembership:
             log.error("no link to %s at %s: %s", peer, member.endpoint, error)
             self._process.counters["limits"] += 1
             del self.members[peer]
+            del self._introducers[peer]
             self.broadcast(PeerUnreachable(peer))  # the coordinator binds the request to others
             return
         self._process.relays.open(peer, member.relays)

@@ -50,9 +50,9 @@ class Requests:
         stages: Mapping[str, Stage],
         process: ProcessContext,
         loop: asyncio.AbstractEventLoop,
-        meet: Callable[[Sequence[Member]], None],
+        meet: Callable[[str, Sequence[Member]], None],
     ) -> None:
-        """meet: called with the instances that a request brings along, before it is handled."""
+        """meet: called with a request's owner and the instances that it brings along, before it is handled."""
         self._meet = meet
         self._stages = stages
         self._process = process
@@ -119,7 +119,7 @@ class Requests:
 
     def _submit(self, sender: str, message: Submit) -> None:
         if message.header.members:
-            self._meet(message.header.members)
+            self._meet(message.header.owner, message.header.members)
         stage_input = self._target(message.target)
         if stage_input is not None and not self._orphan(message.header, sender, message.body):
             if not message.body.transfer:
@@ -141,7 +141,7 @@ class Requests:
     def _data_ready(self, sender: str, message: DataReady) -> None:
         header, source, body = message.header, message.source, message.body
         if header.members:
-            self._meet(header.members)
+            self._meet(header.owner, header.members)
         stage_input = self._target(message.target)
         if stage_input is None or (self._lost_owners and self._orphan(header, sender, body)):
             return
@@ -183,7 +183,7 @@ class Requests:
 
     def _skip(self, sender: str, message: Skip) -> None:
         if message.header.members:
-            self._meet(message.header.members)
+            self._meet(message.header.owner, message.header.members)
         stage_input = self._target(message.target)
         if stage_input is not None and not self._orphan(message.header, sender, None):
             stage_input.skip(message.header, message.source, message.chunks)

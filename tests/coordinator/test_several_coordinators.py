@@ -1,0 +1,135 @@
+"""Coordinators of one fleet that do not agree on who is dead: light instances, over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import tempfile
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+from benchmarks.scalelab.coordinating import Coordinating
+from benchmarks.scalelab.fakes import GROUPS, LightInstance
+
+PATIENCE_S = 60.0
+OF_EACH_GROUP = 2
+REQUESTS = 100
+DEAD_AFTER_S = 60.0  # a busy machine loses nobody
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while not holds():
+            await asyncio.sleep(0.005)
+
+
+class Fleet:
+    """Two coordinators and two instances of each group, in this process."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+        self.coordinators = [Coordinating(folder, name, DEAD_AFTER_S) for name in ("c0", "c1")]
+        self.reborn: list[str] = []
+        self.instances = [self._instance(group) for group in GROUPS for _ in range(OF_EACH_GROUP)]
+
+    def _instance(self, group: str) -> LightInstance:
+        return LightInstance(
+            group,
+            "one",
+            folder=self._folder,
+            coordinators=(f"ipc://{self._folder}/c0", f"ipc://{self._folder}/c1"),
+            dead_after_s=DEAD_AFTER_S,
+            loop=asyncio.get_running_loop(),
+            fenced=lambda instance: self.reborn.append(instance.incarnation),
+        )
+
+    def of(self, group: str) -> list[LightInstance]:
+        return [one for one in self.instances if one.member.group == group]
+
+    async def ready(self, instances: int) -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            for one in self.coordinators:
+                await one.until_ready(instances)
+
+    async def serve(self, number: int) -> int:
+        """Requests of that coordinator. Returns: how many were sent again."""
+        coordinator = self.coordinators[number]
+        before = (await coordinator.usage())["retried"]
+        async with asyncio.timeout(PATIENCE_S):
+            outcome = await coordinator.load(REQUESTS, 500.0)
+        assert outcome["failed"] == {}
+        after: int = (await coordinator.usage())["retried"]
+        return after - before
+
+    async def serve_all(self, number: int) -> None:
+        """Until that coordinator has bound requests to every instance."""
+        async with asyncio.timeout(PATIENCE_S):
+            while True:
+                await self.serve(number)
+                known = self.coordinators[number]._coordinator.membership.state.instances
+                if all(one.bound_total for one in known.values()):
+                    return
+
+
+@asynccontextmanager
+async def fleet() -> AsyncIterator[Fleet]:
+    folder = tempfile.mkdtemp(prefix="omni")
+    made = Fleet(folder)
+    try:
+        await made.ready(len(made.instances))
+        yield made
+    finally:
+        for one in made.instances:
+            await one.close()
+        for coordinator in made.coordinators:
+            coordinator.close()
+        shutil.rmtree(folder)
+
+
+async def test_who_is_dead_for_one_coordinator_alone_is_no_black_hole_at_the_other() -> None:
+    async with fleet() as made:
+        for number in (0, 1):
+            await made.serve_all(number)
+        one = made.of("stage4")[0]
+        first = made.coordinators[0]
+        first._channels.dismiss = lambda *_: None  # type: ignore[method-assign]  # the partition: it does not hear
+        first._coordinator.lost(one.incarnation)
+        neighbours = made.of("stage3") + made.of("stage5")
+        await until(lambda: all(each.heard["Members"] for each in neighbours))
+        served = one.served
+        assert await made.serve(1) == 0
+        assert await made.serve(1) == 0
+        assert one.served > served
+        assert sum(each.unsent for each in made.instances) == 0
+
+
+async def test_who_is_dead_for_one_coordinator_is_introduced_by_the_other_that_had_not_yet() -> None:
+    """Those that knew it from the first one alone have closed their links, and open them again."""
+    async with fleet() as made:
+        await made.serve_all(0)
+        one = made.of("stage4")[0]
+        first = made.coordinators[0]
+        first._channels.dismiss = lambda *_: None  # type: ignore[method-assign]
+        first._coordinator.lost(one.incarnation)
+        neighbours = made.of("stage3") + made.of("stage5")
+        await until(lambda: not any(one.incarnation in each.members for each in neighbours))
+        await made.serve_all(1)
+        async with asyncio.timeout(PATIENCE_S):
+            while await made.serve(1):  # the other end of such a link finds that it was closed
+                await asyncio.sleep(0.1)
+        served = one.served
+        assert await made.serve(1) == 0
+        assert one.served > served
+
+
+async def test_who_is_dead_for_all_coordinators_is_forgotten_by_its_neighbours() -> None:
+    async with fleet() as made:
+        for number in (0, 1):
+            await made.serve_all(number)
+        one = made.of("stage4")[0]
+        await one.close()
+        made.instances.remove(one)
+        for coordinator in made.coordinators:
+            coordinator._coordinator.lost(one.incarnation)
+        await until(lambda: not any(one.incarnation in each.members for each in made.instances))
+        await until(lambda: not any(one.incarnation in each.channels.peers for each in made.instances))
