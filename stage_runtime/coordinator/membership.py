@@ -125,6 +125,21 @@ class Membership:
     def peer_unreachable(self, sender: str, peer: str) -> None:
         """Two instances have no connection; at a limit, one of them has forgotten the other's endpoint."""
         self._introductions.lost(sender, peer)
+        if peer not in self.state.instances:
+            self._channels.send(sender, Members(gone=(peer,)))
+
+    def adopt(self, sender: str, message: Members) -> None:
+        """An instance knows these from a coordinator that is gone: their departure is for this one to report."""
+        if sender not in self.state.instances:
+            return
+        gone = []
+        for member in message.joined:
+            if member.incarnation in self.state.instances:
+                self._introductions.adopt(sender, member.incarnation)
+            else:
+                gone.append(member.incarnation)
+        if gone:
+            self._channels.send(sender, Members(gone=tuple(gone)))
 
     def unknown_peer(self, sender: str) -> None:
         """A message came from a process without a link. A fenced one is notified that it was fenced."""

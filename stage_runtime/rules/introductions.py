@@ -61,6 +61,11 @@ class Introductions:
         if other in self._known.get(one, ()):
             self._known[one][other] = self._known[other][one] = None
 
+    def adopt(self, one: str, other: str) -> None:
+        """Another coordinator introduced the two and is gone: either is notified when the other leaves."""
+        for first, second in ((one, other), (other, one)):
+            self._known.setdefault(first, {}).setdefault(second, None)
+
     def leave(self, incarnation: str) -> list[str]:
         """It is gone for good. Returns: those that know it."""
         knew = self._known.pop(incarnation, None)

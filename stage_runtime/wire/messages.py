@@ -206,7 +206,11 @@ class Rejected(BaseMessage, frozen=True, tag=22):
 
 
 class Members(BaseMessage, frozen=True, tag=23):
-    """Coordinator → process: members that share requests with it, and those among them that are gone for good."""
+    """Coordinator → process: members that share requests with it, and those among them that are gone for good.
+
+    Process → coordinator: in ``joined``, without their facts, those that it knows from a coordinator that is gone.
+    Answered by those of them that are gone, now or later.
+    """
 
     joined: tuple[Member, ...] = ()
     gone: tuple[str, ...] = ()

@@ -65,8 +65,29 @@ async def test_instances_that_have_no_connection_are_told_of_each_other_again_by
         made.coordinator.received("f1", PeerUnreachable("unknown"))
         made.manager.admit(asked("r2"))
         made.manager.admit(asked("r3"))
-        assert told(made, "f1") == [["v1"], ["v1"]]
+        assert told(made, "f1") == [["v1"], [], ["v1"]]
         assert told(made, "v1") == [["f1"], ["f1"]]
+
+
+async def test_who_is_unreachable_and_no_member_is_reported_gone() -> None:
+    """It was introduced by another coordinator, or before it was declared dead: nobody else would tell."""
+    async with coordinator_harness() as made:
+        made.coordinator.received("f1", PeerUnreachable("v1"))
+        made.coordinator.received("f1", PeerUnreachable("unknown"))
+        made.coordinator.lost("v1")
+        made.coordinator.received("f1", PeerUnreachable("v1"))
+        assert sent(made, "f1", Members) == [Members(gone=("unknown",)), Members(gone=("v1",))]
+
+
+async def test_what_a_coordinator_that_is_gone_has_introduced_is_reported_by_the_next_one() -> None:
+    async with coordinator_harness() as made:
+        members = [made.membership.state.instances[name].member for name in ("f1", "v1")]
+        stranger = msgspec.structs.replace(members[1], incarnation="v0")
+        made.coordinator.received("f1", Members(joined=(members[1], stranger)))
+        made.coordinator.received("nobody", Members(joined=(members[1],)))
+        assert sent(made, "f1", Members) == [Members(gone=("v0",))]
+        made.coordinator.lost("v1")
+        await came(lambda: sent(made, "f1", Members)[1:] == [Members(gone=("v1",))])
 
 
 async def test_of_a_departure_only_those_hear_who_shared_requests_and_once_for_all_of_a_moment() -> None:

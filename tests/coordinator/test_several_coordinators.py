@@ -8,8 +8,11 @@ import tempfile
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
+import pytest
+
 from benchmarks.scalelab.coordinating import Coordinating
 from benchmarks.scalelab.fakes import GROUPS, LightInstance
+from stage_runtime.stage import membership
 
 PATIENCE_S = 60.0
 OF_EACH_GROUP = 2
@@ -42,6 +45,25 @@ class Fleet:
             loop=asyncio.get_running_loop(),
             fenced=lambda instance: self.reborn.append(instance.incarnation),
         )
+
+    async def replace(self, numbers: list[int]) -> None:
+        """End these coordinators and start others at their addresses."""
+        for number in numbers:
+            self.coordinators[number].close()
+        lost = {self.coordinators[number]._coordinator.incarnation for number in numbers}
+        await until(lambda: not any(lost & set(one.registration.coordinators) for one in self.instances))
+        for number in numbers:
+            self.coordinators[number] = Coordinating(self._folder, f"c{number}", DEAD_AFTER_S)
+        await self.ready(len(self.instances))
+
+    async def halve(self) -> set[str]:
+        """End one instance of each group, as in a roll. Returns: their incarnations."""
+        ending = [self.of(group)[0] for group in GROUPS]
+        await asyncio.gather(*(one.drain() for one in ending))
+        for one in ending:
+            await one.close()
+            self.instances.remove(one)
+        return {one.incarnation for one in ending}
 
     def of(self, group: str) -> list[LightInstance]:
         return [one for one in self.instances if one.member.group == group]
@@ -133,3 +155,29 @@ async def test_who_is_dead_for_all_coordinators_is_forgotten_by_its_neighbours()
             coordinator._coordinator.lost(one.incarnation)
         await until(lambda: not any(one.incarnation in each.members for each in made.instances))
         await until(lambda: not any(one.incarnation in each.channels.peers for each in made.instances))
+
+
+@pytest.mark.parametrize("numbers", [[0], [0, 1]], ids=["another is left", "none is left"])
+async def test_who_leaves_after_the_coordinator_that_introduced_it_is_forgotten_by_all(
+    numbers: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(membership, "ADOPTED_AFTER_S", 0.2)
+    async with fleet() as made:
+        await made.serve_all(0)
+        await made.replace(numbers)
+        gone = await made.halve()
+        await until(lambda: not any(gone & one.members for one in made.instances))
+        await until(lambda: not any(gone & set(one.channels.peers) for one in made.instances))
+        assert await made.serve(0) == await made.serve(1) == 0
+
+
+async def test_links_that_a_coordinator_has_introduced_outlive_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(membership, "ADOPTED_AFTER_S", 0.2)
+    async with fleet() as made:
+        await made.serve_all(0)
+        known = {one.incarnation: one.members for one in made.instances}
+        asked = made.coordinators[1]._heard
+        await made.replace([0])
+        await until(lambda: asked["Members"] == len(made.instances))
+        assert await made.serve(1) == 0
+        assert all(known[one.incarnation] <= one.members for one in made.instances)

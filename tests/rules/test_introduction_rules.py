@@ -42,6 +42,19 @@ def test_a_pair_without_a_connection_is_told_once_more_and_hears_of_departures_a
     assert made.leave("a1") == ["c1"]
 
 
+def test_a_pair_of_another_coordinator_s_hears_of_departures_and_is_told_by_the_next_request() -> None:
+    made = Introductions()
+    made.adopt("a1", "b1")
+    made.bind(EDGES, {"a": "a2", "b": "b1"}, 0.0)
+    made.adopt("a2", "b1")
+    assert made.known("a2", "b1"), "what it has introduced itself stays as it is"
+    assert not made.known("a1", "b1") and not made.known("b1", "a1")
+    assert made.bind(EDGES, {"a": "a1", "b": "b1"}, 1.0).introduced == {"a1": ["b1"], "b1": ["a1"]}
+    made.adopt("b2", "c1")
+    assert made.leave("b2") == ["c1"]
+    assert set(made.leave("b1")) == {"a1", "a2"}
+
+
 @given(st.lists(st.one_of(BINDINGS, st.sampled_from([one for names in INSTANCES.values() for one in names]))))
 def test_each_hears_of_exactly_those_it_shares_edges_with_and_of_their_departures(
     events: list[dict[str, str] | str],
