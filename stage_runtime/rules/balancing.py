@@ -24,6 +24,7 @@ SMOOTHING: Final = 0.3  # of a beat in the average: long enough that a correctio
 PARTS_MOST: Final = 16.0  # a coordinator with hardly a request of its own still sees who is overloaded
 SPILL_FACTOR: Final = 1.25  # how much more loaded a partner may be than another instance of its group ...
 SPILL_REQUESTS: Final = 2.0  # ... and so many requests more
+EARLY: Final = 0.75  # of the bindings of a group after which each of its instances has had one, were they taken in turn
 LINK_WORTH: Final = 0.5  # requests: a partner with a link is preferred to one that is idler by no more than this
 
 
@@ -59,6 +60,10 @@ class GroupLoad(msgspec.Struct):
         load.bound += 1
         load.bound_total += 1
         load.score += 1.0
+
+    def early(self, load: Load, count: int) -> bool:
+        """Whether it was bound so recently that it gets more than its share, of a group with ``count`` instances."""
+        return self.turn - load.turn < EARLY * count
 
     def beat(self, load: Load, waiting: int, running: int) -> None:
         """An instance reports its requests, those of all coordinators."""

@@ -24,6 +24,10 @@ from stage_runtime.wire.parts import Member
 
 CHOICES_KEPT: Final = 256  # sets of terminals whose complete sets are remembered; an author's hook chooses them
 OFFSETS: Final = 1 << 20  # far more than a group has instances
+#: Of an instance's bindings: in so many all partners are compared, and links count for nothing. So those that joined
+#: later get their share, and a binding costs hardly more than without it.
+COMPARED: Final = 1 / 16
+WELL_LINKED: Final = 0.75  # of the partners: with so many links, requests are spread well enough without a comparison
 LINKS_KEPT: Final = 16 * subsets.SUBSET  # of one instance, to instances that load or a change made its partners
 
 
@@ -50,6 +54,7 @@ class Partners(msgspec.Struct):
     changes: int  #: Of all pools, when this was computed.
     all: Sequence[Instance]
     linked: list[Instance]  #: Those of them that got requests from it.
+    well_linked: bool  #: Nearly all of them did.
 
 
 class GroupChoice(msgspec.Struct):
@@ -278,12 +283,16 @@ class MembershipState:
         partners = source.partners.get(choice.group) if len(choice.sources) == 1 else None
         if partners is None or partners.changes != self._changes or partners.pool is not choice.pool:
             partners = self._partners(choices, choice, picked)
-        idle = balancing.idle(partners.linked, chance) if not shunned else None
-        if idle is not None:
-            return idle
+        open_link = chance() < COMPARED
+        if not open_link and not shunned:
+            idle = balancing.idle(partners.linked, chance)
+            if idle is not None:
+                if partners.well_linked or not choice.load.early(idle, len(everyone)):
+                    return idle
+                open_link = True
         among = _without(partners.all, shunned, everyone) if shunned else partners.all
         chosen = balancing.least(among)
-        if chosen.incarnation not in source.linked:
+        if not open_link and chosen.incarnation not in source.linked:
             chosen = balancing.with_link(chosen, among, source.linked)
         anywhere = everyone[int(chance() * len(everyone))]
         if balancing.overloaded(chosen, anywhere) and anywhere.incarnation not in shunned:
@@ -304,11 +313,20 @@ class MembershipState:
             arcs.append(subsets.arc(its.position(picked[index].incarnation), len(its), targets))
         everyone = subsets.places(choice.pool.items, arcs[0] if len(arcs) == 1 else subsets.common(arcs, targets))
         source = picked[choice.sources[0]]
+        if len(arcs) == 1:
+            self._forget_links(source, choice.pool, {one.incarnation for one in everyone})
         linked = [one for one in everyone if one.incarnation in source.linked]
-        partners = Partners(choice.pool, self._changes, everyone, linked)
+        well_linked = len(linked) >= WELL_LINKED * len(everyone)
+        partners = Partners(choice.pool, self._changes, everyone, linked, well_linked)
         if len(arcs) == 1:
             source.partners[choice.group] = partners
         return partners
+
+    def _forget_links(self, source: Instance, pool: Pool[Instance], partners: Collection[str]) -> None:
+        """Those of ``source`` to instances of ``pool`` that are no partners now, and to instances that are gone."""
+        for name in source.linked.difference(partners):
+            if name in pool or name not in self.instances:
+                source.linked.discard(name)
 
     def _having(self, terminals: Collection[str] | None) -> list[PipelineRevision]:
         """The revisions that have these terminals."""

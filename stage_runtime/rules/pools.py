@@ -23,7 +23,7 @@ class Pool(Generic[Item]):
 
     def add(self, name: str, item: Item) -> None:
         place = self.position(name)
-        if name in self.names[place : place + 1]:
+        if self._is_at(place, name):
             self.items[place] = item
         else:
             self.names.insert(place, name)
@@ -31,15 +31,21 @@ class Pool(Generic[Item]):
 
     def discard(self, name: str) -> None:
         place = self.position(name)
-        if name in self.names[place : place + 1]:
+        if self._is_at(place, name):
             del self.names[place], self.items[place]
 
     def position(self, name: str) -> int:
         """Its position, or where it would be inserted."""
         return bisect_left(self.names, name)
 
+    def __contains__(self, name: str) -> bool:
+        return self._is_at(self.position(name), name)
+
     def __len__(self) -> int:
         return len(self.items)
+
+    def _is_at(self, place: int, name: str) -> bool:
+        return place < len(self.names) and self.names[place] == name
 
 
 class Pools(Generic[Kind, Item]):

@@ -236,3 +236,86 @@ def test_who_drains_is_bound_no_more_and_who_comes_is_bound_soon() -> None:
     bound = [made.bind()[1]["c"] for _ in range(200)]
     assert not set(bound) & set(drained)
     assert "c-new" in bound
+
+
+# --- a group that grows -------------------------------------------------------------------------------------------
+
+
+class Growing:
+    """Coordinators of a pipeline with two groups, both larger than a subset; each binds a part of all requests."""
+
+    def __init__(self, entries: int, coordinators: int, seed: int = 1) -> None:
+        self._chance, self._names = random.Random(seed), random.Random(0)
+        self.states = [MembershipState([simulation.REVISION], chance=self._chance.random) for _ in range(coordinators)]
+        self.join("entry", entries)
+
+    def join(self, group: str, count: int) -> list[str]:
+        names = [f"{group[0]}{self._names.getrandbits(60):015x}" for _ in range(count)]
+        schema = edges.of_revision(simulation.REVISION)[group]
+        for state in self.states:
+            for name in names:
+                state.join(Member(name, group, group, "u", name, {}, (), True), schema)
+        return names
+
+    def serve(self, requests: int, at_once: int) -> list[tuple[str, str]]:
+        """The instances of each request, of the two groups. Requests end in any order."""
+        found, under_way = [], []
+        for number in range(requests):
+            state = self.states[number % len(self.states)]
+            _, bindings = state.bind()
+            found.append((bindings["take"], bindings["do"]))
+            under_way.append((state, bindings))
+            if len(under_way) >= at_once:
+                state, bindings = under_way.pop(self._chance.randrange(len(under_way)))
+                state.unbind(bindings)
+        for state, bindings in under_way:
+            state.unbind(bindings)
+        return found
+
+
+@pytest.mark.parametrize(
+    ("entries", "old", "new", "at_once", "coordinators"),
+    [
+        (100, 100, 100, 1, 1),
+        (100, 100, 100, 20, 1),
+        (100, 100, 100, 100, 1),
+        (100, 100, 100, 400, 1),
+        (100, 100, 20, 1, 1),
+        (100, 100, 20, 20, 1),
+        (20, 100, 100, 1, 1),
+        (4, 40, 40, 1, 1),
+        (4, 40, 40, 8, 1),
+        (40, 40, 10, 4, 1),
+        (40, 40, 10, 20, 1),
+        (40, 40, 10, 40, 1),
+        (100, 100, 100, 20, 4),
+    ],
+)
+def test_in_a_group_that_has_grown_each_instance_gets_its_share(
+    entries: int, old: int, new: int, at_once: int, coordinators: int
+) -> None:
+    fleet = Growing(entries, coordinators)
+    before, requests = fleet.join("work", old), 12_000
+    first = Counter(target for _, target in fleet.serve(requests, at_once))
+    assert set(first) == set(before) and max(first.values()) <= WORST * requests / old
+
+    joined = fleet.join("work", new)
+    found = fleet.serve(requests, at_once)
+    served = Counter(target for _, target in found)
+    assert set(served) == {*before, *joined}
+    assert max(served.values()) <= WORST * requests / (old + new)
+    assert sum(served[name] for name in joined) >= requests * new / (old + new) / WORST
+    partners: dict[str, set[str]] = {}
+    for source, target in found:
+        partners.setdefault(source, set()).add(target)
+    assert max(map(len, partners.values())) <= subsets.size(entries, old + new)
+
+
+def test_a_link_is_forgotten_when_its_instance_is_no_partner_any_more() -> None:
+    fleet = Growing(40, 1)
+    (state,) = fleet.states
+    for count in (40, 20, 20, 20, 20):
+        fleet.join("work", count)
+        fleet.serve(2000, 40)
+    linked = [len(one.linked) for one in state.instances.values() if one.member.group == "entry"]
+    assert max(linked) <= subsets.size(40, 120)
