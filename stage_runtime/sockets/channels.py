@@ -383,9 +383,8 @@ class Channels:
             return None
         if self._handler.introduced(frame.sender, message):
             return self._links.get(frame.sender)
-        self._reading.refuse(
-            "unknown_peers", f"{type(message).__name__} from {frame.sender!r}, which is not registered"
-        )
+        why = f"{type(message).__name__} of a process without a link"
+        self._reading.refuse("unknown_peers", why, peer=frame.sender)
         return None
 
     def _take_broadcast(self, frame: Envelope) -> None:
@@ -402,7 +401,7 @@ class Channels:
             try:
                 self._connecting.dial(link)
             except zmq.ZMQError as error:
-                self._reading.refuse("limits", f"{link.peer} cannot be connected to: {error}")
+                self._reading.refuse("limits", f"a link cannot be connected: {error}", peer=link.peer)
                 self._loop.call_soon(self._lose, link)
 
     def _stalled(self, link: Link) -> None:

@@ -8,8 +8,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import re
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from typing import Final
 
@@ -28,7 +29,8 @@ BURST: Final = 8  # frames of a wake-up after which more are likely
 DRAIN_BUDGET: Final = 256  # frames per wake-up, before other work of the loop gets its turn
 DRAIN_S: Final = 0.01  # as well: a Hello takes longer than an ack
 CLOCK_EVERY: Final = 16  # frames
-LOGGED_MOST: Final = 100  # reasons
+LOGGED_MOST: Final = 20  # reasons of a kind: strangers may make up as many as they like
+NUMBERS: Final = re.compile(r"\d+")
 
 
 class Reading:
@@ -39,7 +41,7 @@ class Reading:
         self.other_protocol_at = -math.inf
         self._loop = loop
         self._counters = counters
-        self._logged: set[str] = set()
+        self._logged: defaultdict[str, set[str]] = defaultdict(set)  #: Reasons by kind, without numbers.
 
     def drain(self, socket: zmq.Socket[bytes], take: Callable[[bytes], None]) -> None:
         """The descriptor is edge-triggered: read until nothing is left, or come back by ourselves."""
@@ -83,12 +85,17 @@ class Reading:
         """A peer connected and left at once."""
         self.other_protocol_at = time.monotonic()
 
-    def refuse(self, kind: str, why: str) -> None:
-        """Count it, and log each reason once."""
+    def refuse(self, kind: str, why: str, *, peer: str = "") -> None:
+        """Count it, and log each reason of a kind once, with the first peer; those that differ in numbers are one."""
         self._counters[kind] += 1
-        if why not in self._logged and len(self._logged) < LOGGED_MOST:
-            self._logged.add(why)
-            log.warning("dropped (%s): %s", kind, why)
+        logged, reason = self._logged[kind], NUMBERS.sub("", why)
+        if reason in logged or len(logged) > LOGGED_MOST:
+            return
+        logged.add(reason)
+        if len(logged) > LOGGED_MOST:
+            log.warning("dropped (%s): further reasons are counted, not logged", kind)
+        else:
+            log.warning("dropped (%s): %s%s", kind, why, f"; peer: {peer!r}" if peer else "")
 
 
 def _readable(socket: zmq.Socket[bytes]) -> bool:
