@@ -394,15 +394,23 @@ class Channels:
 
     # --- watching lives -----------------------------------------------------------------------------------------
 
-    def _wake(self, link: Link) -> None:
-        """Connect a link that sleeps."""
+    def _wake(self, link: Link) -> bool:
+        """Connect a link that sleeps. False: it cannot be; with frames that wait, its peer is lost for that reason.
+
+        An ack alone waits until there is room: the peer sends its frames again.
+        """
         if link.connection is None and not link.closed and not self._closed:
             self.counters["woken"] += 1
             try:
+                if link not in self._dismissals:  # what says that there is no room may use what is kept free
+                    limits.check()
                 self._connecting.dial(link)
-            except zmq.ZMQError as error:
+            except (LimitReached, zmq.ZMQError) as error:
                 self._reading.refuse("limits", f"a link cannot be connected: {error}", peer=link.peer)
-                self._loop.call_soon(self._lose, link)
+                if link.undelivered:
+                    self._loop.call_soon(self._lose, link)
+                return False
+        return True
 
     def _stalled(self, link: Link) -> None:
         """A link has frames that its connection did not accept. Any thread."""
@@ -410,7 +418,8 @@ class Channels:
             self._loop.call_soon_threadsafe(self._unstall, link)
 
     def _unstall(self, link: Link) -> None:
-        self._wake(link)
+        if not self._wake(link):
+            return
         self._resending.flush(link)
         if not link.connected and not self._closed:
             coordinator = self.detour()

@@ -28,8 +28,8 @@ RESEND_MOST_S: Final = 4.0
 class Acknowledging:
     """What is owed to peers."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, wake: Callable[[Link], None]) -> None:
-        """wake: open the connection of a link that sleeps."""
+    def __init__(self, loop: asyncio.AbstractEventLoop, wake: Callable[[Link], object]) -> None:
+        """wake: open the connection of a link that sleeps, if there is room."""
         self._loop = loop
         self._wake = wake
         self._owing: set[Link] = set()

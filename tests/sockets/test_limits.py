@@ -65,6 +65,72 @@ except LimitReached as error:
 """
 
 
+ASLEEP = """
+import asyncio, contextlib, json, logging, os, sys
+from tests.sockets.peers import PATIENCE_S, End, ends, introduce
+
+logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+
+@contextlib.contextmanager
+def few_left():
+    opened = []
+    with contextlib.suppress(OSError):
+        while True:
+            opened.append(os.dup(0))
+    for descriptor in opened[:10]:
+        os.close(descriptor)
+    yield
+    for descriptor in opened[10:]:
+        os.close(descriptor)
+
+async def frames(a, b):
+    with few_left():
+        a.send("bb", "second")
+        await a.listener.until(lambda: bool(a.listener.lost_peers))
+
+async def acks(a, b):
+    with few_left():
+        b.send("aa", "back")
+        await a.listener.until(lambda: a.channels.counters["limits"] > 0)
+    assert await b.channels.settled(PATIENCE_S), "an ack came when there was room"
+
+async def main(what, folder):
+    a = End("aa", f"ipc://{folder}/aa", idle_after_s=0.1, dead_after_s=5.0)
+    b = End("bb", f"ipc://{folder}/bb")
+    async with ends(a, b):
+        introduce(a, b)
+        a.send("bb", "first")
+        b.send("aa", "there")
+        link = a.channels.link("bb")
+        await b.listener.until(lambda: b.listener.received_words == ["first"])
+        await a.listener.until(lambda: a.listener.received_words == ["there"] and link.connection is None)
+        await what(a, b)
+        lost = [peer for peer, _ in a.listener.lost_peers]
+        print(json.dumps([lost, a.channels.counters["limits"] > 0]))
+
+asyncio.run(main(globals()[sys.argv[1]], sys.argv[2]))
+"""
+
+
+@pytest.mark.parametrize(("what", "lost"), [("frames", ["bb"]), ("acks", [])])
+def test_a_link_that_cannot_be_woken_at_a_limit_is_refused_with_its_name(what: str, lost: list[str]) -> None:
+    """With frames that wait its peer is unreachable at once; an ack waits until there is room."""
+    folder = tempfile.mkdtemp(prefix="omni")
+    try:
+        run = subprocess.run(
+            ["bash", "-c", 'ulimit -n 200 && exec "$@"', "-", sys.executable, "-c", ASLEEP, what, folder],
+            capture_output=True,
+            text=True,
+            cwd=Path(__file__).parents[2],
+            timeout=100,
+        )
+    finally:
+        shutil.rmtree(folder)
+    assert run.returncode == 0, run.stderr
+    assert json.loads(run.stdout) == [lost, True]
+    assert run.stderr.count("RLIMIT_NOFILE") == 1 and "; peer: 'bb'" in run.stderr
+
+
 def test_free_descriptors_are_counted_wherever_they_are() -> None:
     run = subprocess.run([sys.executable, "-c", HOLES], capture_output=True, text=True, check=True)
     assert "RLIMIT_NOFILE" in run.stdout and "fewer than 64 are left" in run.stdout
