@@ -5,7 +5,6 @@ from __future__ import annotations
 import ipaddress
 import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Final
 
 import msgspec
@@ -15,9 +14,9 @@ from omnipipeline_spec.types.pods import COORDINATOR
 from stage_runtime.profiler.session import ProfileSession
 from stage_runtime.relays.context import RelaySettings
 from stage_runtime.settings import CoordinatorSettings, StageSettings
+from stage_runtime.sockets import limits
 from stage_runtime.sockets.addresses import Security
 
-CGROUP_LIMITS: Final = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 BODIES_SHARE: Final = 0.125  # of it, for what clients send: decoded and encoded for the relay it is there three times
 MAX_BODIES: Final = 1 << 30
 ARENA_SHARE: Final = 0.4  # of the container's memory: what is in flight must not crowd out models
@@ -26,12 +25,7 @@ ARENA_SHARE: Final = 0.4  # of the container's memory: what is in flight must no
 def memory_limit() -> int:
     """Bytes that this process may use: its control group's limit, else the machine's memory."""
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    for path in CGROUP_LIMITS:
-        try:
-            return min(machine, int(path.read_text()))
-        except (OSError, ValueError):  # not there, or "max"
-            continue
-    return machine
+    return min(machine, limits.memory_limit() or machine)
 
 
 def bodies_nbytes(largest: int) -> int:

@@ -11,7 +11,7 @@ import resource
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from stage_runtime.errors import LimitReached
 
@@ -19,9 +19,27 @@ KEPT_FREE: Final = 64  # descriptors: for connections that peers open to us, fil
 MEMORY_FREE: Final = 32 << 20  # bytes; a link and its relays take less than one MiB
 MEMORY_EVERY_S: Final = 1.0  # how often the memory of the container is read
 RAISE_DESCRIPTORS: Final = "raise the hard limit (ulimit -Hn, or LimitNOFILE of the container runtime)"
+UNLIMITED: Final = 1 << 62  # bytes; control groups of version 1 have a number where there is no limit
 _FDS: Final = "/proc/self/fd"
 _SIZE_IS_COUNT: Final = os.stat(_FDS).st_size == len(os.listdir(_FDS)) - 1  # since Linux 6.2
 _CGROUP: Final = Path("/sys/fs/cgroup")
+
+
+class MemoryFiles(NamedTuple):
+    """The files of a control group, and which line of ``stat`` is cache that the kernel gives back."""
+
+    limit: str
+    usage: str
+    stat: str
+    cache: str
+
+
+VERSIONS: Final = (
+    MemoryFiles("memory.max", "memory.current", "memory.stat", "inactive_file"),
+    MemoryFiles(
+        "memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"
+    ),
+)
 
 
 def raise_limits() -> int:
@@ -102,27 +120,38 @@ def _memory() -> None:
         raise LimitReached(problem)
 
 
+def memory_limit(cgroup: Path = _CGROUP) -> int | None:
+    """Bytes that the container may use; None: it has no limit."""
+    found = _limited(cgroup)
+    return None if found is None else found[0]
+
+
 def memory_problem(cgroup: Path) -> str | None:
     """Why the container of ``cgroup`` has no memory for another peer; None: it has."""
+    found = _limited(cgroup)
+    if found is None:
+        return None
+    limit, files = found
     try:
-        most = (cgroup / "memory.max").read_text().strip()
-        if most == "max":
-            return None
-        used = int((cgroup / "memory.current").read_text())
-        cache = next(
-            (
-                int(line.split()[1])
-                for line in (cgroup / "memory.stat").read_text().splitlines()
-                if line.startswith("inactive_file ")
-            ),
-            0,
-        )
-        limit = int(most)
+        used = int((cgroup / files.usage).read_text())
+        lines = (cgroup / files.stat).read_text().splitlines()
+        cache = next((int(line.split()[1]) for line in lines if line.startswith(f"{files.cache} ")), 0)
     except (OSError, ValueError):
-        return None  # no cgroup v2 here
+        return None
     if limit - (used - cache) >= min(MEMORY_FREE, limit // 16):
         return None
     return (
         f"the container may use {limit >> 20} MiB of memory, and {(used - cache) >> 20} MiB are in use: raise "
         "resources.limits.memory"
     )
+
+
+def _limited(cgroup: Path) -> tuple[int, MemoryFiles] | None:
+    for files in VERSIONS:
+        try:
+            limit = int((cgroup / files.limit).read_text())
+        except (OSError, ValueError):  # not there, or "max"
+            continue
+        if limit < UNLIMITED:
+            return limit, files
+    return None

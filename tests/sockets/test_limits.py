@@ -182,17 +182,40 @@ def test_at_the_limit_of_descriptors_a_new_peer_is_refused_and_others_are_still_
         (1 << 30, (1 << 30) - (1 << 20), 1 << 29, False),  # most of it is cache, which the kernel gives back
     ],
 )
+@pytest.mark.parametrize("version", [2, 1])
 def test_a_container_without_memory_refuses_with_what_to_raise(
-    tmp_path: Path, most: int | str, current: int, inactive: int, refused: bool
+    tmp_path: Path, version: int, most: int | str, current: int, inactive: int, refused: bool
 ) -> None:
-    (tmp_path / "memory.max").write_text(f"{most}\n")
-    (tmp_path / "memory.current").write_text(f"{current}\n")
-    (tmp_path / "memory.stat").write_text(f"anon 1\ninactive_file {inactive}\n")
+    container(tmp_path, version, most, current, inactive)
     problem = limits.memory_problem(tmp_path)
     assert (problem is not None) == refused
     assert problem is None or "resources.limits.memory" in problem
 
 
+@pytest.mark.parametrize("version", [2, 1])
+def test_the_limit_of_a_container_is_known_without_what_it_uses(tmp_path: Path, version: int) -> None:
+    container(tmp_path, version, 1 << 30, 0, 0)
+    assert limits.memory_limit(tmp_path) == 1 << 30
+    container(tmp_path, version, "max", 0, 0)
+    assert limits.memory_limit(tmp_path) is None
+
+
+def container(folder: Path, version: int, most: int | str, current: int, inactive: int) -> None:
+    """The files of a control group, of either version."""
+    if version == 2:
+        (folder / "memory.max").write_text(f"{most}\n")
+        (folder / "memory.current").write_text(f"{current}\n")
+        (folder / "memory.stat").write_text(f"anon 1\ninactive_file {inactive}\n")
+        return
+    memory = folder / "memory"
+    memory.mkdir(exist_ok=True)
+    (memory / "memory.limit_in_bytes").write_text(f"{2**63 - 4096 if most == 'max' else most}\n")
+    (memory / "memory.usage_in_bytes").write_text(f"{current}\n")
+    # Without "total_" it is of the group alone, not of the groups in it.
+    (memory / "memory.stat").write_text(f"inactive_file 0\ntotal_inactive_file {inactive}\n")
+
+
 def test_where_there_is_no_container_memory_is_not_looked_at(tmp_path: Path) -> None:
     assert limits.memory_problem(tmp_path) is None
+    assert limits.memory_limit(tmp_path) is None
     assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 0
