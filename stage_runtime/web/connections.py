@@ -27,6 +27,7 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from stage_runtime.errors import RequestError
+from stage_runtime.sockets.limits import RAISE_DESCRIPTORS
 from stage_runtime.web import errors
 from stage_runtime.web.errors import RequestRefused
 from stage_runtime.web.exchange import CLIENT
@@ -38,6 +39,7 @@ _log = logging.getLogger(__name__)
 #: uvicorn warns of each request that it cannot read; anybody could fill the log. Its errors are shown.
 _uvicorn_log = logging.getLogger("uvicorn.error.connections")
 _uvicorn_log.setLevel(logging.ERROR)
+LEAST: Final = 16  # connections, however few descriptors there are
 MOST: Final = 16_384  # connections; an idle stream takes about 30 KiB (`benchmarks/scale.py`)
 FEW: Final = 0.25  # of the most connections: those at rest then leave enough room for others
 _PHRASES: Final = {
@@ -69,9 +71,23 @@ class ConnectionLimits(msgspec.Struct, frozen=True, kw_only=True):
     sweep_s: float = 1.0
 
 
-def most_connections(limits: ConnectionLimits) -> int:
-    descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return limits.connections or max(16, min(MOST, descriptors // 2))
+class ConnectionLimit(msgspec.Struct):
+    """How many connections a server may have at once."""
+
+    most: int
+    reason: str  #: What is said to a client that is refused.
+    advice: str  #: To those who run the server.
+    logged: bool = False
+
+
+def connection_limit(limits: ConnectionLimits, descriptors: int) -> ConnectionLimit:
+    """descriptors: how many the process may open."""
+    most = limits.connections or max(LEAST, min(MOST, descriptors // 2))
+    reason, advice = f"{most} connections are open", "more coordinators take more"
+    if not limits.connections and most == descriptors // 2 < MOST:
+        reason += f": half of the {descriptors} descriptors that the process may open (RLIMIT_NOFILE)"
+        advice = RAISE_DESCRIPTORS
+    return ConnectionLimit(most, reason, advice)
 
 
 class Phase(enum.Enum):
@@ -125,7 +141,7 @@ class HttpConnection(HttpToolsProtocol):
     """uvicorn's protocol, limited."""
 
     limits: ConnectionLimits = ConnectionLimits()
-    most: int = MOST
+    limit: ConnectionLimit  #: Of the server; one object for all of its connections.
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -142,8 +158,8 @@ class HttpConnection(HttpToolsProtocol):
         self._outstanding: int | None = None  #: Bytes that the client has not taken, when that was last looked at.
         self._stalled_since = 0.0
         self.unread_since: float | None = None  #: It has been given more than it takes at once; None: it has not.
-        if len(self.connections) > self.most:
-            self._refuse(RequestError("rate_limited", f"{self.most} connections are open", retry_after_s=1.0), 429)
+        if len(self.connections) > self.limit.most:
+            self._refuse_connection()
             transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -300,6 +316,14 @@ class HttpConnection(HttpToolsProtocol):
         else:
             self._refuse(RequestError("invalid_request", "no HTTP request that can be read"), 400)
 
+    def _refuse_connection(self) -> None:
+        """There are too many."""
+        limit = self.limit
+        if not limit.logged:
+            limit.logged = True
+            _log.warning("clients are refused (logged once): %s; %s", limit.reason, limit.advice)
+        self._refuse(RequestError("rate_limited", limit.reason, retry_after_s=1.0), 429)
+
     def _refuse(self, error: RequestError, status: int) -> None:
         """Send the error and close; an answer that has begun is only cut off."""
         if self._answering is not None and self._answering.response_started:
@@ -396,7 +420,9 @@ def _parser(protocol: HttpToolsProtocol) -> httptools.HttpRequestParser:
 
 def limited(limits: ConnectionLimits) -> type[HttpConnection]:
     """`HttpConnection` with these limits: uvicorn makes its protocols itself."""
-    return type("HttpConnection", (HttpConnection,), {"limits": limits, "most": most_connections(limits)})
+    descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = connection_limit(limits, descriptors)
+    return type("HttpConnection", (HttpConnection,), {"limits": limits, "limit": limit})
 
 
 class IdleConnections:

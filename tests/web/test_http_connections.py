@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import resource
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -16,7 +17,7 @@ import psutil
 import pytest
 
 from stage_runtime.coordinator.events import ResultEvent
-from stage_runtime.web.connections import ConnectionLimits
+from stage_runtime.web.connections import ConnectionLimits, connection_limit
 from stage_runtime.wire.values import Text
 from tests.web.running import ALL, PATIENCE_S, Running, start
 from tests.web.scripted_manager import Event, ScriptedHandle, chunk, play
@@ -361,6 +362,43 @@ async def test_more_connections_than_there_may_be_are_told_to_come_again() -> No
         assert "retry-after: 1" in head
         await until(lambda: running.server.open_connections == 0)
         await serves(running)
+
+
+async def test_a_client_is_refused_by_the_limit_of_descriptors_with_its_name_and_the_log_has_it_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    allowed = 200
+    async with contextlib.AsyncExitStack() as stack:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+        try:
+            running = await stack.enter_async_context(start(OK))
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for _ in range(allowed // 2):
+            await stack.enter_async_context(connected(running))
+        await until(lambda: running.server.open_connections == allowed // 2)
+        answers = [await answered(running, WHOLE) for _ in range(2)]
+        message = "100 connections are open: half of the 200 descriptors that the process may open (RLIMIT_NOFILE)"
+        assert [(status, body["error"]["message"]) for status, body, _ in answers] == [(429, message)] * 2
+    [line] = [record.getMessage() for record in caplog.records if record.name == "stage_runtime.web.connections"]
+    assert message in line and "raise the hard limit" in line
+
+
+@pytest.mark.parametrize(
+    ("connections", "descriptors", "most", "reason"),
+    [
+        (3, 1000, 3, ""),
+        (0, 1000, 500, ": half of the 1000 descriptors that the process may open (RLIMIT_NOFILE)"),
+        (0, 20, 16, ""),
+        (0, 1 << 20, 16_384, ""),
+    ],
+)
+def test_as_many_connections_may_be_open_as_half_of_the_descriptors(
+    connections: int, descriptors: int, most: int, reason: str
+) -> None:
+    limit = connection_limit(ConnectionLimits(connections=connections), descriptors)
+    assert (limit.most, limit.reason) == (most, f"{most} connections are open{reason}")
 
 
 async def echoed(handle: ScriptedHandle) -> AsyncIterator[Event]:
