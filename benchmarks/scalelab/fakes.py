@@ -141,6 +141,11 @@ class LightInstance:
         """The instances that it was introduced to."""
         return set(self._membership.members)
 
+    @property
+    def beat_s(self) -> float:
+        """The shortest time between two beats that its coordinators ask for."""
+        return self.registration.beat_s
+
     async def drain(self) -> None:
         """Leave as a stage process does: no new request, the bound ones to their end."""
         self._owing = set(self.registration.coordinators)
@@ -250,7 +255,7 @@ class LightInstance:
 
     async def _beat(self) -> None:
         while True:
-            beat_s = max(BEAT_S, self._membership.beat_s)
+            beat_s = max(BEAT_S, self.beat_s)
             least_s = beat_s * random.uniform(0.1, 1.9)
             await asyncio.sleep(ticks.delay_s(time.time(), least_s, beat_s / ticks.BEAT_TICKS))
             self.beat()

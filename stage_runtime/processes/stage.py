@@ -228,7 +228,7 @@ class StageProcess(RankProcess):
     async def _beat(self) -> None:
         while True:
             # Spread: many that started together do not all beat together.
-            beat_s = max(self._settings.plan.heartbeat_s, self._host.membership.beat_s)
+            beat_s = max(self._settings.plan.heartbeat_s, self._registration.beat_s)
             least_s = beat_s * random.uniform(0.9, 1.1)
             await asyncio.sleep(ticks.delay_s(time.time(), least_s, beat_s / ticks.BEAT_TICKS))
             statuspipe.report_stats(self._settings.status_fd, self._host.beat())

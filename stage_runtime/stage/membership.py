@@ -47,7 +47,6 @@ class StageMembership:
     def __init__(self, plans: Iterable[StagePlan], process: ProcessContext, loop: asyncio.AbstractEventLoop) -> None:
         plans = tuple(plans)
         self.members: dict[str, Member] = {}  #: Instances that share requests with this one, by incarnation.
-        self.beat_s = 0.0  #: The shortest time between two beats that a coordinator asks for.
         #: Which coordinators have introduced a member and not reported that it is gone. The keys are those of
         #: ``members``.
         self._introducers: dict[str, set[str]] = {}
@@ -118,7 +117,7 @@ class StageMembership:
         """A coordinator has welcomed this process; its link is open."""
         self.registration.welcomed_again(sender, message)
         self._process.relays.open(sender, message.coordinator.relays)
-        self.beat_s = message.beat_s
+        self.registration.ask_beats(sender, message.beat_s)
         if self._leaving is not None:
             self._process.send(sender, Deregister(self._leaving))
         elif self._ready:
@@ -146,7 +145,7 @@ class StageMembership:
             self._gone.pop((sender, member.incarnation), None)  # it is back
         self.meet(message.joined, by=sender)
         if message.beat_s is not None:
-            self.beat_s = message.beat_s
+            self.registration.ask_beats(sender, message.beat_s)
         for peer in message.gone:
             self._gone[sender, peer] = None
             if len(self._gone) > GONE_KEPT:

@@ -76,6 +76,7 @@ class Registration:
         self._resolve = resolve
         self._hello = hello
         self._on_welcome = welcomed
+        self._beats: dict[str, float] = {}  #: The shortest time between two beats that each of them asks for.
         self._known: dict[str, str] = {}  #: endpoint -> incarnation of the coordinator behind it
         self._publishers: dict[str, str] = {}
         self._times: dict[str, HelloTimes] = {}  #: When to send Hello again, by endpoint.
@@ -126,13 +127,24 @@ class Registration:
         if self._channels.name(message.via, sender) is None:
             return False
         self.coordinators[sender] = message.coordinator
-        self._spread_s = min(message.beat_s, SPREAD_MOST_S)
+        self.ask_beats(sender, message.beat_s)
         self._known[message.via] = sender
         self._publishers[sender] = message.publisher
         self._channels.subscribe(message.publisher)
         self._on_welcome()
         log.info("registered with coordinator %s at %s", sender, message.via)
         return True
+
+    @property
+    def beat_s(self) -> float:
+        """The shortest time between two beats that all coordinators allow. A beat goes to each of them."""
+        return max(self._beats.values(), default=0.0)
+
+    def ask_beats(self, coordinator: str, beat_s: float) -> None:
+        """A coordinator asks for beats that are so far apart; one that knows few members for more than others do."""
+        if coordinator in self.coordinators:
+            self._beats[coordinator] = beat_s
+            self._spread_s = min(self.beat_s, SPREAD_MOST_S)
 
     def welcomed_again(self, sender: str, message: Welcome) -> None:
         """A coordinator that we know answers at another address (both of a dual-stack host): one link is enough."""
@@ -154,6 +166,7 @@ class Registration:
         """True when it was a coordinator; Hello is sent to it again from now on."""
         if self.coordinators.pop(coordinator, None) is None:
             return False
+        self._beats.pop(coordinator, None)
         self._known = {endpoint: known for endpoint, known in self._known.items() if known != coordinator}
         publisher = self._publishers.pop(coordinator)
         if publisher not in self._publishers.values():

@@ -136,6 +136,8 @@ class Registered:
     def lost(self, peer: str) -> bool:
         return self.coordinators.pop(peer, self) is None
 
+    def ask_beats(self, coordinator: str, beat_s: float) -> None: ...
+
     def welcomed_again(self, sender: str, message: Message) -> None:
         self.coordinators[sender] = None
 
