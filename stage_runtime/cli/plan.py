@@ -33,7 +33,15 @@ WIDTH_WITHOUT_TERMINAL = 160  # a file has no edge; 80 columns would cut names
     show_default=True,
     help="svg is a picture for a file; json is the whole plan.",
 )
-def command(file: str, overrides: tuple[str, ...], cpu: bool, output: str) -> None:
+@click.option(
+    "--explain",
+    is_flag=False,
+    flag_value="",
+    metavar="[PATH]",
+    help="Instead, print each value of the spec with its source: the file and line, a default, --set. "
+    "PATH, as in --set, names some.",
+)
+def command(file: str, overrides: tuple[str, ...], cpu: bool, output: str, explain: str | None) -> None:
     """Show process groups, pods, GPUs and the transport of each edge. Nothing is started and no cluster is
     contacted."""
     with options.told_plainly():
@@ -45,6 +53,10 @@ def command(file: str, overrides: tuple[str, ...], cpu: bool, output: str) -> No
             click.echo(f"note: {notice}", err=True)
         for warning in topology.warnings(loaded.spec):
             click.echo(f"warning: {warning}", err=True)
+        if explain is not None:
+            for each in loading.explain(loaded, explain or None):
+                click.echo(f"{each.path} = {msgspec.json.encode(each.value).decode()}  # {each.source}")
+            return
         match output:
             case "json":
                 click.echo(msgspec.json.format(msgspec.json.encode(plan)).decode())

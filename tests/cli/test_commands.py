@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ from click.testing import CliRunner, Result
 from omnipipeline_spec import loading, planning
 from omnipipeline_spec.types.plan import PipelinePlan
 from stage_runtime import cli
+from tests.docs.blocks import ROOT, blocks
 
 HELLO = Path(__file__).parents[2] / "examples" / "hello" / "pipeline.yaml"
 
@@ -116,6 +118,80 @@ def test_plan_as_table_shows_pods_processes_and_transports() -> None:
     assert ["front", "front", "split", "1"] in lines
     assert ["voice", "voice", "shout", "1"] in lines
     assert ["split", "shout", "stream", "between", "pods", "tcp", "tcp+curve", "cpu"] in lines
+
+
+EXPLAINED = """\
+name: said
+stages:
+- {name: a, process: p, factory: 'w:m', next: [b], factory_args: {depth: 2, "a.b": x}}
+- {name: b, process: q, factory: 'w:m', terminal: true}
+"""
+
+
+def explained(file: Path, *arguments: str) -> list[str]:
+    done = omni("plan", "-f", file, *arguments)
+    assert done.exit_code == 0, done.output
+    return done.stdout.splitlines()
+
+
+def test_plan_explains_every_value_with_its_source(tmp_path: Path) -> None:
+    file = tmp_path / "said.yaml"
+    file.write_text(EXPLAINED)
+    lines = explained(file, "--set", "stages.b.relay.credits=4", "--explain")
+    assert {
+        f'name = "said"  # {file}, line 1',
+        f'stages[0].factoryArgs = {{"a.b":"x","depth":2}}  # {file}, line 3',
+        "stages[1].relay.credits = 4  # --set stages.b.relay.credits=4",
+        "stages[0].relay = null  # default",
+        "stages[1].relay.slotSizeMb = 512  # default",
+        'relayBackend = "auto"  # default',
+    } <= set(lines)
+    assert len(lines) == len(loading.explain(loading.load(file, overrides=["stages.b.relay.credits=4"])))
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ("stages.*.relay.credits", ["stages[0].relay = null", "stages[1].relay.credits = 4"]),
+        ("stages[1].relay.credits", ["stages[1].relay.credits = 4"]),
+        ("relay_backend", ['relayBackend = "auto"']),
+        ("stages.a.factoryArgs.depth", ['stages[0].factoryArgs = {"a.b":"x","depth":2}']),
+        ("stages.a.factoryArgs['a.b']", ['stages[0].factoryArgs = {"a.b":"x","depth":2}']),
+        ("stages.b.next", ["stages[1].next = []"]),
+    ],
+)
+def test_plan_explains_the_values_that_a_path_of_set_names(path: str, expected: list[str], tmp_path: Path) -> None:
+    file = tmp_path / "said.yaml"
+    file.write_text(EXPLAINED)
+    lines = explained(file, "--set", "stages.b.relay.credits=4", "--explain", path)
+    assert [line.partition("  # ")[0] for line in lines] == expected
+
+
+def test_the_pages_example_of_explain_is_what_it_prints(monkeypatch: pytest.MonkeyPatch) -> None:
+    [block] = [block for block in blocks("docs/cli.md", "") if "--explain" in block]
+    command, *lines = block.splitlines()
+    _, _, *arguments = shlex.split(command.removeprefix("$ "))
+    monkeypatch.chdir(ROOT)
+    done = omni("plan", *arguments)
+    assert (done.exit_code, done.stdout.splitlines()) == (0, lines)
+
+
+@pytest.mark.parametrize(
+    ("path", "told"),
+    [
+        ("stages.aa.gpu", "--explain stages.aa.gpu: 'aa' is no stage; did you mean a?"),
+        ("relayBackand", "--explain relayBackand: 'relayBackand' is no key of the spec; did you mean relayBackend?"),
+        ("stages[", "--explain stages[: cannot parse the path from '[' on"),
+        ("stages.a.factoryArgs.dpth", "--explain stages.a.factoryArgs.dpth: nothing is there"),
+        ("processGroups.p.replicas", "--explain processGroups.p.replicas: nothing is there"),
+    ],
+)
+def test_a_path_that_names_nothing_is_explained_by_what_is_there(path: str, told: str, tmp_path: Path) -> None:
+    file = tmp_path / "said.yaml"
+    file.write_text(EXPLAINED)
+    done = omni("plan", "-f", file, "--explain", path)
+    assert (done.exit_code, done.stdout) == (1, "")
+    assert told in done.stderr
 
 
 def test_plan_says_by_reference_once_stages_share_a_process() -> None:

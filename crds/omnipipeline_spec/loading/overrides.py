@@ -41,8 +41,16 @@ class _Override(msgspec.Struct, frozen=True, kw_only=True):
     value: str
 
     @property
+    def said(self) -> str:
+        return f"--set {self.text}"
+
+    @property
+    def steps(self) -> tuple[str | int, ...]:
+        return _steps(self.path, self.said)
+
+    @property
     def broad(self) -> bool:
-        return EVERY in _steps(self)
+        return EVERY in self.steps
 
 
 def apply(document: dict[str, Any], given: Sequence[str], sources: layering.Sources) -> dict[str, Any]:
@@ -53,19 +61,30 @@ def apply(document: dict[str, Any], given: Sequence[str], sources: layering.Sour
     result: dict[str, Any] = copy.deepcopy(document)
     faults: list[Fault] = []
     written: dict[tuple[str, bool], str] = {}
-    for override in sorted(map(_parsed, given), key=lambda each: (not each.broad, len(_steps(each)))):
+    for override in sorted(map(_parsed, given), key=lambda each: (not each.broad, len(each.steps))):
         try:
-            for place in list(_places(override, result)):
+            for place in list(_places(override.steps, result)):
                 twin = written.setdefault((place.path, override.broad), override.text)
                 if twin != override.text or given.count(override.text) > 1:
                     message = f"is set twice: --set {twin} and --set {override.text}"
                     faults.append(Fault(path=place.path, message=message))
                 _put(place, override, sources)
         except _NowhereError as error:
-            faults.append(Fault(path=override.path, message=f"--set {override.text}: {error}"))
+            faults.append(Fault(path=override.path, message=f"{override.said}: {error}"))
     if faults:
         raise InvalidPipeline(dict.fromkeys(faults), source="the command line")
     return result
+
+
+def select(document: dict[str, Any], path: str, said: str) -> tuple[str, ...]:
+    """The places that a path names in a complete document, as ``stages[0].gpu``. said: how a message calls the path.
+
+    Raises: UnreadableSpec: it is no path, or it names nothing.
+    """
+    try:
+        return tuple(place.path for place in _places(_steps(path, said), copy.deepcopy(document)))
+    except _NowhereError as error:
+        raise UnreadableSpec(f"{said}: {error}") from None
 
 
 class _NowhereError(Exception):
@@ -79,26 +98,26 @@ def _parsed(text: str) -> _Override:
     return _Override(text=text, path=path.strip(), value=value)
 
 
-def _steps(override: _Override) -> tuple[str | int, ...]:
+def _steps(path: str, said: str) -> tuple[str | int, ...]:
     steps: list[str | int] = []
     end = 0
-    for found in _STEP.finditer(override.path):
+    for found in _STEP.finditer(path):
         if found.start() != end:
             break
         word, index, *quoted = found.groups()
         steps.append(int(index) if index else word or next((text for text in quoted if text is not None), ""))
         end = found.end()
-    if end != len(override.path):
-        raise UnreadableSpec(f"--set {override.text}: cannot parse the path from {override.path[end:]!r} on")
+    if end != len(path):
+        raise UnreadableSpec(f"{said}: cannot parse the path from {path[end:]!r} on")
     if len(steps) > MAX_LEVELS:
-        raise UnreadableSpec(f"--set {override.text[:80]}…: names more than {MAX_LEVELS} levels")
+        raise UnreadableSpec(f"{said[:86]}…: names more than {MAX_LEVELS} levels")
     return tuple(steps)
 
 
-def _places(override: _Override, document: dict[str, Any]) -> Iterator[_Place]:
+def _places(steps: Sequence[str | int], document: dict[str, Any]) -> Iterator[_Place]:
     """All values that the path selects; missing maps on the way are created."""
     root: inspect.Type = inspect.type_info(PipelineConfig)
-    return _descend(document, root, _steps(override), "")
+    return _descend(document, root, steps, "")
 
 
 def _descend(holder: Any, kind: inspect.Type | None, steps: Sequence[str | int], path: str) -> Iterator[_Place]:

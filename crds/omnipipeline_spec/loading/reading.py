@@ -111,11 +111,23 @@ def from_resource(resource: Mapping[str, Any], *, source: str = "the resource") 
     return _finish(_resource(resource, {}, source), (), fallback="pipeline")
 
 
-def explain(loaded: LoadedPipeline) -> tuple[Explained, ...]:
-    """Every value of the spec, defaults included, with its source."""
+def explain(loaded: LoadedPipeline, path: str | None = None) -> tuple[Explained, ...]:
+    """Every value of the spec, defaults included, with its source.
+
+    path: only what it names, written as in ``--set``; a place inside a free-form value gives that value.
+    Raises: UnreadableSpec: it names nothing.
+    """
     found: list[Explained] = []
     _explain(loaded.spec, "", loaded.sources, found)
-    return tuple(found)
+    if path is None:
+        return tuple(found)
+    said = f"--explain {path}"
+    document = to_document(loaded.spec)
+    places = overrides.select(document, path, said)
+    named = tuple(each for each in found if any(_names(place, each, loaded.sources) for place in places))
+    if not named:
+        raise UnreadableSpec(f"{said}: nothing is there")
+    return named
 
 
 def _only(documents: Sequence[goyaml.Document], source: str) -> goyaml.Document:
@@ -295,8 +307,17 @@ def _explain(value: msgspec.Struct, path: str, sources: Mapping[str, str], found
             found.append(Explained(path=place, value=to_document(held), source=source))
 
 
+def _names(place: str, one: Explained, sources: Mapping[str, str]) -> bool:
+    """Whether a place is the value, contains it, or is inside it: where something was set, or nothing is."""
+    if _is_at(one.path, place):
+        return True
+    return _is_at(place, one.path) and (one.value is None or any(_is_at(known, place) for known in sources))
+
+
+def _is_at(path: str, place: str) -> bool:
+    return path == place or path.startswith((f"{place}.", f"{place}["))
+
+
 def _source(path: str, sources: Mapping[str, str]) -> str:
-    inside = [
-        source for place, source in sources.items() if place == path or place.startswith((f"{path}.", f"{path}["))
-    ]
+    inside = [source for place, source in sources.items() if _is_at(place, path)]
     return ", ".join(dict.fromkeys(inside)) or "default"
