@@ -134,7 +134,7 @@ async def measure(curve: bool, *, detour: bool = False) -> FirstMessage:
                 coordinator.channels.connect("other", there)
                 await one.send(coordinator, "open")
                 await coordinator.send(other, "open")
-                one.channels.detour = lambda: "coordinator"
+                one.channels.detours = lambda: ["coordinator"]
             other.channels.connect("one", one.endpoint)
             before = flights.count
             link = one.channels.connect("other", there)

@@ -12,7 +12,7 @@ import asyncio
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Final, Protocol
 
 import zmq
@@ -118,8 +118,8 @@ class Channels:
             flush=self._resending.flush,
             gone=self._gone,
         )
-        #: The peer, if any, that passes the first frames of a new link on: a coordinator that knows both ends.
-        self.detour: Callable[[], str | None] = lambda: None
+        #: The peers, if any, that pass the first frames of a new link on: the coordinators, which know both ends.
+        self.detours: Callable[[], Iterable[str]] = lambda: ()
         self._in_detour = False
         self._closed = False
         self._idle_after_s = idle_after_s
@@ -422,9 +422,8 @@ class Channels:
             return
         self._resending.flush(link)
         if not link.connected and not self._closed:
-            coordinator = self.detour()
-            if coordinator is not None:
-                detours.send(link, self._links.get(coordinator), self.counters)
+            coordinators = {name: self._links[name] for name in self.detours() if name in self._links}
+            detours.send(link, coordinators, self.counters)
 
     def _connected(self, link: Link) -> None:
         self._resending.again(link)

@@ -75,7 +75,7 @@ class StageMembership:
     def wire(self, registration: Registration) -> None:
         """The process has its ends of the planes."""
         self.registration = registration
-        self._process.channels.detour = lambda: next(iter(registration.coordinators), None)
+        self._process.channels.detours = lambda: registration.coordinators
 
     def reset(self) -> None:
         """The process takes a new incarnation: forget all members. `wire` must follow."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -16,7 +17,8 @@ from stage_runtime.rules.links import Incoming
 from stage_runtime.sockets import detours
 from stage_runtime.sockets.links import Link
 from stage_runtime.wire import codec
-from stage_runtime.wire.messages import Deregister, Detour, Message
+from stage_runtime.wire.messages import Deregister, Detour, Message, Skip
+from stage_runtime.wire.parts import Header
 from tests.sockets.peers import End, Listener, Proxy, ends, introduce
 
 TCP = "tcp://127.0.0.1:*"
@@ -66,7 +68,7 @@ async def three() -> AsyncIterator[Three]:
                 await end.listener.until(lambda end=end: end.listener.received_words == ["there"])  # type: ignore[misc]
                 end.listener.received_words.clear()
             await coordinator.listener.until(lambda: len(coordinator.listener.received_words) == 2)
-            one.channels.detour = other.channels.detour = lambda: "c"
+            one.channels.detours = other.channels.detours = lambda: ["c"]
             proxy.hold()
             introduce(one, other, via=proxy.endpoint)
             yield Three(one, other, coordinator, proxy)
@@ -87,6 +89,39 @@ async def test_frames_come_by_the_coordinator_while_the_connection_is_held_and_a
         await other.listener.until(lambda: len(other.listener.received_words) >= len(words))
         await one.listener.until(lambda: not link.undelivered)
         assert other.listener.received_words == words
+
+
+@pytest.mark.parametrize("owner", ["c", "d"])
+async def test_the_frame_of_a_request_comes_by_the_coordinator_that_owns_it(owner: str) -> None:
+    async with three() as (one, other, coordinator, _):
+        second = End("d", TCP, listener=Passing(), dead_after_s=60.0)
+        async with ends(second):
+            introduce(one, second)
+            introduce(other, second)
+            for end in (one, other):
+                second.send(end.name, "there")
+                end.send("d", "here")
+            await second.listener.until(lambda: len(second.listener.received_words) == 2)
+            link = one.channels.link("d")
+            await one.listener.until(lambda: link is not None and link.connected)
+            one.channels.detours = lambda: ["c", "d"]
+            passing = {end.name: end.listener for end in (coordinator, second) if isinstance(end.listener, Passing)}
+            for listener in passing.values():
+                listener.passed = b""
+            one.channels.send("other", Skip(Header("r", 1, owner, {}), "a", "b"))
+            await other.listener.until(lambda: any(isinstance(got, Skip) for _, got in other.listener.messages))
+            assert [name for name, listener in passing.items() if listener.passed] == [owner]
+
+
+def test_frames_of_no_request_are_spread_over_the_coordinators_by_their_receivers() -> None:
+    coordinators = ["c0", "c1", "c2", "c3"]
+    found = {f"p{number}": detours.choose(None, f"p{number}", coordinators) for number in range(400)}
+    assert all(60 <= count <= 140 for count in Counter(found.values()).values())
+    assert set(found.values()) == set(coordinators)
+    for peer, coordinator in found.items():
+        assert detours.choose(None, peer, coordinators) == coordinator
+        assert detours.choose("c2", peer, coordinators) == "c2"
+        assert detours.choose("gone", peer, coordinators) == coordinator
 
 
 async def test_when_the_coordinator_is_gone_the_frames_come_by_their_own_connection() -> None:
@@ -123,7 +158,7 @@ async def test_on_one_machine_nothing_goes_by_the_coordinator(folder: Path) -> N
         link = one.channels.link("c")
         assert link is not None
         await one.listener.until(lambda: link.connected)
-        one.channels.detour = lambda: "c"
+        one.channels.detours = lambda: ["c"]
         introduce(one, other)
         one.send("other", "first")
         await other.listener.until(lambda: other.listener.received_words == ["first"])

@@ -1,4 +1,4 @@
-"""How often a process beats: as rarely as any of its coordinators asks for, and none that is gone."""
+"""What a process does with several coordinators: how often it beats, and by which of them first frames may go."""
 
 from __future__ import annotations
 
@@ -51,3 +51,11 @@ async def test_what_a_coordinator_asked_for_is_forgotten_with_it(instance: Light
     assert instance.beat_s == 2.0, "it is no coordinator of this process now"
     instance.lost("new")
     assert instance.beat_s == 0.0
+
+
+async def test_first_frames_may_go_by_any_coordinator_that_is_known(instance: LightInstance) -> None:
+    for coordinator in ("old", "new", "newest"):
+        welcome(instance, coordinator, 0.0)
+    assert list(instance.channels.detours()) == ["old", "new", "newest"]
+    instance.lost("old")
+    assert list(instance.channels.detours()) == ["new", "newest"]
