@@ -6,12 +6,11 @@ does (`processes`), the commands of people (`cli`; every other first argument is
 
 from __future__ import annotations
 
-import faulthandler
 import os
 import sys
 from collections.abc import Callable
 
-from stage_runtime import errors, settings
+from stage_runtime import diagnostics, errors, settings
 from stage_runtime.engines import ending
 from stage_runtime.errors import ConfigurationError
 from stage_runtime.processes import codefiles, statuspipe, termination
@@ -21,7 +20,7 @@ EXIT_FAILED = 1  # in a factory or the configuration; reported, so starting agai
 
 def main() -> int:
     """Run the role that the command line names."""
-    faulthandler.enable()  # a supervisor sends SIGABRT to a loader that hangs: its stacks are the explanation
+    diagnostics.enable()  # a supervisor sends SIGABRT to a loader that hangs: its stacks are the explanation
     match sys.argv[1:]:
         case ["stage", *_]:  # what follows is a name for people who look at a list of processes
             return _guarded(_stage)
@@ -53,12 +52,12 @@ def _reported(role: Callable[[], int]) -> int:
         return role()
     except ConfigurationError as error:
         if status_fd is None:  # or our supervisor shows that line
-            print(f"cannot start: {error}", file=sys.stderr)
+            diagnostics.say(f"cannot start: {error}")
         statuspipe.report(status_fd, statuspipe.failed(error))
         return EXIT_FAILED
     except BaseException as error:  # of the author's: a module that a hook is named in may do anything when imported
         statuspipe.report(status_fd, statuspipe.failed(error))
-        print(errors.format_traceback(error), file=sys.stderr)
+        diagnostics.say(errors.format_traceback(error))
         return EXIT_FAILED
 
 

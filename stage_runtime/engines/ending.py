@@ -7,12 +7,13 @@ and the engine process.
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import os
 import sys
 import threading
 import time
 from typing import Final, NoReturn
+
+from stage_runtime import diagnostics
 
 DRAINED_S: Final = 5.0  # for threads of authors to finish what they write, after a role that ended in order
 FAILED_S: Final = 1.0  # after one that failed: people wait for the reason
@@ -25,8 +26,7 @@ def exit_soon(code: int) -> None:
 
     Call it when nothing is left to do but to return from the main module.
     """
-    with contextlib.suppress(Exception):  # there may be no stderr
-        faulthandler.dump_traceback_later(FORCED_S, exit=True, file=sys.__stderr__ or 2)
+    diagnostics.end_later(FORCED_S)
     within_s = FAILED_S if code else DRAINED_S
     try:
         threading.Thread(target=_exit_within, args=(code, within_s), name="exit", daemon=True).start()
@@ -36,14 +36,9 @@ def exit_soon(code: int) -> None:
 
 def _exit_within(code: int, within_s: float) -> NoReturn:
     time.sleep(within_s)
-    with contextlib.suppress(Exception):  # authors may have replaced or closed it
-        print(
-            f"exiting with code {code}: threads or child processes of the stages' code did not end within "
-            f"{within_s:g} s",
-            file=sys.stderr,
-            flush=True,
-        )
-        faulthandler.dump_traceback()
+    left = "threads or child processes of the stages' code did not end"
+    diagnostics.say(f"exiting with code {code}: {left} within {within_s:g} s")
+    diagnostics.print_stacks()
     _exit(code)
 
 

@@ -6,11 +6,11 @@ What counts as progress is `stage.Stage.steps`. Called by `processes.stage`.
 from __future__ import annotations
 
 import asyncio
-import faulthandler
 import time
 from collections.abc import Callable, Mapping
 from typing import Final
 
+from stage_runtime import diagnostics
 from stage_runtime.stage.stage import Stage
 
 LOOK_MOST_S: Final = 5.0  # between two looks
@@ -37,8 +37,7 @@ class Watchdog:
     async def run(self) -> None:
         """Until a stage is stuck. The log gets the stacks of all threads.
 
-        Where something keeps the GIL for so long that this loop cannot run, C code (`faulthandler`) prints them and
-        ends the process.
+        Where something keeps the GIL for so long that this loop cannot run, C code prints them and ends the process.
         """
         seen: dict[str, tuple[int, float]] = {}  # stage -> (steps, since when)
         try:
@@ -53,13 +52,13 @@ class Watchdog:
                     if not stage.computing or stage.steps != steps:
                         seen[name] = (stage.steps, now)
                     elif now - since > self._stuck_after_s:
-                        faulthandler.dump_traceback()
+                        diagnostics.print_stacks()
                         problem = f"no progress for {self._stuck_after_s:.0f} s with unfinished requests"
                         self._stuck(name, TimeoutError(problem))
                         return
         finally:
-            faulthandler.cancel_dump_traceback_later()
+            diagnostics.cancel_end()
 
     def _rearm(self) -> None:
         """Anew at each look: who cannot look for so long is ended."""
-        faulthandler.dump_traceback_later(self._stuck_after_s + self._look_every_s, exit=True)
+        diagnostics.end_later(self._stuck_after_s + self._look_every_s)

@@ -14,6 +14,7 @@ from typing import Any, Final
 
 import msgspec
 
+from stage_runtime import diagnostics
 from stage_runtime.engines import ending
 from stage_runtime.engines.autoregressive.process import parents
 from stage_runtime.engines.autoregressive.process.messages import EngineFailed, EngineHello, EngineReady, Init, identity
@@ -29,6 +30,7 @@ log = logging.getLogger(__name__)
 
 
 def main() -> None:
+    diagnostics.descriptor()
     code = 1
     try:
         _serve()
