@@ -72,6 +72,7 @@ async def _serve(settings: CoordinatorSettings) -> int:
 
     async with contextlib.AsyncExitStack() as stack:
         coordinator = _planes(settings, stack)
+        logs.protect()
         manager = coordinator.manager
         metrics = Metrics(manager, of_members=not settings.probe_port)
         codecs = await stack.enter_async_context(CodecPool())

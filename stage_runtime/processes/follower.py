@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 
-from stage_runtime.processes import incarnations, process_context, statuspipe
+from stage_runtime.processes import incarnations, logs, process_context, statuspipe
 from stage_runtime.processes.rank import EXIT_CRASHED, EXIT_DRAINED, THREADS_S, RankProcess
 from stage_runtime.processes.tasks import Tasks
 from stage_runtime.stage.follower import FollowerHost
@@ -46,6 +46,7 @@ class FollowerProcess(RankProcess):
             statuspipe.report_stats(self._settings.status_fd, host.beat())
 
     def loaded(self) -> None:
+        logs.protect()
         self._loaded = True
         statuspipe.report(self._settings.status_fd, statuspipe.Ready())
 

@@ -1,15 +1,22 @@
-"""How processes log: one line a record, for people or as JSON for collectors."""
+"""How processes log: one line a record, for people or as JSON for collectors.
+
+Authors' records go by the root logger, which authors may configure as they like. The records of the runtime, and of the
+libraries that its I/O loop logs by, have loggers and a handler of their own: nothing that authors do to logging (their
+filters and handlers, `dictConfig` with its defaults, `logging.disable`) silences them or raises in the runtime's code.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
+from stage_runtime import diagnostics
 from stage_runtime.errors import TRACEBACK_LIMIT, format_traceback, safe_str
 
 #: What every record has; whatever else is in one came by ``extra``.
@@ -65,11 +72,86 @@ def _plain(value: Any) -> Any:
         return safe_str(value, how=repr)
 
 
+class RuntimeLogger(logging.Logger):
+    """A logger whose calls never raise, and that only its own level and filters silence."""
+
+    @property
+    def disabled(self) -> bool:
+        """Never: ``disable_existing_loggers``, a default of `logging.config`, means the author's loggers."""
+        return False
+
+    @disabled.setter
+    def disabled(self, value: bool) -> None:
+        pass
+
+    def isEnabledFor(self, level: int) -> bool:
+        return level >= self.getEffectiveLevel()
+
+    def makeRecord(
+        self,
+        name: str,
+        level: int,
+        fn: str,
+        lno: int,
+        msg: object,
+        args: Any,
+        exc_info: Any,
+        func: str | None = None,
+        extra: Mapping[str, object] | None = None,
+        sinfo: str | None = None,
+    ) -> logging.LogRecord:
+        """As by default: an author's `logging.setLogRecordFactory` may raise."""
+        record = logging.LogRecord(name, level, fn, lno, msg, args, exc_info, func, sinfo)
+        vars(record).update(extra or {})
+        return record
+
+    def handle(self, record: logging.LogRecord) -> None:
+        wanted: Any = True
+        with contextlib.suppress(BaseException):
+            wanted = self.filter(record)
+        if wanted:
+            with contextlib.suppress(BaseException):
+                self.callHandlers(record)
+
+
+class RuntimeHandler(logging.Handler):
+    """Writes to `diagnostics`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        diagnostics.descriptor()  # before authors' code runs
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            text = self.format(record)
+        except Exception:
+            text = f"{record.levelname} {record.name}: {safe_str(record.msg, limit=TRACEBACK_LIMIT)}"
+        diagnostics.say(text)
+
+
+#: The parents of loggers that the runtime's own threads log by; the rest of them is left to authors.
+RUNTIME: Final = ("stage_runtime", "uvicorn", "asyncio", "concurrent.futures")
+
+
 def configure(log_format: str, *, name: str) -> None:
-    """Send the root logger's records to stderr."""
-    handler = logging.StreamHandler(sys.stderr)
+    """Send all records to stderr: authors' by the root logger, the runtime's by its own."""
+    formatter: logging.Formatter = TextFormatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s", "%H:%M:%S")
     if log_format == "json":
-        handler.setFormatter(JsonFormatter(name))
-    else:
-        handler.setFormatter(TextFormatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s", "%H:%M:%S"))
-    logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
+        formatter = JsonFormatter(name)
+    authors, own = logging.StreamHandler(sys.stderr), RuntimeHandler()
+    authors.setFormatter(formatter)
+    own.setFormatter(formatter)
+    logging.basicConfig(level=logging.INFO, handlers=[authors], force=True)
+    for parent in RUNTIME:
+        logger = logging.getLogger(parent)
+        logger.handlers, logger.propagate = [own], False
+        logger.setLevel(logging.INFO)
+    protect()
+
+
+def protect() -> None:
+    """Make the runtime's loggers, as far as there are any, `RuntimeLogger`s. Again once more modules are imported."""
+    for name, logger in list(logging.root.manager.loggerDict.items()):
+        if isinstance(logger, logging.Logger) and any(name == one or name.startswith(f"{one}.") for one in RUNTIME):
+            with contextlib.suppress(TypeError):  # made by an author's `logging.setLoggerClass`
+                logger.__class__ = RuntimeLogger

@@ -188,6 +188,7 @@ class StageProcess(RankProcess):
     # --- what happens -------------------------------------------------------------------------------------------
 
     def loaded(self) -> None:
+        logs.protect()
         self._loaded = True
         self._watchdog.arm()
         statuspipe.report(self._settings.status_fd, statuspipe.Ready())

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -92,3 +94,86 @@ def test_a_message_with_broken_text_and_an_exception_are_one_line_too() -> None:
 def test_without_an_exception_exc_info_adds_nothing() -> None:
     assert sys.exc_info() == (None, None, None)
     assert line("done", exc_info=True) == COMMON
+
+
+#: What authors' code does to logging, in factories or for a request.
+DONE_TO_LOGGING = {
+    "a filter of the handler": "logging.getLogger().handlers[0].addFilter(raising)",
+    "a filter of the root": "logging.getLogger().addFilter(raising)",
+    "a handler of the root": "logging.getLogger().handlers[0].emit = raising",
+    "a filter of ours": "logging.getLogger('stage_runtime.stage').addFilter(raising)",
+    "a handler of ours": "logging.getLogger('stage_runtime').addHandler(Raising())",
+    "a record factory": "logging.setLogRecordFactory(raising)",
+    "dictConfig": "logging.config.dictConfig({'version': 1, 'root': {'level': 'ERROR', 'handlers': []}})",
+    "fileConfig": "logging.config.fileConfig(io.StringIO(FILE))",
+    "disable": "logging.disable(logging.CRITICAL)",
+    "shutdown": "logging.shutdown()",
+    "stderr closed": "sys.stderr.close()",
+    "descriptor closed": "os.close(2)",
+}
+PROGRAM = """
+import io, logging, logging.config, os, sys
+from stage_runtime.processes import logs
+
+FILE = '''
+[loggers]
+keys=root
+[handlers]
+keys=
+[formatters]
+keys=
+[logger_root]
+level=ERROR
+handlers=
+'''
+
+def raising(*args, **more):
+    raise SystemExit("of the author's")
+
+class Raising(logging.Handler):
+    emit = raising
+
+ours = [logging.getLogger(name) for name in ("stage_runtime.stage", "uvicorn.error", "asyncio", "concurrent.futures")]
+logs.configure("text", name="voice")
+%s
+for logger in ours:
+    logger.info("that of %%s", logger.name)
+logging.getLogger("stage_runtime.stage").error("failed", exc_info=ValueError("the cause"))
+print("went on")
+"""
+
+
+@pytest.mark.parametrize("done", DONE_TO_LOGGING)
+def test_nothing_that_authors_do_to_logging_reaches_the_records_of_the_runtime(done: str, tmp_path: Path) -> None:
+    file = tmp_path / "program.py"
+    file.write_text(PROGRAM % DONE_TO_LOGGING[done])
+    ended = subprocess.run([sys.executable, str(file)], capture_output=True, text=True, check=False)
+    assert ended.stdout == "went on\n", ended.stderr
+    said = [line.partition(" ")[2] for line in ended.stderr.splitlines() if " that of " in line]
+    assert said == [
+        "INFO    stage_runtime.stage: that of stage_runtime.stage",
+        "INFO    uvicorn.error: that of uvicorn.error",
+        "INFO    asyncio: that of asyncio",
+        "INFO    concurrent.futures: that of concurrent.futures",
+    ]
+    assert "ERROR   stage_runtime.stage: failed\nValueError: the cause\n" in ended.stderr
+
+
+def test_authors_records_go_by_the_root_logger_and_the_runtimes_do_not(tmp_path: Path) -> None:
+    file = tmp_path / "program.py"
+    file.write_text(
+        "import logging\n"
+        "from stage_runtime.processes import logs\n"
+        "logs.configure('text', name='voice')\n"
+        "logging.getLogger('stage.voice').info('by default')\n"
+        "logging.getLogger().handlers[0].setFormatter(logging.Formatter('mine: %(message)s'))\n"
+        "logging.getLogger('stage.voice').info('as I like it')\n"
+        "logging.getLogger('stage_runtime.stage').info('as ever')\n"
+        "logging.getLogger('stage_runtime.stage').setLevel(logging.ERROR)\n"
+        "logging.getLogger('stage_runtime.stage').info('not asked for')\n"
+    )
+    ended = subprocess.run([sys.executable, str(file)], capture_output=True, text=True, check=True)
+    default, mine, ours = ended.stderr.splitlines()
+    assert default.endswith("INFO    stage.voice: by default")
+    assert mine == "mine: as I like it"
+    assert ours.endswith("INFO    stage_runtime.stage: as ever")
