@@ -234,7 +234,7 @@ class _Context:
     def allocate(self, shape: tuple[int, ...], dtype: Any) -> Any:
         import torch
 
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
 
     def emit(self, event: str, request_id: str, /, **metadata: Any) -> None: ...
 

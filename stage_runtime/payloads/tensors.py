@@ -1,7 +1,8 @@
 """Tensors and arrays as flat bytes, and back: the only module that calls torch and numpy.
 
 Knows nothing of containers, paths or transports (`checking`, `payloads`). Torch is never imported to look at a value:
-a tensor can't exist in a process that has not imported it.
+a tensor can't exist in a process that has not imported it. Whatever makes one names its device: an author's code may
+have set a default.
 """
 
 from __future__ import annotations
@@ -158,7 +159,7 @@ def host_copy(tensor: Any) -> Any:
     torch = sys.modules["torch"]
     if tensor.device.type != "cuda":
         return tensor.cpu()
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
     host.copy_(tensor, non_blocking=True)
     torch.cuda.current_stream(tensor.device).synchronize()
     return host
@@ -223,7 +224,7 @@ def _restored_tensor(ref: TensorRef, buffer: memoryview) -> Any:
     torch = sys.modules.get("torch") or importlib.import_module("torch")
     dtype = getattr(torch, ref.dtype)
     if not ref.nbytes:
-        return torch.empty(ref.shape, dtype=dtype)
+        return torch.empty(ref.shape, dtype=dtype, device="cpu")
     if ref.dtype in tensorrefs.NUMPY_DTYPES or ref.dtype == "bfloat16":
         count = ref.nbytes // tensorrefs.ITEMSIZES[ref.dtype]
         tensor = torch.frombuffer(buffer, dtype=dtype, count=count, offset=ref.offset)

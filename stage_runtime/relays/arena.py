@@ -240,7 +240,7 @@ class Arena:
         count = math.prod(shape)
         region = self.allocate_region(count * dtype.itemsize, tail_nbytes=TAIL_NBYTES) if count else None
         if region is None:
-            return None if count else torch.empty(shape, dtype=dtype)
+            return None if count else torch.empty(shape, dtype=dtype, device="cpu")
         return torch.frombuffer(buffers.view(region), dtype=torch.uint8).view(dtype).view(shape)
 
     def find(self, part: memoryview) -> tuple[Slot, int] | None:

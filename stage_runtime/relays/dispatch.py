@@ -319,7 +319,7 @@ class Relays:
         if tensor is None:
             import torch
 
-            tensor = torch.empty(shape, dtype=dtype)
+            tensor = torch.empty(shape, dtype=dtype, device="cpu")
         return tensor
 
     def letting_go(self) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from omnipipeline_spec.types.plan import RelayPlan, StagePlan
-from stage_runtime.payloads import devices, tensors
+from stage_runtime.payloads import devices, encoding, isolating, tensors
 from stage_runtime.wire.values import OmniRequest
 
 
@@ -82,3 +82,42 @@ def test_a_tensor_goes_to_a_gpu_and_back_unchanged() -> None:
 def test_a_request_keeps_its_inputs() -> None:
     request = OmniRequest(id="r", inputs={"x": 1})
     assert devices.moved(request, "meta") is request
+
+
+class AskedFor(torch.overrides.TorchFunctionMode):
+    """The devices that `torch.empty` is asked for, while an author's default device is set; it gives plain memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.devices: list[str] = []
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        more = dict(kwargs or {})
+        if function is torch.empty:
+            self.devices.append(str(more.get("device")))
+            more.pop("pin_memory", None)
+        return function(*args, **more)
+
+
+class OnGpu:
+    """As much of a tensor on a GPU as `host_copy` looks at before it has memory for the copy."""
+
+    device, shape, dtype = torch.device("cuda:0"), (3,), torch.float32
+
+
+def test_a_factory_s_default_device_changes_no_copy_in_the_host_s_memory() -> None:
+    asked = AskedFor()
+    with asked, torch.device("meta"), pytest.raises(TypeError):  # no copy without a GPU
+        tensors.host_copy(OnGpu())
+    assert asked.devices == ["cpu"]
+
+
+def test_a_factory_s_default_device_changes_no_tensor_that_arrives() -> None:
+    given = {"none": torch.empty(0, 3), "some": torch.ones(3), "many": torch.ones(5000, dtype=torch.bfloat16)}
+    extracted = encoding.extract(given)
+    with torch.device("meta"):
+        found = encoding.restore(extracted.value_bytes, extracted.refs, memoryview(bytearray(extracted.flat())))
+        shared = isolating.isolate(given)
+    for one in (found, shared):
+        assert {name: str(tensor.device) for name, tensor in one.items()} == dict.fromkeys(given, "cpu")
+        assert all(torch.equal(one[name], tensor) for name, tensor in given.items())

@@ -216,3 +216,9 @@ async def test_a_large_copy_lies_half_a_page_beside_its_source(both: Pair) -> No
         assert 2048 - 64 < apart <= 2048
         both.a.discard(operation)
         await asyncio.sleep(0)
+
+
+async def test_an_output_tensor_is_the_host_s_whatever_default_device_a_factory_has_set(both: Pair) -> None:
+    with torch.device("meta"):
+        found = [both.a.allocate(shape, torch.float32) for shape in ((0,), (8,), (1 << 28,))]
+    assert [str(tensor.device) for tensor in found] == ["cpu"] * 3

@@ -166,7 +166,7 @@ class World:
         """Gloo has no abort. A receive that times out closes the connection; a further one raises when that is done."""
         import torch
 
-        nothing = torch.zeros(1, dtype=torch.uint8)
+        nothing = torch.zeros(1, dtype=torch.uint8, device="cpu")
         while True:
             try:
                 self._group.recv([nothing], self._other, NO_TAG).wait(datetime.timedelta(milliseconds=1))
