@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any, Protocol, TypeAlias
 
 import msgspec
@@ -92,11 +92,17 @@ class RequestManagerApi(Protocol):
     """What the web room calls. Implemented by `coordinator.request_manager`; knows no HTTP."""
 
     async def call_terminal_stages(
-        self, request: OmniRequest, *, timeout_s: float | None = None
+        self,
+        request: OmniRequest,
+        *,
+        timeout_s: float | None = None,
+        watch: Callable[[Callable[[], object]], None] | None = None,
     ) -> TerminalStagesResult | None:
         """The result of the author's terminalStagesFn for a request; goes to `admit`.
 
-        Raises: RequestError: deadline: it has not answered in the request's time; rate_limited, unavailable.
+        watch: is given what to call when the client disconnects meanwhile.
+        Raises: RequestError: deadline: it has not answered in the request's time; cancelled: the client has
+            disconnected; rate_limited, unavailable.
         """
 
     def admit(

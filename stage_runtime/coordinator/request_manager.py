@@ -28,7 +28,7 @@ from stage_runtime.coordinator.reports import Reports
 from stage_runtime.coordinator.request_handles import RequestHandle, Resulted
 from stage_runtime.coordinator.stats import RequestStats
 from stage_runtime.coordinator.submission import Submission
-from stage_runtime.coordinator.terminal_stages import TerminalStagesCaller, TerminalStagesResult
+from stage_runtime.coordinator.terminal_stages import TerminalStagesCaller, TerminalStagesResult, Watch
 from stage_runtime.coordinator.tracing import Tracing
 from stage_runtime.coordinator.unread_answers import DEFAULT_LIMITS, AnswerLimits, UnreadAnswers
 from stage_runtime.errors import IllegalEvent, RequestError
@@ -133,12 +133,12 @@ class RequestManager:
     # --- events.RequestManagerApi -------------------------------------------------------------------------------------
 
     async def call_terminal_stages(
-        self, request: OmniRequest, *, timeout_s: float | None = None
+        self, request: OmniRequest, *, timeout_s: float | None = None, watch: Watch | None = None
     ) -> TerminalStagesResult | None:
         if self._terminal_stages_caller is None:
             return None
         self.check_room()
-        return await self._terminal_stages_caller.call(request, self._admission.timeout_s(timeout_s))
+        return await self._terminal_stages_caller.call(request, self._admission.timeout_s(timeout_s), watch)
 
     def admit(
         self,
@@ -186,7 +186,7 @@ class RequestManager:
 
     def check_room(self) -> None:
         if self._refusing is not None:
-            raise RequestError("unavailable", self._refusing, retry_after_s=RETRY_AFTER_S)
+            raise _refusal(self._refusing)
         most = self._plan.max_in_flight
         if len(self._handles) >= most:
             raise RequestError("rate_limited", f"{most} requests are in flight", retry_after_s=RETRY_AFTER_S)
@@ -220,8 +220,10 @@ class RequestManager:
         return len(self._handles)
 
     def refuse(self, reason: str) -> None:
-        """Admit nothing more."""
+        """Admit nothing more. Requests for which terminalStagesFn has not answered yet are refused, too."""
         self._refusing = reason
+        if self._terminal_stages_caller is not None:
+            self._terminal_stages_caller.give_up(lambda: _refusal(reason))
 
     def fail_all(self, reason: str) -> None:
         """End everything that is in flight."""
@@ -425,3 +427,7 @@ class RequestManager:
         self._bindings.release(handle)
         if self._membership.leaves_rest(handle.revision):
             self._ended_notifier.add(set(handle.bindings.values()), handle.id, handle.tracked.attempt)
+
+
+def _refusal(reason: str) -> RequestError:
+    return RequestError("unavailable", reason, retry_after_s=RETRY_AFTER_S)

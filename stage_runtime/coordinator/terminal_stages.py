@@ -10,7 +10,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import msgspec
 
@@ -21,6 +21,8 @@ from stage_runtime.profiler.recorder import set_active_stage
 from stage_runtime.wire.values import OmniRequest
 
 HOOK: Final = "terminal_stages_fn"
+#: Takes what to call when the client disconnects.
+Watch: TypeAlias = Callable[[Callable[[], object]], None]
 AT_ONCE: Final = 32  # threads; one that never returns keeps its place, and the rest wait until their deadlines
 
 
@@ -43,11 +45,13 @@ class TerminalStagesCaller:
     def __init__(self, function: Callable[[OmniRequest], Any]) -> None:
         self._function = function
         self._places = asyncio.Semaphore(AT_ONCE)
+        self._waits: set[_Wait] = set()
 
-    async def call(self, request: OmniRequest, timeout_s: float) -> TerminalStagesResult:
+    async def call(self, request: OmniRequest, timeout_s: float, watch: Watch | None = None) -> TerminalStagesResult:
         """The function gets a request of its own: what it writes into it reaches no stage.
 
-        Raises: RequestError: deadline.
+        watch: is given what to call when the client disconnects meanwhile.
+        Raises: RequestError: deadline; cancelled: the client has disconnected; what `give_up` was given.
         """
         try:
             own = isolating.isolate(request, where="submitted.request")
@@ -71,11 +75,39 @@ class TerminalStagesCaller:
             with contextlib.suppress(RuntimeError):  # the loop is closed, and with it the coordinator
                 loop.call_soon_threadsafe(settle, TerminalStagesResult(returned, raised, time.monotonic() - began))
 
+        wait = _Wait(asyncio.timeout(timeout_s))
+        self._waits.add(wait)
         try:
-            async with asyncio.timeout(timeout_s):
+            async with wait.limit:
+                if watch is not None:
+                    watch(lambda: wait.end(RequestError("cancelled", "the client disconnected")))
                 await self._places.acquire()
                 threading.Thread(target=run, name="omni-terminal-stages", daemon=True).start()
                 return await future
         except TimeoutError:
+            if wait.error is not None:
+                raise wait.error from None
             message = f"{HOOK} has not answered within {timeout_s:g} s"
             raise RequestError("deadline", message, hook=HOOK, request_id=request.id) from None
+        finally:
+            self._waits.discard(wait)
+            wait.over = True
+
+    def give_up(self, error: Callable[[], RequestError]) -> None:
+        """Wait no longer for any call. Its thread goes on, and keeps its place until it returns."""
+        for wait in list(self._waits):
+            wait.end(error())
+
+
+class _Wait:
+    """For one call."""
+
+    def __init__(self, limit: asyncio.Timeout) -> None:
+        self.limit = limit
+        self.error: RequestError | None = None  #: Why it ended, if not by its deadline.
+        self.over = False
+
+    def end(self, error: RequestError) -> None:
+        if not self.over and self.error is None and not self.limit.expired():
+            self.error = error
+            self.limit.reschedule(asyncio.get_running_loop().time())

@@ -53,7 +53,11 @@ async def _admit(
     manager: RequestManagerApi, exchange: Exchange, request: OmniRequest, timeout_s: float | None
 ) -> tuple[RequestHandleApi, AnswerTimes]:
     """The request, which is aborted when the client disconnects. `Exchange.unwatch` must follow."""
-    hook_result = await manager.call_terminal_stages(request, timeout_s=timeout_s)
+    try:
+        hook_result = await manager.call_terminal_stages(request, timeout_s=timeout_s, watch=exchange.watch)
+    except BaseException:
+        exchange.unwatch()
+        raise
     handle = manager.admit(
         request,
         timeout_s=timeout_s,

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Callable
 
 import pytest
 
 from stage_runtime.coordinator.terminal_stages import AT_ONCE, TerminalStagesCaller
 from stage_runtime.errors import RequestError
 from stage_runtime.wire.values import OmniRequest
+
+PATIENCE_S = 60.0
 
 
 def asked(inputs: object = "hello") -> OmniRequest:
@@ -64,3 +67,41 @@ async def test_what_it_writes_into_a_request_reaches_nobody() -> None:
 
 async def test_a_value_that_cannot_travel_is_left_for_admission_to_refuse() -> None:
     assert (await TerminalStagesCaller(lambda request: ["write"]).call(asked({1, 2}), 5.0)).value() is None
+
+
+class Watched:
+    """A client that may disconnect."""
+
+    def __init__(self) -> None:
+        self.gone: Callable[[], object] = lambda: None
+
+    def watch(self, gone: Callable[[], object]) -> None:
+        self.gone = gone
+
+
+async def test_a_call_whose_client_disconnects_is_not_waited_for() -> None:
+    gate, began, client = threading.Event(), threading.Event(), Watched()
+
+    def hook(request: OmniRequest) -> None:
+        began.set()
+        gate.wait()
+
+    call = asyncio.create_task(TerminalStagesCaller(hook).call(asked(), 3600.0, client.watch))
+    await asyncio.to_thread(began.wait)
+    client.gone()
+    with pytest.raises(RequestError) as failed:
+        await asyncio.wait_for(call, PATIENCE_S)
+    assert (failed.value.code, failed.value.message) == ("cancelled", "the client disconnected")
+    client.gone()  # once more: it is over
+    gate.set()
+
+
+async def test_giving_up_ends_the_calls_that_wait_for_the_hook_and_those_that_wait_for_a_place() -> None:
+    gate = threading.Event()
+    caller = TerminalStagesCaller(lambda request: gate.wait())
+    calls = [asyncio.create_task(caller.call(asked(), 3600.0)) for _ in range(AT_ONCE + 1)]
+    await asyncio.sleep(0)
+    caller.give_up(lambda: RequestError("unavailable", "the coordinator is draining"))
+    outcomes = await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), PATIENCE_S)
+    assert [one.code for one in outcomes if isinstance(one, RequestError)] == ["unavailable"] * len(calls)
+    gate.set()

@@ -51,7 +51,11 @@ async def test_a_blocked_terminal_stages_fn_costs_its_own_request_alone(base: Pa
             refused = await task
             assert refused.status_code == 504, refused.text
             assert refused.json()["error"]["code"] == "deadline"
-        for task in blocked:
-            task.cancel()
-        await asyncio.gather(*blocked, return_exceptions=True)
+        left, waiting = blocked
+        left.cancel()
+        await asyncio.gather(left, return_exceptions=True)
         assert pipeline.pids() == before
+        await pipeline.stop()  # neither the client that left nor the one that waits is waited for
+        refused = await waiting
+        assert refused.status_code == 503, refused.text
+        assert refused.json()["error"]["message"] == "the coordinator is draining"

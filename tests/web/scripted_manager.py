@@ -108,7 +108,13 @@ class ScriptedManager:
         if len(self.in_flight) >= self.cap:
             raise RequestError("rate_limited", "too many requests in flight", retry_after_s=2.5)
 
-    async def call_terminal_stages(self, request: OmniRequest, *, timeout_s: float | None = None) -> None:
+    async def call_terminal_stages(
+        self,
+        request: OmniRequest,
+        *,
+        timeout_s: float | None = None,
+        watch: Callable[[Callable[[], object]], None] | None = None,
+    ) -> None:
         return None
 
     def admit(
