@@ -12,7 +12,7 @@ from omnipipeline_spec import loading, planning
 from omnipipeline_spec.types.errors import InvalidPipeline
 from omnipipeline_spec.validation import topology
 from stage_runtime.cli import options
-from stage_runtime.processes import unsupported
+from stage_runtime.processes import author_folder, unsupported
 
 
 @click.command("validate")
@@ -25,6 +25,7 @@ def command(file: str, overrides: tuple[str, ...], imports: bool) -> None:
     fault."""
     with options.told_plainly():
         try:
+            author_folder.check(author_folder.of(file))
             loaded = loading.load(file, overrides=overrides)
             plan = planning.plan(loaded.spec, name=loaded.name)
             if imports:

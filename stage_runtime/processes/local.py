@@ -26,6 +26,7 @@ from omnipipeline_spec.validation import variables
 from stage_runtime.errors import ConfigurationError
 from stage_runtime.processes import (
     admitted,
+    author_folder,
     client_keys,
     codefiles,
     launching,
@@ -97,7 +98,7 @@ class LocalPipeline:
         )
         #: Fields of the spec without effect, one line each.
         self.notices = (*unsupported.notices(self.spec, local=True), *found.notices, *vain, *unkeyed)
-        self._path = () if folder is None else (folder,)
+        self._author_folder = folder
         self._supervisor = Supervisor(on_change=self._changed, on_line=on_line or _drop)
         self._on_change = on_change or _ignore
         self._url: str | None = None
@@ -319,7 +320,7 @@ class LocalPipeline:
         """What all processes of the run have in common; the inline files are written to ``code_dir``."""
         if self._code:
             codefiles.write(self._code, code_dir)
-        path = (*([code_dir] if self._code else []), *self._path)
+        path = (*([code_dir] if self._code else []), *([self._author_folder] if self._author_folder else []))
         environ = {**self._environ, **launching.tracing(self.spec.observability.tracing)}
         return launching.environment(environ, path=path, code_dir=code_dir if self._code else None)
 
@@ -341,18 +342,14 @@ def read(
 ) -> tuple[LoadedPipeline, Path | None]:
     """A sound spec, and the folder of its file, whose modules may be imported.
 
-    Raises: SpecError: with all faults.
+    Raises: SpecError: with all faults. ConfigurationError: a module there has a name that is taken.
     """
     if isinstance(source, PipelineConfig):
         name = planning.plan(source).pipeline
         return LoadedPipeline(name=name, spec=source, source="the spec", sources={}), None
-    return loading.load(os.fspath(source), overrides=overrides), _folder(os.fspath(source))
-
-
-def _folder(source: str) -> Path | None:
-    """Of ``pipeline.yaml``, ``pipeline.py`` and ``pipeline.py:name``; a module's name has none of its own."""
-    file = Path(source if os.path.exists(source) else source.rpartition(":")[0])
-    return file.resolve().parent if file.is_file() else None
+    folder = author_folder.of(os.fspath(source))
+    author_folder.check(folder)
+    return loading.load(os.fspath(source), overrides=overrides), folder
 
 
 def _ignore(_view: ProcessView) -> None:

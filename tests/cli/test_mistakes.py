@@ -219,3 +219,17 @@ def test_an_interrupt_is_no_traceback_whether_a_command_has_begun_or_not(tmp_pat
         done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=100, check=False)
         told[module] = (done.returncode, done.stderr)
     assert told == {"early": (-signal.SIGINT, ""), "late": (130, "interrupted\n")}
+
+
+@pytest.mark.parametrize("command", [("up", "-f"), ("validate", "-f"), ("validate", "--imports", "-f")])
+def test_a_module_beside_the_pipeline_that_takes_the_place_of_another_is_named(
+    command: tuple[str, ...], tmp_path: Path
+) -> None:
+    (tmp_path / "pipeline.yaml").write_bytes(HELLO.read_bytes())
+    (tmp_path / "tokenize.py").write_text("def load(): ...\n")
+    done = omni(*command, tmp_path / "pipeline.yaml")
+    assert (done.exit_code, done.stderr) == (
+        1,
+        f"error: {tmp_path / 'tokenize.py'} would be imported in place of the module tokenize, which the pipeline's "
+        "processes need: give it another name\n",
+    )
