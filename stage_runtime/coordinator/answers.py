@@ -28,7 +28,7 @@ class Happen(Protocol):
 
 
 class Answers:
-    """Of one coordinator's requests."""
+    """Orders and delivers the output of one coordinator's requests."""
 
     def __init__(
         self,

@@ -23,7 +23,7 @@ RETRY_AFTER_S: Final = 1.0
 
 
 class Bindings:
-    """Of all requests of one coordinator."""
+    """The bindings of all requests of one coordinator."""
 
     def __init__(self, membership: Membership) -> None:
         self._membership = membership

@@ -60,7 +60,7 @@ class AskedProcess(NamedTuple):
 
 
 class Questions:
-    """To all processes of the pipeline."""
+    """Sends profiler messages to all processes of the pipeline and collects the replies."""
 
     def __init__(
         self,

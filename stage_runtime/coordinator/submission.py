@@ -21,7 +21,7 @@ BODY_CREDITS: Final = 8  # bodies under way to one entry instance
 
 
 class Submission:
-    """Of one coordinator's requests."""
+    """Sends the bodies of one coordinator's requests to the entry instances."""
 
     def __init__(
         self,

@@ -16,7 +16,7 @@ from stage_runtime.telemetry.traceparents import TraceContext
 
 
 class Tracing:
-    """Of one coordinator."""
+    """Makes and exports the spans of one coordinator's requests."""
 
     def __init__(self, exporter: Exporter, *, ratio: float) -> None:
         self._exporter = exporter

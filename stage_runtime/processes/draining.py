@@ -13,7 +13,7 @@ IDLE_EVERY_S: Final = 0.02
 
 
 class Drain:
-    """One process's."""
+    """The drain of one stage process."""
 
     def __init__(self) -> None:
         self._unbound: set[str] = set()  #: Coordinators that have nothing bound to this incarnation.

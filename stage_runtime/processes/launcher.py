@@ -20,7 +20,7 @@ KEY_FILE = "api-key"  # in the run's folder, which is the user's alone
 
 
 class Launcher:
-    """Of one run."""
+    """Adds the processes of one run to its supervisor."""
 
     def __init__(
         self,

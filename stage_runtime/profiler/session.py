@@ -46,7 +46,7 @@ class ProfileOrder(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ProfileSession:
-    """One process's."""
+    """The profile runs of one process."""
 
     def __init__(
         self,

@@ -29,7 +29,7 @@ class _Known(msgspec.Struct):
 
 
 class Choices:
-    """Of one process towards all its peers."""
+    """The relay selections of one process, by peer."""
 
     def __init__(self, own: ProcessFacts, *, allow_tcp: bool = True) -> None:
         self._own = own

@@ -29,7 +29,7 @@ LINK_WORTH: Final = 0.5  # requests: a partner with a link is preferred to one t
 
 
 class Load(msgspec.Struct, kw_only=True):
-    """Of one instance."""
+    """The load of one instance."""
 
     incarnation: str
     waiting: int = 0  #: By its last beat.

@@ -32,7 +32,7 @@ Lost: TypeAlias = Callable[[RequestWork, BaseException], None]  #: What had wait
 
 
 class LocalEdge:
-    """To or from a stage of this process."""
+    """An edge to or from a stage of this process."""
 
     def __init__(self, stage: str, neighbour: str, neighbour_input: StageInput, process: ProcessContext) -> None:
         self._stage = stage
@@ -126,7 +126,7 @@ class _SendingEdge:
 
 
 class RemoteEdge(_SendingEdge):
-    """To or from a stage of another process."""
+    """An edge to or from a stage of another process."""
 
     def payload(self, work: RequestWork, payload: StagePayload, packed: Packed | None) -> None:
         """packed: targets that get the same payload share its packing, and a slot where they can; None: one target."""

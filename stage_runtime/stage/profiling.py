@@ -13,7 +13,7 @@ from stage_runtime.wire.messages import Message, ProfilerRead, ProfilerReply, Pr
 
 
 class ProcessProfiling:
-    """One process's."""
+    """Answers profiler messages for one process."""
 
     def __init__(
         self,

@@ -21,7 +21,7 @@ Notify = Callable[[str, str, bool], None]  #: (target stage, its instance, stall
 
 
 class Stalling:
-    """One stage's. Workers wake it; everything else is on the loop."""
+    """Detects when all workers of one stage are blocked. Workers wake it; everything else is on the loop."""
 
     def __init__(
         self,

@@ -13,7 +13,7 @@ from stage_runtime.stage.tensor_parallel import Leader
 
 
 class Startup:
-    """One process's, once: engines outlive the incarnations."""
+    """Loads the engines of a process, once: they outlive its incarnations."""
 
     def __init__(
         self,

@@ -23,7 +23,7 @@ _inside: contextvars.ContextVar[tuple[str, str] | None] = contextvars.ContextVar
 
 
 class AuthorSpans:
-    """Of one process. Any thread."""
+    """The spans of the authors' code in one process. Any thread."""
 
     def __init__(self, exporter: Exporter) -> None:
         self._exporter = exporter

@@ -32,7 +32,7 @@ Make = Callable[[], Sequence[Span]]
 
 
 class Exporter:
-    """Of one process. ``add`` from any thread."""
+    """The span exporter of one process. ``add`` from any thread."""
 
     def __init__(self, settings: TelemetrySettings, resource: Mapping[str, Value]) -> None:
         self.sent = 0  #: Requests whose spans a collector has taken.

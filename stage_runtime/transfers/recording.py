@@ -17,7 +17,7 @@ from stage_runtime.profiler.recorder import recorder
 
 
 class RecordedRequest(Protocol):
-    """Whose payload it is."""
+    """The request that a payload belongs to."""
 
     @property
     def request_id(self) -> str: ...

@@ -46,7 +46,7 @@ METADATA_LIMIT: Final = 512  # bytes of a relay's metadata; shm and tcp take few
 
 
 class SendOwner(Protocol):
-    """Whose payload it is."""
+    """The request that a payload belongs to."""
 
     @property
     def owner(self) -> str:

@@ -28,7 +28,7 @@ class Grown(NamedTuple):
 
 
 class _Streams:
-    """Of one request."""
+    """The streams of one request."""
 
     def __init__(self, sources: Sequence[str]) -> None:
         self.open = set(sources)  #: Sources that may still send.
