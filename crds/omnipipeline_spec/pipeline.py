@@ -47,6 +47,7 @@ from omnipipeline_spec.types.quantities import (
     ShortText,
     Text,
 )
+from omnipipeline_spec.types.relays import RelayBackend
 from omnipipeline_spec.types.values import OUTSIDE_RESOURCE, SCALAR_OR_LIST, Spec, doc
 
 StageNames = Annotated[Sequence[Name], Meta(max_length=MAX_EDGES, extra=SCALAR_OR_LIST | {"unique": True})]
@@ -61,7 +62,6 @@ ChatParameter = Literal[
     "stop_token_ids",
     "ignore_eos",
 ]
-RelayBackend = Literal["auto", "shm", "tcp", "nccl", "nixl", "mooncake", "cuda_ipc"]
 
 
 class RelayConfig(Spec, frozen=True, kw_only=True):

@@ -11,7 +11,7 @@ The rest follows from the line: processes open it and announce its facts in Hell
 from the others. Only where it applies:
 
 - packages that it imports: an extra in ``pyproject.toml``, named in its line;
-- a new name for `relayBackend`: ``RelayBackend`` of the contract, then ``make crds``;
+- a new name for `relayBackend`: the contract's ``types/relays.py``, then ``make crds``;
 - what only this relay promises: ``tests/relays/test_NAME.py``.
 
 Nothing of a relay is imported before it is opened, and this module imports none of them.

@@ -8,11 +8,13 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import get_args
 
 import msgspec
 import numpy as np
 import pytest
 
+import omnipipeline_spec.types.relays as relays_of_the_contract
 import stage_runtime.relays
 from stage_runtime.errors import ConfigurationError, RelayRefused
 from stage_runtime.payloads import encoding
@@ -124,3 +126,8 @@ def test_auto_opens_what_needs_a_device_only_where_the_machine_has_it() -> None:
     assert [name for name in registry.to_open(()) if name in ("shm", "nixl", "mooncake", "tcp")] == list(always)
     with_rdma = registry.to_open((), has=lambda need: need == "rdma")
     assert {"nixl", "mooncake"} <= set(with_rdma)
+
+
+def test_the_contract_names_the_relays_that_the_table_has() -> None:
+    names = set(get_args(relays_of_the_contract.RelayBackend)) - {"auto"}
+    assert names == set(RELAYS) == set(relays_of_the_contract.RELAYS)

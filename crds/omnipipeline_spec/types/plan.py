@@ -12,6 +12,7 @@ from typing import Any, Literal
 import msgspec
 
 from omnipipeline_spec.types.pods import HTTP_PORT
+from omnipipeline_spec.types.relays import RelayBackend
 
 PLAN_VERSION = 1  # raised when a process of version N could misread a plan of N-1
 
@@ -19,7 +20,7 @@ PLAN_VERSION = 1  # raised when a process of version N could misread a plan of N
 class RelayPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How one stage's outgoing tensors travel."""
 
-    backend: Literal["auto", "shm", "tcp", "nccl", "nixl", "mooncake", "cuda_ipc"] = "auto"
+    backend: RelayBackend = "auto"
     slot_bytes: int = 512 << 20  #: Largest single slot; a larger payload goes in pieces, copied together on arrival.
     credits: int = 2  #: Unreleased slots allowed per edge.
     device: str = "cpu"  #: Where tensors arrive at this stage: ``cpu`` or ``cuda``, its own device.

@@ -10,10 +10,8 @@ from collections.abc import Iterator
 
 from omnipipeline_spec.pipeline import PipelineConfig, RelayConfig
 from omnipipeline_spec.types.errors import Fault
+from omnipipeline_spec.types.relays import RELAYS
 from omnipipeline_spec.validation import grouping
-
-OF_ONE_POD = ("shm", "cuda_ipc")
-BY_RDMA = ("auto", "nixl", "mooncake", "nccl")  # backends that use RDMA devices where there are some
 
 
 def faults(spec: PipelineConfig) -> Iterator[Fault]:
@@ -27,7 +25,8 @@ def faults(spec: PipelineConfig) -> Iterator[Fault]:
 def on_cluster(spec: PipelineConfig) -> Iterator[Fault]:
     """What is refused on a cluster and works on one machine."""
     far = _between_pods(spec)
-    if spec.relay_backend in OF_ONE_POD and far is not None:
+    named = RELAYS.get(spec.relay_backend)
+    if named is not None and named.one_pod and far is not None:
         message = f"is {spec.relay_backend}, which never crosses pods, "
         message += f"and on a cluster {far[0]!r} and {far[1]!r} run in different pods"
         yield Fault(path="relayBackend", message=f"{message}: use auto", names=far)
@@ -104,7 +103,7 @@ def _without_tcp(spec: PipelineConfig) -> Iterator[Fault]:
     """Without TCP an edge between pods needs RDMA devices, and a backend that uses them: the others write to sockets,
     each by its own library.
     """
-    by_rdma = spec.relay_backend in BY_RDMA
+    by_rdma = spec.relay_backend == "auto" or RELAYS[spec.relay_backend].by_rdma
     if spec.data_plane.allow_tcp or (by_rdma and spec.data_plane.rdma is not None):
         return
     far = _between_pods(spec)
