@@ -138,6 +138,19 @@ def test_the_autoscaler_may_remove_the_operators_node_unless_a_value_says_otherw
         assert {each["name"] for each in template["spec"]["volumes"] if "emptyDir" in each} == {"tmp"}
 
 
+def test_what_a_failed_test_leaves_is_found_by_its_labels_and_is_over_before_helm_gives_up(api_server: Cluster) -> None:
+    made = objects(rendered(api_server, ["watchNamespaces={team-a}"]))
+    hooks = [each for each in made if "helm.sh/hook" in each["metadata"].get("annotations", {})]
+    assert {each["kind"] for each in hooks} == {"ServiceAccount", "Role", "RoleBinding", "ConfigMap", "Pod"}
+    own = {"app.kubernetes.io/name": "omnipipeline-test", "app.kubernetes.io/instance": "release"}
+    assert [each["metadata"]["labels"] for each in hooks] == [own] * len(hooks)
+    assert not [each for each in made if each not in hooks and each["metadata"]["labels"].items() >= own.items()]
+    [pod] = [each for each in hooks if each["kind"] == "Pod"]
+    [timeout] = [each["value"] for each in pod["spec"]["containers"][0]["env"] if each["name"] == "SMOKE_TIMEOUT"]
+    helms_own_s, deletes_s = 300, 30
+    assert int(timeout) + deletes_s < helms_own_s
+
+
 def _roles(text: str) -> list[dict[str, Any]]:
     """Roles of the operator: not of people, not of the test."""
     roles = [each for each in objects(text) if each["kind"] in ("ClusterRole", "Role")]
