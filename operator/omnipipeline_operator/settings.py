@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import msgspec
 
@@ -39,6 +39,20 @@ class DefaultResources(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     coordinator: Resources = Resources(requests={"cpu": "50m", "memory": "256Mi"}, limits={"memory": "4Gi"})
 
 
+USER: Final = 65532  # "nonroot" of the images; numeric, so that the kubelet can check runAsNonRoot
+
+
+class PodUsers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename="camel"):
+    """User and groups of pipelines' pods. None: admission chooses, as OpenShift's from the namespace's range."""
+
+    run_as_user: int | None = None
+    run_as_group: int | None = None
+    fs_group: int | None = None
+
+
+OWN_USER: Final = PodUsers(run_as_user=USER, run_as_group=USER, fs_group=USER)
+
+
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """One operator process."""
 
@@ -48,6 +62,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     probe_port: int = PROBE_PORT
     allow_privileged: bool = False  #: Whether podTemplate may ask for hostNetwork, hostPID, hostIPC, privileged.
     default_resources: DefaultResources = DefaultResources()
+    pod_users: PodUsers = OWN_USER
     scrapers: tuple[dict[str, Any], ...] = ()  #: NetworkPolicy peers that may reach the pods' probe and metrics port.
     log_format: Literal["text", "json"] = "json"
     workers: int = 16  # more than are likely to wait for coordinators that do not answer
@@ -74,6 +89,7 @@ def read(environ: Mapping[str, str], *, hostname: str) -> Settings:
         probe_port=int(_number(environ, "OMNI_OPERATOR_PROBE_PORT", PROBE_PORT)),
         allow_privileged=_flag(environ, "OMNI_OPERATOR_ALLOW_PRIVILEGED", False),
         default_resources=_resources(environ, "OMNI_OPERATOR_DEFAULT_RESOURCES"),
+        pod_users=_users(environ, "OMNI_OPERATOR_POD_SECURITY_CONTEXT"),
         scrapers=_peers(environ, "OMNI_OPERATOR_SCRAPERS"),
         log_format=_choice(environ, "OMNI_OPERATOR_LOG_FORMAT"),
         workers=int(_number(environ, "OMNI_OPERATOR_WORKERS", 16)),
@@ -125,6 +141,15 @@ def _resources(environ: Mapping[str, str], name: str) -> DefaultResources:
         amounts = json.loads(text, parse_int=str, parse_float=str)
         return msgspec.convert(amounts, DefaultResources)
     except (ValueError, msgspec.ValidationError) as error:
+        raise ConfigurationError(f"{name}: {error}") from error
+
+
+def _users(environ: Mapping[str, str], name: str) -> PodUsers:
+    """A JSON map; fields that it lacks are left to admission. Without the variable: the images' user."""
+    text = environ.get(name)
+    try:
+        return msgspec.json.decode(text, type=PodUsers) if text else OWN_USER
+    except msgspec.MsgspecError as error:
         raise ConfigurationError(f"{name}: {error}") from error
 
 

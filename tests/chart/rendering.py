@@ -24,6 +24,7 @@ COMBINATIONS: dict[str, list[str]] = {
     "own rights": ["rbac.create=false", "serviceAccount.create=false", "serviceAccount.name=given"],
     "without the definition": ["crds.install=false"],
     "open": ["networkPolicy.enabled=false", "allowPrivileged=true", "logFormat=text"],
+    "users by admission": ["podSecurityContext=null", "pipelinePodSecurityContext=null"],
     "by digest": [f"image.digest=sha256:{'0' * 64}", f"stageImage.digest=sha256:{'1' * 64}"],
     "placed": ["nodeSelector.pool=system", "tolerations[0].operator=Exists", "imagePullSecrets[0].name=registry"],
 }

@@ -75,7 +75,11 @@ def test_helm_lint_accepts_these_values(api_server: Cluster, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "value", ["replica=2", "image.tagg=x", "logFormat=xml", "replicas=-1", "monitoring.podMonitor.intervall=1s"]
+    "value",
+    [
+        *("replica=2", "image.tagg=x", "logFormat=xml", "replicas=-1", "monitoring.podMonitor.intervall=1s"),
+        *("podSecurityContext.runAsUser=0", "pipelinePodSecurityContext.privileged=true"),
+    ],
 )
 def test_a_value_that_is_not_in_the_schema_is_refused(api_server: Cluster, value: str) -> None:
     done = helm(api_server, "template", "release", str(CHART), *sets([value]))
@@ -149,6 +153,37 @@ def test_what_a_failed_test_leaves_is_found_by_its_labels_and_is_over_before_hel
     [timeout] = [each["value"] for each in pod["spec"]["containers"][0]["env"] if each["name"] == "SMOKE_TIMEOUT"]
     helms_own_s, deletes_s = 300, 30
     assert int(timeout) + deletes_s < helms_own_s
+
+
+@pytest.mark.parametrize(
+    "values, own, pipelines",
+    [
+        ([], {"runAsUser": 65532, "runAsGroup": 65532}, settings.OWN_USER),
+        (["podSecurityContext=null", "pipelinePodSecurityContext=null"], {}, settings.PodUsers()),
+        (
+            ["podSecurityContext.runAsUser=1000680000", "podSecurityContext.runAsGroup=null"],
+            {"runAsUser": 1000680000},
+            settings.OWN_USER,
+        ),
+        (
+            ["pipelinePodSecurityContext.runAsUser=1000680000", "pipelinePodSecurityContext.fsGroup=null"],
+            {"runAsUser": 65532, "runAsGroup": 65532},
+            settings.PodUsers(run_as_user=1000680000, run_as_group=65532),
+        ),
+    ],
+)
+def test_users_and_groups_are_those_of_the_values_and_null_leaves_them_to_admission(
+    api_server: Cluster, values: list[str], own: dict[str, int], pipelines: settings.PodUsers
+) -> None:
+    made = objects(rendered(api_server, values))
+    [deployment] = [each for each in made if each["kind"] == "Deployment"]
+    [test] = [each for each in made if each["kind"] == "Pod"]
+    for pod in (deployment["spec"]["template"]["spec"], test["spec"]):
+        fixed = {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
+        assert pod["securityContext"] == fixed | own
+    [container] = deployment["spec"]["template"]["spec"]["containers"]
+    told = {each["name"]: each.get("value", "x") for each in container["env"]}
+    assert settings.read(told, hostname="h").pod_users == pipelines
 
 
 def _roles(text: str) -> list[dict[str, Any]]:

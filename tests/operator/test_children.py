@@ -14,6 +14,7 @@ from omnipipeline_operator.desired import children, config, naming, pods, podsec
 from omnipipeline_operator.desired.naming import Owner
 from omnipipeline_operator.desired.pods import PodFacts
 from omnipipeline_operator.errors import NotAllowed
+from omnipipeline_operator.settings import OWN_USER, PodUsers
 from omnipipeline_spec import loading, planning
 from omnipipeline_spec.pipeline import PipelineConfig
 from omnipipeline_spec.types.resource import API_VERSION, KIND
@@ -92,6 +93,27 @@ def test_every_pod_satisfies_the_restricted_standard() -> None:
                 "readOnlyRootFilesystem": True,
                 "capabilities": {"drop": ["ALL"]},
             }
+
+
+@pytest.mark.parametrize(
+    "users, chosen",
+    [
+        (OWN_USER, {"runAsUser": 65532, "runAsGroup": 65532, "fsGroup": 65532}),
+        (PodUsers(), {}),
+        (PodUsers(run_as_user=7, fs_group=8), {"runAsUser": 7, "fsGroup": 8}),
+    ],
+)
+def test_users_that_the_operator_leaves_to_admission_are_in_no_pod(users: PodUsers, chosen: dict[str, int]) -> None:
+    facts = PodFacts(owner=OWNER, image="stage:1", control_secret="s", users=users)
+    made = desired(facts, **FETCHED)
+    found = [pod_of(made, each.unit) for each in made.workloads] + [job_of(made)]
+    for pod in found:
+        assert pod["securityContext"] == {
+            "runAsNonRoot": True,
+            **chosen,
+            "fsGroupChangePolicy": "OnRootMismatch",
+            "seccompProfile": {"type": "RuntimeDefault"},
+        }
 
 
 def test_a_pod_has_time_to_drain_after_it_left_the_endpoints() -> None:

@@ -44,6 +44,13 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- end -}}
 {{- end -}}
 
+{{/* The lines of a pod's securityContext that name its user and groups; whole numbers, which toYaml may write as floats. */}}
+{{- define "omnipipeline.users" -}}
+{{- range $field, $id := .Values.podSecurityContext }}
+{{ $field }}: {{ int64 $id }}
+{{- end }}
+{{- end -}}
+
 {{- define "omnipipeline.testNamespace" -}}
 {{- if .Values.tests.namespace -}}
 {{- .Values.tests.namespace -}}

@@ -135,6 +135,7 @@ class Reconciler:
             control_secret=pins.control_secret,
             allow_privileged=self._settings.allow_privileged,
             default_resources=self._settings.default_resources,
+            users=self._settings.pod_users,
         )
         desired = children.children(spec, plan, inputs, scrapers=self._settings.scrapers)
         return Planned(spec=spec, plan=plan, goal=rollout_goal(spec, plan), pins=pins, desired=desired)

@@ -17,7 +17,7 @@ from omnipipeline_operator import kinds
 from omnipipeline_operator.desired import naming, podsecurity, templates, volumes
 from omnipipeline_operator.desired.naming import Owner
 from omnipipeline_operator.kinds import Manifest
-from omnipipeline_operator.settings import DefaultResources
+from omnipipeline_operator.settings import OWN_USER, DefaultResources, PodUsers
 from omnipipeline_spec.cluster import Resources
 from omnipipeline_spec.types import quantities
 from omnipipeline_spec.types.plan import CoordinatorPlan, UnitPlan
@@ -26,7 +26,6 @@ from omnipipeline_spec.validation.variables import JOINED
 
 PRE_STOP_S: Final = 3  # endpoints and load balancers drop a pod before it stops listening
 STAGE: Final = "stage"  # the container of a unit's pods; that of the coordinator's has the unit's name
-USER: Final = 65532  # "nonroot" of the images; numeric, so that the kubelet can check runAsNonRoot
 COORDINATOR_START_S: Final = 120.0  # it loads no model
 AFTER_START_S: Final = 600  # Kubernetes' own deadline of a Deployment: for a node, an image, a volume
 NODE_LOSS_S: Final = 60  # instead of 300: a lost node's pods are replaced about 110 s after the loss
@@ -41,6 +40,7 @@ class PodFacts(msgspec.Struct, frozen=True, kw_only=True):
     claim: str | None = None  #: The model cache's claim, when the operator makes it.
     allow_privileged: bool = False
     default_resources: DefaultResources = DefaultResources()
+    users: PodUsers = OWN_USER
 
 
 def unit_deployment(unit: UnitPlan, facts: PodFacts) -> Manifest:
@@ -131,7 +131,7 @@ def _deployment(
     pod: Manifest = {
         "containers": [container],
         "volumes": [*own, *more_volumes],
-        "securityContext": _pod_security(),
+        "securityContext": _pod_security(facts.users),
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
         "terminationGracePeriodSeconds": PRE_STOP_S + int(plan.drain_timeout_s),
@@ -302,12 +302,11 @@ def _node_loss() -> list[Manifest]:
     ]
 
 
-def _pod_security() -> Manifest:
+def _pod_security(users: PodUsers) -> Manifest:
+    chosen = {field: number for field, number in msgspec.to_builtins(users).items() if number is not None}
     return {
         "runAsNonRoot": True,
-        "runAsUser": USER,
-        "runAsGroup": USER,
-        "fsGroup": USER,
+        **chosen,
         "fsGroupChangePolicy": "OnRootMismatch",
         "seccompProfile": {"type": "RuntimeDefault"},
     }
