@@ -39,21 +39,26 @@ class Answers:
         happen: Happen,
         failed: Callable[[RequestHandle, int, Failure], None],
         unread: UnreadAnswers,
+        unwanted: Callable[[str, Stream], None],
     ) -> None:
-        """owner: this coordinator. find: a request in flight, by id."""
+        """owner: this coordinator. find: a request in flight, by id.
+
+        unwanted: called with an instance and the first chunk of a terminal stage that the request does not wait for.
+        """
         self._fetching = fetching
         self._owner = owner
         self._find = find
         self._happen = happen
         self._failed = failed
         self._unread = unread
+        self._unwanted = unwanted
 
     def stream(self, sender: str, message: Stream) -> None:
         self._fetching.fetch(
             sender,
             message.body,
             attempt_key(self._owner, message.request_id, message.attempt),
-            lambda fetched: self._chunk(message, fetched),
+            lambda fetched: self._chunk(sender, message, fetched),
             lambda error: self._broken(message, error),
         )
 
@@ -83,11 +88,13 @@ class Answers:
             return None
         return handle
 
-    def _chunk(self, message: Stream, fetched: Fetched) -> None:
+    def _chunk(self, sender: str, message: Stream, fetched: Fetched) -> None:
         handle = self._current(message)
         inbound = handle.streams.get(message.source) if handle is not None else None
         if handle is None or inbound is None:
             fetched.discard()
+            if handle is not None and message.chunk_id == 0:
+                self._unwanted(sender, message)
             return
         if recorder.active:
             _record(message)

@@ -8,7 +8,7 @@ from typing import Final
 
 from omnipipeline_spec.types.pods import COORDINATOR
 from stage_runtime.rules.streams import STREAM_WINDOW
-from stage_runtime.wire.messages import Consumed, Ended, Message
+from stage_runtime.wire.messages import Consumed, Ended, Message, Stream
 
 ENDED_EVERY_S: Final = 0.02
 CONSUMED_EVERY: Final = STREAM_WINDOW // 4
@@ -55,6 +55,11 @@ class ConsumedNotifier:
             self._send(producer, Consumed(request_id, attempt, self._owner, stage, COORDINATOR, unreported))
             unreported = 0
         self._unreported[key] = unreported
+
+    def refuse(self, producer: str, chunk: Stream) -> None:
+        """Nobody reads this stream: its producer need not wait."""
+        over = Consumed(chunk.request_id, chunk.attempt, self._owner, chunk.source, COORDINATOR, 0, over=True)
+        self._send(producer, over)
 
     def forget(self, request_id: str, stages: Iterable[str]) -> None:
         for stage in stages:

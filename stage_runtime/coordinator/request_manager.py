@@ -103,6 +103,7 @@ class RequestManager:
             end_unread=lambda handle: self._end_unread(handle, "its client does not read"),
             fail=self._end_too_large,
         )
+        self._consumed_notifier = ConsumedNotifier(membership.incarnation, send)
         self.answers = Answers(
             self._fetching,
             owner=membership.incarnation,
@@ -110,6 +111,7 @@ class RequestManager:
             happen=self._happen,
             failed=self._failed,
             unread=self._unread,
+            unwanted=self._consumed_notifier.refuse,
         )
         self._send = send
         self._publish = publish
@@ -119,7 +121,6 @@ class RequestManager:
             loop, passed=self._deadline_passed, wanted=lambda one, deadline: self._deadline_of(one) == deadline
         )
         self._ended_notifier = EndedNotifier(loop, send)
-        self._consumed_notifier = ConsumedNotifier(membership.incarnation, send)
         self.readers = Readers(loop, bound_to=self._bindings.on, end=self._end_unread)
         self._handles: dict[str, RequestHandle] = {}  #: In flight, by id.
         #: Increases across all requests: a reused id gets a higher number than its tombstone.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from omnipipeline_spec.types.pods import COORDINATOR
 from stage_runtime.errors import HookError, RequestError, safe_str
 from stage_runtime.rules.gathering import names_of
 
@@ -23,10 +24,13 @@ def route(stage: str, declared: Sequence[str], returned: object) -> tuple[str, .
     return _among(stage, "route_fn", names, declared, "next")
 
 
-def stream_targets(stage: str, declared: Sequence[str], to: str | list[str] | None) -> tuple[str, ...]:
+def stream_targets(
+    stage: str, declared: Sequence[str], to: str | list[str] | None, *, terminal: bool = False
+) -> tuple[str, ...]:
     """The targets of one chunk: all of ``stream_to`` unless it names some.
 
-    Raises: HookError: a name outside ``stream_to``.
+    terminal: it may name ``coordinator``, too: the stage's client.
+    Raises: HookError: a name outside these.
     """
     if to is None:
         return tuple(declared)
@@ -35,7 +39,7 @@ def stream_targets(stage: str, declared: Sequence[str], to: str | list[str] | No
         raise HookError(
             stage, "chunk.to", f"is {safe_str(to, limit=200, how=repr)}; expected one or more of {sorted(declared)}"
         )
-    return _among(stage, "chunk.to", names, declared, "stream_to")
+    return _among(stage, "chunk.to", names, [*declared, COORDINATOR] if terminal else declared, "stream_to")
 
 
 def done_targets(stage: str, declared: Sequence[str], returned: object) -> tuple[str, ...]:

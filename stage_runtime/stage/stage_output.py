@@ -248,8 +248,8 @@ class StageOutput:
     def _chunk_targets(self, chunk: Chunk) -> tuple[str, ...]:
         plan = self._plan
         if plan.stream_to:
-            return routing.stream_targets(plan.name, plan.stream_to, chunk.to)
-        if plan.terminal and chunk.to is None:
+            return routing.stream_targets(plan.name, plan.stream_to, chunk.to, terminal=plan.terminal)
+        if plan.terminal and chunk.to in (None, COORDINATOR, [COORDINATOR]):
             return (COORDINATOR,)
         cure = "declare it in streamTo" if chunk.to is not None else "add streamTo, or make the stage terminal"
         raise HookError(plan.name, "chunk", f"a chunk to {chunk.to or 'nobody'}: {cure}")

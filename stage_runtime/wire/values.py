@@ -208,8 +208,8 @@ class Chunk(msgspec.Struct):
     """One piece of a stream: yielded by a producer, received by a consumer.
 
     A producer sets ``data`` and may set ``to`` (one target or several; None: all of ``streamTo``, or the client
-    from a terminal stage without ``streamTo``), ``modality`` and ``metadata``. A consumer also reads ``source``,
-    and ``index``: 0.. per request and edge, in order.
+    from a terminal stage without ``streamTo``; ``coordinator``: the client of a terminal stage), ``modality`` and
+    ``metadata``. A consumer also reads ``source``, and ``index``: 0.. per request and edge, in order.
     """
 
     data: Any

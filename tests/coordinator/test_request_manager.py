@@ -622,6 +622,23 @@ async def test_an_answer_that_is_given_as_a_whole_has_no_slow_reader() -> None:
         assert (handle.early, taken(made), made.aborted("v1")) == (0, ROOM + STREAM_WINDOW, [])
 
 
+async def test_a_terminal_stage_that_the_request_does_not_wait_for_streams_without_a_window() -> None:
+    """It also streams to a stage on the way to the terminal that is waited for: its client's window holds nobody up."""
+    async with coordinator_harness(terminal_stages=lambda request: ["write"]) as made:
+        handle = made.manager.admit(asked(stream=True))
+        sent = only(made)
+        for index in range(3):
+            made.chunk(sent, "shout", index, index)
+        assert [one for one in made.channels.sent["v1"] if isinstance(one, Consumed)] == [
+            Consumed("r1", sent.header.attempt, "cc", "shout", "coordinator", 0, over=True)
+        ]
+        made.complete(sent, "shout", chunks=3)
+        made.complete(sent, "write", "text")
+        assert await read(handle) == [ResultEvent(stage="write", data="text")]
+        made.chunk(sent, "shout", 0, "late")
+        assert sum(isinstance(one, Consumed) for one in made.channels.sent["v1"]) == 1
+
+
 @pytest.mark.parametrize("waited_for", [True, False])
 async def test_a_terminal_that_was_skipped_fails_who_waits_for_it_and_nobody_else(waited_for: bool) -> None:
     async with coordinator_harness(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from random import Random
 from typing import Any
 
@@ -130,6 +131,23 @@ def test_a_route_that_leads_nowhere_blames_route_fn(returned: Any) -> None:
 )
 def test_a_chunk_goes_to_all_stream_targets_or_those_it_names(to: Any, targets: tuple[str, ...]) -> None:
     assert routing.stream_targets("a", ["b", "c"], to) == targets
+
+
+@pytest.mark.parametrize(
+    ("declared", "to", "targets"),
+    [
+        (["b"], "coordinator", ("coordinator",)),
+        (["b"], ["coordinator", "b", "coordinator"], ("coordinator", "b")),
+        (["b"], None, ("b",)),
+        ([], "coordinator", ("coordinator",)),
+    ],
+)
+def test_a_terminal_stage_names_its_client_beside_its_stream_targets(
+    declared: list[str], to: Any, targets: tuple[str, ...]
+) -> None:
+    assert routing.stream_targets("a", declared, to, terminal=True) == targets
+    with pytest.raises(HookError) if to is not None else nullcontext():
+        routing.stream_targets("a", declared, to)
 
 
 @pytest.mark.parametrize("to", ["ghost", [], ["b", "ghost"], 7])

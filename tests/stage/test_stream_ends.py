@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 import stage_runtime as omni
 from omnipipeline_spec.types.plan import StagePlan
 from stage_runtime.rules.streams import STREAM_WINDOW
-from stage_runtime.wire.messages import Complete
-from tests.stage.stage_kit import World, plan, world
+from stage_runtime.wire.messages import Complete, Consumed
+from tests.stage.stage_kit import OWNER, World, plan, world
 from tests.thoroughness import examples
 
 MANY = 4 * STREAM_WINDOW
@@ -89,6 +89,38 @@ async def test_a_consumer_that_leaves_early_holds_no_producer_back(reader: Any, 
             made.submit(f"r{number}", "r", {"chunks": MANY, "id": number})
         await made.until(lambda: len(given_by(made, "c")) == len(given_by(made, "b")) == 3)
         await made.until(lambda: all(host.idle for host in made.hosts.values()))
+
+
+def pour_to(to: str | list[str]) -> Any:
+    def run(payload: omni.StagePayload) -> Iterator[Any]:
+        for index in range(MANY):
+            yield omni.Chunk(index, to=to)
+        yield omni.Result("through")
+
+    return run
+
+
+@APART
+@pytest.mark.parametrize("to", ["coordinator", ["coordinator", "voice"]])
+async def test_a_terminal_stage_streams_to_its_client_and_to_another_stage(to: str | list[str], apart: bool) -> None:
+    """The client's window holds it back though the other stage has taken all."""
+    async with world() as made:
+        chat = plan("chat", terminal=True, stream_to=("voice",))
+        voice = plan("voice", stream_from=("chat",), terminal=True)
+        place(made, [chat, voice], {"chat": pour_to(to), "voice": omni.Streaming(read_all)}, apart=apart)
+        made.submit("r", "chat", 1)
+        for taken in range(STREAM_WINDOW, MANY + 1, STREAM_WINDOW):
+            await made.until(lambda taken=taken: len(made.streamed("r")) == taken)  # type: ignore[misc]
+            await made.settle()
+            assert len(made.streamed("r")) == taken
+            made.send(OWNER, made.stage_of["chat"], Consumed("r", 1, OWNER, "chat", "coordinator", STREAM_WINDOW))
+        await made.until(lambda: len([one for one in made.received if isinstance(one, Complete)]) == 2)
+        assert made.failed() == {}
+        assert [one.chunk_id for one in made.streamed("r")] == list(range(MANY))
+        ends = {one.source: one for one in made.received if isinstance(one, Complete)}
+        assert ends["chat"].chunks == MANY
+        heard = {name: made.opened(end.body, name) for name, end in ends.items() if end.body is not None}
+        assert heard == {"chat": "through", "voice": list(range(MANY)) if "voice" in to else []}
 
 
 @APART
