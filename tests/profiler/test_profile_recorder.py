@@ -265,7 +265,7 @@ def test_a_span_closes_when_its_block_raises(active: Path) -> None:
 
 
 def test_metadata_may_have_any_name_but_stage(active: Path) -> None:
-    metadata = dict.fromkeys(("event", "name", "request_id", "self", "metadata", "timestamp_ns"), 1)
+    metadata: dict[str, Any] = dict.fromkeys(("event", "name", "request_id", "self", "metadata", "timestamp_ns"), 1)
     profiler.emit("x", "r", **metadata)
     with profiler.span("y", "r", **metadata):
         pass
