@@ -28,18 +28,23 @@ def faults(spec: PipelineConfig) -> Iterator[Fault]:
 
 
 def warnings(spec: PipelineConfig) -> Iterator[Fault]:
-    """Problems that some requests of a valid spec meet, depending on its routes; hooks that no request calls."""
+    """Problems that some requests of a valid spec meet, depending on what its routes choose."""
     for index, stage in enumerate(spec.stages):
-        uncalled = sorted({*stage.project_payload} - {*stage.next})
-        if uncalled:
-            message = f"{quoted(uncalled)} {'gets' if len(uncalled) == 1 else 'get'} no result of {stage.name!r}, only "
-            message += "chunks, which are not projected: the function is never called"
-            yield Fault(path=f"stages[{index}].projectPayload", message=message, names=(stage.name, *uncalled))
         feeders = _feeders(spec, stage)
         if len(feeders) > 1 and not stage.wait_for:
             message = f"{stage.name!r} gets results of {quoted(feeders)} and has no waitFor: a request in which more "
             message += "than one of them sends to it fails"
             yield Fault(path=f"stages[{index}]", message=message, names=(stage.name, *feeders))
+
+
+def uncalled(spec: PipelineConfig) -> Iterator[Fault]:
+    """Hooks of a valid spec that no request calls."""
+    for index, stage in enumerate(spec.stages):
+        targets = sorted({*stage.project_payload} - {*stage.next})
+        if targets:
+            message = f"{quoted(targets)} {'gets' if len(targets) == 1 else 'get'} no result of {stage.name!r}, only "
+            message += "chunks, which are not projected: the function is never called"
+            yield Fault(path=f"stages[{index}].projectPayload", message=message, names=(stage.name, *targets))
 
 
 def quoted(names: Sequence[str]) -> str:

@@ -48,8 +48,13 @@ def faults_on_cluster(spec: PipelineConfig) -> tuple[Fault, ...]:
 
 
 def warnings(spec: PipelineConfig) -> tuple[Fault, ...]:
-    """Problems that some requests of a valid spec meet, and faults that it has on a cluster."""
-    return (*graph.warnings(spec), *transports.on_cluster(spec))
+    """Problems that some requests of a valid spec meet, and `sure_warnings`."""
+    return (*graph.warnings(spec), *sure_warnings(spec))
+
+
+def sure_warnings(spec: PipelineConfig) -> tuple[Fault, ...]:
+    """Hooks that no request calls, and faults that the spec has on a cluster: whatever its routes choose."""
+    return (*graph.uncalled(spec), *transports.on_cluster(spec))
 
 
 def of_document(document: object) -> tuple[PipelineConfig | None, tuple[Fault, ...]]:
