@@ -20,7 +20,7 @@ from stage_runtime.web.endpoints import Service
 from stage_runtime.web.fetching import Fetcher
 from stage_runtime.web.memory_budget import MemoryBudget
 from stage_runtime.web.metrics import Metrics
-from stage_runtime.web.middleware import Middleware
+from stage_runtime.web.middleware import OPEN, Middleware
 from stage_runtime.web.origins import Origins
 from stage_runtime.web.routing import Direct, Route, mounted
 from stage_runtime.web.settings import WebSettings
@@ -61,7 +61,9 @@ def make_app(
     app.around = lambda inner: Direct(inner, routes=endpoints, guarded=lambda one: Middleware(one, **guards))
     app.router.routes[:0] = endpoints
     app.router.routes.extend(mounted(others))
-    app.openapi = lambda: openapi.document(settings.model, (*served, *others))  # type: ignore[method-assign]
+    app.openapi = lambda: openapi.document(  # type: ignore[method-assign]
+        settings.model, (*served, *others), keyed=settings.api_keys.asked_for, without_key=OPEN
+    )
     return app
 
 

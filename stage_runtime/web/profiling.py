@@ -21,7 +21,7 @@ import msgspec
 
 from omnipipeline_spec.types.pods import COORDINATOR
 from stage_runtime.coordinator.profile_questions import FAILED
-from stage_runtime.coordinator.profiling import PipelineProfiling, ProfileAnswer, RunFile, check_config
+from stage_runtime.coordinator.profiling import PipelineProfiling, ProfileAnswer, Run, RunFile, check_config
 from stage_runtime.errors import ConfigurationError, InvalidRequest, RequestError
 from stage_runtime.web import strictjson
 from stage_runtime.web.errors import RequestRefused
@@ -63,6 +63,12 @@ class StopBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Of POST /stop_profile and /stop_request_profile."""
 
     run_id: str | None = None
+
+
+class Runs(msgspec.Struct):
+    """The answer of GET /profiles."""
+
+    runs: list[Run]
 
 
 class Profiles:
@@ -109,7 +115,7 @@ class Profiles:
 
     async def list(self, exchange: Exchange) -> None:
         """GET /profiles: the runs of this coordinator, newest first."""
-        await exchange.reply(msgspec.json.encode({"runs": self._profiling.runs()}))
+        await exchange.reply(msgspec.json.encode(Runs(self._profiling.runs())))
 
     async def archive(self, exchange: Exchange) -> None:
         """GET /profiles/{run_id}: all its files as a tar."""

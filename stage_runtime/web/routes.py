@@ -5,10 +5,13 @@ Called by `app` and by `processes.coordinator`. A test compares the table in doc
 
 from __future__ import annotations
 
+from typing import Any, Final
+
 from stage_runtime.coordinator.events import RequestManagerApi, RequestRecord
 from stage_runtime.coordinator.profiling import PipelineProfiling, ProfileAnswer
+from stage_runtime.web import answers, schemas
 from stage_runtime.web import profiling as profiles
-from stage_runtime.web import schemas
+from stage_runtime.web.answers import EVENTS, JSON, READY, SOUND, TEXT, Answer
 from stage_runtime.web.chat import Chat
 from stage_runtime.web.endpoints import Service
 from stage_runtime.web.metrics import Metrics
@@ -16,9 +19,12 @@ from stage_runtime.web.models import Models
 from stage_runtime.web.pipeline import PipelineEndpoint
 from stage_runtime.web.probes import Health, Probes
 from stage_runtime.web.profiling import Profiles
-from stage_runtime.web.routing import FORM, JSON, Route
+from stage_runtime.web.routing import FORM, Route
 from stage_runtime.web.speech import Speech
 from stage_runtime.web.transcriptions import Transcriptions
+
+_PROFILE: Final = (Answer((ProfileAnswer,)), Answer((ProfileAnswer,), status=503))
+_REPORT: Final = (Answer((dict[str, Any],)), Answer(media="text/html"), Answer(media=TEXT))
 
 
 def public(service: Service) -> tuple[Route, ...]:
@@ -32,6 +38,7 @@ def public(service: Service) -> tuple[Route, ...]:
             "OpenAI's chat completions",
             chat.complete,
             body=schemas.ChatBody,
+            answers=(Answer((answers.ChatCompletion,)), Answer((answers.ChatCompletionChunk,), EVENTS)),
             serves="chat",
             ids="chatcmpl",
         ),
@@ -41,6 +48,7 @@ def public(service: Service) -> tuple[Route, ...]:
             "OpenAI's speech",
             speech.speak,
             body=schemas.SpeechBody,
+            answers=(*SOUND, Answer((answers.SpeechDelta, answers.SpeechDone), EVENTS)),
             serves="speech",
             ids="speech",
         ),
@@ -50,24 +58,51 @@ def public(service: Service) -> tuple[Route, ...]:
             "OpenAI's transcriptions",
             transcriptions.transcribe,
             body=schemas.TranscriptionFields,
+            answers=(
+                Answer((answers.Transcription, answers.VerboseTranscription)),
+                Answer((answers.TranscriptDelta, answers.TranscriptDone), EVENTS),
+                Answer(media=TEXT),
+            ),
             media=(FORM,),
             file="file",
             serves="transcription",
             ids="transcription",
         ),
-        Route("GET", "/v1/models", "The model", models.list_all),
-        Route("GET", "/v1/models/{id:path}", "The model, by its id", models.one),  # an id may hold slashes
+        Route("GET", "/v1/models", "The model", models.list_all, answers=(Answer((answers.ModelList,)),)),
+        Route(
+            "GET",
+            "/v1/models/{id:path}",  # an id may hold slashes
+            "The model, by its id",
+            models.one,
+            answers=(Answer((answers.Model,)),),
+        ),
         Route(
             "POST",
             "/v1/pipeline",
             "Run the pipeline",
             pipeline.run,
             body=schemas.PipelineBody,
+            answers=(
+                Answer((answers.PipelineAnswer,)),
+                Answer((answers.PipelineChunk, answers.PipelineResult), EVENTS),
+            ),
             media=(JSON, FORM),
             ids="pipeline",
         ),
-        Route("GET", "/v1/requests/{id}", "What is known of a request", pipeline.show, answer=RequestRecord),
-        Route("DELETE", "/v1/requests/{id}", "Cancel a request", pipeline.cancel),
+        Route(
+            "GET",
+            "/v1/requests/{id}",
+            "What is known of a request",
+            pipeline.show,
+            answers=(Answer((RequestRecord,)),),
+        ),
+        Route(
+            "DELETE",
+            "/v1/requests/{id}",
+            "Cancel a request",
+            pipeline.cancel,
+            answers=(Answer((answers.Cancelled,)),),
+        ),
     )
 
 
@@ -76,9 +111,9 @@ def health(manager: RequestManagerApi, *, more: str = "") -> tuple[Route, ...]:
     made = Health(manager, more=more)
     ready = "Whether there was a complete set of stages"
     return (
-        Route("GET", "/livez", "Whether the process runs", made.live),
-        Route("GET", "/readyz", ready, made.ready),
-        Route("GET", "/health", ready, made.ready),  # the path that other servers of this API have
+        Route("GET", "/livez", "Whether the process runs", made.live, answers=(Answer(media=TEXT),)),
+        Route("GET", "/readyz", ready, made.ready, answers=READY),
+        Route("GET", "/health", ready, made.ready, answers=READY),  # the path that other servers of this API have
     )
 
 
@@ -87,8 +122,8 @@ def probes(manager: RequestManagerApi, metrics: Metrics) -> tuple[Route, ...]:
     made = Probes(manager, metrics)
     return (
         *health(manager, more="; see /status"),
-        Route("GET", "/status", "Members and requests", made.status),
-        Route("GET", "/metrics", "Prometheus' text", made.metrics),
+        Route("GET", "/status", "Members and requests", made.status, answers=(Answer((dict[str, Any],)),)),
+        Route("GET", "/metrics", "Prometheus' text", made.metrics, answers=(Answer(media=TEXT),)),
     )
 
 
@@ -102,19 +137,25 @@ def admin(profiling: PipelineProfiling) -> tuple[Route, ...]:
             "Record events and torch traces",
             made.start,
             body=profiles.StartBody,
-            answer=ProfileAnswer,
+            answers=_PROFILE,
         ),
-        Route("POST", "/stop_profile", "Stop a run", made.stop, body=profiles.StopBody, answer=ProfileAnswer),
+        Route("POST", "/stop_profile", "Stop a run", made.stop, body=profiles.StopBody, answers=_PROFILE),
         Route(
             "POST",
             "/start_request_profile",
             "Record events",
             made.start_requests,
             body=profiles.StartRequestBody,
-            answer=ProfileAnswer,
+            answers=_PROFILE,
         ),
-        Route("POST", "/stop_request_profile", "Stop a run", made.stop, body=profiles.StopBody, answer=ProfileAnswer),
-        Route("GET", "/profiles", "Runs, newest first", made.list),
-        Route("GET", "/profiles/{run_id}", "A run's files as a tar", made.archive),
-        Route("GET", "/profiles/{run_id}/report", "A run's report", made.report),
+        Route("POST", "/stop_request_profile", "Stop a run", made.stop, body=profiles.StopBody, answers=_PROFILE),
+        Route("GET", "/profiles", "Runs, newest first", made.list, answers=(Answer((profiles.Runs,)),)),
+        Route(
+            "GET",
+            "/profiles/{run_id}",
+            "A run's files as a tar",
+            made.archive,
+            answers=(Answer(media="application/x-tar"),),
+        ),
+        Route("GET", "/profiles/{run_id}/report", "A run's report", made.report, answers=_REPORT),
     )

@@ -12,10 +12,10 @@ from starlette import routing
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from stage_runtime.errors import RequestError
+from stage_runtime.web.answers import JSON, Answer
 from stage_runtime.web.exchange import KEY, Exchange
 
 RouteHandler = Callable[[Exchange], Awaitable[None]]
-JSON = "application/json"
 FORM = "multipart/form-data"
 
 
@@ -29,7 +29,7 @@ class Route(msgspec.Struct, frozen=True):
     body: Any = None  #: The type of the request's body; None: it has none.
     media: tuple[str, ...] = (JSON,)  #: Content types of the body.
     file: str | None = None  #: Name of the file that is part of a form.
-    answer: Any = None  #: The type of a JSON answer, if it has one.
+    answers: tuple[Answer, ...] = ()  #: What it answers with, but for errors.
     serves: str | None = None  #: Refused where the pipeline's ``serves`` does not have this name.
     ids: str | None = None  #: Prefix of the ids of its requests; None: it takes no request of the pipeline.
 

@@ -1,0 +1,214 @@
+"""What answers look like, as types that `openapi` reads. No answer is made of them: `translating` makes plain dicts.
+
+A test compares real answers with the schemas. Fields that may be missing are UNSET.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final, Literal
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from stage_runtime.web.sound import formats
+
+JSON: Final = "application/json"
+EVENTS: Final = "text/event-stream"
+TEXT: Final = "text/plain"
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """One content type that a route answers with."""
+
+    types: tuple[Any, ...] = ()  #: Of the JSON, or of an event's data: any of them; empty: text, or a file's bytes.
+    media: str = JSON
+    status: int = 200
+
+
+SOUND: Final = tuple(Answer(media=one.mime) for one in formats.FORMATS.values())
+#: Of `/readyz`: ready, and not yet.
+READY: Final = (Answer(media=TEXT), Answer(media=TEXT, status=503))
+
+Reason = Literal["stop", "length", "tool_calls", "content_filter"]
+
+
+class ShownNote(msgspec.Struct):
+    stage: str
+    name: str
+    value: Any
+
+
+class ChatUsage(msgspec.Struct):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+class ChatLogprobs(msgspec.Struct):
+    content: list[dict[str, Any]]
+    refusal: None
+
+
+class CalledFunction(msgspec.Struct):
+    name: str
+    arguments: str
+
+
+class ChatToolCall(msgspec.Struct):
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
+class ChatToolCallDelta(ChatToolCall):
+    index: int
+
+
+class ChatAudio(msgspec.Struct):
+    id: str
+    data: str
+    expires_at: int
+    transcript: str
+
+
+class ChatAudioDelta(msgspec.Struct):
+    id: str | UnsetType = UNSET
+    data: str | UnsetType = UNSET
+    expires_at: int | UnsetType = UNSET
+    transcript: str | UnsetType = UNSET
+
+
+class ChatMessage(msgspec.Struct):
+    role: Literal["assistant"]
+    content: str | None
+    refusal: None
+    tool_calls: list[ChatToolCall] | UnsetType = UNSET
+    audio: ChatAudio | UnsetType = UNSET
+
+
+class ChatChoice(msgspec.Struct):
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: Reason
+
+
+class ChatCompletion(msgspec.Struct):
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: ChatUsage
+    notes: list[ShownNote] | UnsetType = UNSET
+
+
+class ChatDelta(msgspec.Struct):
+    role: Literal["assistant"] | UnsetType = UNSET
+    content: str | UnsetType | None = UNSET
+    tool_calls: list[ChatToolCallDelta] | UnsetType = UNSET
+    audio: ChatAudioDelta | UnsetType = UNSET
+
+
+class ChatChunkChoice(msgspec.Struct):
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None
+    finish_reason: Reason | None
+
+
+class ChatCompletionChunk(msgspec.Struct):
+    id: str
+    object: Literal["chat.completion.chunk"]
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: ChatUsage | UnsetType | None = UNSET
+    notes: list[ShownNote] | UnsetType = UNSET
+
+
+class AudioTokens(msgspec.Struct):
+    input_tokens: int
+    output_tokens: int
+    total_tokens: int
+
+
+class SpeechDelta(msgspec.Struct, tag_field="type", tag="speech.audio.delta"):
+    audio: str
+
+
+class SpeechDone(msgspec.Struct, tag_field="type", tag="speech.audio.done"):
+    usage: AudioTokens
+
+
+class CountedTokens(AudioTokens, tag_field="type", tag="tokens"):
+    pass
+
+
+class CountedSeconds(msgspec.Struct, tag_field="type", tag="duration"):
+    seconds: Any
+
+
+class Transcription(msgspec.Struct):
+    text: str
+    usage: CountedTokens | CountedSeconds | UnsetType = UNSET
+
+
+class VerboseTranscription(Transcription, kw_only=True):
+    """Values that stages give as notes are as they gave them."""
+
+    task: Literal["transcribe"]
+    language: Any
+    duration: Any
+    segments: Any = UNSET
+    words: Any = UNSET
+
+
+class TranscriptDelta(msgspec.Struct, tag_field="type", tag="transcript.text.delta"):
+    delta: str
+
+
+class TranscriptDone(msgspec.Struct, tag_field="type", tag="transcript.text.done"):
+    text: str
+    usage: CountedTokens | UnsetType = UNSET
+
+
+class Model(msgspec.Struct):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+
+
+class ModelList(msgspec.Struct):
+    object: Literal["list"]
+    data: list[Model]
+
+
+class PipelineAnswer(msgspec.Struct):
+    """``results`` by terminal stage."""
+
+    id: str
+    results: dict[str, Any]
+
+
+class PipelineChunk(msgspec.Struct):
+    """The data of ``event: chunk``."""
+
+    stage: str
+    index: int
+    data: Any
+    modality: str | UnsetType = UNSET
+    metadata: dict[str, Any] | UnsetType = UNSET
+
+
+class PipelineResult(msgspec.Struct):
+    """The data of ``event: result``."""
+
+    stage: str
+    data: Any = UNSET
+
+
+class Cancelled(msgspec.Struct):
+    id: str
+    cancelled: bool
