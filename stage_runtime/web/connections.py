@@ -377,7 +377,7 @@ class HttpConnection(HttpToolsProtocol):
         self._sweep_reader(now)
 
     def _idle_s(self) -> float:
-        few = len(self.connections) <= self.most * FEW
+        few = len(self.connections) <= self.limit.most * FEW
         return self.limits.idle_s if few else min(self.limits.idle_s, self.limits.crowded_idle_s)
 
     def _sweep_reader(self, now: float) -> None:
