@@ -91,6 +91,8 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     params: over the stage's defaults, named as OpenAI's: max_tokens, temperature, top_p, top_k, min_p, seed, stop, ….
     priority: lower ones first, where the stage's policy is ``priority``. cache_salt: requests with different values
     share no cached prefix. template: more arguments for the chat template.
+    pin: where the stage has several engines (``data_parallel_size``), prompts with an equal one go to the same engine,
+    whose cache has what they share. data_parallel_rank: that engine; the prompt fails if there is none.
     """
 
     messages: Sequence[dict[str, Any]] | None = None
@@ -101,6 +103,8 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0
     cache_salt: str = ""
     template: dict[str, Any] = {}
+    pin: str = ""
+    data_parallel_rank: int | None = None
 
 
 class Generation(msgspec.Struct, frozen=True, kw_only=True):

@@ -157,7 +157,8 @@ def prompt(payload: omni.StagePayload) -> omni.Prompt:
         "temperature": 0,
         **{key: data[key] for key in data.keys() & {"max_tokens", "stop_token_ids"}},
     }
-    return omni.Prompt(tokens=data["tokens"], params=params, priority=data.get("priority", 0))
+    where = {"pin": "a", "data_parallel_rank": data.get("data_parallel_rank")}
+    return omni.Prompt(tokens=data["tokens"], params=params, priority=data.get("priority", 0), **where)
 
 
 def test_a_request_that_cannot_be_computed_fails_alone() -> None:
@@ -197,6 +198,17 @@ def test_a_priority_that_cannot_be_ordered_and_a_token_that_is_none_fail_their_r
     assert [one[0] for one in found if one[1] == "failed"] == list("abcde")
     assert {one[2].partition(":")[0] for one in found if one[1] == "failed"} == {"InvalidRequest"}
     assert [one[1] for one in found if one[0] == "f"] == ["chunk"] * 4 + ["done"]
+    stage.at_rest(rig)
+
+
+def test_a_stage_with_one_engine_takes_a_pin_and_its_own_rank_alone() -> None:
+    stage = Stage()
+    with running(stage.engine) as rig:
+        rig.start("own", {"tokens": [1], "data_parallel_rank": 0})
+        rig.start("other", {"tokens": [1], "data_parallel_rank": 1})
+        said = {one[0]: one[1:] for one in rig.outbox.several(6)}
+        assert said["other"] == ("failed", "InvalidRequest: data_parallel_rank is 1; the only engine is 0")
+        assert said["own"][0] == "done"
     stage.at_rest(rig)
 
 

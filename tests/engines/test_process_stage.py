@@ -33,7 +33,9 @@ LAUNCH = EngineLaunch(factory=LAUNCHED, kwargs={"step_s": 0.001, "slow": SLOW}, 
 
 def prompt(payload: omni.StagePayload) -> omni.Prompt:
     data = payload.data
-    return omni.Prompt(tokens=data["tokens"], params={"max_tokens": data.get("count", 3), "temperature": 0})
+    params = {"max_tokens": data.get("count", 3), "temperature": 0}
+    where = {name: data[name] for name in ("pin", "data_parallel_rank") if name in data}
+    return omni.Prompt(tokens=data["tokens"], params=params, **where)
 
 
 def deliver(payload: omni.StagePayload, generation: omni.Generation) -> Iterator[omni.Chunk | omni.Result]:
@@ -120,6 +122,21 @@ def test_what_is_wrong_with_a_request_fails_it_alone_and_the_engines_numbers_are
     assert {name: said[0] for name, said in found.items()} == {**dict.fromkeys("abcd", "failed"), "e": "done"}
     assert found["a"][1].startswith("RequestError: the prompt has 600 tokens")
     assert found["e"] == ("done", ["length", 3])
+
+
+def test_prompts_with_one_pin_go_to_one_engine_and_a_rank_names_its_engine() -> None:
+    with two() as (rig, client):
+        chosen: list[int] = []
+        for index, where in enumerate([{"pin": "a"}] * 4 + [{"data_parallel_rank": rank} for rank in (0, 1, 1)]):
+            name = str(index)
+            rig.start(name, {"tokens": [1], "count": 100_000, **where})
+            until(lambda name=name: name in client.reqs_in_flight)  # type: ignore[misc]
+            chosen.append(client.reqs_in_flight[name])
+            rig.abort(name)
+        rig.start("none", {"tokens": [1], "data_parallel_rank": 7})
+        assert answers(rig, 1)["none"] == ("failed", "InvalidRequest: data_parallel_rank is 7; engines: 0, 1")
+    assert len(set(chosen[:4])) == 1
+    assert chosen[4:] == [0, 1, 1]
 
 
 def test_an_aborted_request_is_computed_no_further() -> None:

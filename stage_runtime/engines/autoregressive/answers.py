@@ -176,6 +176,8 @@ class GenerationAnswers:
                 params=msgspec.structs.replace(params, n=1, seed=seed),
                 priority=prompt.priority,
                 cache_salt=prompt.cache_salt,
+                pin=prompt.pin,
+                data_parallel_rank=prompt.data_parallel_rank,
             )
             try:
                 entered.append((request, self._check(request)))

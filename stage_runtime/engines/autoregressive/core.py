@@ -35,7 +35,8 @@ class EngineCoreRequest(msgspec.Struct, frozen=True, kw_only=True):
     """hold: what it waits for before it is scheduled. cache_salt: requests with another one share no prefix.
 
     prompt_embeds: a float tensor ``[rows, hidden]``, one row for each `prompt_rows.ROW` among the token ids. open: more
-    of the prompt will come, by `EngineCore.extend_request`.
+    of the prompt will come, by `EngineCore.extend_request`. pin, data_parallel_rank: for a client of several engines,
+    see `rules.autoregressive.balancing`; the engine does not look at them.
     """
 
     request_id: str
@@ -46,6 +47,8 @@ class EngineCoreRequest(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0
     hold: Hold | None = None
     cache_salt: str = ""
+    pin: str = ""
+    data_parallel_rank: int | None = None
 
 
 class EngineCoreOutput(msgspec.Struct, frozen=True, kw_only=True):

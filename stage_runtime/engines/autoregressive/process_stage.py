@@ -22,7 +22,7 @@ from stage_runtime.engines.autoregressive.growing import FromStream, GrowingProm
 from stage_runtime.engines.autoregressive.process.messages import EngineCoreOutputs, Extension, SchedulerStats
 from stage_runtime.engines.base import Inbox, Outbox, Work
 from stage_runtime.engines.simple import TakesNoChunks
-from stage_runtime.errors import EngineDeadError, RequestError, describe
+from stage_runtime.errors import EngineDeadError, InvalidRequest, RequestError, describe
 
 log = logging.getLogger(__name__)
 
@@ -246,6 +246,8 @@ def _of_request(error: Exception) -> Exception:
     """The error that a client sees."""
     if isinstance(error, EngineDeadError):
         return RequestError("stage_failed", f"the engine has ended: {error}")
+    if type(error) is ValueError:
+        return InvalidRequest(str(error))
     return error
 
 

@@ -14,11 +14,13 @@ from stage_runtime.api import Autoregressive, StageContext
 from stage_runtime.engines import events
 from stage_runtime.engines.autoregressive.answers import Entered, GenerationAnswers
 from stage_runtime.engines.autoregressive.busy_loop import BusyLoop, RequestType
-from stage_runtime.engines.autoregressive.core import EngineCore, EngineCoreOutput
+from stage_runtime.engines.autoregressive.core import EngineCore, EngineCoreOutput, EngineCoreRequest
 from stage_runtime.engines.autoregressive.growing import FromStream, GrowingPrompts, Grown
 from stage_runtime.engines.base import Inbox, Outbox, Work
 from stage_runtime.engines.simple import TakesNoChunks
 from stage_runtime.errors import InvalidRequest
+from stage_runtime.rules.autoregressive import balancing
+from stage_runtime.rules.autoregressive.requests import Request
 from stage_runtime.rules.autoregressive.scheduling import SchedulerOutput
 
 
@@ -47,7 +49,7 @@ class AutoregressiveEngine:
             context,
             wake=self._arrived.set,
             abort=core.abort_requests,
-            check=core.preprocess_add_request,
+            check=self._check,
         )
         self._growing = GrowingPrompts(spec.stream, sources, self._answers) if spec.stream and sources else None
         self._items: deque[tuple[RequestType, Any]] = deque()  #: What follows from the events that were taken.
@@ -105,6 +107,11 @@ class AutoregressiveEngine:
             self._arrived.wait()
         finally:
             parking.resume()
+
+    def _check(self, request: EngineCoreRequest) -> Request:
+        """In any thread. Raises: ValueError: it cannot be computed here."""
+        balancing.check_only(request.data_parallel_rank)
+        return self._core.preprocess_add_request(request)
 
     def _on_event(self, event: events.Incoming) -> list[tuple[RequestType, Any]]:
         if self._growing is not None and isinstance(event, FromStream):

@@ -12,6 +12,12 @@ from typing import Final
 WAITING_WEIGHT: Final = 4  # as in the coordinator's bindings: rather a busy engine than one that queues
 
 
+def check_only(rank: int | None) -> None:
+    """Of a stage with one engine. Raises: ValueError: ``rank`` names another one."""
+    if rank not in (None, 0):
+        raise ValueError(f"data_parallel_rank is {rank}; the only engine is 0")
+
+
 class Balancer:
     """Counts of every engine, as last reported, and what was sent since."""
 

@@ -193,7 +193,9 @@ class MPClient:
         if name in self.reqs_in_flight:
             raise RequestError("duplicate_request", "a request with this id is being computed", request_id=name)
         body = self._encoder.encode(request)
-        chosen = self._engine_for(request, rank, pin)
+        chosen = self._engine_for(
+            request, request.data_parallel_rank if rank is None else rank, request.pin or None if pin is None else pin
+        )
         header = msgspec.msgpack.encode(AddHeader(name, 0, wave))
         self._send(chosen, EngineCoreRequestType.ADD, header, *body)
         self.reqs_in_flight[name] = chosen

@@ -9,6 +9,7 @@ from stage_runtime.api import Autoregressive
 from stage_runtime.engines.autoregressive.core import EngineCoreRequest
 from stage_runtime.engines.autoregressive.parameters import SamplingParams
 from stage_runtime.errors import ConfigurationError, InvalidRequest
+from stage_runtime.rules.autoregressive import balancing
 
 #: Settings that mean the same for every engine, or are the stage's own.
 COMMON: Final = frozenset(
@@ -47,6 +48,7 @@ def check_request(request: EngineCoreRequest, taken: Set[str], engine: str, *, l
     for name in ("priority", "cache_salt"):
         if name not in taken and getattr(request, name):
             raise InvalidRequest(f"{name}: the engine {engine} of this stage has none", param=name)
+    balancing.check_only(request.data_parallel_rank)
     wrong = [token for token in (*prompt, *params.stop_token_ids) if not 0 <= token < vocab_size]
     if wrong:
         raise InvalidRequest(f"the vocabulary has {vocab_size} tokens, and no token {wrong[0]}")
