@@ -51,6 +51,13 @@ def test_only_what_the_parameters_allow_is_chosen(params: dict[str, Any], possib
     assert set(tokens(row(**params))) == possible
 
 
+def test_a_top_k_of_minus_one_is_none_as_in_vllm() -> None:
+    assert from_params({"top_k": -1}, SamplingParams(top_k=5)).top_k == 0
+    for wrong in (-2, -1.5, True):
+        with pytest.raises(InvalidRequest, match="top_k"):
+            from_params({"top_k": wrong}, SamplingParams())
+
+
 @pytest.mark.parametrize("others", [{}, {"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}])
 @pytest.mark.parametrize("temperature", [5e-324, 1e-40, 1e-38, 1e-36, 1e-10, 9e-6, 1.1e-5])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])

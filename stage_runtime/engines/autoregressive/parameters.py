@@ -92,7 +92,7 @@ _BOUNDS: Final[dict[str, tuple[float, float]]] = {
     "min_tokens": (0, 10**9),
     "temperature": (0.0, 2.0),
     "top_p": (0.0, 1.0),
-    "top_k": (0, 10**9),
+    "top_k": (-1, 10**9),
     "min_p": (0.0, 1.0),
     "repetition_penalty": (0.01, 10.0),
     "presence_penalty": (-2.0, 2.0),
@@ -116,6 +116,8 @@ def from_params(params: Mapping[str, Any], defaults: SamplingParams) -> Sampling
         found["max_tokens"] = _number(params["max_completion_tokens"], "max_tokens")
     if params.get("logprobs") is True:
         found["logprobs"] = int(_number(params.get("top_logprobs") or 0, "logprobs"))
+    if found.get("top_k") == -1:  # vLLM's way to say that there is no bound
+        found["top_k"] = 0
     if params.get("seed") is not None:
         found["seed"] = _integer(params["seed"], "seed") % 2**63
     if params.get("ignore_eos") is not None:
