@@ -195,6 +195,16 @@ def test_a_tokenizer_that_llguidance_cannot_read_refuses_grammars_alone() -> Non
         grammars.compile(Grammar("json_schema", "{}"))
 
 
+def test_one_of_several_schemas_is_followed_where_no_answer_fits_two() -> None:
+    grammars = Grammars(tiny_tokenizer(), VOCABULARY, frozenset({END}))
+    tagged = [
+        {"type": "object", "properties": {"kind": {"const": kind}}, "required": ["kind"]} for kind in ("cat", "dog")
+    ]
+    assert not grammars.compile(Grammar("json_schema", json.dumps({"oneOf": tagged}))).ended
+    with pytest.raises(ValueError, match="oneOf"):
+        grammars.compile(Grammar("json_schema", '{"oneOf": [{"type": "integer"}, {"type": "number"}]}'))
+
+
 def test_a_grammar_says_which_bytes_may_come_and_when_nothing_may() -> None:
     grammars = Grammars(tiny_tokenizer(), VOCABULARY, frozenset({END}))
     matcher = grammars.compile(Grammar("json_schema", '{"enum": ["a", "b"]}'))
