@@ -144,6 +144,8 @@ class Autoregressive(msgspec.Struct, frozen=True, kw_only=True):
     prompt: what to continue; by default the messages of a chat request, or the text of another one.
     deliver: chunks, and at last a result, of what was generated; by default text for the client.
     params: defaults of sampling; ``max_tokens`` is also the most that a request may ask for.
+    tool_calls: the form in which the model calls tools: ``hermes`` (``<tool_call>``), ``json`` (Llama 3), ``mistral``
+    (``[TOOL_CALLS]``); ``auto`` takes the one that the chat template asks for, else ``hermes``.
     max_requests: the most requests computed at once. max_batched_tokens: the most tokens of one step. max_chunk: the
     most prompt tokens of one request in a step; small ones keep the gaps between tokens of the other requests small.
     kv_cache_bytes: None takes what the device offers, at most what ``max_requests`` of full length need. policy:
@@ -176,6 +178,7 @@ class Autoregressive(msgspec.Struct, frozen=True, kw_only=True):
     deliver: Callable[[StagePayload, Generation], Iterable[Chunk | Result]] | None = None
     stream: Callable[[Chunk], Any] | None = None
     params: dict[str, Any] = {}
+    tool_calls: str = "auto"
     revision: str | None = None
     engine: str = "own"
     dtype: str = "float32"

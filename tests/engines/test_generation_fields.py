@@ -149,6 +149,14 @@ def test_log_probabilities_of_prompts_are_those_of_transformers(checkpoint: Path
     assert bytes(shown[0]["bytes"]).decode() == shown[0]["token"]
 
 
+@pytest.mark.parametrize("form", ["json", "mistral"])
+def test_a_stage_forces_and_reads_calls_in_the_form_of_its_model(checkpoint: Path, form: str) -> None:
+    [found] = run(checkpoint, [{"tools": [TOOL], "tool_choice": "required"}], tool_calls=form)
+    [[name, arguments]] = whole(found, "calls")
+    assert (name, set(json.loads(arguments))) == ("clock", {"utc"})
+    assert (whole(found, "text"), last(found)) == ("", "tool_calls")
+
+
 @pytest.mark.parametrize(("overlap", "overlaps"), [(True, True), (False, False), ("auto", False)])
 def test_a_stage_whose_steps_overlap_gives_the_same_answers(
     checkpoint: Path, overlap: bool | Literal["auto"], overlaps: bool

@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import msgspec
 
 from stage_runtime.api import Autoregressive, Generation, Prompt, StageContext
-from stage_runtime.engines.autoregressive import parameters, prompting
+from stage_runtime.engines.autoregressive import call_forms, parameters, prompting, tools
 from stage_runtime.engines.autoregressive.choices import Choice
 from stage_runtime.engines.autoregressive.core import EngineCoreOutput, EngineCoreRequest
 from stage_runtime.engines.autoregressive.detokenizer import Spelling
@@ -102,7 +102,8 @@ class GenerationAnswers:
         self._encoder = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
         self._encoding: dict[str, Work] = {}  #: Requests whose prompts are being encoded.
         self._encoded: SimpleQueue[tuple[_Coming, list[Entered] | BaseException]] = SimpleQueue()
-        self._processor = OutputProcessor(decoder(tokenizer))
+        self._form = call_forms.form_of(spec.tool_calls, getattr(tokenizer, "chat_template", None))
+        self._processor = OutputProcessor(decoder(tokenizer, self._form.mark))
         self._spelling = Spelling(tokenizer)
         self._ids = RequestIds()
         self._answers: dict[str, _Answer] = {}
@@ -141,7 +142,7 @@ class GenerationAnswers:
             return []
 
     def _params(self, prompt: Prompt) -> parameters.SamplingParams:
-        params = parameters.from_params(prompt.params, self._defaults)
+        params = parameters.from_params(prompt.params, self._defaults, self._form)
         return msgspec.structs.replace(params, hidden_rows=True) if self._hidden_rows else params
 
     def encoded(self) -> list[Entered]:
@@ -164,7 +165,7 @@ class GenerationAnswers:
     def _encode(self, coming: _Coming, tokenizer: Any) -> list[Entered]:
         """A request for each answer. In any thread, one at a time with the same tokenizer."""
         prompt, params = coming.prompt, coming.params
-        tokens, embeds = prompting.encode(prompt, tokenizer, whole=not coming.open)
+        tokens, embeds = prompting.encode(prompt, tokenizer, whole=not coming.open, form=self._form)
         entered = []
         for index in range(params.n):
             seed = None if params.seed is None else (params.seed + index) % 2**63
@@ -201,9 +202,10 @@ class GenerationAnswers:
         answer = _Answer(name, work, coming.payload, self.outbox)
         self._answers[name] = answer
         self._names[work] = tuple(request.request_id for request, _prepared in entered)
-        tools = bool(coming.prompt.template.get("tools"))
+        offered = coming.prompt.template.get("tools")
+        names = tools.names(offered or ())
         for index, (request, _prepared) in enumerate(entered):
-            choice = Choice(index, coming.params, self._spelling, tools=tools)
+            choice = Choice(index, coming.params, self._spelling, self._form.parser(names) if offered else None)
             answer.choices[request.request_id] = choice
             self._of[request.request_id] = answer
             self._processor.add_request(request.request_id, request.params, count, choice.collector)

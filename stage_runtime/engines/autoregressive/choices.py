@@ -8,9 +8,10 @@ from typing import Any
 
 from stage_runtime.api import Generation
 from stage_runtime.engines.autoregressive import parameters
+from stage_runtime.engines.autoregressive.call_forms import Parser
 from stage_runtime.engines.autoregressive.detokenizer import Spelling
 from stage_runtime.engines.autoregressive.output_processor import RequestOutput, RequestOutputCollector
-from stage_runtime.engines.autoregressive.tools import Call, CallParser
+from stage_runtime.engines.autoregressive.tools import Call
 from stage_runtime.wire.values import ToolCall
 
 
@@ -26,14 +27,16 @@ def _stacked(rows: Sequence[Any]) -> Any:
 class Choice:
     """``n`` answers to a request are ``n`` requests of the engine."""
 
-    def __init__(self, index: int, params: parameters.SamplingParams, spelling: Spelling, *, tools: bool) -> None:
-        """tools: calls are looked for in the text."""
+    def __init__(
+        self, index: int, params: parameters.SamplingParams, spelling: Spelling, parser: Parser | None
+    ) -> None:
+        """parser: takes calls of tools out of the text; None: there are no tools."""
         self.index = index
         self.collector = RequestOutputCollector(parameters.OutputKind.DELTA)
         self.over = False
         self._text = ""  #: All that was given out.
         self._calls = 0
-        self._parser = CallParser() if tools else None
+        self._parser = parser
         self._spelling = spelling
         self._shows = params.logprobs is not None
 

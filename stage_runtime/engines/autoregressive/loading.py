@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple, cast
@@ -9,7 +10,7 @@ from typing import Any, Final, NamedTuple, cast
 import torch
 
 from stage_runtime.api import Autoregressive
-from stage_runtime.engines.autoregressive import attention_pages, compiling, dtypes, fusing, linears
+from stage_runtime.engines.autoregressive import attention_pages, call_forms, compiling, dtypes, fusing, linears
 from stage_runtime.engines.autoregressive.attention import AttentionBackend, GatherAttention, LayerShape
 from stage_runtime.engines.autoregressive.core import EngineCore
 from stage_runtime.engines.autoregressive.embeddings import ModelEmbeddings
@@ -141,8 +142,21 @@ def _attention(spec: Autoregressive, paged: PagedModel) -> AttentionBackend:
     return attention_pages.PageAttention() if found and spec.kernels != "torch" else GatherAttention()
 
 
-def decoder(tokenizer: Any) -> Callable[[Sequence[int]], str]:
-    return lambda tokens: str(tokenizer.decode(list(tokens), skip_special_tokens=True))
+def decoder(tokenizer: Any, kept: str = "") -> Callable[[Sequence[int]], str]:
+    """Tokens to text, special tokens left out. kept: the text of one that is not."""
+
+    def decode(tokens: Sequence[int]) -> str:
+        return str(tokenizer.decode(list(tokens), skip_special_tokens=True))
+
+    place = tokenizer.get_added_vocab().get(kept) if kept else None
+    if place is None:
+        return decode
+
+    def keep(tokens: Sequence[int]) -> str:
+        parts = [list(part) for _found, part in itertools.groupby(tokens, lambda one: one == place)]
+        return "".join(kept * len(part) if part[0] == place else decode(part) for part in parts)
+
+    return keep
 
 
 def _blocks(spec: Autoregressive, paged: PagedModel, length: int) -> int:
@@ -184,6 +198,7 @@ def check(spec: Autoregressive) -> None:
         ("linears", ("auto", "plain", "onednn", "mkl", "numba")),
         ("kernels", ("auto", "torch", "numba")),
         ("overlap", ("auto", True, False)),
+        ("tool_calls", ("auto", *call_forms.FORMS)),
     ):
         if getattr(spec, name) not in allowed:
             raise ConfigurationError(

@@ -24,6 +24,7 @@ _OF_THE_STAGE: Final = frozenset(
         "deliver",
         "stream",
         "params",
+        "tool_calls",
         "hidden_rows",
         "own_process",
         "data_parallel_size",

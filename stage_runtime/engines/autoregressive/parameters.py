@@ -9,7 +9,7 @@ from typing import Any, Final, Literal
 
 import msgspec
 
-from stage_runtime.engines.autoregressive import tools
+from stage_runtime.engines.autoregressive import call_forms, tools
 from stage_runtime.errors import InvalidRequest
 
 MAX_LOGPROBS: Final = 20  # OpenAI's bound of top_logprobs
@@ -103,9 +103,12 @@ _BOUNDS: Final[dict[str, tuple[float, float]]] = {
 }
 
 
-def from_params(params: Mapping[str, Any], defaults: SamplingParams) -> SamplingParams:
+def from_params(
+    params: Mapping[str, Any], defaults: SamplingParams, form: call_forms.CallForm = call_forms.FORMS["hermes"]
+) -> SamplingParams:
     """A request's parameters, named as OpenAI's, over the stage's ``defaults``. ``max_tokens`` is never above these.
 
+    form: in which the model calls tools.
     Names that are not known here are somebody else's. Raises: InvalidRequest: a value of the wrong type or range.
     """
     found: dict[str, Any] = {}
@@ -128,7 +131,7 @@ def from_params(params: Mapping[str, Any], defaults: SamplingParams) -> Sampling
         found["stop_token_ids"] = _integers(params["stop_token_ids"], "stop_token_ids")
     if params.get("logit_bias") is not None:
         found["logit_bias"] = _biases(params["logit_bias"])
-    if (grammar := _grammar(params)) is not None:
+    if (grammar := _grammar(params, form)) is not None:
         found["grammar"] = grammar
     if "max_tokens" in found:
         found["max_tokens"] = min(found["max_tokens"], defaults.max_tokens)
@@ -138,11 +141,11 @@ def from_params(params: Mapping[str, Any], defaults: SamplingParams) -> Sampling
     return made
 
 
-def _grammar(params: Mapping[str, Any]) -> Grammar | None:
+def _grammar(params: Mapping[str, Any], form: call_forms.CallForm) -> Grammar | None:
     """What the answer must follow: a forced call of a tool, or ``response_format``."""
     forced = tools.forced(params, tools.offered(params))
-    if forced is not None:
-        return Grammar("lark", forced)
+    if forced:
+        return Grammar("lark", form.grammar(forced))
     wanted = params.get("response_format")
     if wanted is None or wanted == {"type": "text"}:
         return None

@@ -7,6 +7,7 @@ from typing import Any, Final
 
 from stage_runtime.api import Generation, Prompt
 from stage_runtime.engines.autoregressive import tools
+from stage_runtime.engines.autoregressive.call_forms import FORMS, CallForm
 from stage_runtime.engines.autoregressive.prompt_rows import ROW
 from stage_runtime.errors import InvalidRequest
 from stage_runtime.wire.values import Chunk, Finish, Note, Result, StagePayload, Text, Usage
@@ -103,10 +104,12 @@ def size(prompt: Prompt) -> int:
     return len(prompt.text or "") + said + len(str(prompt.template))
 
 
-def encode(prompt: Prompt, tokenizer: Any, *, whole: bool = True) -> tuple[list[int], Any]:
+def encode(
+    prompt: Prompt, tokenizer: Any, *, whole: bool = True, form: CallForm = FORMS["hermes"]
+) -> tuple[list[int], Any]:
     """Token ids of a prompt, and the rows of those that are `prompt_rows.ROW`; None: there are none.
 
-    whole: nothing more will come, so it must not be empty.
+    whole: nothing more will come, so it must not be empty. form: in which the model calls tools.
 
     Raises: InvalidRequest: it is empty, or the template refuses the messages.
     """
@@ -116,7 +119,7 @@ def encode(prompt: Prompt, tokenizer: Any, *, whole: bool = True) -> tuple[list[
     elif prompt.tokens is not None:
         tokens = _whole(prompt.tokens)
     elif prompt.messages is not None:
-        tokens = _templated(prompt, tokenizer)
+        tokens = _templated(prompt, tokenizer, form)
     else:
         tokens = [int(token) for token in tokenizer(prompt.text or "")["input_ids"]]
     if whole and not tokens:
@@ -149,7 +152,7 @@ def joined(parts: Sequence[Any]) -> tuple[list[int], Any]:
     return tokens, torch.cat(tensors) if tensors else None
 
 
-def _templated(prompt: Prompt, tokenizer: Any) -> list[int]:
+def _templated(prompt: Prompt, tokenizer: Any, form: CallForm) -> list[int]:
     import jinja2
 
     if not getattr(tokenizer, "chat_template", None):
@@ -161,7 +164,7 @@ def _templated(prompt: Prompt, tokenizer: Any) -> list[int]:
     offered = template.get("tools")
     if offered and "tools" not in known:
         del template["tools"]
-        messages = [{"role": "system", "content": tools.instructions(offered)}, *messages]
+        messages = [{"role": "system", "content": tools.instructions(offered, form.sample)}, *messages]
     try:
         encoded = tokenizer.apply_chat_template(messages, **{**_ALWAYS, **template})
     except jinja2.TemplateError as error:

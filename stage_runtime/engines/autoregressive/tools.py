@@ -1,7 +1,7 @@
 """Tools that a model may call: how they are offered to it, and its calls in the text. Pure.
 
-The form is Hermes': ``<tool_call>{"name": …, "arguments": {…}}</tool_call>``, which most chat templates with tools ask
-for. A list of calls inside one pair of tags is read, too.
+The form here is Hermes': ``<tool_call>{"name": …, "arguments": {…}}</tool_call>``, which most chat templates with tools
+ask for. A list of calls inside one pair of tags is read, too. The other forms are in `call_forms`.
 """
 
 from __future__ import annotations
@@ -26,10 +26,8 @@ INSTRUCTIONS: Final = """You may call functions. Their signatures, as JSON insid
 <tools>
 {tools}
 </tools>
-To call one, answer with JSON inside <tool_call> tags, and nothing else:
-<tool_call>
-{{"name": "function's name", "arguments": {{"argument": "value"}}}}
-</tool_call>"""
+To call one, answer with JSON in this form, and nothing else:
+{sample}"""
 
 
 class Call(NamedTuple):
@@ -63,14 +61,14 @@ def _checked(tool: Any, index: int) -> dict[str, Any]:
     return {"type": "function", "function": dict(function)}
 
 
-def forced(params: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]) -> str | None:
-    """The grammar of an answer that must be a call, by ``tool_choice``; None: it need not.
+def forced(params: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The functions of which one must be called, by ``tool_choice``; empty: none need be.
 
     Raises: InvalidRequest.
     """
     choice = params.get("tool_choice")
     if choice in (None, "auto", "none"):
-        return None
+        return []
     if not tools:
         raise InvalidRequest("tool_choice: there are no tools", param="tool_choice")
     named = choice.get("function") if isinstance(choice, Mapping) else None
@@ -82,11 +80,16 @@ def forced(params: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]) -> str
     wanted = [tool["function"] for tool in tools if named is None or tool["function"]["name"] == named.get("name")]
     if not wanted:
         raise InvalidRequest("tool_choice names no tool of the request", param="tool_choice")
-    return grammar(wanted)
+    return wanted
 
 
-def grammar(functions: Sequence[Mapping[str, Any]]) -> str:
-    """One call of one of these, in Lark's form."""
+def grammar(
+    functions: Sequence[Mapping[str, Any]],
+    before: str = f'"{BEGIN}\\n"',
+    after: str = f'"\\n{END}"',
+    arguments: str = "arguments",
+) -> str:
+    """One call of one of these, in Lark's form. before, after: of the call. arguments: by which name it has them."""
     from stage_runtime.engines.autoregressive.grammars import WRITTEN
 
     rules = []
@@ -95,15 +98,15 @@ def grammar(functions: Sequence[Mapping[str, Any]]) -> str:
             "type": "object",
             "properties": {
                 "name": {"const": function["name"]},
-                "arguments": function.get("parameters") or {"type": "object"},
+                arguments: function.get("parameters") or {"type": "object"},
             },
-            "required": ["name", "arguments"],
+            "required": ["name", arguments],
             "additionalProperties": False,
             "x-guidance": WRITTEN,
         }
         rules.append(f"call_{index}: %json {json.dumps(schema)}")
     calls = " | ".join(f"call_{index}" for index in range(len(rules)))
-    return "\n".join([f'start: "{BEGIN}\\n" call "\\n{END}"', f"call: {calls}", *rules])
+    return "\n".join([f"start: {before} call {after}", f"call: {calls}", *rules])
 
 
 def check_arguments(messages: Sequence[Mapping[str, Any]]) -> None:
@@ -137,9 +140,15 @@ def spoken(call: Any, index: int) -> dict[str, Any]:
         raise InvalidRequest(f"messages[{index}].tool_calls: no calls of functions", param="messages") from error
 
 
-def instructions(tools: Sequence[Mapping[str, Any]]) -> str:
-    """For a model whose chat template takes no tools."""
-    return INSTRUCTIONS.format(tools="\n".join(json.dumps(tool) for tool in tools))
+def instructions(tools: Sequence[Mapping[str, Any]], sample: str) -> str:
+    """For a model whose chat template takes no tools. sample: a call."""
+    return INSTRUCTIONS.format(tools="\n".join(json.dumps(tool) for tool in tools), sample=sample)
+
+
+def names(tools: Any) -> frozenset[str]:
+    """Of what an author gives a chat template as tools: of functions, or of objects that have one each."""
+    given = [tool.get("function", tool) for tool in tools if isinstance(tool, Mapping)]
+    return frozenset(str(one["name"]) for one in given if isinstance(one, Mapping) and "name" in one)
 
 
 class CallParser:
@@ -170,7 +179,7 @@ class CallParser:
                 self._read = max(self._read, len(self._inside) - len(END) + 1)
                 break
             body = self._inside[:end]
-            made = _calls(body)
+            made = calls_in(body)
             if not made and _ends_in_string(body):
                 self._read = end + len(END)
                 continue
@@ -181,10 +190,10 @@ class CallParser:
 
     def flush(self) -> tuple[str, list[Call]]:
         """At the end: a call that is whole but for its end tag counts."""
-        shown, calls = "", []
+        shown, calls = "", list[Call]()
         while self._inside is not None:
             body, self._inside = self._inside, None
-            if made := _calls(body):
+            if made := calls_in(body):
                 return shown, calls + made
             body, end, rest = body.partition(END)  # it was no string, or one that has no end
             shown += BEGIN + body + end
@@ -200,7 +209,8 @@ def _ends_in_string(body: str) -> bool:
     return _ESCAPED.sub("", body).count('"') % 2 == 1
 
 
-def _calls(body: str) -> list[Call]:
+def calls_in(body: str) -> list[Call]:
+    """The calls of a JSON value; empty: it is none, or no JSON."""
     try:
         found = msgspec.json.decode(body.strip())
     except (msgspec.DecodeError, UnicodeEncodeError, RecursionError):
