@@ -186,7 +186,8 @@ class CountingTokenizer(PreTrainedTokenizerFast):
 
 
 def test_what_grammars_need_is_made_when_the_stage_is_loaded() -> None:
-    tokenizer = CountingTokenizer(tokenizer_object=tiny_tokenizer().backend_tokenizer, eos_token="<end>")
+    counting: Any = CountingTokenizer
+    tokenizer = counting(tokenizer_object=tiny_tokenizer().backend_tokenizer, eos_token="<end>")
     core = assemble(omni.Autoregressive(model="", kernels="torch"), copy.deepcopy(tiny_model("llama")), tokenizer).core
     loaded = CountingTokenizer.made
     assert loaded > 0

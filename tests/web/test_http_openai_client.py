@@ -294,7 +294,8 @@ async def test_text_and_audio_of_two_terminals_are_one_message() -> None:
     assert (message.content, message.audio.transcript, message.audio.id) == ("Hello", "Hello", f"audio-{answer.id}")
     assert message.audio.expires_at > answer.created
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens, answer.usage.total_tokens) == (4, 12, 16)
-    assert answer.usage.prompt_tokens_details.cached_tokens == 4
+    cached = answer.usage.prompt_tokens_details
+    assert cached is not None and cached.cached_tokens == 4
     assert answer.choices[0].finish_reason == "stop"
     assert answer.model_extra == {"notes": [{"stage": "voice", "name": "voice", "value": "amy"}]}
     assert running.manager.last.request.modalities == ["text", "audio"]
