@@ -109,6 +109,7 @@ class LightInstance:
         self.running = 0
         self.served = 0
         self.unsent = 0  #: Results for an instance to which it has no link.
+        self.dropped = 0  #: Coordinators that had declared it dead alone.
         self.load_s = 0.0  #: Requests here, summed over time.
         self._loop = loop
         self._work_s = work_s
@@ -181,7 +182,7 @@ class LightInstance:
         if isinstance(message, DataReady):
             return self._membership.introduced(sender, message.header.members, by=message.header.owner)
         if isinstance(message, Rejected):
-            self._rejected(message)
+            self._rejected(sender, message)
         return isinstance(message, Welcome) and self.registration.welcomed(sender, message)
 
     def received(self, sender: str, message: Message) -> None:
@@ -195,7 +196,7 @@ class LightInstance:
             case Unbound():
                 self._owing.discard(sender)
             case Rejected():
-                self._rejected(message)
+                self._rejected(sender, message)
             case _:
                 handler = self._membership.handlers.get(type(message))
                 if handler is not None:
@@ -208,14 +209,19 @@ class LightInstance:
         self._owing.discard(peer)
         self._membership.lost(peer)
 
-    def _rejected(self, message: Rejected) -> None:
-        """As a stage process, which takes a new incarnation when it was declared dead."""
+    def _rejected(self, sender: str, message: Rejected) -> None:
+        """As `stage.host`."""
         if not message.fenced:
             self.registration.refused(message.via)
-            return
-        fenced, self._fenced = self._fenced, None
-        if fenced is not None and message.incarnation == self.incarnation:
-            fenced(self)
+        elif not self._membership.must_be_renewed(sender, message):
+            self.dropped += 1
+            if sender in self.registration.coordinators:
+                self.channels.drop(sender)
+                self.lost(sender)
+        elif message.incarnation == self.incarnation:
+            fenced, self._fenced = self._fenced, None
+            if fenced is not None:
+                fenced(self)
 
     # --- inside -------------------------------------------------------------------------------------------------
 

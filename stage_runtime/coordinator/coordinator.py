@@ -119,6 +119,7 @@ class Coordinator:
             channels=channels,
             relays=relays,
             bound_to=lambda incarnation: self.manager.bound_to(incarnation),
+            last_attempt=lambda: self.manager.last_attempt,
             loop=self._loop,
         )
         clocks = Clocks()

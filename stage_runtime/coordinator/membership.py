@@ -56,6 +56,7 @@ class Membership:
         channels: Channels,
         relays: Relays,
         bound_to: Callable[[str], int],
+        last_attempt: Callable[[], int],
         loop: asyncio.AbstractEventLoop,
     ) -> None:
         self.incarnation = incarnation
@@ -66,6 +67,7 @@ class Membership:
         self._channels = channels
         self._relays = relays
         self._bound_to = bound_to
+        self._last_attempt = last_attempt
         self._loop = loop
         self._introductions = Introductions()
         self._gone: dict[str, list[str]] = {}  #: Who must be notified -> which members are gone; sent after `TICK_S`.
@@ -73,7 +75,8 @@ class Membership:
         self._refusals: dict[str, str] = {}  #: As logged, by sender; oldest first.
         self._beats: dict[str, Beat] = {}
         self._welcomes = Welcomes()
-        self._fenced: dict[str, str] = {}  #: Incarnations declared dead -> their endpoints; oldest first.
+        #: Incarnations declared dead -> their endpoints; oldest first. Empty: another process has taken that over.
+        self._fenced: dict[str, str] = {}
         self._started_at = time.monotonic()
         self._was_complete = False
         self._rests = _rests(revisions)
@@ -94,23 +97,28 @@ class Membership:
             return None
         if not self._welcomes.due(sender, message, time.monotonic()):
             return Joined(new=False, replaced=[])
-        known = sender in self.state.instances
+        self._fenced.pop(sender, None)
+        known = self.state.instances.get(sender)
+        # What was bound to it is over before a process says Hello for the first time, or again. One that is ready and
+        # repeats it may have found us at a second address.
+        attempts_over = 0 if known is not None and known.ready else self._last_attempt()
         self._relays.open(sender, member.relays)
         # Not before it sends Ready: a request that comes before Welcome could not be answered. One that was fenced is
         # ready already, and its neighbours may reach it before Welcome does.
         replaced = self.state.join(msgspec.structs.replace(member, ready=False), message.edges)
         for gone in replaced:
-            self.fence(gone)
-        me = Member(self.incarnation, COORDINATOR, "", "", self._endpoint, self._relays.facts(), ())
+            self.fence(gone, replaced=True)
+        facts = self._relays.facts()
+        me = Member(self.incarnation, COORDINATOR, "", "", self._endpoint, facts, (), attempts_over=attempts_over)
         # A member that sends Hello again has found us at a second address, or has given up its link to us.
         self._channels.send(sender, Welcome(self._publisher, me, message.via, self._beat_s))
         self._adapt_beats()  # after it: whoever was not welcomed yet knows no link that Members could come on
-        if not known:
+        if known is None:
             log.info(
                 "%s (%s, unit revision %s) has joined from %s", member.group, sender, member.revision, member.endpoint
             )
             self._log_ineligible(sender)
-        return Joined(new=not known, replaced=replaced)
+        return Joined(new=known is None, replaced=replaced)
 
     def introduce(self, revision: PipelineRevision, bindings: Mapping[str, str]) -> tuple[Member, ...]:
         """A request is bound: its instances are introduced to each other, where they were not yet.
@@ -144,7 +152,7 @@ class Membership:
     def unknown_peer(self, sender: str) -> None:
         """A message came from a process without a link. A fenced one is notified that it was fenced."""
         endpoint = self._fenced.get(sender)
-        if endpoint is not None:
+        if endpoint:
             self._channels.dismiss(sender, endpoint, Rejected(sender, FENCED, fenced=True))
 
     def ready_now(self, sender: str) -> bool:
@@ -176,12 +184,16 @@ class Membership:
         if instance is not None and instance.draining and not self._bound_to(incarnation):
             self._channels.send(incarnation, Unbound())
 
-    def fence(self, incarnation: str) -> bool:
-        """Remove the member for good: later messages of this incarnation are ignored. False when it was no member."""
+    def fence(self, incarnation: str, *, replaced: bool = False) -> bool:
+        """Remove the member: messages of this incarnation are ignored until it says Hello again, which it does when it
+        has dropped all requests of this coordinator. replaced: another process has its endpoint, so it has ended.
+
+        Returns: False when it was no member.
+        """
         instance = self.state.leave(incarnation)
         if instance is None:
             return False
-        self._fenced[incarnation] = instance.member.endpoint
+        self._fenced[incarnation] = "" if replaced else instance.member.endpoint
         if len(self._fenced) > FENCED_KEPT:
             del self._fenced[next(iter(self._fenced))]
         self._beats.pop(incarnation, None)
@@ -298,7 +310,7 @@ class Membership:
         member = message.member
         if sender != member.incarnation:
             return f"its Hello is of {member.incarnation}"
-        if sender in self._fenced:
+        if self._fenced.get(sender, member.endpoint) != member.endpoint:
             return FENCED
         if message.pipeline != self._pipeline:
             return f"belongs to pipeline {message.pipeline!r}, this is {self._pipeline!r}"
@@ -326,7 +338,7 @@ class Membership:
             log.warning("%s of group %s is refused: %s", sender, member.group, refusal)
         if sender in self.state.instances:
             return  # the link to that name is another process's
-        rejected = Rejected(sender, refusal, fenced=sender in self._fenced, via=hello.via)
+        rejected = Rejected(sender, refusal, fenced=refusal == FENCED, via=hello.via)
         self._channels.dismiss(sender, member.endpoint, rejected)
 
     def _members(self, incarnations: Iterable[str]) -> tuple[Member, ...]:

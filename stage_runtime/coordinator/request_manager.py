@@ -125,6 +125,7 @@ class RequestManager:
         self._handles: dict[str, RequestHandle] = {}  #: In flight, by id.
         #: Increases across all requests: a reused id gets a higher number than its tombstone.
         self._attempts = itertools.count(1)
+        self.last_attempt = 0  #: Any that is begun later has a higher number.
         self._refusing: str | None = None  #: Why nothing is admitted any more.
         self._clocks_us = clocks_us
         self._tracing = tracing
@@ -294,7 +295,8 @@ class RequestManager:
 
     def _submit(self, handle: RequestHandle, revision: PipelineRevision, bindings: dict[str, str]) -> None:
         self._bindings.attach(handle, revision, bindings)
-        self._happen(handle, AttemptBegan(next(self._attempts)))
+        self.last_attempt = next(self._attempts)
+        self._happen(handle, AttemptBegan(self.last_attempt))
         handle.begin_attempt(revision.entry, revision.edges)
         self._submission.send(handle, revision, self._membership.introduce(revision, bindings))
 

@@ -71,7 +71,7 @@ class Lifecycle(Protocol):
         """No request of this coordinator is bound to the process any more."""
 
     def fenced(self) -> None:
-        """A coordinator has declared the process dead: it must continue under a new incarnation."""
+        """All coordinators have declared the process dead: it must continue under a new incarnation."""
 
 
 class Host:
@@ -153,7 +153,8 @@ class Host:
 
     def introduced(self, sender: str, message: Message) -> bool:
         if isinstance(message, Welcome):
-            self.requests.owner_back(sender)  # its frames before this one may be received again first
+            # Its frames before this one may be received again first.
+            self.requests.owner_back(sender, message.coordinator.attempts_over)
             return self.membership.registration.welcomed(sender, message)
         if isinstance(message, Submit | DataReady | Skip):
             return self.membership.introduced(sender, message.header.members, by=message.header.owner)
@@ -186,16 +187,19 @@ class Host:
             log.warning("coordinator %s is gone; %d of its requests aborted", peer, orphans)
 
     def _welcome(self, sender: str, message: Welcome) -> None:
-        self.requests.owner_back(sender)
+        self.requests.owner_back(sender, message.coordinator.attempts_over)
         self.membership.welcome(sender, message)
 
     def _rejected(self, sender: str, message: Rejected) -> None:
         log.error("a coordinator refuses this process: %s", message.reason)
         self.process.counters["rejected"] += 1
-        if message.fenced:
-            self._lifecycle.fenced()
-        else:
+        if not message.fenced:
             self.membership.registration.refused(message.via)
+        elif self.membership.must_be_renewed(sender, message):
+            self._lifecycle.fenced()
+        elif sender in self.membership.registration.coordinators:
+            self.process.channels.drop(sender)
+            self.lost(sender)
 
     # --- what the process does with it --------------------------------------------------------------------------
 

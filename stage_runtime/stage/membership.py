@@ -28,6 +28,7 @@ from stage_runtime.wire.messages import (
     Message,
     PeerUnreachable,
     Ready,
+    Rejected,
     Welcome,
 )
 from stage_runtime.wire.parts import Member
@@ -139,6 +140,14 @@ class StageMembership:
             introducers.discard(peer)
         self._adopt_later()
         return True
+
+    def must_be_renewed(self, sender: str, message: Rejected) -> bool:
+        """A coordinator has declared this process dead: whether it must take a new incarnation.
+
+        Not where another coordinator holds it, whose requests would be lost: it drops those of ``sender`` and registers
+        there again. But a Hello is refused only where another process has taken its place.
+        """
+        return bool(message.via) or not self.registration.coordinators.keys() - {sender}
 
     def _members(self, sender: str, message: Members) -> None:
         for member in message.joined:

@@ -60,6 +60,9 @@ class Requests:
         #: Coordinators that are gone and have not come back, the oldest first. What is received of their requests is
         #: dropped: it would never be ended.
         self._lost_owners: OrderedDict[str, None] = OrderedDict()
+        #: Coordinators -> attempts up to which all is over here: of before they declared this process dead, or were
+        #: gone. The oldest first.
+        self._attempts_over: OrderedDict[str, int] = OrderedDict()
         self.handlers: Mapping[type, Callable[[str, Any], None]] = {
             Submit: self._submit,
             DataReady: self._data_ready,
@@ -76,9 +79,15 @@ class Requests:
         """The process has its ends of the planes."""
         self._fetching = Fetching(self._process.relays, self._loop)
 
-    def owner_back(self, owner: str) -> None:
-        """A coordinator is there; again, perhaps."""
+    def owner_back(self, owner: str, attempts_over: int) -> None:
+        """A coordinator is there; again, perhaps: then what others still send of its attempts up to ``attempts_over``
+        is dropped.
+        """
         self._lost_owners.pop(owner, None)
+        if attempts_over:
+            self._attempts_over[owner] = max(attempts_over, self._attempts_over.pop(owner, 0))
+            if len(self._attempts_over) > LOST_OWNERS_KEPT:
+                self._attempts_over.popitem(last=False)
 
     def drop_owner(self, owner: str) -> int:
         """A coordinator is gone. What others still send of its requests is dropped as it comes. Returns how many."""
@@ -106,6 +115,7 @@ class Requests:
         self.abort_all()
         self._fetching.close()
         self._lost_owners.clear()  # what was bound to the life before is addressed to it
+        self._attempts_over.clear()
 
     def abort_all(self) -> None:
         """Run the `finally` blocks of what is left."""
@@ -143,7 +153,7 @@ class Requests:
         if header.members:
             self._meet(header.owner, header.members)
         stage_input = self._target(message.target)
-        if stage_input is None or (self._lost_owners and self._orphan(header, sender, body)):
+        if stage_input is None or self._orphan(header, sender, body):
             return
         if message.failure is not None:
             stage_input.broken(header, source, message.failure)
@@ -221,8 +231,8 @@ class Requests:
         return stage_input
 
     def _orphan(self, header: Header, sender: str, body: Body | None) -> bool:
-        """Whether the request's coordinator is gone."""
-        if header.owner not in self._lost_owners:
+        """Whether the request's coordinator is gone, or was for a while when it ended this attempt."""
+        if header.owner not in self._lost_owners and header.attempt > self._attempts_over.get(header.owner, 0):
             return False
         self._process.counters["orphaned_requests"] += 1
         if body is not None and body.transfer:

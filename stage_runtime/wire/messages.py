@@ -196,7 +196,9 @@ class Welcome(BaseMessage, frozen=True, tag=21):
 class Rejected(BaseMessage, frozen=True, tag=22):
     """Coordinator → process, unordered: the registration is rejected.
 
-    ``fenced``: ``incarnation`` was declared dead; come back under a new one. Else: ask again in a while.
+    ``fenced``: ``incarnation`` was declared dead, and nothing of it is bound here any more. Where another coordinator
+    holds it, it sends Hello again; else it comes back under a new one, as it does when this answers Hello. Not
+    ``fenced``: ask again in a while.
     """
 
     incarnation: Name

@@ -13,7 +13,7 @@ from omnipipeline_spec.types.plan import PipelineRevision
 from stage_runtime.coordinator import membership
 from stage_runtime.errors import RequestError
 from stage_runtime.metrics import catalog
-from stage_runtime.wire.messages import Beat, Deregister, Detour, Members, PeerUnreachable, Rejected, Welcome
+from stage_runtime.wire.messages import Beat, Deregister, Detour, Members, PeerUnreachable, Ready, Rejected, Welcome
 from tests.coordinator.manager_kit import REVISION, SCHEMAS, CoordinatorHarness, asked, came, coordinator_harness
 
 
@@ -171,13 +171,38 @@ async def test_who_declares_other_edges_than_its_revision_has_gets_no_request_an
         }
 
 
-async def test_the_dead_may_not_come_back_under_their_old_name() -> None:
+async def test_who_was_declared_dead_and_says_hello_is_taken_back_and_hears_which_attempts_are_over() -> None:
+    """It says Hello when it has lost this coordinator, too: then it has dropped all that was bound to it."""
     async with coordinator_harness() as made:
-        made.manager.admit(asked())
+        for number in range(3):
+            made.manager.admit(asked(f"r{number}"))
+        last = made.submitted("f1")[-1].header.attempt
         made.coordinator.lost("v1")
         await came(lambda: sent(made, "f1", Members)[-1] == Members(gone=("v1",)))
+        before = len(made.submitted("f1"))
+        assert made.hello("v1", "voice")
+        welcome = sent(made, "v1", Welcome)[-1]
+        assert isinstance(welcome, Welcome) and welcome.coordinator.attempts_over == last
+        assert made.hello("v1", "voice", via="tcp://[::1]:1")
+        welcome = sent(made, "v1", Welcome)[-1]
+        assert isinstance(welcome, Welcome) and welcome.coordinator.attempts_over == last, "nothing is bound to it yet"
+        made.coordinator.received("v1", Ready())
+        again = made.submitted("f1")[before:]
+        assert len(again) == 3 and all(one.header.attempt > last for one in again)
+        assert made.hello("v1", "voice", via="tcp://[::1]:2")
+        welcome = sent(made, "v1", Welcome)[-1]
+        assert isinstance(welcome, Welcome) and welcome.coordinator.attempts_over == 0, "these are not over"
+
+
+async def test_who_was_declared_dead_may_not_come_back_where_another_life_has_begun() -> None:
+    """Its Hello is one that was late."""
+    async with coordinator_harness() as made:
+        made.join("v2", "voice", endpoint="ipc:///v1")
         assert not made.hello("v1", "voice")
         assert made.refused("v1")[-1] == Rejected("v1", "this incarnation was declared dead", True, "ipc:///cc")
+        assert set(made.membership.state.instances) == {"f1", "v2"}
+        assert not made.coordinator.introduced("v1", Beat({}, {}, {}))
+        assert len(made.refused("v1")) == 1, "nobody would hear it"
 
 
 async def test_one_that_was_buried_and_still_speaks_is_told() -> None:

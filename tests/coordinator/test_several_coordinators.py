@@ -181,3 +181,41 @@ async def test_links_that_a_coordinator_has_introduced_outlive_it(monkeypatch: p
         await until(lambda: asked["Members"] == len(made.instances))
         assert await made.serve(1) == 0
         assert all(known[one.incarnation] <= one.members for one in made.instances)
+
+
+@pytest.mark.parametrize("how", ["an instance has lost it", "it has lost them", "both have"])
+async def test_an_instance_that_one_coordinator_alone_has_lost_comes_back_to_it_as_it_is(how: str) -> None:
+    """A coordinator that was frozen, and a partition of its machine: the other one's requests do not notice."""
+    async with fleet() as made:
+        for number in (0, 1):
+            await made.serve_all(number)
+        first = made.coordinators[0]._coordinator
+        incarnations = [one.incarnation for one in made.instances]
+        await made.coordinators[1].begin_load(4)
+        if how != "it has lost them":
+            for one in made.instances:
+                one.channels.drop(first.incarnation)
+                one.lost(first.incarnation)
+        if how != "an instance has lost it":
+            for incarnation in incarnations:
+                first.lost(incarnation)
+        heard = sum(one.heard["Welcome"] for one in made.instances)
+        await until(lambda: sum(one.heard["Welcome"] for one in made.instances) >= heard + len(incarnations))
+        await made.ready(len(incarnations))
+        outcome = await made.coordinators[1].end_load()
+        assert (outcome["failed"], made.reborn) == ({}, [])
+        assert (await made.coordinators[1].usage())["retried"] == 0
+        assert set(first.membership.state.instances) == set(incarnations)
+        async with asyncio.timeout(PATIENCE_S):
+            while await made.serve(0):  # links between instances that only the first one had introduced
+                await asyncio.sleep(0.1)
+        assert await made.serve(0) == await made.serve(1) == 0
+
+
+async def test_who_is_declared_dead_by_all_coordinators_comes_back_under_a_new_incarnation() -> None:
+    async with fleet() as made:
+        one = made.of("stage4")[0]
+        for coordinator in made.coordinators:
+            coordinator._coordinator.lost(one.incarnation)
+        one.beat()
+        await until(lambda: made.reborn == [one.incarnation])

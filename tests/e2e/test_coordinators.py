@@ -53,6 +53,44 @@ async def test_of_two_coordinators_either_cancels_the_other_s_requests_and_one_s
             assert (await reborn.answer("and this one"))["text"] == "and this one"
 
 
+async def test_a_coordinator_that_freezes_and_goes_on_costs_the_other_one_s_requests_nothing(base: Path) -> None:
+    """All instances lose it, and come back to it as they are: those that it still counts as its own, too."""
+    async with pods(diamond(APART), base, "old", "new") as made:
+        async with Client(made.url("old")) as old, Client(made.url("new")) as new:
+            for client in (old, new):
+                await eventually(partial(lambda client: complete(client), client))
+                assert (await client.answer("a b"))["text"] == "a b"
+            before = await incarnations(new)
+            assert before == await incarnations(old)
+            stopped, answers = asyncio.Event(), []
+
+            async def load() -> None:
+                while not stopped.is_set():
+                    answers.append(await new.ask("a b", nap=0.05))
+
+            under_load = [asyncio.create_task(load()) for _ in range(8)]
+            log = base / "log"
+            known = log.read_text().count("registered with coordinator")
+            os.kill(made.pids()["old"], signal.SIGSTOP)
+            try:
+                await eventually(lambda: log.read_text().count("of its requests aborted") >= len(before))
+            finally:
+                os.kill(made.pids()["old"], signal.SIGCONT)
+            await eventually(lambda: log.read_text().count("registered with coordinator") >= known + len(before))
+            await eventually(lambda: complete(old))
+            assert (await old.answer("next"))["text"] == "next"
+            stopped.set()
+            await asyncio.gather(*under_load)
+            assert {one["results"]["speak"]["text"] if "results" in one else str(one) for one in answers} == {"a b"}
+            assert await incarnations(new) == await incarnations(old) == before
+            assert (await new.metrics())["omnipipeline_requests_retried_total"] == 0
+            await at_rest(new)
+
+
+async def incarnations(client: Client) -> set[str]:
+    return {one["incarnation"] for one in (await client.status())["instances"]}
+
+
 async def complete(client: Client) -> bool:
     return bool((await client.status())["complete"])
 

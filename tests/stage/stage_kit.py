@@ -112,8 +112,10 @@ class MemoryChannels:
 class Uneventful:
     """`stage.host.Lifecycle` of a process that goes on whatever happens."""
 
-    def __init__(self, failures: list[tuple[str, BaseException]]) -> None:
+    def __init__(self, name: str, failures: list[tuple[str, BaseException]], fenced: list[str]) -> None:
+        self._name = name
         self._failures = failures
+        self._fenced = fenced
 
     def loaded(self) -> None: ...
 
@@ -124,7 +126,8 @@ class Uneventful:
 
     def unbound(self, coordinator: str) -> None: ...
 
-    def fenced(self) -> None: ...
+    def fenced(self) -> None:
+        self._fenced.append(self._name)
 
 
 class Registered:
@@ -154,6 +157,7 @@ class World:
         self.received_by: list[tuple[str, Message]] = []  #: The same, with the coordinator's incarnation.
         self.stage_of: dict[str, str] = {}  #: stage -> incarnation
         self.failures: list[tuple[str, BaseException]] = []
+        self.fenced: list[str] = []  #: Processes that must take a new incarnation.
         self._random = random.Random(seed)
         self._loop = asyncio.get_running_loop()
         self.relays[OWNER] = WorldRelays(self, OWNER, 1000)
@@ -169,7 +173,7 @@ class World:
     ) -> Host:
         host = Host(
             plans,
-            Uneventful(self.failures),
+            Uneventful(name, self.failures, self.fenced),
             incarnation=name,
             loop=self._loop,
             mutation_check=mutation_check,

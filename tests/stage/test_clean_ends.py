@@ -19,7 +19,8 @@ from stage_runtime.engines.loading import as_engine
 from stage_runtime.stage.rank_following import Follower, FollowerInbox, FollowerOutput
 from stage_runtime.stage.tensor_parallel import couple
 from stage_runtime.transfers.sending import attempt_key
-from stage_runtime.wire.messages import Ended, RankWork
+from stage_runtime.wire.messages import Ended, RankWork, Welcome
+from stage_runtime.wire.parts import Member
 from stage_runtime.wire.values import OmniRequest
 from tests.stage.stage_kit import OWNER, PATIENCE_S, World, plan, world
 
@@ -104,6 +105,31 @@ async def test_late_messages_of_a_lost_coordinator_start_nothing_and_are_freed()
         assert begun == [] and b.idle
         b.requests._lost_owners.clear()  # as Welcome does it
         made.submit("next", "a")
+        await made.until(lambda: made.results().get("next") == LARGE)
+        assert begun == ["next"]
+
+
+async def test_late_messages_of_attempts_that_a_coordinator_has_ended_meanwhile_start_nothing_and_are_freed() -> None:
+    """It is back, and a neighbour has not heard yet that the attempt is over."""
+    begun: list[str] = []
+
+    def note(payload: omni.StagePayload) -> int:
+        begun.append(payload.request.id)
+        return len(payload.data)
+
+    async with world() as made:
+        made.process("pa", [plan("a", entry=True, next=("b",))], {"a": lambda _: b"x" * LARGE})
+        made.process("pb", [plan("b", terminal=True, inputs_from=("a",))], {"b": note})
+        b = made.hosts["pb"]
+        b.lost(OWNER)
+        for attempts_over in (7, 0):  # the second one is to another address of ours
+            me = Member(OWNER, "coordinator", "", "", "", {}, (), attempts_over=attempts_over)
+            b.received(OWNER, Welcome("ipc:///pub", me, "via"))
+        made.submit("late", "a", attempt=7)
+        await made.until(lambda: b.process.counters["orphaned_requests"] == 1)
+        await made.until(lambda: made.outstanding == 0)
+        assert begun == [] and b.idle
+        made.submit("next", "a", attempt=8)
         await made.until(lambda: made.results().get("next") == LARGE)
         assert begun == ["next"]
 

@@ -12,7 +12,7 @@ import pytest
 
 import stage_runtime as omni
 from stage_runtime.engines import events
-from stage_runtime.wire.messages import Complete, Deregister, Stream, Welcome
+from stage_runtime.wire.messages import Complete, Deregister, Rejected, Stream, Welcome
 from stage_runtime.wire.parts import Failure, Member
 from tests.stage.stage_kit import OWNER, PATIENCE_S, plan, world
 
@@ -199,3 +199,32 @@ async def test_a_draining_process_is_ready_for_no_coordinator_whenever_it_comes(
         host.received(OTHER, Welcome("ipc:///pub", Member(OTHER, "coordinator", "", "", "", {}, ()), "via"))
         await made.settle()
         assert [one for to, one in made.received_by if to == OTHER] == [Deregister("SIGTERM")]
+
+
+@pytest.mark.parametrize("fenced_by", [(OWNER,), (OWNER, OTHER)], ids=["one", "all"])
+async def test_who_is_declared_dead_by_one_coordinator_goes_on_for_the_other(fenced_by: tuple[str, ...]) -> None:
+    held = Held()
+    async with world() as made:
+        made.coordinator(OTHER)
+        host = made.process("p", [plan("s", entry=True, terminal=True)], {"s": held.simple()})
+        host.received(OTHER, Welcome("ipc:///pub", Member(OTHER, "coordinator", "", "", "", {}, ()), "via"))
+        made.submit("r", "s", "ours", owner=OWNER)
+        made.submit("q", "s", "theirs", owner=OTHER)
+        await made.until(lambda: len(held.begun) == 2)
+        for owner in fenced_by:
+            host.received(owner, Rejected("p", "this incarnation was declared dead", fenced=True))
+        assert made.fenced == (["p"] if len(fenced_by) > 1 else [])
+        held.go.set()
+        if len(fenced_by) == 1:
+            await made.until(lambda: bool(made.received_by))
+            await made.settle()
+            ends = [(to, one.request_id) for to, one in made.received_by if isinstance(one, Complete)]
+            assert ends == [(OTHER, "q")]
+
+
+async def test_whose_place_another_process_has_taken_is_renewed_whoever_holds_it() -> None:
+    async with world() as made:
+        made.coordinator(OTHER)
+        host = made.process("p", [plan("s", entry=True, terminal=True)], {"s": lambda payload: payload.data})
+        host.introduced(OTHER, Rejected("p", "this incarnation was declared dead", fenced=True, via="ipc:///cc"))
+        assert made.fenced == ["p"]

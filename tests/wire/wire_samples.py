@@ -51,7 +51,9 @@ from stage_runtime.wire.messages import (
 from stage_runtime.wire.parts import Body, Failure, Header, Member, Timing
 from stage_runtime.wire.tensorrefs import TensorRef
 
-MEMBER: Final = Member("aa", "voice", "front", "12ab34cd", "ipc:///run/a", {"tcp": {"port": 7}}, ("s1", "s2"), True)
+MEMBER: Final = Member(
+    "aa", "voice", "front", "12ab34cd", "ipc:///run/a", {"tcp": {"port": 7}}, ("s1", "s2"), True, attempts_over=6
+)
 HEADER: Final = Header("r1", 2, "c0ffee", {"thinker": "aa", "talker": "bb"}, 900, "00-ab-cd-01", (MEMBER,))
 BODY: Final = Body(
     b"\x80",
@@ -63,7 +65,7 @@ BODY: Final = Body(
 FAILURE: Final = Failure("stage_failed", "ValueError: no", "talker", "run", "voice")
 TIMING: Final = Timing("thinker", 120, 3400, 1_717_000_000_000_000, (("a", False, 0), ("b", True, 5)), (("talker", 9),))
 
-_MEMBER: Final = ["aa", "voice", "front", "12ab34cd", "ipc:///run/a", {"tcp": {"port": 7}}, ["s1", "s2"], True, 1]
+_MEMBER: Final = ["aa", "voice", "front", "12ab34cd", "ipc:///run/a", {"tcp": {"port": 7}}, ["s1", "s2"], True, 1, 6]
 _HEADER: Final = ["r1", 2, "c0ffee", {"thinker": "aa", "talker": "bb"}, 900, "00-ab-cd-01", [_MEMBER]]
 _BODY: Final = [b"\x80", [["payload.data['h']", [2, 3], "float32", 64, 24, "torch", "cuda:1"]], b"in", b"shm:x", True]
 _FAILURE: Final = ["stage_failed", "ValueError: no", "talker", "run", "voice"]
