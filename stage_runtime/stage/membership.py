@@ -35,7 +35,9 @@ from stage_runtime.wire.parts import Member
 
 log = logging.getLogger(__name__)
 
-ADOPTED_AFTER_S: Final = 10.0  # after a coordinator was lost; by then all have registered with its successor
+#: After a coordinator was lost, and the time over which a large fleet spreads its Hellos: by then all have registered
+#: with its successor.
+ADOPTED_AFTER_S: Final = 5.0
 GONE_KEPT: Final = 1000  # a request may name one that has just left
 MEET_AGAIN_S: Final = 1.5  # after a connection broke; by then the coordinator has given up what was under way
 
@@ -190,7 +192,7 @@ class StageMembership:
 
     def _adopt_later(self) -> None:
         if self._adopting is None and not all(self._introducers.values()):
-            self._adopting = self._loop.call_later(ADOPTED_AFTER_S, self._adopt)
+            self._adopting = self._loop.call_later(ADOPTED_AFTER_S + self.beat_s, self._adopt)
 
     def _adopt(self) -> None:
         """Tell a coordinator of the members whose introducers are all gone: nobody else would report their departure.
