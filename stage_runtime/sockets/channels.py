@@ -36,7 +36,7 @@ from stage_runtime.wire.messages import Abort, Ack, Message
 log = logging.getLogger(__name__)
 
 SETTLED_POLL_S: Final = 0.01
-GIVEN_UP_KEPT: Final = 1000  # peers
+GIVEN_UP_KEPT: Final = 10_000  # peers; as many as a coordinator remembers that it has declared dead
 
 
 class Handler(Protocol):
