@@ -16,7 +16,7 @@ from stage_runtime.coordinator.coordinator import Coordinator
 from stage_runtime.coordinator.events import ChunkEvent, RequestRecord, ResultEvent
 from stage_runtime.coordinator.request_handles import RequestHandle
 from stage_runtime.coordinator.unread_answers import DEFAULT_LIMITS, AnswerLimits
-from stage_runtime.errors import RequestError
+from stage_runtime.errors import LimitReached, RequestError
 from stage_runtime.payloads import encoding
 from stage_runtime.rules import edges
 from stage_runtime.transfers.receiving import Fetched
@@ -38,6 +38,7 @@ class MemoryChannels:
         self.counters: Counter[str] = Counter()
         self.other_protocol_at = -math.inf
         self.linked: set[str] = set()
+        self.full = False  #: No room for another link.
         self.interrupted: set[str] = set()
         self.sent: dict[str, list[Message]] = defaultdict(list)
         self.published: list[Message] = []
@@ -55,6 +56,8 @@ class MemoryChannels:
         self.published.append(message)
 
     def connect(self, peer: str, endpoint: str) -> None:
+        if self.full:
+            raise LimitReached("no descriptors")
         self.linked.add(peer)
 
     def link(self, peer: str) -> Any:

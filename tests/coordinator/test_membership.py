@@ -205,6 +205,16 @@ async def test_who_was_declared_dead_may_not_come_back_where_another_life_has_be
         assert len(made.refused("v1")) == 1, "nobody would hear it"
 
 
+async def test_who_was_declared_dead_and_finds_no_room_is_to_ask_again_as_it_is() -> None:
+    async with coordinator_harness() as made:
+        made.coordinator.lost("v1")
+        made.channels.full = True
+        assert not made.hello("v1", "voice")
+        assert not made.refused("v1")[-1].fenced
+        made.channels.full = False
+        assert made.hello("v1", "voice")
+
+
 async def test_one_that_was_buried_and_still_speaks_is_told() -> None:
     """A frozen process thaws and beats on: it must come back under a new name, or it would be idle for ever."""
     async with coordinator_harness() as made:

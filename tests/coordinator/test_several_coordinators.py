@@ -76,7 +76,7 @@ class Fleet:
     async def serve(self, number: int) -> int:
         """Requests of that coordinator. Returns: how many were sent again."""
         coordinator = self.coordinators[number]
-        before = (await coordinator.usage())["retried"]
+        before: int = (await coordinator.usage())["retried"]
         async with asyncio.timeout(PATIENCE_S):
             outcome = await coordinator.load(REQUESTS, 500.0)
         assert outcome["failed"] == {}

@@ -34,11 +34,12 @@ async def test_a_hundred_that_are_declared_dead_at_once_are_all_told_and_come_ba
     loop = asyncio.get_running_loop()
     coordinator = Coordinating(folder, "c0", 60.0)
     instances: list[LightInstance] = []
-    fenced: set[str] = set()
+    fenced: dict[str, asyncio.Task[None]] = {}
 
     def make(group: str) -> None:
         def again(instance: LightInstance) -> None:
-            fenced.add(instance.incarnation)
+            fenced[instance.incarnation] = loop.create_task(instance.close())
+            instances.remove(instance)
             make(group)
 
         endpoint = f"ipc://{folder}/c0"
@@ -57,7 +58,8 @@ async def test_a_hundred_that_are_declared_dead_at_once_are_all_told_and_come_ba
             for incarnation in first:
                 coordinator._coordinator.lost(incarnation)
             await coordinator.until_ready(INSTANCES)
-            assert fenced == first
+            await asyncio.gather(*fenced.values())
+            assert set(fenced) == first == first - {one.incarnation for one in instances}
     finally:
         for one in instances:
             await one.close()
