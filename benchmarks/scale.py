@@ -32,6 +32,9 @@ BASE = 10  # instances: what a request's cost is compared with
 JOIN_S, LINK_BYTES, LINK_DESCRIPTORS, COST, WORST, STREAM_BYTES = 60.0, 64 << 10, 3.0, 1.2, 1.3, 100 << 10
 BALANCE_S = 15.0
 BEAT_US, IDLE, IDLE_INSTANCES, ROUND_TRIPS = 20.0, 0.05, 1000, 2.0
+#: Times the first byte without idle streams. Caches may cost a part of that. To look at each of 10,000 streams for a
+#: request would take a millisecond or more: longer than the first byte itself.
+FIRST_BYTE = 1.5
 
 
 class Simulated(msgspec.Struct, frozen=True):
@@ -92,6 +95,12 @@ class Figures(msgspec.Struct):
         for held in self.streams:
             if held.bytes_per_stream > STREAM_BYTES:
                 yield f"an idle stream takes {held.bytes_per_stream / 1024:.0f} KiB"
+            if held.first_byte_idle_ms > FIRST_BYTE * held.first_byte_ms:
+                took = f"{held.first_byte_idle_ms:.1f} ms, without them {held.first_byte_ms:.1f} ms"
+                yield f"with {held.streams} idle streams the first byte takes {took}"
+            if held.bytes_per_slow_reader > held.slow_reader_bound:
+                nbytes, most = (one / (1 << 20) for one in (held.bytes_per_slow_reader, held.slow_reader_bound))
+                yield f"a client that does not read takes {nbytes:.1f} MiB, not at most {most:.1f} MiB"
 
 
 async def measure(figures: Figures, arguments: argparse.Namespace) -> None:

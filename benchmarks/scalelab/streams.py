@@ -54,6 +54,8 @@ class Streams(msgspec.Struct, frozen=True):
     first_byte_slow_ms: float  #: With `SLOW` clients that do not read.
     bytes_per_slow_reader: float
     slow_reader_bound: float  #: The window of its stream, and as much again for the answer's text.
+    first_byte_p99_ms: float = 0.0  #: As ``first_byte_ms``, 99 %; 0: not measured.
+    first_byte_idle_p99_ms: float = 0.0
 
 
 async def measure(count: int) -> Streams:
@@ -88,6 +90,8 @@ async def measure(count: int) -> Streams:
                 slowed["median_ms"],
                 (flooded["memory_bytes"] - loaded["memory_bytes"]) / SLOW,
                 2.0 * FLOOD_CHUNKS * FLOOD_NBYTES,
+                alone["p99_ms"],
+                beside["p99_ms"],
             )
         finally:
             for child in (server, instance, *clients):
@@ -194,7 +198,8 @@ class ClientsRole:
             writer.close()
             with contextlib.suppress(OSError):
                 await writer.wait_closed()
-        return {"median_ms": sorted(times)[len(times) // 2]}
+        times.sort()
+        return {"median_ms": times[len(times) // 2], "p99_ms": times[len(times) * 99 // 100]}
 
 
 async def _ask(port: int, inputs: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:

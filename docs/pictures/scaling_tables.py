@@ -8,8 +8,9 @@ from typing import Final, TypeVar
 
 import msgspec
 
-from benchmarks.scale import Figures
+from benchmarks.scale import COST, FIRST_BYTE, Figures
 from docs.pictures.scaling import FILE
+from stage_runtime.rules import beats
 
 PAGE: Final = Path(__file__).parents[1] / "scaling.md"
 BEGIN: Final = "<!-- from docs/pictures/scaling.json: `make pictures` -->\n"
@@ -95,8 +96,19 @@ def tables(figures: Figures) -> str:
             [
                 "first byte of the next request",
                 f"{one.first_byte_idle_ms:.1f} ms; without idle streams {one.first_byte_ms:.1f} ms",
-                "the same",
+                f"{FIRST_BYTE:g} times that",
             ],
+            *(
+                [
+                    [
+                        "the same, 99 %",
+                        f"{one.first_byte_idle_p99_ms:.1f} ms; without idle streams {one.first_byte_p99_ms:.1f} ms",
+                        "",
+                    ]
+                ]
+                if one.first_byte_p99_ms
+                else []
+            ),
             ["processor", f"{one.idle_processor:.2f} of a core", ""],
             [
                 "memory of a client that does not read",
@@ -106,6 +118,45 @@ def tables(figures: Figures) -> str:
         )
     ]
     return "\n".join(_table(rows) for rows in (fleets, beside, first, idle) if len(rows) > 1)
+
+
+def statements(figures: Figures) -> list[str]:
+    """Parts of sentences of the page with figures of the benchmark. A test finds each of them there."""
+    joined = {one.instances: one for one in figures.joined if one.coordinators == 1}
+    served = {one.instances: one for one in figures.served}
+    rolls = {one.instances: one for one in figures.changed if one.what == "roll"}
+    deaths = {one.instances: one for one in figures.changed if one.what != "roll"}
+    links = [one.bytes_per_link for one in figures.served if one.instances > 100]
+    peers = [one.coordinator_bytes_per_peer for size, one in joined.items() if size >= 100]
+    beats_us = [one.beat_us for one in figures.served]
+    costs = [one.cost for one in figures.served]
+    simulated = [one.worst for one in figures.simulated]
+    one, two, four = figures.side_by_side
+    more = [100 * (some.processor_us / one.processor_us - 1) for some in (two, four)]
+    per_s = 10_000 / beats.interval_s(10_000)
+    (held,) = figures.streams
+    return [
+        f"{_kib(min(links)).split()[0]} to {_kib(max(links))}, and more in the fleet of 100, which has only "
+        f"{served[100].links} links",
+        f"{min(beats_us):.0f} to {max(beats_us):.0f} us on the table's machine",
+        f"{1000 / beats.interval_s(1000):.0f} a second with 1,000 instances",
+        f"A request costs {min(costs):.2f} to {max(costs):.2f} of what it costs with ten instances; the target is "
+        f"{COST:g}",
+        f"{100 * served[1000].idle_processor:.1f} % in the table",
+        f"instance: {_kib(min(peers)).split()[0]} to {_kib(max(peers))}, in both directions | 3,000 instances: "
+        f"{joined[3000].coordinator_bytes_per_peer * 3000 / (1 << 20):.0f} MiB",
+        f"idle stream: {_kib(held.bytes_per_stream)} | 10,000 streams: "
+        f"{held.bytes_per_stream * 10_000 / (1 << 20):.0f} MiB",
+        f"{_mib(held.bytes_per_slow_reader)} measured, of at most {_mib(held.slow_reader_bound)}",
+        f"{one.processor_us / 1000:.2f}, {two.processor_us / 1000:.2f} and {four.processor_us / 1000:.2f} ms with 100 "
+        f"requests a second in all, so {more[0]:.0f} % and {more[1]:.0f} % more with two and four than with one",
+        f"differ by a factor of ten: {min(simulated):.2f} to {max(simulated):.2f}",
+        f"over real sockets: {four.worst:.2f}; with one and two coordinators {one.worst:.2f} and {two.worst:.2f}",
+        f"{joined[3000].coordinator_bytes_per_peer * 10_000 / (1 << 20):,.0f} MiB and 30,000 descriptors for links; "
+        f"beats, one in {beats.interval_s(10_000):.0f} s from each, {per_s * max(beats_us) / 1e6:.2f} of a core",
+        f"50 at a time, took {rolls[1000].seconds:.0f} s of the control plane",
+        f"noticed within {deaths[1000].seconds:.1f} s, in a fleet of 3,000 within {deaths[3000].seconds:.1f} s",
+    ]
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:
