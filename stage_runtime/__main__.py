@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Callable
 
+from omnipipeline_spec.types import pods
 from stage_runtime import diagnostics, errors, settings
 from stage_runtime.engines import ending
 from stage_runtime.errors import ConfigurationError
@@ -24,7 +25,7 @@ def main() -> int:
     match sys.argv[1:]:
         case ["stage", *_]:  # what follows is a name for people who look at a list of processes
             return _guarded(_stage)
-        case ["coordinator", *_]:
+        case [pods.COORDINATOR, *_]:
             return _guarded(lambda: _explained(_coordinator))
         case ["supervisor", *_]:
             return _guarded(lambda: _explained(_supervisor))

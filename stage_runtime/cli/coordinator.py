@@ -7,11 +7,13 @@ import sys
 
 import click
 
+from omnipipeline_spec.types.pods import COORDINATOR
 
-@click.command("coordinator")
+
+@click.command(COORDINATOR)
 def command() -> None:
     """Run the coordinator in the foreground, with the settings of its environment.
 
     This process becomes `python -m stage_runtime coordinator`, the way supervisors start it.
     """
-    os.execv(sys.executable, [sys.executable, "-P", "-m", "stage_runtime", "coordinator"])
+    os.execv(sys.executable, [sys.executable, "-P", "-m", "stage_runtime", COORDINATOR])

@@ -108,7 +108,7 @@ def coordinator_instance(environment: Mapping[str, str], variables: Callable[[],
 
     def commands() -> list[Command]:
         env = {**environment, **variables()}
-        return [Command(name=COORDINATOR, argv=_argv("coordinator", COORDINATOR), env=env, awaits=_SERVING)]
+        return [Command(name=COORDINATOR, argv=_argv(COORDINATOR, COORDINATOR), env=env, awaits=_SERVING)]
 
     return InstanceSpec(
         name=COORDINATOR, group=COORDINATOR, replica=0, stages=(), processes=(COORDINATOR,), commands=commands

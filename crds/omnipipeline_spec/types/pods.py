@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Final
 
-#: Name of the coordinator's unit, container and process, and the target of a terminal stage's edge. No author's process
-#: may have it.
+#: Name of the coordinator's unit, container and process, of its role (`python -m stage_runtime ROLE`), and the target
+#: of a terminal stage's edge. No author's process may have it.
 COORDINATOR: Final = "coordinator"
 PROFILING_FILE: Final = "profiling.json"  #: Beside the list of revisions: what a coordinator takes over as it runs.
 HTTP_PORT: Final = 8000  # by default; the spec may set another
