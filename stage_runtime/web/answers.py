@@ -38,10 +38,15 @@ class ShownNote(msgspec.Struct):
     value: Any
 
 
+class PromptTokens(msgspec.Struct):
+    cached_tokens: int
+
+
 class ChatUsage(msgspec.Struct):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    prompt_tokens_details: PromptTokens
 
 
 class ChatLogprobs(msgspec.Struct):
