@@ -311,6 +311,33 @@ def test_in_a_group_that_has_grown_each_instance_gets_its_share(
     assert max(map(len, partners.values())) <= subsets.size(entries, old + new)
 
 
+@pytest.mark.parametrize(("old", "new", "at_once"), [(60, 60, 1), (40, 10, 8), (60, 60, 20)])
+@pytest.mark.parametrize("grown", ["b", "d"])
+def test_before_and_behind_a_join_a_grown_group_shares_requests_too(
+    grown: str, old: int, new: int, at_once: int
+) -> None:
+    made, chance, requests = fleet(old), random.Random(2), 6000
+    names = {name for name, one in made.instances.items() if one.member.group == grown}
+    served: Counter[str] = Counter()
+    under_way: list[dict[str, str]] = []
+    for number in range(2 * requests):
+        if number == requests:
+            served.clear()
+            for joining in range(new):
+                name = f"{grown}{chance.getrandbits(60):015x}{joining}"
+                made.join(Member(name, grown, grown, "u", name, {}, (), True), SCHEMAS[grown])
+                names.add(name)
+        _, bindings = made.bind()
+        served.update(set(bindings.values()))
+        under_way.append(bindings)
+        if len(under_way) >= at_once:
+            made.unbind(under_way.pop(chance.randrange(len(under_way))))
+    for group in "bcd":
+        counts = [served[name] for name, one in made.instances.items() if one.member.group == group]
+        assert min(counts) > 0 and max(counts) <= WORST * requests / len(counts), group
+    assert names <= set(served)
+
+
 def test_a_link_is_forgotten_when_its_instance_is_no_partner_any_more() -> None:
     fleet = Growing(40, 1)
     (state,) = fleet.states
