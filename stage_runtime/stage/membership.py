@@ -60,6 +60,7 @@ class StageMembership:
         self._process = process
         self._loop = loop
         self._ready = False  #: All engines are loaded. Outlives the incarnations.
+        self._limited = False  #: The log has it that there is no room for a link.
         self._leaving: str | None = None  #: Why it drains: no coordinator may bind anything new to it.
         #: What this process sends: source stage, target stage, the relay that the plan asks for.
         self._edges = [
@@ -222,7 +223,9 @@ class StageMembership:
         try:
             self._process.channels.connect(peer, member.endpoint, asleep=asleep)
         except LimitReached as error:
-            log.error("no link to %s at %s: %s", peer, member.endpoint, error)
+            if not self._limited:
+                self._limited = True
+                log.error("no link to %s at %s (logged once, until there is room): %s", peer, member.endpoint, error)
             self._process.counters["limits"] += 1
             del self.members[peer]
             del self._introducers[peer]
@@ -230,6 +233,7 @@ class StageMembership:
             return
         self._process.relays.open(peer, member.relays)
         if not asleep:
+            self._limited = False
             for source, target, backend in self._edges:
                 if target in member.stages:
                     self._process.send_queues.prepare(source, target, peer, backend)

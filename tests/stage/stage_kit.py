@@ -18,7 +18,7 @@ import numpy as np
 
 from omnipipeline_spec.types.plan import StagePlan
 from stage_runtime.engines.loading import as_engine
-from stage_runtime.errors import TransferError
+from stage_runtime.errors import LimitReached, TransferError
 from stage_runtime.payloads import encoding
 from stage_runtime.stage.host import Host
 from stage_runtime.stage.mutation_check import MutationCheck
@@ -85,6 +85,7 @@ class MemoryChannels:
         self.counters: Counter[str] = Counter()
         self.gone: set[str] = set()
         self.published: list[Message] = []
+        self.full = ""  #: Why there is no room for a link.
 
     def send(self, peer: str, message: Message) -> bool:
         if peer in self.gone or peer not in self._world.known:
@@ -99,6 +100,8 @@ class MemoryChannels:
         self.published.append(message)
 
     def connect(self, peer: str, endpoint: str, *, asleep: bool = False) -> Any:
+        if self.full:
+            raise LimitReached(self.full)
         self.gone.discard(peer)
         return self.link(peer)
 
