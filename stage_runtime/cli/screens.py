@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from typing import IO, Protocol, cast
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -19,6 +19,8 @@ from rich.table import Table
 from rich.text import Text
 
 from omnipipeline_spec.types.plan import PipelinePlan
+from stage_runtime.cli import outputs
+from stage_runtime.cli.outputs import Output
 from stage_runtime.processes import activity
 from stage_runtime.processes.instances import ProcessView
 from stage_runtime.processes.startup_failures import StartupFailed
@@ -59,25 +61,26 @@ class Screen(Protocol):
 
     def over(self) -> None: ...
 
-    broken: OSError | None  #: Why nothing can be shown any more.
-    on_broken: Callable[[], None] | None  #: Called when that happens; it raises when there is no callback.
+    def finish(self) -> None:
+        """Wait a moment until all is shown."""
 
+    @property
+    def broken(self) -> OSError | None:
+        """Why nothing can be shown any more."""
 
-class _Console(Console):
-    def on_broken_pipe(self) -> None:
-        """rich would exit from whatever callback printed, and leave processes and folders behind."""
-        raise  # called from its `except`
+    def when_broken(self, act: Callable[[], object]) -> None:
+        """Call ``act`` once when that happens: now, if it has. In any thread."""
 
 
 class Lines:
     """One line per event."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, output: Output | None = None) -> None:
+        """output: what ``console`` writes to, if that has a thread of its own."""
         self._console = console
+        self._output = output
         self._plan: PipelinePlan | None = None
         self._began = time.monotonic()
-        self.broken: OSError | None = None
-        self.on_broken: Callable[[], None] | None = None
 
     def starting(self, plan: PipelinePlan, views: Views) -> None:
         self._plan = plan
@@ -123,23 +126,27 @@ class Lines:
     def over(self) -> None:
         self._say("stopped")
 
+    def finish(self) -> None:
+        if self._output is not None:
+            self._output.finish()
+
+    @property
+    def broken(self) -> OSError | None:
+        return None if self._output is None else self._output.error
+
+    def when_broken(self, act: Callable[[], object]) -> None:
+        if self._output is not None:
+            self._output.when_broken(act)
+
     def _say(self, text: str | Text) -> None:
-        if self.broken is not None:
-            return
-        try:
-            self._console.print(text, soft_wrap=True, highlight=False, markup=False)
-        except OSError as error:  # a full disk, or a pipe that is not read
-            self.broken = error
-            if self.on_broken is None:
-                raise
-            self.on_broken()
+        self._console.print(text, soft_wrap=True, highlight=False, markup=False)
 
 
 class LiveTable(Lines):
     """A table of processes while they start, with the newest line of what each prints; all lines once they run."""
 
-    def __init__(self, console: Console) -> None:
-        super().__init__(console)
+    def __init__(self, console: Console, output: Output | None = None) -> None:
+        super().__init__(console, output)
         self._views: Views = tuple
         self._newest: dict[str, str] = {}
         self._spinner = Spinner("dots", style="yellow")
@@ -178,9 +185,10 @@ class LiveTable(Lines):
         self._live.stop()
         super().over()
 
-    def close(self) -> None:
+    def finish(self) -> None:
         """Give the terminal back."""
         self._live.stop()
+        super().finish()
 
     def _settle(self) -> None:
         """Leave the table as it is now above what follows."""
@@ -197,15 +205,18 @@ class LiveTable(Lines):
 @contextmanager
 def choose(*, plain: bool) -> Iterator[Screen]:
     """The screen that fits standard output; the terminal is as it was afterwards."""
-    console = _Console(file=sys.stdout)
+    output = outputs.standard()
+    file = cast(IO[str], sys.stdout if output is None else output)
+    console = Console(file=file)
+    screen: Screen
     if plain or not console.is_terminal:
-        yield Lines(_Console(file=sys.stdout, color_system=None if not console.is_terminal else "auto"))
-        return
-    screen = LiveTable(console)
+        screen = Lines(Console(file=file, color_system=None if not console.is_terminal else "auto"), output)
+    else:
+        screen = LiveTable(console, output)
     try:
         yield screen
     finally:
-        screen.close()
+        screen.finish()
 
 
 def table(views: Sequence[ProcessView], newest: Mapping[str, str] = {}, *, rows: int | None = None) -> RenderableType:

@@ -6,7 +6,6 @@ Here: the order of things and signals. Not here: running processes (`processes.l
 from __future__ import annotations
 
 import asyncio
-import functools
 import math
 import signal
 import sys
@@ -75,6 +74,7 @@ def command(
     )
     with options.told_plainly(), screens.choose(plain=no_tty) as screen:
         code = asyncio.run(_up(file, overrides, local_options, screen))
+        screen.finish()
         if screen.broken is not None:
             raise screen.broken
         sys.exit(code)
@@ -90,7 +90,8 @@ async def _up(file: str, overrides: tuple[str, ...], local_options: LocalOptions
         screen.note(notice)
     start = asyncio.create_task(pipeline.start())
     ending = asyncio.Event()
-    screen.on_broken = functools.partial(_end, pipeline, screen, start, ending)
+    loop = asyncio.get_running_loop()
+    screen.when_broken(lambda: loop.call_soon_threadsafe(_end, pipeline, screen, start, ending))
     signals.handle(lambda _: _end(pipeline, screen, start, ending), signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     try:
         await start

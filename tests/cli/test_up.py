@@ -6,6 +6,7 @@ import os
 import pty
 import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -282,3 +283,52 @@ def _read(terminal: int) -> bytes:
         return os.read(terminal, 65536)
     except OSError:  # Linux's word for: the other end is closed
         return b""
+
+
+LOUD = """\
+stages: [{name: loud, process: loud, factory: "loud_stage:create", terminal: true}]
+code:
+  inline:
+    loud_stage.py: |
+      def create():
+          def say(payload):
+              print("x" * 8000)
+              return "said"
+          return say
+"""
+
+
+def test_a_reader_who_pauses_stops_neither_requests_nor_the_end(base: Path) -> None:
+    loud, port = base / "loud.yaml", free_port()
+    loud.write_text(LOUD)
+    end, theirs = os.pipe()  # nobody reads it
+    overrides = ["--set", f"endpoints.basePath={base}", "--port", str(port)]
+    with subprocess.Popen([*OMNI, "up", "-f", str(loud), *overrides], stdout=theirs, stderr=theirs) as program:
+        try:
+            url = f"http://127.0.0.1:{port}"
+            eventually(lambda: serves(url) or program.poll() is not None)
+            with httpx.Client(base_url=url, timeout=PATIENCE_S) as client:
+                answers = [client.post("/v1/pipeline", json={"inputs": 1}).status_code for _ in range(60)]
+            assert answers == [200] * 60
+            children = psutil.Process(program.pid).children(recursive=True)
+            program.send_signal(signal.SIGINT)
+            assert program.wait(PATIENCE_S) == 0
+        finally:
+            program.kill()
+            os.close(end)
+            os.close(theirs)
+    assert gone(children)
+    assert runs(base) == []
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        found: int = probe.getsockname()[1]
+        return found
+
+
+def serves(url: str) -> bool:
+    with suppress(httpx.HTTPError):
+        return httpx.get(f"{url}/readyz", timeout=PATIENCE_S).status_code == 200
+    return False
