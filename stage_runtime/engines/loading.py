@@ -17,7 +17,7 @@ from stage_runtime.api import Autoregressive, Batched, Simple, StageContext, Str
 from stage_runtime.engines.base import Engine
 from stage_runtime.engines.batched import BatchedEngine
 from stage_runtime.engines.custom import CustomEngine
-from stage_runtime.engines.simple import AsyncEngine, SyncEngine, is_async
+from stage_runtime.engines.simple import AsyncEngine, SyncEngine, decorates_async, is_async
 from stage_runtime.engines.streaming import StreamingEngine
 from stage_runtime.errors import ConfigurationError
 
@@ -210,7 +210,10 @@ def _autoregressive(made: Autoregressive, context: StageContext | None, sources:
 def _simple(made: Simple, blame: str) -> Engine:
     _at_least_one(blame, "Simple", "concurrency", made.concurrency)
     _takes_one(made.fn, "the payload", blame)
-    return AsyncEngine(made.fn, made.concurrency) if is_async(made.fn) else SyncEngine(made.fn, made.concurrency)
+    decorated = decorates_async(made.fn)
+    if decorated or is_async(made.fn):
+        return AsyncEngine(made.fn, made.concurrency, decorated=decorated)
+    return SyncEngine(made.fn, made.concurrency)
 
 
 def _arguments(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
-from collections.abc import Callable
+from collections.abc import AsyncIterable, Callable
 from threading import Event
 from typing import Any
 
@@ -62,7 +63,10 @@ class SyncEngine:
                 running.drain(work, outbox, returned)
             elif inspect.isawaitable(returned) or inspect.isasyncgen(returned):
                 running.never_awaited(returned)
-                raise TypeError("returned a coroutine from a sync function; declare it with async def")
+                raise TypeError(
+                    "returned a coroutine from a sync function; declare it with async def, or mark what it calls by "
+                    "functools.wraps"
+                )
             else:
                 running.finish(work, outbox, returned)
         except BaseException as error:  # SystemExit too: one request's code must not take a worker away
@@ -74,9 +78,11 @@ class AsyncEngine(LoopEngine):
 
     takes_chunks = False
 
-    def __init__(self, fn: Callable[[StagePayload], Any], concurrency: int) -> None:
+    def __init__(self, fn: Callable[[StagePayload], Any], concurrency: int, *, decorated: bool = False) -> None:
+        """decorated: as of `decorates_async`. What it gives is known only then, and its own part may block."""
         super().__init__(concurrency)
         self._fn = fn
+        self._decorated = decorated
 
     def on_event(self, event: events.Incoming) -> None:
         match event:
@@ -88,14 +94,56 @@ class AsyncEngine(LoopEngine):
                 self.outbox.fail(event.work, TakesNoChunks(event.source))
 
     async def _one(self, event: events.Start) -> None:
-        returned = self._fn(event.payload)
-        if inspect.isasyncgen(returned):
-            await running.drain_async(event.work, self.outbox, returned, self.wait)
+        returned = await self._called_apart(event.payload) if self._decorated else self._fn(event.payload)
+        if isinstance(returned, AsyncIterable):
+            await running.drain_async(event.work, self.outbox, aiter(returned), self.wait)
         else:
-            running.finish(event.work, self.outbox, await returned)
+            running.finish(event.work, self.outbox, await returned if inspect.isawaitable(returned) else returned)
+
+    async def _called_apart(self, payload: StagePayload) -> Any:
+        """On a thread: the decorator of a coroutine function may run the coroutine itself."""
+
+        def call() -> tuple[Any, BaseException | None]:
+            try:
+                return self._fn(payload), None
+            except BaseException as error:  # a future takes no StopIteration
+                return None, error
+
+        returned, error = await asyncio.to_thread(call)
+        if error is not None:
+            raise error
+        return returned
 
 
 def is_async(fn: Callable[..., Any]) -> bool:
     """Whether calling ``fn`` gives a coroutine or an async generator; looks through objects with ``__call__``."""
-    targets = (fn, getattr(fn, "func", None), getattr(fn, "__call__", None))  # noqa: B004
-    return any(inspect.iscoroutinefunction(one) or inspect.isasyncgenfunction(one) for one in targets)
+    return any(inspect.iscoroutinefunction(one) or inspect.isasyncgenfunction(one) for one in _behind(fn))
+
+
+def is_coroutine_function(fn: Callable[..., Any]) -> bool:
+    """Whether calling ``fn`` gives a coroutine."""
+    return any(inspect.iscoroutinefunction(one) for one in _behind(fn))
+
+
+def is_generator(fn: Callable[..., Any]) -> bool:
+    """Whether calling ``fn`` gives a sync generator."""
+    return any(inspect.isgeneratorfunction(one) for one in _behind(fn))
+
+
+def decorates_async(fn: Callable[..., Any]) -> bool:
+    """Whether ``fn`` is a plain function around an async one, which `functools.wraps` shows: a decorator that knows
+    nothing of coroutines (``@torch.inference_mode()``) passes one on, another one may run it and give its result.
+    """
+    return not is_async(fn) and any(map(is_async, map(_innermost, _behind(fn))))
+
+
+def _behind(fn: Callable[..., Any]) -> list[Any]:
+    """What is called when ``fn`` is: itself, what is behind `functools.partial`, an object's ``__call__``."""
+    return [one for one in (fn, getattr(fn, "func", None), getattr(fn, "__call__", None)) if one is not None]  # noqa: B004
+
+
+def _innermost(fn: Any) -> Any:
+    try:
+        return inspect.unwrap(fn)
+    except ValueError:  # it wraps itself
+        return fn

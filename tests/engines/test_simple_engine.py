@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import queue
 import sys
 import threading
@@ -431,3 +432,72 @@ def test_a_request_that_is_cancelled_by_another_one_s_code_before_it_begins_fail
     rig.thread.start()
     assert sorted(rig.outbox.several(2)) == [("r1", "done", "through"), ("r2", "failed", "CancelledError: ")]
     rig.close()
+
+
+def passes_on(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """A decorator that knows nothing of coroutines."""
+
+    @functools.wraps(fn)
+    def wrapper(*args: Any, **more: Any) -> Any:
+        return fn(*args, **more)
+
+    return wrapper
+
+
+def runs_it(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """A decorator that makes a plain function of a coroutine's."""
+
+    @functools.wraps(fn)
+    def wrapper(*args: Any, **more: Any) -> Any:
+        return asyncio.run(fn(*args, **more))
+
+    return wrapper
+
+
+def raises_at_once(fn: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(fn)
+    def wrapper(*args: Any, **more: Any) -> Any:
+        raise StopIteration("no")
+
+    return wrapper
+
+
+class Decorated:
+    @passes_on
+    async def __call__(self, payload: Payload) -> str:
+        return await upper_async(payload)
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        passes_on(upper_async),
+        passes_on(passes_on(upper_async)),
+        torch.inference_mode()(upper_async),
+        partial(passes_on(upper_async)),
+        passes_on(partial(upper_async)),
+        Decorated(),
+        Decorated().__call__,
+        runs_it(upper_async),
+        passes_on(upper),
+    ],
+)
+def test_a_coroutine_function_under_a_decorator_is_awaited(fn: Any) -> None:
+    with running(as_engine(fn)) as rig:
+        rig.start("r1", "a")
+        rig.start("r2", "b")
+        assert sorted(rig.outbox.several(2)) == [("r1", "done", "A"), ("r2", "done", "B")]
+
+
+@pytest.mark.parametrize("fn", [passes_on(pieces_async), torch.inference_mode()(pieces_async), passes_on(pieces)])
+def test_an_async_generator_under_a_decorator_gives_its_chunks(fn: Any) -> None:
+    with running(as_engine(fn)) as rig:
+        rig.start("r1", "xy")
+        assert rig.outbox.several(3) == [("r1", "chunk", "x"), ("r1", "chunk", "y"), ("r1", "done", 2)]
+
+
+def test_a_decorator_of_a_coroutine_function_that_raises_fails_its_request_alone() -> None:
+    with running(as_engine(raises_at_once(upper_async))) as rig:
+        rig.start("r1", "a")
+        rig.start("r2", "b")
+        assert sorted(one[:2] for one in rig.outbox.several(2)) == [("r1", "failed"), ("r2", "failed")]
