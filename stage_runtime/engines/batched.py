@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Callable
 from threading import Event
@@ -62,6 +63,9 @@ class BatchedEngine:
             for event in batch:
                 outbox.began(event.work)
             returned = self._fn([event.payload for event in batch])
+            if inspect.isawaitable(returned):
+                running.never_awaited(returned)
+                raise TypeError("gave a coroutine; the function of a batch is a plain one, without async")
             # Our own copy: a subclass may report any length, and another thread may still write into the list.
             results = list(returned) if isinstance(returned, list) else None
             if results is None or len(results) != len(batch):

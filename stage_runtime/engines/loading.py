@@ -17,7 +17,14 @@ from stage_runtime.api import Autoregressive, Batched, Simple, StageContext, Str
 from stage_runtime.engines.base import Engine
 from stage_runtime.engines.batched import BatchedEngine
 from stage_runtime.engines.custom import CustomEngine
-from stage_runtime.engines.simple import AsyncEngine, SyncEngine, decorates_async, is_async
+from stage_runtime.engines.simple import (
+    AsyncEngine,
+    SyncEngine,
+    decorates_async,
+    is_async,
+    is_coroutine_function,
+    is_generator,
+)
 from stage_runtime.engines.streaming import StreamingEngine
 from stage_runtime.errors import ConfigurationError
 
@@ -148,15 +155,25 @@ def as_engine(
         case Batched():
             _at_least_one(blame, "Batched", "max_batch", made.max_batch)
             _takes_one(made.fn, "the list of payloads", blame)
+            _refuse(
+                is_async(made.fn), blame, "omni.Batched of an async function: the function of a batch is a plain one"
+            )
+            _refuse(is_generator(made.fn), blame, "omni.Batched of a generator: the function of a batch returns a list")
             return BatchedEngine(made.fn, made.max_batch, made.max_wait_s)
         case Streaming():
             _at_least_one(blame, "Streaming", "concurrency", made.concurrency)
             _takes_one(made.fn, "the session", blame)
+            wanted = "it wants an async generator, async def fn(session) with yield"
+            _refuse(
+                is_coroutine_function(made.fn), blame, f"omni.Streaming of an async function without yield: {wanted}"
+            )
+            _refuse(is_generator(made.fn), blame, f"omni.Streaming of a sync generator: {wanted}")
             return StreamingEngine(made.fn, made.concurrency, sources)
         case Autoregressive():
             return _autoregressive(made, context, sources)
-    if callable(getattr(made, "run", None)):
-        return CustomEngine(made)
+    run = getattr(made, "run", None)
+    if callable(run) and (not callable(made) or isinstance(made, type) or _takes(run, 3) is None):
+        return _custom(made, run, blame)
     if callable(made):
         return _simple(Simple(made), blame)
     raise ConfigurationError(
@@ -188,16 +205,45 @@ def _at_least_one(blame: str, kind: str, name: str, value: int) -> None:
 
 def _takes_one(fn: Callable[..., Any], what: str, blame: str) -> None:
     """Refuse what would fail at every request."""
+    problem = _takes(fn, 1)
+    if problem is not None:
+        raise ConfigurationError(
+            f"{blame} returned a function that cannot be called with {what} alone: {problem}"
+        ) from problem
+
+
+def _takes(fn: Callable[..., Any], count: int) -> TypeError | None:
+    """Why ``fn`` cannot be called with so many arguments; None: it can."""
     try:
         signature = inspect.signature(fn)
     except (TypeError, ValueError):  # a builtin: its call raises the error
-        return
+        return None
     try:
-        signature.bind(None)
+        signature.bind(*[None] * count)
     except TypeError as error:
-        raise ConfigurationError(
-            f"{blame} returned a function that cannot be called with {what} alone: {error}"
-        ) from error
+        return error
+    return None
+
+
+def _refuse(wrong: bool, blame: str, problem: str) -> None:
+    if wrong:
+        raise ConfigurationError(f"{blame} returned {problem}")
+
+
+def _custom(made: Any, run: Callable[..., Any], blame: str) -> Engine:
+    """The low-level engine, whose ``run`` is called once. Raises: ConfigurationError: it is something else."""
+    kind = made.__name__ if isinstance(made, type) else type(made).__name__
+    _refuse(isinstance(made, type), blame, f"the class {kind}; wanted an object of it: {kind}(…)")
+    problem = _takes(run, 3)
+    _refuse(
+        problem is not None,
+        blame,
+        f"a {kind}, whose run cannot be called with inbox, outbox and stop: {problem}. If run is the function that is "
+        "called for each request, return it: omni.Simple(made.run)",
+    )
+    plain = "the engine's run is a plain function, which returns when it is asked to stop"
+    _refuse(is_async(run) or is_generator(run), blame, f"a {kind} with an async run or a generator: {plain}")
+    return CustomEngine(made)
 
 
 def _autoregressive(made: Autoregressive, context: StageContext | None, sources: tuple[str, ...]) -> Engine:

@@ -160,3 +160,13 @@ def test_a_list_that_is_not_what_it_says_fails_its_batch_alone(results: list[Any
         rig.start("r1", "bad")
         rig.start("r2", "good")
         assert rig.outbox.several(2) == [("r1", "failed", said), ("r2", "done", "good")]
+
+
+def test_a_batch_function_that_gives_a_coroutine_is_told_that_it_must_not() -> None:
+    async def results() -> list[Any]:
+        return [1]
+
+    made: Any = omni
+    with running(as_engine(made.Batched(lambda payloads: results()))) as rig:
+        rig.start("r1")
+        assert "gave a coroutine; the function of a batch is a plain one, without async" in rig.outbox.next()[2]

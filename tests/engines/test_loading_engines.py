@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from pathlib import Path
 from typing import Any
@@ -218,3 +219,66 @@ def test_none_that_an_author_says_in_python_reaches_the_factory() -> None:
 def test_without_gpus_a_factory_s_own_device_is_none_too() -> None:
     """Under ``omni up --cpu`` a default ``gpu_id=7`` would reach for a device that is not there."""
     assert given("factories:defaulting", on_cpu=True) == ["default-model", None, "main", 0, False]
+
+
+def generator(payload: Any) -> Any:
+    yield omni.Chunk(payload)
+
+
+async def async_generator(session: Any) -> Any:
+    yield omni.Chunk(session)
+
+
+class RunsOne:
+    def run(self, payload: Any) -> Any: ...
+
+
+class RunsAsync:
+    async def run(self, inbox: Any, outbox: Any, stop: Any) -> None: ...
+
+
+class Lazy:
+    async def __call__(self, payload: Any) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("made", "said"),
+    [
+        (untyped.Batched(coroutine), "omni.Batched of an async function: the function of a batch is a plain one"),
+        (untyped.Batched(async_generator), "omni.Batched of an async function"),
+        (untyped.Batched(Lazy()), "omni.Batched of an async function"),
+        (untyped.Batched(generator), "omni.Batched of a generator: the function of a batch returns a list"),
+        (
+            untyped.Streaming(coroutine),
+            "omni.Streaming of an async function without yield: it wants an async generator",
+        ),
+        (untyped.Streaming(generator), "omni.Streaming of a sync generator: it wants an async generator"),
+        (RunsOne(), r"a RunsOne, whose run cannot be called with inbox, outbox and stop: .* omni.Simple\(made.run\)"),
+        (RunsAsync(), "a RunsAsync with an async run or a generator: the engine's run is a plain function"),
+        (WithRun, r"the class WithRun; wanted an object of it: WithRun\(…\)"),
+    ],
+)
+def test_what_would_fail_every_request_is_refused_when_it_is_loaded(made: Any, said: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"^the factory returned {said}"):
+        as_engine(made)
+
+
+class Model:
+    """A function, with a method that happens to be called run."""
+
+    def run(self, tokens: Any) -> Any: ...
+
+    def __call__(self, payload: Any) -> Any: ...
+
+
+@pytest.mark.parametrize(
+    ("made", "kind"),
+    [
+        (Model(), SyncEngine),
+        (omni.Simple(RunsOne().run), SyncEngine),
+        (omni.Streaming(async_generator), StreamingEngine),
+        (omni.Streaming(functools.partial(async_generator)), StreamingEngine),
+    ],
+)
+def test_what_can_be_called_for_each_request_is_accepted(made: Any, kind: type) -> None:
+    assert type(as_engine(made)) is kind

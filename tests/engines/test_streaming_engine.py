@@ -253,7 +253,7 @@ def test_the_request_is_known_before_the_payload_from_the_first_chunk() -> None:
 def test_a_plain_coroutine_in_place_of_a_generator_is_told_apart() -> None:
     async def fn(session: omni.Session) -> None: ...
 
-    with running(streaming(fn)) as rig:
+    with running(streaming(lambda session: fn(session))) as rig:  # without the lambda it is refused when it is loaded
         rig.start("r1")
         kind, message = rig.outbox.next()[1:]
         assert kind == "failed"
