@@ -7,6 +7,7 @@ only when there is one, from the trail of keys that the walk left behind.
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Final, TypeAlias
 
@@ -211,6 +212,8 @@ def _too_deep() -> str:
 def _problem(value: Any) -> str:
     """Why a value of a foreign type cannot travel, with the cure."""
     kind = type(value)
+    if isinstance(value, enum.Enum):  # also a subclass of str or int: str(...) of it is its name
+        return f"{kind.__name__}, an Enum: use .value"
     if kind in CURES:
         return f"{kind.__name__}: {CURES[kind]}"
     if isinstance(value, np.generic):

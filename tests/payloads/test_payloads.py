@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import enum
 import gc
 import warnings
 import weakref
@@ -597,3 +598,24 @@ def test_structs_nested_without_end_are_refused() -> None:
         body = msgspec.msgpack.encode(msgspec.msgpack.Ext(2, msgspec.msgpack.encode(["x", {"y": msgspec.Raw(body)}])))
     with pytest.raises(ProtocolError):
         encoding.restore(body, [], None)
+
+
+class Colour(str, enum.Enum):  # noqa: UP042 - its str() is not its value
+    RED = "red"
+
+
+class Level(enum.IntEnum):
+    HIGH = 3
+
+
+class Plain(enum.Enum):
+    ONE = 1
+
+
+@pytest.mark.parametrize("value", [Colour.RED, Level.HIGH, Plain.ONE])
+def test_an_enum_is_refused_with_its_value_as_the_cure(value: Any) -> None:
+    for way in (encoding.extract, isolating.isolate):
+        with pytest.raises(
+            ValueRefused, match=rf"^payload\.data\['c'\]: {type(value).__name__}, an Enum: use \.value$"
+        ):
+            way({"c": value})
