@@ -191,17 +191,27 @@ class StagePayload(msgspec.Struct, kw_only=True, dict=True):
 
 
 def detached(value: Any) -> Any:
-    """A copy of ``value``: its containers, tensors and arrays are its own."""
-    match value:
-        case dict():
-            return {key: detached(item) for key, item in value.items()}
-        case list():
-            return [detached(item) for item in value]
-        case msgspec.Struct():
-            return type(value)(**{name: detached(getattr(value, name)) for name in value.__struct_fields__})
-    if hasattr(value, "clone"):  # torch tensor
+    """A copy of ``value``: its containers, tensors and arrays are its own.
+
+    What may not travel stays what it is, for the check that names it: a subclass of dict, what contains itself.
+    """
+    try:
+        return _detached(value)
+    except RecursionError:
+        return value
+
+
+def _detached(value: Any) -> Any:
+    kind = type(value)
+    if kind is dict:
+        return {key: _detached(item) for key, item in value.items()}
+    if kind is list:
+        return [_detached(item) for item in value]
+    if isinstance(value, msgspec.Struct):
+        return kind(**{name: _detached(getattr(value, name)) for name in value.__struct_fields__})
+    if hasattr(kind, "clone") and hasattr(kind, "dtype"):  # torch tensor
         return value.clone()
-    return value.copy() if hasattr(value, "__array_interface__") else value
+    return value.copy() if hasattr(kind, "__array_interface__") else value
 
 
 class Chunk(msgspec.Struct):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import datetime
 import enum
@@ -619,3 +620,25 @@ def test_an_enum_is_refused_with_its_value_as_the_cure(value: Any) -> None:
             ValueRefused, match=rf"^payload\.data\['c'\]: {type(value).__name__}, an Enum: use \.value$"
         ):
             way({"c": value})
+
+
+class Cloned:
+    """Something of an author's with methods as tensors and arrays have."""
+
+    def clone(self) -> dict[str, int]:
+        return {"a": 1}
+
+
+LOOP: list[Any] = []
+LOOP.extend([LOOP, LOOP])
+
+
+@pytest.mark.parametrize(
+    "value", [collections.OrderedDict(a=1), collections.UserDict(a=1), collections.Counter("a"), Cloned(), LOOP]
+)
+def test_a_copy_of_what_may_not_travel_may_not_travel_either(value: Any) -> None:
+    with pytest.raises(ValueRefused) as given:
+        encoding.extract(value)
+    with pytest.raises(ValueRefused) as copied:
+        encoding.extract(values.detached(value))
+    assert copied.value.problem == given.value.problem
