@@ -34,6 +34,7 @@ class RelaySettings(msgspec.Struct, frozen=True, kw_only=True):
     mooncake_protocol: Literal["tcp", "rdma"] | None = None  #: None: what there is a device for.
     rank: int | None = None  #: In the NCCL world that the pipeline's author laid out.
     world_size: int | None = None
+    rdma: tuple[str, ...] | None = None  #: RDMA devices to use; None: those that this process can open.
     pod: str = ""  #: The uid of this process's pod.
     gpus: tuple[int, ...] = ()  #: Of this process's stages, as CUDA numbers them here.
     gpu_bytes: int = 512 << 20  #: Of each GPU, most that may be in flight by cuda_ipc; the rest goes by the host.
@@ -63,5 +64,6 @@ class RelayContext(msgspec.Struct, frozen=True, kw_only=True):
     thread: local  #: ``lets_go``: this thread drops received buffers now, and reports them next (`base.Relay.let_go`).
     ids: Iterator[int]  #: Transfer ids, shared by all relays of the process.
     arena: Arena
+    rdma: tuple[str, ...] = ()  #: RDMA devices of this process.
     security: SocketSecurity | None
     settings: RelaySettings

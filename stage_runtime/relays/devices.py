@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Final
 
 NAMESPACES: Final = ("pid", "ipc", "net", "mnt")
-INFINIBAND: Final = Path("/sys/class/infiniband")
+VERBS: Final = Path("/sys/class/infiniband_verbs")
+VERBS_NODES: Final = Path("/dev/infiniband")
 NVIDIA: Final = Path("/proc/driver/nvidia/gpus")
 
 
@@ -24,12 +25,26 @@ def namespaces() -> dict[str, int]:
     return {kind: os.stat(f"/proc/self/ns/{kind}").st_ino for kind in NAMESPACES}
 
 
-def rdma_devices(root: Path = INFINIBAND) -> tuple[str, ...]:
-    """Names of the RDMA devices, such as ``mlx5_0``."""
+def rdma_devices(verbs: Path = VERBS, nodes: Path = VERBS_NODES) -> tuple[str, ...]:
+    """Names of the RDMA devices that this process can use, such as ``mlx5_0``: those whose node can be opened. ``/sys``
+    has all of the machine, also in a pod that was given none.
+    """
+    return tuple(sorted(_rdma_devices(verbs, nodes)))
+
+
+def _rdma_devices(verbs: Path, nodes: Path) -> Iterator[str]:
     try:
-        return tuple(sorted(path.name for path in root.iterdir()))
+        found = [path for path in verbs.iterdir() if path.name.startswith("uverbs")]
     except OSError:
-        return ()
+        return
+    for path in found:
+        try:
+            name = (path / "ibdev").read_text().strip()
+            os.close(os.open(nodes / path.name, os.O_RDWR | os.O_CLOEXEC))
+        except OSError:  # it is not this container's
+            continue
+        if name:
+            yield name
 
 
 def gpus(root: Path = NVIDIA, environment: Mapping[str, str] = os.environ) -> tuple[str, ...]:

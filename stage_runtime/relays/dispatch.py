@@ -61,6 +61,7 @@ class Relays:
         settings = settings or RelaySettings()
         self._thread = threading.local()  #: `RelayContext.thread`
         self.arena = Arena(settings.arena_bytes, prefault_nbytes=settings.prefault_bytes)
+        here = _process_facts(incarnation, settings)
         context = RelayContext(
             loop=loop,
             incarnation=Peer(incarnation),
@@ -70,6 +71,7 @@ class Relays:
             freed=_weakly(self._freed),
             ids=itertools.count(1),
             arena=self.arena,
+            rdma=here.rdma,
             security=security,
             settings=settings,
         )
@@ -83,7 +85,6 @@ class Relays:
         self._cutting = asyncio.Lock()
         self._waiting: Callable[[], None] | None = None  #: What `when_room` is to call.
         self._looking: asyncio.TimerHandle | None = None
-        here = _process_facts(incarnation, settings)
         try:
             for name in sorted(settings.asked - table.keys()):
                 registry.load(name, table)  # raises
@@ -421,7 +422,7 @@ def _process_facts(incarnation: str, settings: RelaySettings) -> ProcessFacts:
         boot=devices.boot_id(),
         namespaces=devices.namespaces(),
         gpus=devices.gpus() if settings.gpus else (),
-        rdma=devices.rdma_devices(),
+        rdma=devices.rdma_devices() if settings.rdma is None else settings.rdma,
         rank=settings.rank,
         world_size=settings.world_size,
         coordinator=settings.coordinator,

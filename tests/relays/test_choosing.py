@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,11 @@ from stage_runtime.relays import choosing, devices
 from stage_runtime.relays.base import Peer
 from stage_runtime.relays.choices import Choices
 from stage_runtime.relays.choosing import ProcessFacts, Reached, RelayChoice
+from stage_runtime.relays.context import RelaySettings
+from stage_runtime.relays.dispatch import Relays
+from stage_runtime.relays.registry import RELAYS
 
+ONLY_SHM = {"shm": RELAYS["shm"]}
 STARTED = ("shm", "nixl", "mooncake", "tcp")
 HERE = ProcessFacts(incarnation="here", pod="1", boot="b", namespaces={"pid": 1, "net": 2}, started=STARTED)
 THERE = msgspec.structs.replace(HERE, incarnation="there", pod="2", namespaces={"pid": 3, "net": 4})
@@ -182,14 +187,35 @@ def test_a_failure_is_counted_and_logged_once_and_not_for_a_peer_that_died(caplo
 
 
 def test_devices_are_read_from_the_kernel(tmp_path: Path) -> None:
-    for name in ("mlx5_1", "mlx5_0"):
-        (tmp_path / "infiniband" / name).mkdir(parents=True)
     card = tmp_path / "gpus" / "0000:01:00.0"
     card.mkdir(parents=True)
     (card / "information").write_text("Model: \t NVIDIA H100\nGPU UUID: \t GPU-1234\nBus Location: 1\n")
-    assert devices.rdma_devices(tmp_path / "infiniband") == ("mlx5_0", "mlx5_1")
-    assert devices.rdma_devices(tmp_path / "none") == ()
     assert devices.gpus(tmp_path / "gpus", {}) == ("GPU-1234",)
     assert devices.gpus(tmp_path / "gpus", {"CUDA_VISIBLE_DEVICES": ""}) == ()
     assert devices.gpus(tmp_path / "none", {}) == ()
     assert set(devices.namespaces()) == {"pid", "ipc", "net", "mnt"} and devices.boot_id()
+
+
+def test_an_rdma_device_counts_only_where_its_node_can_be_opened(tmp_path: Path) -> None:
+    """``/sys`` shows a pod all devices of its node; ``/dev/infiniband`` has those that it was given."""
+    verbs, nodes = tmp_path / "infiniband_verbs", tmp_path / "dev"
+    nodes.mkdir()
+    for number, name in enumerate(("mlx5_1", "mlx5_0", "mlx5_2")):
+        (verbs / f"uverbs{number}").mkdir(parents=True)
+        (verbs / f"uverbs{number}" / "ibdev").write_text(f"{name}\n")
+    (verbs / "abi_version").write_text("6\n")
+    assert devices.rdma_devices(verbs, nodes) == ()
+    (nodes / "uverbs0").touch()
+    (nodes / "uverbs1").touch()
+    (nodes / "uverbs2").mkdir()  # cannot be opened for writing, by root neither
+    assert devices.rdma_devices(verbs, nodes) == ("mlx5_0", "mlx5_1")
+    assert devices.rdma_devices(tmp_path / "none", nodes) == ()
+
+
+async def test_a_process_announces_the_rdma_devices_that_it_is_given() -> None:
+    loop = asyncio.get_running_loop()
+    for names in ((), ("mlx5_0",)):
+        settings = RelaySettings(arena_bytes=1 << 20, prefault_bytes=0, rdma=names)
+        relays = Relays(loop=loop, incarnation="x", on_release=lambda *_: None, settings=settings, table=ONLY_SHM)
+        assert relays.process.rdma == names
+        relays.close()

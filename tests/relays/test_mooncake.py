@@ -19,7 +19,7 @@ from stage_runtime.relays.base import Peer, TransferId
 from stage_runtime.relays.context import RelaySettings
 from stage_runtime.relays.dispatch import Relays
 from stage_runtime.relays.mooncake import reading
-from stage_runtime.relays.mooncake.engine import ReadId, ReadState
+from stage_runtime.relays.mooncake.engine import ReadId, ReadState, TransferEngine
 from stage_runtime.relays.mooncake.messages import MooncakeFacts, MooncakeMemory, MooncakeMetadata
 from stage_runtime.relays.operations import GetOperation, TransferCompletion
 from stage_runtime.relays.pins import Pins
@@ -214,3 +214,22 @@ async def test_what_is_missing_is_said_in_one_line(monkeypatch: pytest.MonkeyPat
         ConfigurationError, match=r"^relay 'mooncake' cannot be loaded .*omnipipeline\[mooncake\].*libnuma1"
     ):
         Relays(loop=asyncio.get_running_loop(), incarnation="x", on_release=lambda *_: None, settings=settings)
+
+
+@pytest.mark.parametrize(
+    ("devices", "environment", "missing"),
+    [
+        ((), {}, "there is no RDMA device here"),
+        (("mlx5_0",), {"MC_FORCE_TCP": "1"}, "MC_FORCE_TCP is set"),
+        (("mlx5_9",), {}, "Mooncake finds no RDMA device here, also not mlx5_9"),  # this machine has none
+    ],
+)
+def test_rdma_is_not_claimed_where_mooncake_would_use_tcp(
+    devices: tuple[str, ...], environment: dict[str, str], missing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MC_FORCE_TCP", raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigurationError, match=rf"mooncakeProtocol is rdma, and {missing}$"):
+        TransferEngine("127.0.0.1", "rdma", devices)
+    assert TransferEngine("127.0.0.1", None, devices).protocol == "tcp"

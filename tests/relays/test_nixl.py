@@ -314,8 +314,41 @@ def test_the_environment_is_tuned_and_what_is_set_stays() -> None:
     environment.prepare("tcp://127.0.0.1:*", None, found)
     assert found["UCX_TCP_SNDBUF"] == "1m"
     assert found["UCX_TCP_TX_SEG_SIZE"] == "256k"
-    if not environment.has_rdma():
-        assert (found["UCX_TLS"], found["UCX_MODULES"], found["UCX_NET_DEVICES"]) == ("tcp", "^ib", "lo")
+    assert (found["UCX_TLS"], found["UCX_MODULES"], found["UCX_NET_DEVICES"]) == ("tcp", "^ib", "lo")
+
+
+@pytest.mark.parametrize(("allow_tcp", "transports"), [(True, None), (False, "^tcp")])
+def test_with_rdma_ucx_has_no_tcp_where_the_pipeline_allows_none(allow_tcp: bool, transports: str | None) -> None:
+    """UCX would use TCP where a device does not work, and say nothing."""
+    found: dict[str, str] = {}
+    environment.prepare("tcp://127.0.0.1:*", None, found, rdma=True, allow_tcp=allow_tcp)
+    assert found.get("UCX_TLS") == transports
+    assert "UCX_MODULES" not in found and "UCX_NET_DEVICES" not in found
+
+
+@pytest.mark.parametrize(
+    ("set_by_author", "uses"),
+    [
+        ({}, "rdma memory tcp"),
+        ({"UCX_TLS": "all"}, "rdma memory tcp"),
+        ({"UCX_TLS": "tcp"}, "tcp"),
+        ({"UCX_TLS": "tcp", "UCX_MODULES": "^ib"}, "tcp"),
+        ({"UCX_MODULES": "^ib"}, "memory tcp"),
+        ({"UCX_MODULES": "^cuda,rocm"}, "rdma memory tcp"),
+        ({"UCX_TLS": "rc_x,ud:aux,self"}, "rdma"),
+        ({"UCX_TLS": "^tcp"}, "rdma memory"),
+        ({"UCX_TLS": "^ib"}, "memory tcp"),
+        ({"UCX_TLS": "^rc,ud,dc,sm"}, "tcp"),
+        ({"UCX_TLS": "sm,dc"}, "rdma memory"),
+        ({"UCX_NET_DEVICES": "eth0"}, "memory tcp"),
+        ({"UCX_NET_DEVICES": "eth0,mlx5_1:1"}, "rdma memory tcp"),
+        ({"UCX_NET_DEVICES": "all"}, "rdma memory tcp"),
+    ],
+    ids=str,
+)
+def test_what_ucx_may_use_follows_from_its_environment(set_by_author: dict[str, str], uses: str) -> None:
+    assert environment.used(("mlx5_0", "mlx5_1"), set_by_author) == set(uses.split())
+    assert environment.used((), set_by_author) == set(uses.split()) - {"rdma"}
 
 
 @pytest.mark.parametrize(
@@ -328,7 +361,6 @@ def test_the_environment_is_tuned_and_what_is_set_stays() -> None:
         ("tcp://0.0.0.0:*", "no.such.host.invalid", None),
     ],
 )
-@pytest.mark.skipif(environment.has_rdma(), reason="UCX chooses among RDMA devices itself")
 def test_ucx_uses_the_interface_that_peers_are_told(bind: str, host: str | None, device: str | None) -> None:
     found: dict[str, str] = {}
     environment.prepare(bind, host, found)
@@ -352,3 +384,22 @@ async def test_nixl_s_own_count_has_all_bytes_that_were_moved() -> None:
 
         await both.until(lambda: counted() >= 3 * MIB + 5)
         assert counted() < 4 * MIB
+
+
+async def test_the_medium_is_not_rdma_where_ucx_is_told_to_use_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An author's ``UCX_TLS`` is left as it is, whatever devices there are."""
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    monkeypatch.setenv("UCX_MODULES", "^ib")
+    settings = msgspec.structs.replace(SMALL, rdma=("mlx5_0",), allow_tcp=False)
+    with pair("nixl", settings=settings) as both:
+        assert both.a.facts()["nixl"]["rdma"] is False
+        assert both.a.transport("b", "nixl") == ("refused", "none")
+
+
+async def test_a_nixl_that_has_no_tcp_does_not_reach_one_that_has_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    monkeypatch.setenv("UCX_MODULES", "^ib")
+    with pair("nixl") as both:
+        facts = both.b.facts()["nixl"]
+        assert facts["tcp"] is True
+        assert "nixl" not in both.a.open("c", {"nixl": {**facts, "agent": "c", "tcp": False}})

@@ -8,8 +8,10 @@ from __future__ import annotations
 import enum
 import os
 import threading
-from pathlib import Path
+from collections.abc import Collection
 from typing import Any, Final, Literal, NewType
+
+import msgspec
 
 from stage_runtime.errors import ConfigurationError
 
@@ -32,27 +34,33 @@ class ReadState(enum.Enum):
 READ_STATES: Final = {1: ReadState.HERE, -1: ReadState.FAILED}  # all else is under way, also if Mooncake calls it late
 
 
-def has_rdma(devices: Path = Path("/sys/class/infiniband")) -> bool:
-    return devices.is_dir() and any(devices.iterdir())
-
-
 class TransferEngine:
     """One engine, listening on two ports of ``host``. Reads are begun and looked at in any thread."""
 
-    def __init__(self, host: str, protocol: Literal["tcp", "rdma"] | None = None) -> None:
-        """protocol: None: rdma where there is a device, else tcp.
+    def __init__(
+        self, host: str, protocol: Literal["tcp", "rdma"] | None = None, devices: Collection[str] = ()
+    ) -> None:
+        """protocol: None: rdma where there is a device, else tcp. devices: the RDMA devices of this process.
 
         Raises: ConfigurationError: Mooncake is not installed, or does not start here, or there is no RDMA device.
         """
+        forced = "MC_FORCE_TCP" in os.environ
         for name, value in TUNED.items():
             os.environ.setdefault(name, value)
-        if protocol == "rdma" and not has_rdma():
-            raise ConfigurationError("relay 'mooncake': mooncakeProtocol is rdma, and there is no RDMA device here")
-        self.protocol: Literal["tcp", "rdma"] = protocol or ("rdma" if has_rdma() else "tcp")
-        if self.protocol == "tcp":
+        missing = "there is no RDMA device here" if not devices else "MC_FORCE_TCP is set" if forced else None
+        engine = None
+        if protocol != "tcp" and missing is None:
+            engine = _taken(host, "rdma")
+            if not _has_devices(engine):  # it has begun to listen for TCP instead
+                engine, missing = None, f"Mooncake finds no RDMA device here, also not {', '.join(devices)}"
+        if protocol == "rdma" and engine is None:
+            raise ConfigurationError(f"relay 'mooncake': mooncakeProtocol is rdma, and {missing}")
+        self.protocol: Literal["tcp", "rdma"] = "tcp" if engine is None else "rdma"
+        if engine is None:
             os.environ.setdefault("MC_FORCE_TCP", "1")  # the argument "tcp" is ignored
+            engine = _taken(host, "tcp")
         self._host = host
-        self._engine = _taken(host, self.protocol)
+        self._engine = engine
         self._registered: list[int] = []
         self.session = f"{host}:{self._engine.get_rpc_port()}"
 
@@ -103,3 +111,9 @@ def _taken(host: str, protocol: str) -> Any:
     if engine.initialize(host, "P2PHANDSHAKE", protocol, "") != 0:
         raise ConfigurationError(f"relay 'mooncake': its engine does not start at {host}")
     return engine
+
+
+def _has_devices(engine: Any) -> bool:
+    """Whether an engine that was to use RDMA found a device. It uses TCP else, and says nothing."""
+    by_place: dict[str, list[list[str]]] = msgspec.json.decode(engine.get_local_topology() or "{}")
+    return any(devices for places in by_place.values() for devices in places)

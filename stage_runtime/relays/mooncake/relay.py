@@ -19,7 +19,7 @@ from stage_runtime.relays.arena import Arena
 from stage_runtime.relays.base import Peer, RelayOperation, TransferId
 from stage_runtime.relays.choosing import Medium
 from stage_runtime.relays.context import RelayContext, RelaySettings
-from stage_runtime.relays.mooncake.engine import TransferEngine, has_rdma
+from stage_runtime.relays.mooncake.engine import TransferEngine
 from stage_runtime.relays.mooncake.messages import MooncakeFacts, MooncakeMemory, MooncakeMetadata, address_of
 from stage_runtime.relays.mooncake.reading import MooncakeGet, MooncakeReader, MooncakeRoute
 from stage_runtime.relays.operations import GetOperation, PutOperation, TransferCompletion
@@ -39,7 +39,7 @@ class MooncakeRelay(AbstractRelay[MooncakeRoute, MooncakeMetadata]):
         """Raises: ConfigurationError: Mooncake is not installed, or does not start here."""
         super().__init__(context, MooncakeMetadata)
         settings = context.settings
-        self._engine = TransferEngine(_host(settings), settings.mooncake_protocol)
+        self._engine = TransferEngine(_host(settings), settings.mooncake_protocol, context.rdma)
         self._arena = context.arena
         self._received = Arena(settings.arena_bytes, prefault_nbytes=settings.prefault_bytes)
         # A mapping of its own: `Arena.settle` gives an author's tensor other pages in the arena's.
@@ -129,7 +129,7 @@ class MooncakeRelay(AbstractRelay[MooncakeRoute, MooncakeMetadata]):
 
     def _trim(self) -> None:
         self._trimming = self._loop.call_later(TRIM_S, self._trim)  # armed first, should this one raise
-        if not has_rdma():  # a device writes to the pages that were there when they were registered
+        if self._engine.protocol != "rdma":  # a device writes to the pages that were there when they were registered
             self._received.trim()
 
 

@@ -6,9 +6,8 @@ import fcntl
 import os
 import socket
 import struct
-from collections.abc import MutableMapping
-from pathlib import Path
-from typing import Final
+from collections.abc import Collection, Mapping, MutableMapping
+from typing import Final, Literal, TypeAlias
 
 SIOCGIFADDR: Final = 0x8915
 INTERFACE_NAME_NBYTES: Final = 16
@@ -29,14 +28,33 @@ TUNED: Final = {
 }
 #: Without RDMA. The module ib brings a second libnl, whose destructor ends the interpreter with a segmentation fault.
 ONLY_TCP: Final = {"UCX_TLS": "tcp", "UCX_MODULES": "^ib"}
+#: With RDMA, where no TCP is allowed: UCX would use it for a device that does not work, and not say so.
+NO_TCP: Final = {"UCX_TLS": "^tcp"}
+
+Way: TypeAlias = Literal["rdma", "memory", "tcp"]
+#: How UCX_TLS names the ways, without what follows a ``_``: all of a way, then its kinds.
+TRANSPORTS: Final[Mapping[Way, tuple[frozenset[str], frozenset[str]]]] = {
+    "rdma": (frozenset({"ib"}), frozenset({"rc", "ud", "dc"})),
+    "memory": (frozenset({"sm", "shm"}), frozenset({"posix", "sysv", "cma", "xpmem", "knem"})),
+    "tcp": (frozenset({"tcp"}), frozenset()),
+}
 
 
-def prepare(bind: str, advertise_host: str | None, environment: MutableMapping[str, str] = os.environ) -> None:
+def prepare(
+    bind: str,
+    advertise_host: str | None,
+    environment: MutableMapping[str, str] = os.environ,
+    *,
+    rdma: bool = False,
+    allow_tcp: bool = True,
+) -> None:
     """Set what is not set. bind, advertise_host: as in `RelaySettings`: their interface is the one that UCX uses, which
-    would else divide what it sends among all that it finds.
+    would else divide what it sends among all that it finds. rdma: there are devices.
     """
     wanted = dict(TUNED)
-    if not has_rdma():
+    if rdma and not allow_tcp:
+        wanted |= NO_TCP
+    elif not rdma:
         wanted |= ONLY_TCP
         interface = "lo" if not bind.startswith("tcp://") else _interface(advertise_host or _host(bind))
         if interface is not None:
@@ -45,8 +63,30 @@ def prepare(bind: str, advertise_host: str | None, environment: MutableMapping[s
         environment.setdefault(name, value)
 
 
-def has_rdma(devices: Path = Path("/sys/class/infiniband")) -> bool:
-    return devices.is_dir() and any(devices.iterdir())
+def used(devices: Collection[str], environment: Mapping[str, str] = os.environ) -> frozenset[Way]:
+    """What UCX may send by, as its variables say. devices: the RDMA devices of this process."""
+    return frozenset(
+        way for way in TRANSPORTS if _named(way, environment) and (way != "rdma" or _reaches(devices, environment))
+    )
+
+
+def _named(way: Way, environment: Mapping[str, str]) -> bool:
+    value = environment.get("UCX_TLS", "all").strip()
+    names = {name.strip().partition(":")[0].partition("_")[0] for name in value.removeprefix("^").split(",")}
+    whole, kinds = TRANSPORTS[way]
+    if value.startswith("^"):
+        return not (names & whole or (kinds and kinds <= names))
+    return bool(names & (whole | kinds | {"all"}))
+
+
+def _reaches(devices: Collection[str], environment: Mapping[str, str]) -> bool:
+    """Whether UCX loads its module for RDMA, and may use one of the devices."""
+    modules = environment.get("UCX_MODULES", "all").strip()
+    listed = {name.strip() for name in modules.removeprefix("^").split(",")}
+    if ("ib" in listed) if modules.startswith("^") else not listed & {"ib", "all"}:
+        return False
+    allowed = {name.strip().partition(":")[0] for name in environment.get("UCX_NET_DEVICES", "all").split(",")}
+    return bool(devices) and ("all" in allowed or not allowed.isdisjoint(devices))
 
 
 def _host(bind: str) -> str:

@@ -30,7 +30,8 @@ class NixlFacts(msgspec.Struct, frozen=True, kw_only=True):
     """What a peer must know.
 
     agent: the incarnation. metadata: NIXL's, in hexadecimal. sends, receives: what it sends from and receives into.
-    machine: boot and process-id namespace. shares: UCX may use shared memory. rdma: it has such a device.
+    machine: boot and process-id namespace. shares: UCX may use shared memory. rdma: it may use an RDMA
+    device. tcp: it may use TCP.
     """
 
     agent: str
@@ -41,6 +42,7 @@ class NixlFacts(msgspec.Struct, frozen=True, kw_only=True):
     machine: str
     shares: bool
     rdma: bool
+    tcp: bool = True
 
 
 class NixlMetadata(msgspec.Struct, frozen=True, array_like=True):

@@ -56,7 +56,9 @@ class NixlRelay(AbstractRelay[NixlRoute, NixlMetadata]):
         """Raises: ConfigurationError: NIXL is not installed, or does not start here."""
         super().__init__(context, NixlMetadata)
         settings = context.settings
-        environment.prepare(settings.bind, settings.advertise_host)
+        environment.prepare(
+            settings.bind, settings.advertise_host, rdma=bool(context.rdma), allow_tcp=settings.allow_tcp
+        )
         self._agent = Agent(context.incarnation)
         self._arena = context.arena
         self._received = Arena(settings.arena_bytes, prefault_nbytes=settings.prefault_bytes)
@@ -151,7 +153,7 @@ class NixlRelay(AbstractRelay[NixlRoute, NixlMetadata]):
             announced, metadata, token = facts_of(facts)
         except ValueError:  # ValidationError is one
             return None
-        if announced.agent != peer:
+        if announced.agent != peer or not _meet(self._facts, announced):
             return None
         return NixlRoute(peer, announced, metadata, token, reads=_reads(self._facts, announced))
 
@@ -211,7 +213,7 @@ class NixlRelay(AbstractRelay[NixlRoute, NixlMetadata]):
     # --- its own ------------------------------------------------------------------------------------------------
 
     def _own_facts(self) -> NixlFacts:
-        transports = os.environ.get("UCX_TLS", "all").split(",")
+        used = environment.used(self._context.rdma)
         return NixlFacts(
             agent=self._context.incarnation,
             metadata=self._agent.metadata().hex(),
@@ -219,8 +221,9 @@ class NixlRelay(AbstractRelay[NixlRoute, NixlMetadata]):
             sends=self._sent,
             receives=self._receiving.memory,
             machine=_machine(),
-            shares=not {"all", "sm", "shm", "cma"}.isdisjoint(transports),
-            rdma=environment.has_rdma(),
+            shares="memory" in used,
+            rdma="rdma" in used,
+            tcp="tcp" in used,
         )
 
     def _trim(self) -> None:
@@ -232,6 +235,11 @@ class NixlRelay(AbstractRelay[NixlRoute, NixlMetadata]):
 def _reads(own: NixlFacts, theirs: NixlFacts) -> bool:
     """Whether receivers read: both ends know the same of each other, so they agree."""
     return (own.rdma and theirs.rdma) or (own.shares and theirs.shares and own.machine == theirs.machine)
+
+
+def _meet(own: NixlFacts, theirs: NixlFacts) -> bool:
+    """Whether there is a way that both may use."""
+    return _reads(own, theirs) or (own.tcp and theirs.tcp)
 
 
 def _machine() -> str:
