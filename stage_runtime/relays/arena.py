@@ -73,6 +73,13 @@ class Arena:
         self._regions: dict[int, weakref.ref[Any]] = {}
         self._lent = threading.local()  #: ``slots``: lent since the last `settle`; ``holds``: an author kept one.
 
+    def pin(self) -> None:
+        """A device has been given these pages: all of them are in memory, and none is given back from now on. Others
+        that took their place would be unknown to the device.
+        """
+        with self._lock:
+            self._touched = self._kept = self.nbytes
+
     @property
     def address(self) -> int:
         """Where this process has mapped it."""

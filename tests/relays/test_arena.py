@@ -233,3 +233,15 @@ def test_whatever_happens_slots_do_not_overlap_and_all_are_free_at_the_end(steps
         assert arena._extents.free_extents() == [(PAGE, arena.nbytes)]
     finally:
         arena.close()
+
+
+def test_a_pinned_arena_gives_no_page_back(arena: Arena) -> None:
+    """A device reads and writes the pages that were there when it was told of them, and no later ones."""
+    slot = allocated(arena, 6 * MIB)
+    arena.write(slot, 0, memoryview(bytes(6 * MIB)))
+    assert arena.drop(slot)
+    before = resident(arena)
+    arena.pin()
+    assert (arena.trim(), arena.trim()) == (0, 0)
+    assert resident(arena) == before > 6 * MIB
+    assert arena.stats()["arena_bytes_resident"] == arena.nbytes

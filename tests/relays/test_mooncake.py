@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 from collections.abc import AsyncIterator, Iterator
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -16,13 +16,15 @@ import pytest
 from stage_runtime.errors import ConfigurationError, TransferError
 from stage_runtime.relays.arena import Arena
 from stage_runtime.relays.base import Peer, TransferId
-from stage_runtime.relays.context import RelaySettings
+from stage_runtime.relays.context import RelayContext, RelaySettings
 from stage_runtime.relays.dispatch import Relays
 from stage_runtime.relays.mooncake import reading
 from stage_runtime.relays.mooncake.engine import ReadId, ReadState, TransferEngine
 from stage_runtime.relays.mooncake.messages import MooncakeFacts, MooncakeMemory, MooncakeMetadata
+from stage_runtime.relays.mooncake.relay import MooncakeRelay
 from stage_runtime.relays.operations import GetOperation, TransferCompletion
 from stage_runtime.relays.pins import Pins
+from stage_runtime.relays.registry import RelayEntry
 from tests.relays.near_end import (
     END_S,
     LARGE,
@@ -233,3 +235,30 @@ def test_rdma_is_not_claimed_where_mooncake_would_use_tcp(
     with pytest.raises(ConfigurationError, match=rf"mooncakeProtocol is rdma, and {missing}$"):
         TransferEngine("127.0.0.1", "rdma", devices)
     assert TransferEngine("127.0.0.1", None, devices).protocol == "tcp"
+
+
+class RdmaEngine:
+    """`engine.TransferEngine` that has a device."""
+
+    protocol: Literal["rdma"] = "rdma"
+    session = "127.0.0.1:1"
+
+    def register(self, address: int, nbytes: int) -> None: ...
+    def close(self, *, again: bool) -> None: ...
+
+
+class RdmaMooncake(MooncakeRelay):
+    def __init__(self, context: RelayContext) -> None:
+        super().__init__(context, RdmaEngine())  # type: ignore[arg-type]
+
+
+async def test_memory_that_a_device_has_keeps_its_pages() -> None:
+    table = {"mooncake": RelayEntry(factory=f"{__name__}:RdmaMooncake", extra="mooncake")}
+    loop = asyncio.get_running_loop()
+    relays = Relays(loop=loop, incarnation="x", on_release=lambda *_: None, settings=ASKED, table=table)
+    received: Arena = relays._relays["mooncake"]._received  # type: ignore[attr-defined]
+    for memory in (relays.arena, received):
+        slot = memory.allocate(40 * MIB)
+        assert slot is not None and memory.drop(slot)
+        assert (memory.trim(), memory.trim()) == (0, 0)
+    relays.close()

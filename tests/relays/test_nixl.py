@@ -403,3 +403,20 @@ async def test_a_nixl_that_has_no_tcp_does_not_reach_one_that_has_nothing_else(m
         facts = both.b.facts()["nixl"]
         assert facts["tcp"] is True
         assert "nixl" not in both.a.open("c", {"nixl": {**facts, "agent": "c", "tcp": False}})
+
+
+async def test_the_arena_and_what_nixl_receives_into_keep_their_pages_where_a_device_has_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("UCX_TLS", "tcp")  # there is no device here
+    monkeypatch.setenv("UCX_MODULES", "^ib")
+    for devices, kept in (((), False), (("mlx5_0",), True)):
+        with pair("nixl", settings=msgspec.structs.replace(SMALL, rdma=devices)) as both:
+            relay: Any = both.a._relays["nixl"]
+            for arena in (both.a.arena, relay._received):
+                slot = arena.allocate(40 * MIB)
+                arena.write(slot, 0, memoryview(bytes(40 * MIB)))
+                assert arena.drop(slot)
+                before = os.fstat(arena.fd).st_blocks
+                arena.trim(), arena.trim()
+                assert (os.fstat(arena.fd).st_blocks == before) == kept

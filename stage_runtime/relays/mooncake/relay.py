@@ -35,11 +35,14 @@ class MooncakeRelay(AbstractRelay[MooncakeRoute, MooncakeMetadata]):
 
     name = "mooncake"
 
-    def __init__(self, context: RelayContext) -> None:
-        """Raises: ConfigurationError: Mooncake is not installed, or does not start here."""
+    def __init__(self, context: RelayContext, engine: TransferEngine | None = None) -> None:
+        """engine: a new one, unless it is given.
+
+        Raises: ConfigurationError: Mooncake is not installed, or does not start here.
+        """
         super().__init__(context, MooncakeMetadata)
         settings = context.settings
-        self._engine = TransferEngine(_host(settings), settings.mooncake_protocol, context.rdma)
+        self._engine = engine or TransferEngine(_host(settings), settings.mooncake_protocol, context.rdma)
         self._arena = context.arena
         self._received = Arena(settings.arena_bytes, prefault_nbytes=settings.prefault_bytes)
         # A mapping of its own: `Arena.settle` gives an author's tensor other pages in the arena's.
@@ -48,6 +51,9 @@ class MooncakeRelay(AbstractRelay[MooncakeRoute, MooncakeMetadata]):
         self._facts = MooncakeFacts(
             self._engine.session, MooncakeMemory(sent.ctypes.data, len(sent)), self._engine.protocol
         )
+        if self._engine.protocol == "rdma":
+            context.arena.pin()
+            self._received.pin()
         self._engine.register(self._facts.sends.address, self._facts.sends.nbytes)
         self._engine.register(self._received.address, self._received.nbytes)
         self._reading = MooncakeReader(self._loop, self._engine, self._received, self._pins, context.on_release)
@@ -129,8 +135,7 @@ class MooncakeRelay(AbstractRelay[MooncakeRoute, MooncakeMetadata]):
 
     def _trim(self) -> None:
         self._trimming = self._loop.call_later(TRIM_S, self._trim)  # armed first, should this one raise
-        if self._engine.protocol != "rdma":  # a device writes to the pages that were there when they were registered
-            self._received.trim()
+        self._received.trim()
 
 
 def _host(settings: RelaySettings) -> str:

@@ -66,6 +66,9 @@ class NixlRelay(AbstractRelay[NixlRoute, NixlMetadata]):
         self._mapping = context.arena.map_again()
         sent: np.ndarray[Any, Any] = np.frombuffer(self._mapping, np.uint8)
         self._sent = NixlMemory(sent.ctypes.data, len(sent))
+        if context.rdma:  # whether or not UCX uses them
+            context.arena.pin()
+            self._received.pin()
         for memory in (self._sent, NixlMemory(self._received.address, self._received.nbytes)):
             self._agent.register(memory.address, memory.nbytes)
         self._token = secrets.token_bytes(16)
@@ -228,8 +231,7 @@ class NixlRelay(AbstractRelay[NixlRoute, NixlMetadata]):
 
     def _trim(self) -> None:
         self._trimming = self._loop.call_later(TRIM_S, self._trim)  # armed first, should this one raise
-        if not self._facts.rdma:  # a device writes to the pages that were there when they were registered
-            self._received.trim()
+        self._received.trim()
 
 
 def _reads(own: NixlFacts, theirs: NixlFacts) -> bool:
