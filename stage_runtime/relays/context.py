@@ -11,6 +11,7 @@ import msgspec
 
 from stage_runtime.relays.arena import Arena
 from stage_runtime.relays.base import OnRelayFailed, OnRelease, Peer
+from stage_runtime.relays.locking import MemoryLock
 
 
 class SocketSecurity(Protocol):
@@ -35,6 +36,7 @@ class RelaySettings(msgspec.Struct, frozen=True, kw_only=True):
     rank: int | None = None  #: In the NCCL world that the pipeline's author laid out.
     world_size: int | None = None
     rdma: tuple[str, ...] | None = None  #: RDMA devices to use; None: those that this process can open.
+    memory_lock: MemoryLock | None = None  #: What may be locked for them; None: what the kernel says.
     pod: str = ""  #: The uid of this process's pod.
     gpus: tuple[int, ...] = ()  #: Of this process's stages, as CUDA numbers them here.
     gpu_bytes: int = 512 << 20  #: Of each GPU, most that may be in flight by cuda_ipc; the rest goes by the host.
@@ -65,5 +67,6 @@ class RelayContext(msgspec.Struct, frozen=True, kw_only=True):
     ids: Iterator[int]  #: Transfer ids, shared by all relays of the process.
     arena: Arena
     rdma: tuple[str, ...] = ()  #: RDMA devices of this process.
+    memory_lock: MemoryLock = MemoryLock()  #: What a relay may register for them.
     security: SocketSecurity | None
     settings: RelaySettings

@@ -19,7 +19,7 @@ import msgspec
 
 from stage_runtime.errors import ConfigurationError, RelayFailed, TransferError, ValueRefused
 from stage_runtime.payloads.pack import Extracted, Pack
-from stage_runtime.relays import choosing, devices, pieces, registry
+from stage_runtime.relays import choosing, devices, locking, pieces, registry
 from stage_runtime.relays.arena import Arena
 from stage_runtime.relays.base import Fetch, OnRelayFailed, OnRelease, Peer, Relay, TransferId
 from stage_runtime.relays.choices import Choices
@@ -59,9 +59,17 @@ class Relays:
         Raises: ConfigurationError: one that is required, or needs no extra, cannot be opened.
         """
         settings = settings or RelaySettings()
+        here = _process_facts(incarnation, settings)
+        names = registry.to_open(settings.asked, table, has=here.has)
+        locks = [name for name in names if table[name].needs == "rdma" and here.rdma]
+        lock = msgspec.structs.replace(settings.memory_lock or locking.of_process(), relays=len(locks))
+        arena_bytes = lock.arena_nbytes(settings.arena_bytes)
+        if arena_bytes < settings.arena_bytes:
+            log.warning("the arena has %d bytes, not %d: no more can be locked", arena_bytes, settings.arena_bytes)
+        prefault_bytes = min(settings.prefault_bytes, arena_bytes)
+        settings = msgspec.structs.replace(settings, arena_bytes=arena_bytes, prefault_bytes=prefault_bytes)
         self._thread = threading.local()  #: `RelayContext.thread`
         self.arena = Arena(settings.arena_bytes, prefault_nbytes=settings.prefault_bytes)
-        here = _process_facts(incarnation, settings)
         context = RelayContext(
             loop=loop,
             incarnation=Peer(incarnation),
@@ -72,6 +80,7 @@ class Relays:
             ids=itertools.count(1),
             arena=self.arena,
             rdma=here.rdma,
+            memory_lock=lock,
             security=security,
             settings=settings,
         )
@@ -88,7 +97,7 @@ class Relays:
         try:
             for name in sorted(settings.asked - table.keys()):
                 registry.load(name, table)  # raises
-            for name in registry.to_open(settings.asked, table, has=here.has):
+            for name in names:
                 if table[name].needs == "gpu" and not here.gpus:
                     self._refused[name] = "no stage of this process has a GPU"
                 else:

@@ -415,6 +415,7 @@ async def test_the_arena_and_what_nixl_receives_into_keep_their_pages_where_a_de
             relay: Any = both.a._relays["nixl"]
             for arena in (both.a.arena, relay._received):
                 slot = arena.allocate(40 * MIB)
+                assert slot is not None
                 arena.write(slot, 0, memoryview(bytes(40 * MIB)))
                 assert arena.drop(slot)
                 before = os.fstat(arena.fd).st_blocks

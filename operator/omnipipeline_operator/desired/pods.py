@@ -213,7 +213,7 @@ def _container(
         "readinessProbe": _probe("/readyz", period_s=2, failures=3),
         "lifecycle": {"preStop": {"sleep": {"seconds": PRE_STOP_S}}},
         "terminationMessagePolicy": "FallbackToLogsOnError",
-        "securityContext": _container_security(pins_memory="rdma" in settings and facts.allow_privileged),
+        "securityContext": _container_security(),
         "volumeMounts": volumes.mounts(settings, environment),
     }
     for field in ("imagePullPolicy", "envFrom"):
@@ -312,12 +312,11 @@ def _pod_security(users: PodUsers) -> Manifest:
     }
 
 
-def _container_security(*, pins_memory: bool) -> Manifest:
-    """pins_memory: an RDMA device needs the arenas pinned. The restricted standard forbids the capability; an operator
-    that holds to it leaves that to the limit of locked memory that the container runtime sets.
+def _container_security() -> Manifest:
+    """No capability is added: a process that is not root does not get it (kubernetes#56374). How much memory an RDMA
+    device may lock is the limit that the container runtime sets.
     """
-    capabilities: Manifest = {"drop": ["ALL"], **({"add": ["IPC_LOCK"]} if pins_memory else {})}
-    return {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": capabilities}
+    return {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]}}
 
 
 def _variable(name: str, value: str) -> Manifest:

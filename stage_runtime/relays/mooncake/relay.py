@@ -42,6 +42,8 @@ class MooncakeRelay(AbstractRelay[MooncakeRoute, MooncakeMetadata]):
         """
         super().__init__(context, MooncakeMetadata)
         settings = context.settings
+        if engine is None and context.rdma and settings.mooncake_protocol != "tcp":
+            context.memory_lock.require(self.name, context.arena.nbytes + settings.arena_bytes)
         self._engine = engine or TransferEngine(_host(settings), settings.mooncake_protocol, context.rdma)
         self._arena = context.arena
         self._received = Arena(settings.arena_bytes, prefault_nbytes=settings.prefault_bytes)

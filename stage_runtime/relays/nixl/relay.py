@@ -56,6 +56,8 @@ class NixlRelay(AbstractRelay[NixlRoute, NixlMetadata]):
         """Raises: ConfigurationError: NIXL is not installed, or does not start here."""
         super().__init__(context, NixlMetadata)
         settings = context.settings
+        if "rdma" in environment.used(context.rdma):
+            context.memory_lock.require(self.name, context.arena.nbytes + settings.arena_bytes)
         environment.prepare(
             settings.bind, settings.advertise_host, rdma=bool(context.rdma), allow_tcp=settings.allow_tcp
         )
