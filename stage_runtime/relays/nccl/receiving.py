@@ -45,7 +45,16 @@ class NcclGet(Get):
 class NcclRoute:
     """The route from one peer, with the thread that receives from it: begun by the first get."""
 
-    def __init__(self, peer: Peer, facts: NcclFacts, own: NcclFacts, own_name: str, backend: CollectiveBackend) -> None:
+    def __init__(
+        self,
+        peer: Peer,
+        facts: NcclFacts,
+        own: NcclFacts,
+        own_name: str,
+        backend: CollectiveBackend,
+        device: str = "cpu",
+    ) -> None:
+        """device: the GPU of NCCL's."""
         self.peer = peer
         self.facts = facts
         self.backend = backend
@@ -54,6 +63,7 @@ class NcclRoute:
         self.due: queue.SimpleQueue[NcclGet | None] = queue.SimpleQueue()
         self.thread: threading.Thread | None = None
         self._own = own
+        self._device = device
         self._own_name = own_name
         self._connection: socket.socket | None = None
         self._world: World | None = None
@@ -81,7 +91,9 @@ class NcclRoute:
             messages.keep_alive(self._connection)
             messages.send(self._connection, Join(self.facts.token, self._own_name, name, self.backend))
             store = (self.facts.host, self.facts.store)
-            self._world = World.join(name, self.backend, worlds.RECEIVER, host=self._own.host, store=store)
+            self._world = World.join(
+                name, self.backend, worlds.RECEIVER, host=self._own.host, store=store, device=self._device
+            )
             self._connection.settimeout(worlds.STALL_S)
         if self.gone:
             raise Broken("it is gone")
@@ -89,10 +101,10 @@ class NcclRoute:
 
     def drop(self) -> None:
         """Nothing comes on the connection any more."""
+        if self._connection is not None:
+            self._connection.close()  # first: the peer ends its world before it meets an error of the library's
         if self._world is not None:
             self._world.abort()
-        if self._connection is not None:
-            self._connection.close()
         self._connection = self._world = None
 
 

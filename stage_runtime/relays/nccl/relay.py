@@ -43,7 +43,8 @@ class NcclRelay(AbstractRelay[NcclRoute, NcclMetadata]):
         super().__init__(context, NcclMetadata)
         settings = context.settings
         bind, host = _hosts(settings)
-        gpu = worlds.gpu()
+        gpu = worlds.gpu(settings.gpus)
+        self._device = worlds.device(settings.gpus)
         self._store = worlds.WorldStore(bind)
         try:
             listening = socket.create_server(
@@ -63,7 +64,7 @@ class NcclRelay(AbstractRelay[NcclRoute, NcclMetadata]):
         # A mapping of its own: `Arena.settle` gives an author's tensor other pages in the arena's.
         self._mapping = context.arena.map_again()
         sent: np.ndarray[Any, Any] = np.frombuffer(self._mapping, np.uint8)
-        self._sending = NcclSender(sent, self._facts, listening, self._unused)
+        self._sending = NcclSender(sent, self._facts, listening, self._unused, self._device)
         self._receiving = NcclReceiver(self._loop, self._received, self._pins, context.on_release)
         self._trimming = self._loop.call_later(TRIM_S, self._trim)
         self._is_closed = False
@@ -134,7 +135,7 @@ class NcclRelay(AbstractRelay[NcclRoute, NcclMetadata]):
         own = self._facts
         # NCCL joins no two processes on one device.
         backend: worlds.CollectiveBackend = "nccl" if own.gpu and announced.gpu and own.gpu != announced.gpu else "gloo"
-        return NcclRoute(peer, announced, own, self._context.incarnation, backend)
+        return NcclRoute(peer, announced, own, self._context.incarnation, backend, self._device)
 
     def _disconnect(self, peer: Peer, connection: NcclRoute) -> None:
         self._receiving.forget(connection)

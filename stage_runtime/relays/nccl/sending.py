@@ -45,9 +45,15 @@ class NcclSender:
     """Puts by peer and transfer, and the connections of those that receive them. From any thread."""
 
     def __init__(
-        self, sent: Any, facts: messages.NcclFacts, listening: socket.socket, free: Callable[[NcclPut], None]
+        self,
+        sent: Any,
+        facts: messages.NcclFacts,
+        listening: socket.socket,
+        free: Callable[[NcclPut], None],
+        device: str = "cpu",
     ) -> None:
-        """sent: the arena as an array of bytes. free: called when a slot is used no more."""
+        """sent: the arena as an array of bytes. free: called when a slot is used no more. device: the GPU of NCCL's."""
+        self._device = device
         self._sent = sent
         self._facts = facts
         self._listening = listening
@@ -138,7 +144,9 @@ class NcclSender:
                 self.strays += 1
                 return
             store = (self._facts.host, self._facts.store)
-            session.world = World.join(join.world, join.backend, worlds.SENDER, host=self._facts.host, store=store)
+            session.world = World.join(
+                join.world, join.backend, worlds.SENDER, host=self._facts.host, store=store, device=self._device
+            )
             session.connection.settimeout(None)
             while not session.is_over:
                 order = messages.decode_order(messages.receive(session.connection))
@@ -151,9 +159,9 @@ class NcclSender:
             log.exception("nccl relay: unexpected error while sending to %s", session.peer)
         finally:
             session.is_over = True
+            session.connection.close()  # first: the peer ends its world before it meets an error of the library's
             if session.world is not None:
                 session.world.abort()
-            session.connection.close()
             with self._lock:
                 self._sessions.discard(session)
 

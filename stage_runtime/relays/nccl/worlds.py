@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import atexit
 import collections
+import contextlib
 import datetime
+import functools
+import importlib
+import os
 import queue
 import select
 import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, Literal
 
 from stage_runtime.errors import ConfigurationError
@@ -29,6 +33,14 @@ JOIN_S: Final = 5.0
 TAG: Final = 0
 NO_TAG: Final = 1  #: Nothing is ever sent under it.
 POLL_S: Final = 50e-6
+#: What torch's watchdog waits before it takes a world of NCCL for dead. Longer than all that waits here: what it does
+#: then concerns the whole process.
+WATCHDOG: Final = datetime.timedelta(hours=1)
+#: It is not to end the process, nor is the thread that watches it. Read when a group is made, which any of the process
+#: may be: set for the moment that takes.
+UNWATCHED: Final = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
+
+_environment = threading.Lock()
 
 CollectiveBackend = Literal["gloo", "nccl"]
 
@@ -72,13 +84,21 @@ def distributed() -> Any:
     return found
 
 
-def gpu() -> str:
-    """The device that NCCL would use here; empty when there is none."""
-    import torch
-
-    if not (torch.cuda.is_available() and distributed().is_nccl_available()):
+def gpu(gpus: Sequence[int], *, torch: Any = None, has_nccl: bool | None = None) -> str:
+    """The UUID of the GPU that NCCL uses here: the first of the stages' (``gpus``), not torch's current one, which is
+    GPU 0 in every thread. Empty: none. torch, has_nccl: as installed.
+    """
+    torch = torch or importlib.import_module("torch")
+    if not gpus or not torch.cuda.is_available():
         return ""
-    return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+    if not (distributed().is_nccl_available() if has_nccl is None else has_nccl):
+        return ""
+    return str(torch.cuda.get_device_properties(gpus[0]).uuid)
+
+
+def device(gpus: Sequence[int]) -> str:
+    """torch's name of that GPU."""
+    return f"cuda:{gpus[0]}" if gpus else "cpu"
 
 
 class WorldStore:
@@ -103,10 +123,16 @@ class World:
     has them.
     """
 
-    def __init__(self, group: Any, backend: CollectiveBackend, other: int) -> None:
+    def __init__(
+        self, group: Any, backend: CollectiveBackend, other: int, *, device: str = "cpu", stall_s: float = STALL_S
+    ) -> None:
+        """device: of NCCL, the GPU that it uses here."""
         self._group = group
         self._backend = backend
         self._other = other
+        self._device = device if backend == "nccl" else "cpu"
+        self._stall_s = stall_s
+        self._is_joined = backend != "nccl"  #: Its first send or receive is through: the other end is there.
         self._is_over = False
         self._works: queue.SimpleQueue[PieceTransfer | None] = queue.SimpleQueue()
         #: A byte for each piece that is over, in the order in which they began.
@@ -114,20 +140,33 @@ class World:
         caller("wait", self._wait).start()
 
     @classmethod
-    def join(cls, name: str, backend: CollectiveBackend, rank: int, *, host: str, store: tuple[str, int]) -> World:
-        """Be ``rank`` of the world ``name``, with the process that is the other rank. host: our own address.
+    def join(
+        cls,
+        name: str,
+        backend: CollectiveBackend,
+        rank: int,
+        *,
+        host: str,
+        store: tuple[str, int],
+        device: str = "cpu",
+        dist: Any = None,
+    ) -> World:
+        """Be ``rank`` of the world ``name``, with the process that is the other rank. host: our own address. device:
+        of NCCL, the GPU. dist: torch.distributed.
 
         Raises: Broken: the other does not come.
         """
-        dist = distributed()
+        dist = dist or distributed()
         timeout = datetime.timedelta(seconds=JOIN_S)
         try:
             found = dist.TCPStore(store[0], store[1], None, False, timeout, wait_for_workers=False)
             prefixed = dist.PrefixStore(name, found)
             if backend == "nccl":
                 options = dist.ProcessGroupNCCL.Options()
-                options._timeout = datetime.timedelta(seconds=STALL_S)
-                return cls(dist.ProcessGroupNCCL(prefixed, rank, 2, options), backend, 1 - rank)
+                options._timeout = WATCHDOG
+                with _unwatched():
+                    group = dist.ProcessGroupNCCL(prefixed, rank, 2, options)
+                return cls(group, backend, 1 - rank, device=device)
             options = dist.ProcessGroupGloo._Options()
             options._timeout = timeout
             options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
@@ -151,16 +190,25 @@ class World:
         """End it. When this returns, the library neither reads nor writes memory for it."""
         if self._is_over:
             return
-        self._is_over = True
-        self._works.put(None)
-        self._over.close()
-        self._ended.close()
+        self._give_up()
         if self._backend == "nccl":
             self._group.abort()
         else:
             self._abort_gloo()
         # Gloo's threads end with it. One that still held a tensor when the interpreter ends would abort the process.
         self._group = None
+
+    def _give_up(self) -> None:
+        self._is_over = True
+        self._works.put(None)
+        self._over.close()
+        self._ended.close()
+
+    def _end(self, connection: socket.socket) -> None:
+        """As `abort`, after the peer was told: what it waits for fails there, before its library meets an error."""
+        with contextlib.suppress(OSError):
+            connection.shutdown(socket.SHUT_RDWR)
+        self.abort()
 
     def _abort_gloo(self) -> None:
         """Gloo has no abort. A receive that times out closes the connection; a further one raises when that is done."""
@@ -174,18 +222,20 @@ class World:
                 if "Timed out" not in str(error):
                     return
 
-    def _pieces(self, begin: Callable[[Any], PieceTransfer], array: Any, connection: socket.socket) -> Iterator[int]:
+    def _pieces(
+        self, begin: Callable[[Any, socket.socket], PieceTransfer], array: Any, connection: socket.socket
+    ) -> Iterator[int]:
         works: collections.deque[PieceTransfer] = collections.deque()
         try:
             for start in range(0, len(array), PIECE_NBYTES):
-                works.append(begin(array[start : start + PIECE_NBYTES]))
+                works.append(begin(array[start : start + PIECE_NBYTES], connection))
                 if len(works) == PIECES:
                     yield self._through(works.popleft(), connection)
             while works:
                 yield self._through(works.popleft(), connection)
         finally:
             if works:
-                self.abort()
+                self._end(connection)
 
     def _through(self, work: PieceTransfer, connection: socket.socket) -> int:
         """Wait for the oldest piece. Returns: its size."""
@@ -193,38 +243,80 @@ class World:
         looking.register(self._over, select.POLLIN)
         looking.register(connection, select.POLLRDHUP)
         if self._over.fileno() not in {descriptor for descriptor, _ in looking.poll()}:
-            self.abort()
+            self._end(connection)
             raise Broken("the connection was closed")
         self._over.recv(1)
         if work.reason is not None:
-            self.abort()
+            self._end(connection)
             raise Broken(work.reason)
         return work.take()
 
-    def _send(self, array: Any) -> PieceTransfer:
+    def _send(self, array: Any, connection: socket.socket) -> PieceTransfer:
         import torch
 
-        tensor = torch.from_numpy(array)
-        return self._begun("send", tensor.cuda() if self._backend == "nccl" else tensor, None)
+        return self._begun("send", torch.from_numpy(array).to(self._device), None, connection)
 
-    def _receive(self, array: Any) -> PieceTransfer:
+    def _receive(self, array: Any, connection: socket.socket) -> PieceTransfer:
         import torch
 
         tensor = torch.from_numpy(array)
         if self._backend == "nccl":
-            return self._begun("recv", torch.empty_like(tensor, device="cuda"), tensor)
-        return self._begun("recv", tensor, None)
+            return self._begun("recv", torch.empty_like(tensor, device=self._device), tensor, connection)
+        return self._begun("recv", tensor, None, connection)
 
-    def _begun(self, call: Literal["send", "recv"], tensor: Any, host: Any) -> PieceTransfer:
+    def _begun(self, call: Literal["send", "recv"], tensor: Any, host: Any, connection: socket.socket) -> PieceTransfer:
         if self._is_over:
             raise Broken("it was given up")
+        begin = functools.partial(getattr(self._group, call), [tensor], self._other, TAG)
         try:
-            work = PieceTransfer(getattr(self._group, call)([tensor], self._other, TAG), tensor, host)
+            begun = begin() if self._is_joined else self._first(begin, connection)
         except RuntimeError as error:
-            self.abort()
+            self._end(connection)
             raise Broken(_plain(str(error))) from None
+        work = PieceTransfer(begun, tensor, host)
         self._works.put(work)
         return work
+
+    def _first(self, begin: Callable[[], Any], connection: socket.socket) -> Any:
+        """NCCL makes its communicator in the first call, and waits there for the other end, which may have died: the
+        call has a thread of its own. One that is late is left to it, with the GPU's memory and the group; no memory of
+        the host is in it.
+
+        Raises: Broken: the other end does not come. RuntimeError: the library's.
+        """
+        results: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        lock = threading.Lock()
+        late = False
+        group = self._group
+
+        def run() -> None:
+            try:
+                found = begin()
+            except RuntimeError as error:
+                found = error
+            with lock:
+                results.put(found)
+                ends = late
+            if ends:
+                group.abort()
+
+        caller("first", run).start()
+        try:
+            found = results.get(timeout=self._stall_s)
+        except queue.Empty:
+            with lock:
+                late = results.empty()
+            if late:
+                with contextlib.suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
+                self._give_up()
+                self._group = None
+                raise Broken("its other end does not join") from None
+            found = results.get()
+        if isinstance(found, RuntimeError):
+            raise found
+        self._is_joined = True
+        return found
 
     # --- in its other thread --------------------------------------------------------------------------------------
 
@@ -242,7 +334,7 @@ class World:
 
     def _poll(self, work: Any) -> None:
         """Of NCCL, whose `wait` makes a stream wait, not this thread."""
-        end = time.monotonic() + STALL_S
+        end = time.monotonic() + self._stall_s
         while not work.is_completed():
             if time.monotonic() > end or self._is_over:
                 raise RuntimeError("it does not move")
@@ -273,6 +365,21 @@ class PieceTransfer:
         if self._host is not None:
             self._host.copy_(self._tensor)
         return len(self._tensor)
+
+
+@contextlib.contextmanager
+def _unwatched() -> Iterator[None]:
+    with _environment:
+        before = {name: os.environ.get(name) for name in UNWATCHED}
+        os.environ.update(UNWATCHED)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value
 
 
 def _plain(reason: str) -> str:
