@@ -14,6 +14,7 @@ from typing import Any, Final
 from omnipipeline_spec.types.plan import StagePlan
 from omnipipeline_spec.validation import shapes
 from stage_runtime.api import Autoregressive, Batched, Simple, StageContext, Streaming
+from stage_runtime.engines import gpudevice
 from stage_runtime.engines.base import Engine
 from stage_runtime.engines.batched import BatchedEngine
 from stage_runtime.engines.custom import CustomEngine
@@ -131,6 +132,7 @@ def call(
         "context": context,
     }
     undecided = {name for name, value in offered.items() if value is None} - ({"gpu_id"} if on_cpu else set())
+    gpudevice.use(gpu_id)
     made = factory(**_arguments(stage, factory, offered, undecided))
     blame = f"stages.{stage.name}.factory: {stage.factory}"
     return as_engine(made, sources=stage.stream_from, blame=blame, context=context)

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from threading import Thread
 from typing import Any
 
+from stage_runtime.engines import gpudevice
+
 
 def start(name: str, target: Callable[..., Any], *args: Any, crashed: Callable[[BaseException], None]) -> Thread:
     """Run ``target(*args)`` on a thread, in a copy of the caller's context: its events belong to the caller's stage.
@@ -17,6 +19,7 @@ def start(name: str, target: Callable[..., Any], *args: Any, crashed: Callable[[
 
     def run() -> None:
         try:
+            context.run(gpudevice.apply)
             context.run(target, *args)
         except BaseException as error:
             crashed(error)
