@@ -2,13 +2,16 @@
 
 As `arena` for the host: slots have the states of `slots`, and what was aborted is quarantined until its receivers are
 through.
-Chunks are allocated when they are first needed, and kept: their peers have them open.
+The first chunk of a GPU is allocated at the start, further ones when they are needed; all are kept: their peers have
+them open.
 """
 
 from __future__ import annotations
 
 import itertools
 import threading
+import time
+from collections.abc import Callable, Iterable
 from typing import Any, Final, NamedTuple
 
 from stage_runtime.payloads.pack import OnDevice
@@ -17,6 +20,9 @@ from stage_runtime.relays.cuda_ipc.memory import DeviceMemory, Unshared
 from stage_runtime.relays.slots import Extents, Slot, SlotEvent, SlotState
 
 CHUNK_NBYTES: Final = 64 << 20  # the least: peers open few handles, and small payloads share one
+#: After the GPU had no room for a chunk. Each try takes long: torch's allocator gives all that it keeps back first,
+#: which the stages miss.
+RETRY_S: Final = 30.0
 UNIT: Final = 512  # what CUDA's own allocations are aligned to
 
 
@@ -44,8 +50,15 @@ class GpuPlace(NamedTuple):
 class Chunks:
     """All chunks of a process. Every method may be called from any thread."""
 
-    def __init__(self, memory: DeviceMemory, most_nbytes: int) -> None:
-        """most_nbytes: of each GPU."""
+    def __init__(
+        self,
+        memory: DeviceMemory,
+        most_nbytes: int,
+        devices: Iterable[str] = (),
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """most_nbytes: of each GPU. devices: GPUs of which a chunk is taken now, if there is room."""
         self._memory = memory
         self._most_nbytes = most_nbytes
         self._lock = threading.Lock()
@@ -53,6 +66,13 @@ class Chunks:
         self._chunks: list[GpuChunk] = []
         self._in_use = 0
         self._quarantined = 0
+        self._clock = clock
+        self._full_since: dict[str, float] = {}  #: By GPU: when it last had no room for a chunk.
+        for device in devices:
+            try:
+                self._grow(device, 0)
+            except Unshared:
+                continue
 
     def place(self, there: OnDevice, nbytes: int) -> GpuPlace | None:
         """A copy of what lies on the GPU, ``nbytes`` with its gaps; complete. None when there is no room for it."""
@@ -137,13 +157,25 @@ class Chunks:
         found = next((place for chunk in of_device if (place := self._slot(chunk, nbytes)) is not None), None)
         if found is not None:
             return found
-        wanted = max(CHUNK_NBYTES, nbytes + -nbytes % UNIT)
-        wanted = min(wanted, self._most_nbytes - sum(chunk.nbytes for chunk in of_device)) // UNIT * UNIT
-        if wanted < nbytes or not wanted:
+        if self._clock() - self._full_since.get(device, float("-inf")) < RETRY_S:
             return None
-        chunk = GpuChunk(next(self._numbers), device, self._memory.allocate(device, wanted), wanted)
+        chunk = self._grow(device, nbytes)
+        return self._slot(chunk, nbytes) if chunk is not None else None
+
+    def _grow(self, device: str, nbytes: int) -> GpuChunk | None:
+        """A new chunk with room for so much; None: the GPU's share is used up. Raises: Unshared: it has no memory."""
+        used = sum(chunk.nbytes for chunk in self._chunks if chunk.device == device)
+        wanted = min(max(CHUNK_NBYTES, nbytes + -nbytes % UNIT), self._most_nbytes - used) // UNIT * UNIT
+        if wanted < nbytes or wanted <= 0:
+            return None
+        try:
+            memory = self._memory.allocate(device, wanted)
+        except Unshared:
+            self._full_since[device] = self._clock()
+            raise
+        chunk = GpuChunk(next(self._numbers), device, memory, wanted)
         self._chunks.append(chunk)
-        return self._slot(chunk, nbytes)
+        return chunk
 
     def _slot(self, chunk: GpuChunk, nbytes: int) -> GpuPlace | None:
         extent = chunk.extents.allocate(nbytes)

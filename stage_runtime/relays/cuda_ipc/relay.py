@@ -83,8 +83,8 @@ class CudaIpcRelay(AbstractRelay[CudaIpcRoute, CudaIpcMetadata]):
         self._report = context.on_release
         super().__init__(msgspec.structs.replace(context, on_release=self._let_go_of), CudaIpcMetadata)
         self._arena: Arena = context.arena
-        self._chunks = Chunks(self._memory, context.settings.gpu_bytes)
         self._devices = {self._memory.uuid(gpu): f"cuda:{gpu}" for gpu in context.settings.gpus}
+        self._chunks = Chunks(self._memory, context.settings.gpu_bytes, self._devices.values())
         self._uuids = {device: uuid for uuid, device in self._devices.items()}
         self._looked_at: dict[TransferKey, str] = {}  #: Transfers here that lie on a GPU, and on which.
         self._waiting: queue.SimpleQueue[tuple[str, TransferKey] | None] = queue.SimpleQueue()
