@@ -17,8 +17,9 @@ from pathlib import Path
 import msgspec
 
 from omnipipeline_spec import planning
-from omnipipeline_spec.pipeline import PipelineConfig, RelayBackend, StageConfig
+from omnipipeline_spec.pipeline import PipelineConfig, StageConfig
 from omnipipeline_spec.types.plan import PipelinePlan
+from omnipipeline_spec.types.relays import RelayBackend
 from stage_runtime.coordinator.coordinator import Coordinator
 from stage_runtime.relays.context import RelaySettings
 from stage_runtime.relays.dispatch import Relays

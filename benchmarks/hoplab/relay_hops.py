@@ -14,7 +14,7 @@ from typing import cast
 
 from benchmarks.hoplab.measuring import visits
 from benchmarks.hoplab.pipelines import Running, pipeline, running, tensor
-from omnipipeline_spec.pipeline import RelayBackend
+from omnipipeline_spec.types.relays import RelayBackend
 
 SHORT, LONG = 1, 2  # stages
 LARGE_NBYTES = 4 << 20  # from here on a turn asks fewer times

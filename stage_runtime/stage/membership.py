@@ -193,7 +193,7 @@ class StageMembership:
 
     def _adopt_later(self) -> None:
         if self._adopting is None and not all(self._introducers.values()):
-            self._adopting = self._loop.call_later(ADOPTED_AFTER_S + self.beat_s, self._adopt)
+            self._adopting = self._loop.call_later(ADOPTED_AFTER_S + self.registration.beat_s, self._adopt)
 
     def _adopt(self) -> None:
         """Tell a coordinator of the members whose introducers are all gone: nobody else would report their departure.
