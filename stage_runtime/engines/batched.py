@@ -65,7 +65,7 @@ class BatchedEngine:
             returned = self._fn([event.payload for event in batch])
             if inspect.isawaitable(returned):
                 running.never_awaited(returned)
-                raise TypeError("gave a coroutine; the function of a batch is a plain one, without async")
+                raise TypeError("returned a coroutine; the function of a batch is a plain one, without async")
             # Our own copy: a subclass may report any length, and another thread may still write into the list.
             results = list(returned) if isinstance(returned, list) else None
             if results is None or len(results) != len(batch):

@@ -165,11 +165,11 @@ def as_engine(
         case Streaming():
             _at_least_one(blame, "Streaming", "concurrency", made.concurrency)
             _takes_one(made.fn, "the session", blame)
-            wanted = "it wants an async generator, async def fn(session) with yield"
+            needed = "it needs an async generator, async def fn(session) with yield"
             _refuse(
-                is_coroutine_function(made.fn), blame, f"omni.Streaming of an async function without yield: {wanted}"
+                is_coroutine_function(made.fn), blame, f"omni.Streaming of an async function without yield: {needed}"
             )
-            _refuse(is_generator(made.fn), blame, f"omni.Streaming of a sync generator: {wanted}")
+            _refuse(is_generator(made.fn), blame, f"omni.Streaming of a sync generator: {needed}")
             return StreamingEngine(made.fn, made.concurrency, sources)
         case Autoregressive():
             return _autoregressive(made, context, sources)
@@ -235,7 +235,7 @@ def _refuse(wrong: bool, blame: str, problem: str) -> None:
 def _custom(made: Any, run: Callable[..., Any], blame: str) -> Engine:
     """The low-level engine, whose ``run`` is called once. Raises: ConfigurationError: it is something else."""
     kind = made.__name__ if isinstance(made, type) else type(made).__name__
-    _refuse(isinstance(made, type), blame, f"the class {kind}; wanted an object of it: {kind}(…)")
+    _refuse(isinstance(made, type), blame, f"the class {kind}; expected an object of it: {kind}(…)")
     problem = _takes(run, 3)
     _refuse(
         problem is not None,

@@ -169,4 +169,4 @@ def test_a_batch_function_that_gives_a_coroutine_is_told_that_it_must_not() -> N
     made: Any = omni
     with running(as_engine(made.Batched(lambda payloads: results()))) as rig:
         rig.start("r1")
-        assert "gave a coroutine; the function of a batch is a plain one, without async" in rig.outbox.next()[2]
+        assert "returned a coroutine; the function of a batch is a plain one, without async" in rig.outbox.next()[2]

@@ -250,12 +250,12 @@ class Lazy:
         (untyped.Batched(generator), "omni.Batched of a generator: the function of a batch returns a list"),
         (
             untyped.Streaming(coroutine),
-            "omni.Streaming of an async function without yield: it wants an async generator",
+            "omni.Streaming of an async function without yield: it needs an async generator",
         ),
-        (untyped.Streaming(generator), "omni.Streaming of a sync generator: it wants an async generator"),
+        (untyped.Streaming(generator), "omni.Streaming of a sync generator: it needs an async generator"),
         (RunsOne(), r"a RunsOne, whose run cannot be called with inbox, outbox and stop: .* omni.Simple\(made.run\)"),
         (RunsAsync(), "a RunsAsync with an async run or a generator: the engine's run is a plain function"),
-        (WithRun, r"the class WithRun; wanted an object of it: WithRun\(…\)"),
+        (WithRun, r"the class WithRun; expected an object of it: WithRun\(…\)"),
     ],
 )
 def test_what_would_fail_every_request_is_refused_when_it_is_loaded(made: Any, said: str) -> None:
