@@ -154,6 +154,10 @@ class RequestHandle:
         self.timings = {}
         self.observed.begin(entry, edges, time.time_ns() // 1000)
         self.sending = BodyOwner(self.owner, self.id, self.tracked.attempt)
+        self.give_up_attempt()
+
+    def give_up_attempt(self) -> None:
+        """Drop what has come of the attempt and was not shown to the client."""
         self.streams = {stage: Inbound() for stage in self.tracked.terminals}
         self.undelivered.clear()
         if self.whole:

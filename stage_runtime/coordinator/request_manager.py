@@ -403,6 +403,7 @@ class RequestManager:
         if len(self._membership.state.instances) <= PUBLISHED_MOST:
             self._publish(abort)
         self._bindings.release(handle)
+        handle.give_up_attempt()
         handle.sending.aborted = True
         self.send_queues.abort(self._membership.incarnation, handle.id, handle.tracked.attempt)
         self._relays.cleanup(attempt_key(self._membership.incarnation, handle.id, handle.tracked.attempt))

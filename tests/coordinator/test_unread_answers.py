@@ -129,3 +129,18 @@ async def test_what_is_read_dropped_or_never_delivered_takes_no_room() -> None:
         await anext(events)
         await events.aclose()
         assert [handle.unread_nbytes for handle, _ in ended] == [0, 0, 0, 0]
+
+
+async def test_an_attempt_that_was_given_up_takes_no_room_while_the_request_waits_for_another_instance() -> None:
+    """A request without an attempt could not be ended for the room that its lost answer takes."""
+    async with coordinator_harness(terminal_stages=lambda request: ["shout"], answer_limits=LIMITS, retries=1) as made:
+        waiting, sent = admitted(made, "waiting", stream=False)
+        give(made, sent, range(5))
+        made.chunk(sent, "shout", 6, "early")
+        made.coordinator.lost("v1")
+        assert (waiting.tracked.live, waiting.unread_nbytes) == (True, 0)
+        made.join("v2", "voice")
+        again = made.submitted("f1")[-1]
+        made.chunk(again, "shout", 0, "whole")
+        made.complete(again, "shout", chunks=1, has_data=False)
+        assert [event.data for event in await read(waiting) if isinstance(event, ChunkEvent)] == ["whole"]
