@@ -363,7 +363,7 @@ async def test_a_terminal_that_gives_no_client_output_is_named() -> None:
                 await client.chat.completions.create(model="any", messages=USER, stream=stream)
             facts: Any = caught.value.body
             assert (facts["code"], facts["stage"]) == ("stage_failed", "think")
-            assert "stage 'think' gave the client a dict" in facts["message"]
+            assert "stage 'think' sent the client a dict" in facts["message"]
 
 
 @pytest.mark.parametrize(("code", "status"), CODES.items())
