@@ -31,6 +31,9 @@ class StandIn:
         """offers: False: there is no memory left."""
         self.offers = offers
         self.waited: list[str] = []
+        self.fails: Exception | None = None  #: What each wait raises.
+        self.failed = 0  #: Waits.
+        self.entered = 0  #: Threads of the relay's.
         self.opened = 0
         self._uuids = uuids
         self._files: dict[int, int] = {}  #: By address of a chunk.
@@ -71,7 +74,13 @@ class StandIn:
         return torch.frombuffer(buffers.view(region), dtype=torch.uint8)
 
     def wait(self, device: str) -> None:
+        if self.fails is not None:
+            self.failed += 1
+            raise self.fails
         self.waited.append(device)
+
+    def enter_thread(self) -> None:
+        self.entered += 1
 
     def close(self) -> None:
         while self._files:

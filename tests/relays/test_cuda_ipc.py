@@ -24,7 +24,7 @@ from stage_runtime.relays import registry
 from stage_runtime.relays.choosing import PROCESS, ProcessFacts
 from stage_runtime.relays.context import RelaySettings
 from stage_runtime.relays.cuda_ipc import messages
-from stage_runtime.relays.cuda_ipc.memory import CudaMemory
+from stage_runtime.relays.cuda_ipc.memory import CudaMemory, DeviceLost, ends_the_context
 from stage_runtime.relays.cuda_ipc.messages import ChunkHandle, CudaIpcMetadata, OnGpu
 from stage_runtime.relays.dispatch import Relays
 from stage_runtime.relays.registry import RELAYS
@@ -91,6 +91,47 @@ async def test_a_transfer_is_released_when_views_of_both_memories_are_dead_and_t
     del view
     await put.wait_for_completion(PATIENCE_S)
     assert relay_of(both.b).memory.waited == ["cuda:0"]
+
+
+async def test_a_transfer_is_not_released_before_a_wait_for_the_gpu_has_succeeded(both: Pair) -> None:
+    """A wait fails while a stage captures a CUDA graph, for example: the GPU may still read."""
+    memory = relay_of(both.b).memory
+    memory.fails = RuntimeError("operation not permitted when stream is capturing")
+    extracted = on_gpu(VALUE)
+    put = both.put_again(extracted)
+    value = restored(extracted, fetch(both, put.metadata))
+    del value
+    await both.until(lambda: memory.failed > 1)
+    assert (both.told, put.done()) == ([], False)
+    memory.fails = None
+    await put.wait_for_completion(PATIENCE_S)
+    assert memory.waited == ["cuda:0"] and memory.entered == 1
+
+
+async def test_a_gpu_whose_context_is_dead_reads_no_more(both: Pair) -> None:
+    memory = relay_of(both.b).memory
+    memory.fails = DeviceLost("CUDA error: an illegal memory access was encountered")
+    extracted = on_gpu(VALUE)
+    put = both.put_again(extracted)
+    value = restored(extracted, fetch(both, put.metadata))
+    del value
+    await put.wait_for_completion(PATIENCE_S)
+    assert memory.failed == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "is_dead"),
+    [
+        ("CUDA error: an illegal memory access was encountered\nCUDA kernel errors might be", True),
+        ("CUDA error: device-side assert triggered", True),
+        ("CUDA error: unspecified launch failure", True),
+        ("CUDA error: uncorrectable ECC error encountered", True),
+        ("CUDA error: operation not permitted when stream is capturing", False),
+        ("CUDA error: out of memory", False),
+    ],
+)
+def test_which_errors_of_cuda_end_its_context(error: str, is_dead: bool) -> None:
+    assert ends_the_context(error) == is_dead
 
 
 async def test_what_lies_in_the_host_s_memory_alone_waits_for_no_gpu(both: Pair) -> None:

@@ -5,16 +5,40 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import os
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from stage_runtime.errors import ConfigurationError
 from stage_runtime.relays.cuda_ipc import messages
 from stage_runtime.relays.cuda_ipc.messages import ChunkHandle
 
+CUDA_RUNTIMES: Final = ("libcudart.so.13", "libcudart.so.12")  # as torch loads them
+RELAXED: Final = 2  # cudaStreamCaptureModeRelaxed
+#: Errors after which all further calls of the process fail, by CUDA's texts (``cudaGetErrorString``).
+FATAL: Final = (
+    "illegal memory access",
+    "device-side assert",
+    "unspecified launch failure",
+    "uncorrectable ECC",
+    "illegal instruction",
+    "misaligned address",
+    "invalid program counter",
+    "not supported on global/shared address space",
+    "hardware stack error",
+    "launch timed out",
+    "context is destroyed",
+)
+
 
 class Unshared(Exception):
     """The GPU's memory cannot be used so: what was to be sent goes by the host's memory."""
+
+
+class DeviceLost(Exception):
+    """The GPU has failed for this process: it does nothing more of what it was asked."""
 
 
 class DeviceMemory(Protocol):
@@ -39,7 +63,13 @@ class DeviceMemory(Protocol):
         """Bytes of a chunk as a flat tensor; it and all tensors on its memory keep ``owner`` alive."""
 
     def wait(self, device: str) -> None:
-        """Until the GPU has done all that this process has asked of it so far."""
+        """Until the GPU has done all that this process has asked of it so far.
+
+        Raises: DeviceLost: it will not. Whatever else it raises: that is not known.
+        """
+
+    def enter_thread(self) -> None:
+        """Called first by each thread of the relay's that waits."""
 
 
 class CudaMemory:
@@ -107,7 +137,27 @@ class CudaMemory:
         return self._torch.as_tensor(_Span(chunk, offset, nbytes, owner), device=chunk.device)
 
     def wait(self, device: str) -> None:
-        self._torch.cuda.synchronize(device)
+        try:
+            self._torch.cuda.synchronize(device)
+        except RuntimeError as error:
+            if ends_the_context(str(error)):
+                raise DeviceLost(str(error)) from error
+            raise
+
+    def enter_thread(self) -> None:
+        """While a thread of the author's captures a CUDA graph, other threads may not wait, unless they say that they
+        have no part in it. torch has no call for that.
+        """
+        for name in CUDA_RUNTIMES:
+            with contextlib.suppress(OSError, AttributeError):  # another one is loaded, or it has no such function
+                runtime = ctypes.CDLL(name, mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
+                runtime.cudaThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(RELAXED)))
+                return
+
+
+def ends_the_context(error: str) -> bool:
+    """Whether no call of this process reaches the GPU after such an error."""
+    return any(text in error for text in FATAL)
 
 
 class _Span:

@@ -10,12 +10,11 @@ Not tried on a GPU so far: its tests use host memory as `memory.DeviceMemory`; t
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import mmap
 import queue
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -30,13 +29,14 @@ from stage_runtime.relays.arena import Arena
 from stage_runtime.relays.base import Peer, RelayOperation, TransferId, TransferKey
 from stage_runtime.relays.context import RelayContext
 from stage_runtime.relays.cuda_ipc.chunks import Chunks, GpuPlace
-from stage_runtime.relays.cuda_ipc.memory import CudaMemory, DeviceMemory, Unshared
+from stage_runtime.relays.cuda_ipc.memory import CudaMemory, DeviceLost, DeviceMemory, Unshared
 from stage_runtime.relays.cuda_ipc.messages import CudaIpcFacts, CudaIpcMetadata, OnGpu
 from stage_runtime.relays.operations import GetOperation, PutOperation, TransferCompletion
 from stage_runtime.relays.placing import Placed
 
 log = logging.getLogger(__name__)
 
+RETRY_S: Final = 0.1  # after a wait for the GPU failed
 CHUNKS: Final = 64  # most that a peer's transfers may make this process open
 
 
@@ -268,22 +268,43 @@ class CudaIpcRelay(AbstractRelay[CudaIpcRoute, CudaIpcMetadata]):
                 self._thread.start()
 
     def _settle(self) -> None:
-        """The thread: release what the GPU reads no more."""
-        while (first := self._waiting.get()) is not None:
-            found = [first]
-            last = False
-            with contextlib.suppress(queue.Empty):
-                while not last:
-                    following = self._waiting.get_nowait()
-                    last = following is None
-                    if following is not None:
-                        found.append(following)
-            for device in {device for device, _ in found}:
-                try:
-                    self._memory.wait(device)
-                except Exception:  # outermost of its thread: a GPU that has failed reads no more either
-                    log.exception("cuda_ipc relay: waiting for %s", device)
-            for _, key in found:
-                self._report(*key)
-            if last:
+        """The thread: release what the GPU reads no more. What could not be waited for is kept and waited for again."""
+        self._memory.enter_thread()
+        kept: list[tuple[str, TransferKey]] = []
+        is_told = False
+        while True:
+            found, is_last = self._to_settle(kept)
+            failed = self._not_waited({device for device, _ in found}, is_told)
+            is_told = bool(failed)
+            kept = [(device, key) for device, key in found if device in failed]
+            for device, key in found:
+                if device not in failed:
+                    self._report(*key)
+            if is_last:
                 return
+
+    def _to_settle(self, kept: list[tuple[str, TransferKey]]) -> tuple[list[tuple[str, TransferKey]], bool]:
+        """Wait for something to do. Returns: ``kept`` and what is new, and whether the relay is closed."""
+        found = list(kept)
+        try:
+            following = self._waiting.get(timeout=RETRY_S if kept else None)
+            while following is not None:
+                found.append(following)
+                following = self._waiting.get_nowait()
+            return found, True
+        except queue.Empty:
+            return found, False
+
+    def _not_waited(self, devices: Iterable[str], is_told: bool) -> set[str]:
+        """Wait for them. Returns: those of which it is not known whether they are through."""
+        failed = set()
+        for device in devices:
+            try:
+                self._memory.wait(device)
+            except DeviceLost as error:
+                log.error("cuda_ipc relay: %s has failed: %s", device, error)
+            except Exception:  # outermost of its thread: it waits again
+                failed.add(device)
+                if not is_told:
+                    log.exception("cuda_ipc relay: waiting for %s; it is tried again", device)
+        return failed
