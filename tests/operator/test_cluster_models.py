@@ -60,6 +60,26 @@ def test_a_prefetch_is_reported_while_it_waits_or_fails_and_is_deleted_with_its_
     assert "claim duo-models (ReadWriteMany) has no volume yet" in kube.condition("duo", "Accepted")["message"]
     assert set(deployments(kube)) == {"coordinator"}, "stages wait for their model"
     (job,) = kube.names("jobs")
+    waiting_job = kube.get("job", job)["metadata"]["uid"]
+    labelled = {"metadata": {"labels": {"sidecar.istio.io/inject": "false"}}}
+    corrected = cached("some/model")
+    corrected["spec"]["coordinator"]["podTemplate"] = labelled
+    kube.apply(corrected)
+    eventually(
+        lambda: (live := kube.get("job", job)) and live["metadata"]["uid"] != waiting_job,
+        what="a Job that still waits is replaced when its pod is edited",
+    )
+    (pod,) = eventually(
+        lambda: (
+            (found := kube.all("pods", "batch.kubernetes.io/job-name,sidecar.istio.io/inject=false"))
+            and len(found) == 1
+            and found
+        ),
+        what="the new Job's pod has the author's label",
+    )
+    assert pod["metadata"]["labels"]["batch.kubernetes.io/job-name"] == job
+    assert "omnipipeline.dev/unit" not in pod["metadata"]["labels"]
+    eventually(lambda: len(kube.all("pods", "batch.kubernetes.io/job-name")) == 1, what="the old Job's pod ends")
 
     (pod,) = kube.all("pods", f"batch.kubernetes.io/job-name={job}")
     kube("patch", "job", job, "--type=merge", "-p", '{"spec":{"backoffLimit":0}}')
@@ -94,6 +114,30 @@ def test_a_prefetch_is_reported_while_it_waits_or_fails_and_is_deleted_with_its_
         eventually(partial(lambda kind: not kube.names(kind), kind), what=f"no {kind} left")
     assert kube.get("persistentvolumeclaim", "duo-models")["metadata"]["uid"] == claim, "what was fetched stays"
     kube("delete", "persistentvolume", made["metadata"]["name"], "--wait=false")
+
+
+def test_a_claim_grows_where_its_class_allows_it_and_a_refusal_is_quoted(kube: Kube, operator: OperatorProcess) -> None:
+    operator.start()
+    made = volume(kube.namespace, ["ReadWriteMany"])
+    kube.apply(made)
+    kube.apply(cached("some/model", prefetch=False))
+    kube.wait_ready("duo")
+    larger = cached("some/model", prefetch=False)
+    larger["spec"]["modelCache"]["size"] = "2Gi"
+    kube.apply(larger)
+    said = eventually(lambda: "grow" in (told := kube.condition("duo", "Accepted")["message"]) and told)
+    assert "claim duo-models cannot grow from 1Gi to 2Gi: " in said and "resize" in said
+    expandable = {"provisioner": "nobody", "allowVolumeExpansion": True, "metadata": {"name": "by-hand"}}
+    kube.apply({"apiVersion": "storage.k8s.io/v1", "kind": "StorageClass", **expandable})
+    try:
+        kube("label", "pod", "--all", "hint=reconcile")
+        eventually(lambda: "grow" not in kube.condition("duo", "Accepted")["message"])
+        claim = kube.get("persistentvolumeclaim", "duo-models")
+        assert claim["spec"]["resources"]["requests"] == {"storage": "2Gi"}
+        assert "app.kubernetes.io/instance" not in claim["metadata"]["labels"]
+    finally:
+        kube("delete", "storageclass", "by-hand")
+        kube("delete", "persistentvolume", made["metadata"]["name"], "--wait=false")
 
 
 def test_a_quota_that_refuses_the_prefetch_is_reported_and_one_on_requests_does_not(
