@@ -29,6 +29,9 @@ from stage_runtime.wire.parts import Member
 log = logging.getLogger(__name__)
 
 READY_AFTER_S: Final = 30.0  # without a complete set, a coordinator is ready then: its 503 names a stage
+#: After an instance has named a member that this coordinator does not know: by then it has registered here, if it
+#: lives. This coordinator may have started a moment ago.
+REGISTERED_BY_S: Final = 30.0
 FENCED_KEPT: Final = 10_000
 TICK_S: Final = 0.01  # departures within it are sent together
 TOLD_AT_ONCE: Final = 100
@@ -133,21 +136,36 @@ class Membership:
     def peer_unreachable(self, sender: str, peer: str) -> None:
         """Two instances have no connection; at a limit, one of them has forgotten the other's endpoint."""
         self._introductions.lost(sender, peer)
-        if peer not in self.state.instances:
-            self._channels.send(sender, Members(gone=(peer,)))
+        if sender in self.state.instances:
+            self._watch_for(sender, [peer])
 
     def adopt(self, sender: str, message: Members) -> None:
         """An instance knows these from a coordinator that is gone: their departure is for this one to report."""
         if sender not in self.state.instances:
             return
-        gone = []
         for member in message.joined:
             if member.incarnation in self.state.instances:
                 self._introductions.adopt(sender, member.incarnation)
-            else:
-                gone.append(member.incarnation)
+        self._watch_for(sender, [one.incarnation for one in message.joined])
+
+    def _watch_for(self, sender: str, peers: Iterable[str]) -> None:
+        """Report those that are no members to ``sender``: at once where they were declared dead here, else if they have
+        not registered by `REGISTERED_BY_S`.
+        """
+        unknown = [one for one in peers if one not in self.state.instances]
+        gone = tuple(one for one in unknown if one in self._fenced)
         if gone:
-            self._channels.send(sender, Members(gone=tuple(gone)))
+            self._channels.send(sender, Members(gone=gone))
+        later = [one for one in unknown if one not in self._fenced]
+        for one in later:
+            self._introductions.adopt(sender, one)
+        if later:
+            self._loop.call_later(REGISTERED_BY_S, self._report_unknown, later)
+
+    def _report_unknown(self, peers: Sequence[str]) -> None:
+        for peer in peers:
+            if peer not in self.state.instances:
+                self._note_gone(peer)
 
     def unknown_peer(self, sender: str) -> None:
         """A message came from a process without a link. A fenced one is notified that it was fenced."""
@@ -200,10 +218,7 @@ class Membership:
         self._welcomes.forget(incarnation)
         self._channels.drop(incarnation)
         self._gone.pop(incarnation, None)
-        for other in self._introductions.leave(incarnation):
-            if not self._gone:
-                self._loop.call_later(TICK_S, self._tell_gone)
-            self._gone.setdefault(other, []).append(incarnation)
+        self._note_gone(incarnation)
         self._adapt_beats()
         log.info("%s (%s) has left", instance.member.group, incarnation)
         return True
@@ -344,6 +359,13 @@ class Membership:
     def _members(self, incarnations: Iterable[str]) -> tuple[Member, ...]:
         instances = self.state.instances
         return tuple(instances[one].member for one in incarnations if one in instances)
+
+    def _note_gone(self, incarnation: str) -> None:
+        """Those that know it are told, with what else happens within a tick."""
+        for other in self._introductions.leave(incarnation):
+            if not self._gone:
+                self._loop.call_later(TICK_S, self._tell_gone)
+            self._gone.setdefault(other, []).append(incarnation)
 
     def _tell_gone(self) -> None:
         """One message for each that knew them, however many have left within a tick."""

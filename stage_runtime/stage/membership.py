@@ -35,9 +35,6 @@ from stage_runtime.wire.parts import Member
 
 log = logging.getLogger(__name__)
 
-#: After a coordinator was lost, and the time over which a large fleet spreads its Hellos: by then all have registered
-#: with its successor.
-ADOPTED_AFTER_S: Final = 5.0
 GONE_KEPT: Final = 1000  # a request may name one that has just left
 MEET_AGAIN_S: Final = 1.5  # after a connection broke; by then the coordinator has given up what was under way
 
@@ -56,7 +53,6 @@ class StageMembership:
         #: (coordinator, member): what is gone as that coordinator sees it, the oldest first. Another one may still bind
         #: requests to it: a coordinator may have lost its own connection alone.
         self._gone: OrderedDict[tuple[str, str], None] = OrderedDict()
-        self._adopting: asyncio.TimerHandle | None = None  #: When `_adopt` is called.
         self._process = process
         self._loop = loop
         self._ready = False  #: All engines are loaded. Outlives the incarnations.
@@ -86,9 +82,6 @@ class StageMembership:
         self.members.clear()
         self._introducers.clear()
         self._gone.clear()
-        if self._adopting is not None:
-            self._adopting.cancel()
-            self._adopting = None
 
     # --- what is announced --------------------------------------------------------------------------------------
 
@@ -126,7 +119,7 @@ class StageMembership:
             self._process.send(sender, Deregister(self._leaving))
         elif self._ready:
             self._process.send(sender, Ready())
-        self._adopt_later()
+        self._pass_on()
 
     def lost(self, peer: str) -> bool:
         """A peer cannot be reached any more. True when it was a coordinator."""
@@ -141,7 +134,7 @@ class StageMembership:
             return False
         for introducers in self._introducers.values():
             introducers.discard(peer)
-        self._adopt_later()
+        self._pass_on()
         return True
 
     def must_be_renewed(self, sender: str, message: Rejected) -> bool:
@@ -191,25 +184,19 @@ class StageMembership:
         self.meet(members, by=by)
         return not known and sender in self.members and self._process.channels.link(sender) is not None
 
-    def _adopt_later(self) -> None:
-        if self._adopting is None and not all(self._introducers.values()):
-            self._adopting = self._loop.call_later(ADOPTED_AFTER_S + self.registration.beat_s, self._adopt)
-
-    def _adopt(self) -> None:
+    def _pass_on(self) -> None:
         """Tell a coordinator of the members whose introducers are all gone: nobody else would report their departure.
 
-        They are kept until then: the next request that is bound to both needs no new link.
+        Until it does they are kept: the next request that is bound to both needs no new link.
         """
-        self._adopting = None
         coordinator = next(iter(self.registration.coordinators), None)
-        if coordinator is None:
-            return  # the next one that welcomes us is told
         orphans = [peer for peer, introducers in self._introducers.items() if not introducers]
+        if coordinator is None or not orphans:
+            return  # the next one that welcomes us is told
         for peer in orphans:
             self._introducers[peer].add(coordinator)
-        if orphans:
-            members = (msgspec.structs.replace(self.members[peer], relays={}, stages=()) for peer in orphans)
-            self._process.send(coordinator, Members(joined=tuple(members)))
+        members = (msgspec.structs.replace(self.members[peer], relays={}, stages=()) for peer in orphans)
+        self._process.send(coordinator, Members(joined=tuple(members)))
 
     def _forget(self, peer: str) -> None:
         """No coordinator binds a request to it and this process any more."""

@@ -65,26 +65,45 @@ async def test_instances_that_have_no_connection_are_told_of_each_other_again_by
         made.coordinator.received("f1", PeerUnreachable("unknown"))
         made.manager.admit(asked("r2"))
         made.manager.admit(asked("r3"))
-        assert told(made, "f1") == [["v1"], [], ["v1"]]
+        assert told(made, "f1") == [["v1"], ["v1"]]
         assert told(made, "v1") == [["f1"], ["f1"]]
 
 
-async def test_who_is_unreachable_and_no_member_is_reported_gone() -> None:
-    """It was introduced by another coordinator, or before it was declared dead: nobody else would tell."""
+async def test_who_is_unreachable_and_was_declared_dead_is_reported_gone() -> None:
+    """It was introduced by another coordinator, or before: nobody else would tell."""
     async with coordinator_harness() as made:
         made.coordinator.received("f1", PeerUnreachable("v1"))
-        made.coordinator.received("f1", PeerUnreachable("unknown"))
         made.coordinator.lost("v1")
         made.coordinator.received("f1", PeerUnreachable("v1"))
-        assert sent(made, "f1", Members) == [Members(gone=("unknown",)), Members(gone=("v1",))]
+        assert sent(made, "f1", Members) == [Members(gone=("v1",))]
+
+
+@pytest.mark.parametrize("how", ["unreachable", "passed on"])
+async def test_who_is_no_member_is_reported_gone_when_it_has_not_registered_in_time(
+    how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This coordinator may have started a moment ago: who lives must not be called gone."""
+    monkeypatch.setattr(membership, "REGISTERED_BY_S", 0.05)
+    async with coordinator_harness() as made:
+        member = made.membership.state.instances["v1"].member
+        for name in ("v2", "v3"):
+            other = msgspec.structs.replace(member, incarnation=name)
+            message = PeerUnreachable(name) if how == "unreachable" else Members(joined=(other,))
+            made.coordinator.received("f1", message)
+        assert sent(made, "f1", Members) == []
+        made.join("v2", "voice")
+        await came(lambda: sent(made, "f1", Members) == [Members(gone=("v3",))])
+        made.coordinator.lost("v2")
+        await came(lambda: sent(made, "f1", Members)[1:] == [Members(gone=("v2",))])
 
 
 async def test_what_a_coordinator_that_is_gone_has_introduced_is_reported_by_the_next_one() -> None:
     async with coordinator_harness() as made:
-        members = [made.membership.state.instances[name].member for name in ("f1", "v1")]
-        stranger = msgspec.structs.replace(members[1], incarnation="v0")
-        made.coordinator.received("f1", Members(joined=(members[1], stranger)))
-        made.coordinator.received("nobody", Members(joined=(members[1],)))
+        made.join("v0", "voice")
+        members = [made.membership.state.instances[name].member for name in ("v0", "v1")]
+        made.coordinator.lost("v0")
+        made.coordinator.received("f1", Members(joined=tuple(members)))
+        made.coordinator.received("nobody", Members(joined=tuple(members)))
         assert sent(made, "f1", Members) == [Members(gone=("v0",))]
         made.coordinator.lost("v1")
         await came(lambda: sent(made, "f1", Members)[1:] == [Members(gone=("v1",))])

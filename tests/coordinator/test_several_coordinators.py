@@ -12,7 +12,6 @@ import pytest
 
 from benchmarks.scalelab.coordinating import Coordinating
 from benchmarks.scalelab.fakes import GROUPS, LightInstance
-from stage_runtime.stage import membership
 
 PATIENCE_S = 60.0
 OF_EACH_GROUP = 2
@@ -83,6 +82,12 @@ class Fleet:
         after: int = (await coordinator.usage())["retried"]
         return after - before
 
+    async def settled(self, number: int) -> None:
+        """Until no request of that coordinator meets a link that the other end had closed."""
+        async with asyncio.timeout(PATIENCE_S):
+            while await self.serve(number):
+                await asyncio.sleep(0.1)
+
     async def serve_all(self, number: int) -> None:
         """Until that coordinator has bound requests to every instance."""
         async with asyncio.timeout(PATIENCE_S):
@@ -136,9 +141,7 @@ async def test_who_is_dead_for_one_coordinator_is_introduced_by_the_other_that_h
         neighbours = made.of("stage3") + made.of("stage5")
         await until(lambda: not any(one.incarnation in each.members for each in neighbours))
         await made.serve_all(1)
-        async with asyncio.timeout(PATIENCE_S):
-            while await made.serve(1):  # the other end of such a link finds that it was closed
-                await asyncio.sleep(0.1)
+        await made.settled(1)
         served = one.served
         assert await made.serve(1) == 0
         assert one.served > served
@@ -159,9 +162,8 @@ async def test_who_is_dead_for_all_coordinators_is_forgotten_by_its_neighbours()
 
 @pytest.mark.parametrize("numbers", [[0], [0, 1]], ids=["another is left", "none is left"])
 async def test_who_leaves_after_the_coordinator_that_introduced_it_is_forgotten_by_all(
-    numbers: list[int], monkeypatch: pytest.MonkeyPatch
+    numbers: list[int],
 ) -> None:
-    monkeypatch.setattr(membership, "ADOPTED_AFTER_S", 0.2)
     async with fleet() as made:
         await made.serve_all(0)
         await made.replace(numbers)
@@ -171,8 +173,7 @@ async def test_who_leaves_after_the_coordinator_that_introduced_it_is_forgotten_
         assert await made.serve(0) == await made.serve(1) == 0
 
 
-async def test_links_that_a_coordinator_has_introduced_outlive_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(membership, "ADOPTED_AFTER_S", 0.2)
+async def test_links_that_a_coordinator_has_introduced_outlive_it() -> None:
     async with fleet() as made:
         await made.serve_all(0)
         known = {one.incarnation: one.members for one in made.instances}
@@ -206,9 +207,7 @@ async def test_an_instance_that_one_coordinator_alone_has_lost_comes_back_to_it_
         assert (outcome["failed"], made.reborn) == ({}, [])
         assert (await made.coordinators[1].usage())["retried"] == 0
         assert set(first.membership.state.instances) == set(incarnations)
-        async with asyncio.timeout(PATIENCE_S):
-            while await made.serve(0):  # links between instances that only the first one had introduced
-                await asyncio.sleep(0.1)
+        await made.settled(0)
         assert await made.serve(0) == await made.serve(1) == 0
 
 
