@@ -100,7 +100,8 @@ class Membership:
             return None
         if not self._welcomes.due(sender, message, time.monotonic()):
             return Joined(new=False, replaced=[])
-        self._fenced.pop(sender, None)
+        if self._fenced.pop(sender, None) is not None:
+            self._tell_gone()  # before it is introduced again
         known = self.state.instances.get(sender)
         # What was bound to it is over before a process says Hello for the first time, or again. One that is ready and
         # repeats it may have found us at a second address.

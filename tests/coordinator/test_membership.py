@@ -213,6 +213,19 @@ async def test_who_was_declared_dead_and_says_hello_is_taken_back_and_hears_whic
         assert isinstance(welcome, Welcome) and welcome.coordinator.attempts_over == 0, "these are not over"
 
 
+async def test_who_comes_back_at_once_is_introduced_after_its_departure_was_told() -> None:
+    """Departures wait for others of the same moment: told afterwards, its neighbours would forget it for good."""
+    async with coordinator_harness() as made:
+        made.manager.admit(asked("r1"))
+        made.coordinator.lost("v1")
+        made.join("v1", "voice")
+        made.manager.admit(asked("r2"))
+        await came(lambda: any(news.gone for news in sent(made, "f1", Members)))  # type: ignore[attr-defined]
+        await asyncio.sleep(2 * membership.TICK_S)
+        news = [([one.incarnation for one in each.joined], each.gone) for each in sent(made, "f1", Members)]  # type: ignore[attr-defined]
+        assert news == [(["v1"], ()), ([], ("v1",)), (["v1"], ())]
+
+
 async def test_who_was_declared_dead_may_not_come_back_where_another_life_has_begun() -> None:
     """Its Hello is one that was late."""
     async with coordinator_harness() as made:
