@@ -149,6 +149,11 @@ def device_bytes(tensor: Any) -> Any:
     return flat if flat.dtype is torch.uint8 else flat.view(torch.uint8)
 
 
+def flat_bytes(data: bytes) -> Any:
+    """A copy of bytes as a flat tensor of ``uint8``, in the host's memory."""
+    return sys.modules["torch"].frombuffer(bytearray(data), dtype=sys.modules["torch"].uint8)
+
+
 def host_bytes(flat: Any) -> memoryview:
     """A copy of what `device_bytes` gave, in the host's memory."""
     return buffers.view(host_copy(flat).numpy())

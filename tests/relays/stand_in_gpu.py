@@ -34,6 +34,7 @@ class StandIn:
         self.fails: Exception | None = None  #: What each wait raises.
         self.failed = 0  #: Waits.
         self.entered = 0  #: Threads of the relay's.
+        self.opens = True  #: Memory of other processes.
         self.opened = 0
         self._uuids = uuids
         self._files: dict[int, int] = {}  #: By address of a chunk.
@@ -54,6 +55,8 @@ class StandIn:
         return f"/proc/{os.getpid()}/fd/{self._files[chunk.data_ptr()]}".encode()
 
     def open(self, handle: bytes, device: str, nbytes: int) -> torch.Tensor:
+        if not self.opens:
+            raise ValueError("CUDA error: invalid argument")
         try:
             file = os.open(handle.decode(), os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
@@ -72,6 +75,9 @@ class StandIn:
         region = _Owning((nbytes,), np.uint8, chunk.numpy()[offset : offset + nbytes])
         region.owner = owner
         return torch.frombuffer(buffers.view(region), dtype=torch.uint8)
+
+    def read(self, chunk: torch.Tensor, offset: int, nbytes: int) -> bytes:
+        return bytes(chunk[offset : offset + nbytes].numpy())
 
     def wait(self, device: str) -> None:
         if self.fails is not None:

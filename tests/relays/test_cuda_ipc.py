@@ -170,7 +170,7 @@ async def test_chunks_are_opened_once(both: Pair) -> None:
         put = both.put_again(extracted)
         assert torch.equal(restored(extracted, fetch(both, put.metadata))[0], TENSOR)
         await put.wait_for_completion(PATIENCE_S)
-    assert relay_of(both.b).memory.opened == 1
+    assert relay_of(both.b).memory.opened == 2  # with the one that showed that it can be
 
 
 @pytest.mark.parametrize("why", ["another GPU", "no room", "too large"])
@@ -295,8 +295,8 @@ HANDLE = ChunkHandle(b"\0" * 65, 4096, 512, b"/torch_123_4", 8, b"\0" * 64, True
     [
         changed(storage_nbytes=4097),
         changed(handle=b""),
-        changed(handle=b"\0" * 300),
-        changed(event=b"\0" * 300),
+        changed(handle=b"\0" * 4097),
+        changed(event=b"\0" * 4097),
         changed(counter=b"/etc/passwd"),
         changed(counter=b"/torch_../x"),
         changed(counter=b"torch_1"),
@@ -337,6 +337,55 @@ async def test_processes_that_share_no_gpu_use_another_relay(gpus: tuple[int, ..
         ):
             a.choose("b", "cuda_ipc")
         assert ("cuda_ipc" in b.process.refused) == (not gpus)
+    finally:
+        a.close()
+        b.close()
+
+
+def relays_named(name: str) -> Relays:
+    return Relays(
+        loop=asyncio.get_running_loop(),
+        incarnation=name,
+        on_release=lambda peer, transfer: None,
+        settings=msgspec.structs.replace(SMALL, asked=frozenset({"cuda_ipc"}), gpu_bytes=8 * MIB),
+        table=TABLE,
+    )
+
+
+@pytest.mark.parametrize("why", ["cannot be opened", "another token", "no token", "its GPU was full", "ours was full"])
+async def test_a_peer_whose_memory_on_the_gpu_is_not_reached_is_served_by_another_relay(why: str) -> None:
+    """Both may see the same GPU while CUDA refuses to open the other's memory: a MIG slice, a sandbox, a user."""
+    a, b = relays_named("a"), relays_named("b")
+    try:
+        facts = b.facts()
+        probes = facts["cuda_ipc"]["probes"]
+        assert list(probes) == ["GPU-0"]
+        relay_of(a).memory.opens = why != "cannot be opened"
+        if why == "another token":
+            probes["GPU-0"]["token"] = "00" * 16
+        elif why == "no token":
+            del facts["cuda_ipc"]["probes"]
+        elif why == "its GPU was full":
+            facts["cuda_ipc"]["probes"] = {}
+        elif why == "ours was full":
+            relay_of(a)._probes.clear()
+        assert a.open("b", facts) == ("shm", "tcp")
+        assert a.choose("b") == "shm"
+        with pytest.raises(RelayRefused, match="cuda_ipc does not reach b"):
+            a.choose("b", "cuda_ipc")
+    finally:
+        a.close()
+        b.close()
+
+
+@pytest.mark.parametrize("handle", [b"x" * 9000, b""])
+async def test_a_probe_that_is_none_reaches_nobody(handle: bytes) -> None:
+    a, b = relays_named("a"), relays_named("b")
+    try:
+        facts = b.facts()
+        facts["cuda_ipc"]["probes"]["GPU-0"]["handle"] = base64.b64encode(handle).decode()
+        assert "cuda_ipc" not in a.open("b", facts)
+        assert relay_of(a).memory.opened == 0
     finally:
         a.close()
         b.close()

@@ -59,6 +59,9 @@ class DeviceMemory(Protocol):
     def write(self, chunk: Any, parts: Sequence[tuple[int, Any]]) -> None:
         """Copy flat tensors to those offsets, and wait until they are there. Raises: Unshared."""
 
+    def read(self, chunk: Any, offset: int, nbytes: int) -> bytes:
+        """A copy of some bytes. Raises: ValueError: the GPU does not give them."""
+
     def view(self, chunk: Any, offset: int, nbytes: int, owner: object) -> Any:
         """Bytes of a chunk as a flat tensor; it and all tensors on its memory keep ``owner`` alive."""
 
@@ -132,6 +135,12 @@ class CudaMemory:
             torch.cuda.current_stream(chunk.device).synchronize()
         except RuntimeError as error:
             raise Unshared(str(error)) from error
+
+    def read(self, chunk: Any, offset: int, nbytes: int) -> bytes:
+        try:
+            return bytes(chunk[offset : offset + nbytes].cpu().numpy())
+        except RuntimeError as error:
+            raise ValueError(str(error)) from error
 
     def view(self, chunk: Any, offset: int, nbytes: int, owner: object) -> Any:
         return self._torch.as_tensor(_Span(chunk, offset, nbytes, owner), device=chunk.device)

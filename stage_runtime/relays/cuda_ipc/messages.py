@@ -14,15 +14,30 @@ from stage_runtime.relays.peer_arenas import ArenaFacts
 
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
 
-HANDLE_NBYTES: Final = 256  # CUDA's handles have 64 bytes; torch adds one in front
+#: CUDA's handles have 64 bytes, and torch adds one in front. With its expandable segments, a handle has one of CUDA's
+#: for each 20 MiB.
+HANDLE_NBYTES: Final = 4096
+PROBE_NBYTES: Final = 512  # as `chunks.UNIT`
+ENCODED_NBYTES: Final = 2 * HANDLE_NBYTES  # of a handle with all that torch adds
+TOKEN_NBYTES: Final = 16
 _COUNTER: Final = re.compile(rb"/torch_[0-9A-Za-z_-]{1,200}")  # how torch names its files of reference counters
 
 
+class GpuProbe(msgspec.Struct, frozen=True):
+    """A little memory of a GPU: whoever opens it and reads the token in it reaches this process's memory there."""
+
+    handle: Annotated[bytes, msgspec.Meta(min_length=1, max_length=ENCODED_NBYTES)]
+    token: Annotated[str, msgspec.Meta(min_length=2 * TOKEN_NBYTES, max_length=2 * TOKEN_NBYTES)]
+
+
 class CudaIpcFacts(msgspec.Struct, frozen=True):
-    """What a peer must know. gpus: UUIDs of those on which this process's stages compute."""
+    """What a peer must know. gpus: UUIDs of those on which this process's stages compute. probes: of those of which it
+    has memory; one without is not used between the two.
+    """
 
     arena: ArenaFacts
     gpus: tuple[str, ...]
+    probes: dict[str, GpuProbe] = {}
 
 
 class OnGpu(msgspec.Struct, frozen=True, array_like=True):

@@ -10,27 +10,30 @@ Not tried on a GPU so far: its tests use host memory as `memory.DeviceMemory`; t
 
 from __future__ import annotations
 
+import hmac
 import logging
 import mmap
 import queue
+import secrets
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
 import msgspec
 import numpy as np
 
 from stage_runtime.errors import RelayFailed, TransferError
-from stage_runtime.payloads import buffers
+from stage_runtime.payloads import buffers, tensors
 from stage_runtime.payloads.pack import Arrived, Pack
 from stage_runtime.relays import peer_arenas
 from stage_runtime.relays.abstract import AbstractRelay
 from stage_runtime.relays.arena import Arena
 from stage_runtime.relays.base import Peer, RelayOperation, TransferId, TransferKey
 from stage_runtime.relays.context import RelayContext
+from stage_runtime.relays.cuda_ipc import messages
 from stage_runtime.relays.cuda_ipc.chunks import Chunks, GpuPlace
 from stage_runtime.relays.cuda_ipc.memory import CudaMemory, DeviceLost, DeviceMemory, Unshared
-from stage_runtime.relays.cuda_ipc.messages import CudaIpcFacts, CudaIpcMetadata, OnGpu
+from stage_runtime.relays.cuda_ipc.messages import CudaIpcFacts, CudaIpcMetadata, GpuProbe, OnGpu
 from stage_runtime.relays.operations import GetOperation, PutOperation, TransferCompletion
 from stage_runtime.relays.placing import Placed
 
@@ -86,6 +89,9 @@ class CudaIpcRelay(AbstractRelay[CudaIpcRoute, CudaIpcMetadata]):
         self._devices = {self._memory.uuid(gpu): f"cuda:{gpu}" for gpu in context.settings.gpus}
         self._chunks = Chunks(self._memory, context.settings.gpu_bytes, self._devices.values())
         self._uuids = {device: uuid for uuid, device in self._devices.items()}
+        self._token = secrets.token_bytes(messages.TOKEN_NBYTES)
+        self._kept: list[Any] = []  #: The memory of the probes.
+        self._probes = dict(self._marked())
         self._looked_at: dict[TransferKey, str] = {}  #: Transfers here that lie on a GPU, and on which.
         self._waiting: queue.SimpleQueue[tuple[str, TransferKey] | None] = queue.SimpleQueue()
         self._starting = threading.Lock()
@@ -93,7 +99,7 @@ class CudaIpcRelay(AbstractRelay[CudaIpcRoute, CudaIpcMetadata]):
         self._counts = dict.fromkeys(("received_transfers", "received_bytes", "staged_bytes"), 0)
 
     def facts(self) -> dict[str, Any]:
-        facts = CudaIpcFacts(peer_arenas.own_facts(self._arena), tuple(self._devices))
+        facts = CudaIpcFacts(peer_arenas.own_facts(self._arena), tuple(self._devices), self._probes)
         return msgspec.to_builtins(facts)  # type: ignore[no-any-return]
 
     def put(
@@ -149,6 +155,7 @@ class CudaIpcRelay(AbstractRelay[CudaIpcRoute, CudaIpcMetadata]):
             self._waiting.put(None)
             self._thread.join()
             self._thread = None
+        self._kept.clear()
         self._chunks.close()
 
     # --- AbstractRelay ------------------------------------------------------------------------------------------
@@ -156,11 +163,14 @@ class CudaIpcRelay(AbstractRelay[CudaIpcRoute, CudaIpcMetadata]):
     def _connect(self, peer: Peer, facts: Mapping[str, Any]) -> CudaIpcRoute | None:
         try:
             theirs = msgspec.convert(facts, CudaIpcFacts)
-            gpus = frozenset(theirs.gpus) & self._devices.keys()
+            gpus = frozenset(theirs.gpus) & theirs.probes.keys() & self._probes.keys()
             mapping = peer_arenas.mapped(theirs.arena) if gpus else None
         except (OSError, ValueError, OverflowError):  # ValidationError is a ValueError
             return None
-        return CudaIpcRoute(mapping, gpus, {}) if mapping is not None else None
+        if mapping is None:
+            return None
+        reached = frozenset(gpu for gpu in gpus if self._reaches(peer, gpu, theirs.probes[gpu]))
+        return CudaIpcRoute(mapping, reached, {}) if reached else None
 
     def _disconnect(self, peer: Peer, connection: CudaIpcRoute) -> None:
         """Views that are still held keep the mapping and the chunk."""
@@ -168,6 +178,33 @@ class CudaIpcRelay(AbstractRelay[CudaIpcRoute, CudaIpcMetadata]):
         self._chunks.forget(peer)
         for key in [key for key in list(self._looked_at) if key[0] == peer]:
             self._looked_at.pop(key, None)
+
+    def _marked(self) -> Iterator[tuple[str, GpuProbe]]:
+        """Of each GPU, memory with the token for peers to open. Not a chunk's: all peers get the same handle, and torch
+        counts one user of each.
+        """
+        for uuid, device in self._devices.items():
+            try:
+                memory = self._memory.allocate(device, messages.PROBE_NBYTES)
+                self._memory.write(memory, [(0, tensors.flat_bytes(self._token))])
+                handle = self._memory.share(memory)
+            except Unshared as error:
+                log.info("cuda_ipc relay: memory of %s cannot be shared: %s", device, error)
+                continue
+            self._kept.append(memory)
+            yield uuid, GpuProbe(handle, self._token.hex())
+
+    def _reaches(self, peer: Peer, gpu: str, probe: GpuProbe) -> bool:
+        """Whether memory of a peer's can be opened here, and is that peer's."""
+        try:
+            memory = self._memory.open(probe.handle, self._devices[gpu], messages.PROBE_NBYTES)
+            found = self._memory.read(memory, 0, messages.TOKEN_NBYTES)
+            if hmac.compare_digest(found, bytes.fromhex(probe.token)):
+                return True
+            log.info("cuda_ipc relay: memory of %s on %s has another token", peer, gpu)
+        except ValueError as error:
+            log.info("cuda_ipc relay: memory of %s on %s is not reached: %s", peer, gpu, error)
+        return False
 
     def _free(self, put: PutOperation) -> None:
         self._release(put.resource)
