@@ -5,7 +5,7 @@
 Half of the requests stream. The client retries nothing and writes down each request's one end. Cuts need root
 (network namespaces); there everything goes by TCP and CURVE, elsewhere by Unix sockets and shared memory.
 
-    python -m benchmarks.faults --relay nixl|mooncake|nccl [--transfers 10000]
+    python -m benchmarks.faults --relay nixl|mooncake|nccl [--transfers 10000] [--json FILE]
 
 One relay between two pods: a peer killed, frozen, cut off and restarted on the way, then gets that are given up, with
 quarantine (no byte may be wrong) and without (some must be).
@@ -19,7 +19,7 @@ import asyncio
 import contextlib
 import sys
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -89,17 +89,33 @@ async def running(
                 Path(arguments.logs, f"{fault}-{replicas}.log").write_bytes(log.read_bytes())
 
 
-async def relay_rows(relay: str, transfers: int) -> list[str]:
-    """Print what each fault did to a relay. Returns: the promises that were broken."""
+async def relay_table(
+    relay: str,
+    transfers: int,
+    file: str | None,
+    *,
+    hurt: Callable[..., Awaitable[relay_faults.Outcome]] = relay_faults.hurt,
+    give_up_often: Callable[..., Awaitable[relay_faults.Outcome]] = relay_faults.give_up_often,
+) -> int:
+    """Print what each fault did to a relay, and write it to ``file``. Returns: the exit code."""
     print(f"{'relay':9} {'fault':9} {'noticed':>9} {'checked':>8} {'wrong bytes':>12}  reason")
-    broken = []
-    for fault in relay_faults.FAULTS:
-        found = await relay_faults.hurt(relay, fault)
-        broken += _printed(found, found.broken())
-    found = await relay_faults.give_up_often(relay, transfers)
-    broken += _printed(found, found.broken())
-    control = await relay_faults.give_up_often(relay, min(transfers, CONTROL_TRANSFERS), careless=True)
-    return broken + _printed(control, [] if control.wrong else ["without quarantine nothing was found"])
+    found, broken = list[relay_faults.Outcome](), list[str]()
+    try:
+        for fault in relay_faults.FAULTS:
+            found.append(await hurt(relay, fault))
+            broken += _printed(found[-1], found[-1].broken())
+        found.append(await give_up_often(relay, transfers))
+        broken += _printed(found[-1], found[-1].broken())
+        found.append(await give_up_often(relay, min(transfers, CONTROL_TRANSFERS), careless=True))
+        broken += _printed(found[-1], [] if found[-1].wrong else ["without quarantine nothing was found"])
+    finally:
+        _write(file, found)
+    return 1 if broken else 0
+
+
+def _write(file: str | None, found: Sequence[msgspec.Struct]) -> None:
+    if file:
+        Path(file).write_bytes(msgspec.json.format(msgspec.json.encode(found)))
 
 
 def _printed(found: relay_faults.Outcome, broken: list[str]) -> list[str]:
@@ -135,10 +151,9 @@ def read(words: list[str] | None = None) -> argparse.Namespace:
 def main() -> int:
     arguments = read()
     if arguments.relay:
-        return 1 if asyncio.run(relay_rows(arguments.relay, arguments.transfers)) else 0
+        return asyncio.run(relay_table(arguments.relay, arguments.transfers, arguments.json))
     found = asyncio.run(table(arguments))
-    if arguments.json:
-        Path(arguments.json).write_bytes(msgspec.json.format(msgspec.json.encode(found)))
+    _write(arguments.json, found)
     return 1 if any(outcome.broken() for outcome in found) else 0
 
 
