@@ -7,7 +7,8 @@ from typing import Any, Final
 
 import msgspec
 
-from stage_runtime.payloads import buffers, tensors
+from stage_runtime.payloads import buffers, streams, tensors
+from stage_runtime.payloads.streams import StreamHandover, Streams
 from stage_runtime.payloads.tensors import FlatPart
 from stage_runtime.wire.parts import INLINE_LIMIT
 from stage_runtime.wire.tensorrefs import TensorRef
@@ -33,10 +34,16 @@ class Arrived(msgspec.Struct, frozen=True, eq=False):
 
     start: int
     flat: Any
+    handover: StreamHandover | None = None  #: Of a copy that another thread made.
 
-    def copied(self) -> Arrived:
-        """In memory of this process."""
-        return Arrived(self.start, self.flat.clone())
+    def copied(self, on: Streams = streams.CUDA) -> Arrived:
+        """In memory of this process; who takes it calls `taken` first."""
+        copy = self.flat.clone()
+        return Arrived(self.start, copy, streams.given(copy, on))
+
+    def taken(self) -> None:
+        if self.handover is not None:
+            self.handover.take()
 
 
 class Pack(msgspec.Struct, frozen=True):

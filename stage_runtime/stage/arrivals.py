@@ -8,7 +8,8 @@ import msgspec
 
 from stage_runtime.engines import events
 from stage_runtime.errors import ProtocolError
-from stage_runtime.payloads import devices, encoding
+from stage_runtime.payloads import devices, encoding, streams
+from stage_runtime.payloads.streams import Streams
 from stage_runtime.stage.work import RequestWork
 from stage_runtime.wire.values import Chunk, OmniRequest, StagePayload
 
@@ -24,14 +25,18 @@ class Sealed(Protocol):
 
 
 class Passed:
-    """A value handed over inside the process: checked and isolated by its sender."""
+    """A value handed over inside the process: checked and isolated by its sender, in whose thread this is made."""
 
-    __slots__ = ("_value",)
+    __slots__ = ("_handover", "_value")
 
-    def __init__(self, value: Any) -> None:
+    def __init__(self, value: Any, on: Streams = streams.CUDA) -> None:
         self._value = value
+        self._handover = streams.given(value, on)
 
     def open(self) -> Any:
+        if self._handover is not None:
+            self._handover.take()
+            self._handover = None
         value, self._value = self._value, None
         return value
 
@@ -39,7 +44,7 @@ class Passed:
         """Does nothing: the value occupies no relay slot."""
 
     def discard(self) -> None:
-        self._value = None
+        self._value = self._handover = None
 
 
 def open_payload(work: RequestWork, sealed: Sealed) -> StagePayload:
@@ -73,19 +78,23 @@ class PayloadArrival(msgspec.Struct, eq=False):
 class MergedArrival:
     """A fan-in's payload, merged by the stage's hook thread."""
 
-    __slots__ = ("payload", "work")
+    __slots__ = ("_handover", "payload", "work")
 
-    def __init__(self, work: RequestWork, payload: StagePayload) -> None:
+    def __init__(self, work: RequestWork, payload: StagePayload, on: Streams = streams.CUDA) -> None:
         self.work = work
         self.payload: StagePayload | None = payload
+        self._handover = streams.given(payload, on)
 
     def open(self) -> events.Start:
+        if self._handover is not None:
+            self._handover.take()
+            self._handover = None
         payload, self.payload = self.payload, None
         assert payload is not None
         return events.Start(self.work.request_id, payload, self.work)
 
     def discard(self) -> None:
-        self.payload = None
+        self.payload = self._handover = None
 
 
 class EndArrival:

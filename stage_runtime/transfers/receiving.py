@@ -39,6 +39,8 @@ class Fetched(msgspec.Struct, eq=False):
         self._buffer = self._on_device = None
         if body.inline and buffer is None:
             buffer = bytearray(body.inline) if torch else body.inline  # writable: torch knows no read-only tensors
+        if on_device is not None:
+            on_device.taken()
         return encoding.restore(body.value, body.refs, buffer, on_device, torch=torch)
 
     @property
