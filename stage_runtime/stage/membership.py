@@ -50,6 +50,8 @@ class StageMembership:
         #: Which coordinators have introduced a member and not reported that it is gone. The keys are those of
         #: ``members``.
         self._introducers: dict[str, set[str]] = {}
+        #: Members that one coordinator alone had introduced when it was lost, and none since -> that coordinator.
+        self._left: dict[str, str] = {}
         #: (coordinator, member): what is gone as that coordinator sees it, the oldest first. Another one may still bind
         #: requests to it: a coordinator may have lost its own connection alone.
         self._gone: OrderedDict[tuple[str, str], None] = OrderedDict()
@@ -81,6 +83,7 @@ class StageMembership:
         """The process takes a new incarnation: forget all members. `wire` must follow."""
         self.members.clear()
         self._introducers.clear()
+        self._left.clear()
         self._gone.clear()
 
     # --- what is announced --------------------------------------------------------------------------------------
@@ -119,6 +122,10 @@ class StageMembership:
             self._process.send(sender, Deregister(self._leaving))
         elif self._ready:
             self._process.send(sender, Ready())
+        if message.coordinator.attempts_over:
+            # It has ended what was bound to both, and told the other end to forget us, or has lost that, too.
+            for peer in [peer for peer, lost in self._left.items() if lost == sender]:
+                self._forget(peer)
         self._pass_on()
 
     def lost(self, peer: str) -> bool:
@@ -132,7 +139,9 @@ class StageMembership:
         self._process.send_queues.forget(peer)
         if not self.registration.lost(peer):
             return False
-        for introducers in self._introducers.values():
+        for member, introducers in self._introducers.items():
+            if introducers == {peer}:
+                self._left[member] = peer
             introducers.discard(peer)
         self._pass_on()
         return True
@@ -171,6 +180,7 @@ class StageMembership:
                 continue
             if peer in self.members:
                 self._introducers[peer].add(by)
+                self._left.pop(peer, None)
             elif self._neighbours.intersection(member.stages):
                 self.members[peer] = member
                 self._introducers[peer] = {by}
@@ -202,6 +212,7 @@ class StageMembership:
         """No coordinator binds a request to it and this process any more."""
         del self.members[peer]
         del self._introducers[peer]
+        self._left.pop(peer, None)
         self._process.channels.drop(peer)
         self._process.send_queues.forget(peer)
 
@@ -216,6 +227,7 @@ class StageMembership:
             self._process.counters["limits"] += 1
             del self.members[peer]
             del self._introducers[peer]
+            self._left.pop(peer, None)
             self.broadcast(PeerUnreachable(peer))  # the coordinator binds the request to others
             return
         self._process.relays.open(peer, member.relays)

@@ -218,3 +218,20 @@ async def test_who_is_declared_dead_by_all_coordinators_comes_back_under_a_new_i
             coordinator._coordinator.lost(one.incarnation)
         one.beat()
         await until(lambda: made.reborn == [one.incarnation])
+
+
+async def test_an_instance_that_comes_back_and_its_neighbours_open_new_links_and_no_request_meets_an_old_one() -> None:
+    async with fleet() as made:
+        await made.serve_all(0)
+        one = made.of("stage4")[0]
+        neighbours = {each.incarnation for each in made.of("stage3") + made.of("stage5")}
+        welcomes = one.heard["Welcome"]
+        made.coordinators[0]._coordinator.lost(one.incarnation)
+        one.beat()
+        await until(lambda: one.heard["Welcome"] > welcomes)
+        await made.ready(len(made.instances))
+        assert one.dropped == 1 and not neighbours & one.members
+        served = one.served
+        async with asyncio.timeout(PATIENCE_S):
+            while not neighbours & one.members or one.served == served:
+                assert await made.serve(0) == 0
