@@ -56,9 +56,10 @@ def test_a_prompt_that_gives_nan_ends_alone_and_its_blocks_are_not_cached() -> N
     assert answers.tokens == {"good": alone("llama", good, 12), "bad": [], "neighbour": alone("llama", good[:9], 12)}
     pool = answers.engine.scheduler.pool
     assert pool.free == pool.capacity
+    hits = answers.engine.scheduler.stats.hit_tokens  # of the neighbour, which begins as `good` does
     answers.ask("same beginning", [*bad[:8], 1, 2])
     answers.run()
-    assert answers.engine.scheduler.stats.hit_tokens == 0
+    assert answers.engine.scheduler.stats.hit_tokens == hits
     assert answers.tokens["same beginning"] == alone("llama", [*bad[:8], 1, 2], 12)
 
 

@@ -272,7 +272,7 @@ async def test_a_slot_that_has_another_use_by_now_is_refused(both: Pair) -> None
     metadata = put.metadata
     both.a.discard(put)
     both.put_again(on_gpu([TENSOR]))
-    with pytest.raises(TransferError, match="another use"):
+    with pytest.raises(TransferError, match="its slot was reused"):
         fetch(both, metadata)
 
 

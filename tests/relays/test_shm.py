@@ -156,10 +156,10 @@ async def test_a_message_about_a_slot_that_has_another_use_is_refused(both: Pair
     buffer = await both.get(operation)
     del buffer
     await operation.wait_for_completion(PATIENCE_S)
-    with pytest.raises(TransferError, match="another use now"):
+    with pytest.raises(TransferError, match="its slot was reused"):
         both.b.get(metadata, request_id="r", peer="a")
     _, again = both.put(np.zeros(9000))
-    with pytest.raises(TransferError, match="another use now"):
+    with pytest.raises(TransferError, match="its slot was reused"):
         both.b.get(metadata, request_id="r", peer="a")
     assert bytes(await both.get(again)) == bytes(72_000)
 
