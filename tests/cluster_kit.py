@@ -3,7 +3,7 @@
 Here: session fixtures ``api_server`` (control plane is enough) and ``node_cluster`` (pods run). Not here: what is
 tested. Used through tests/conftest.py. In CI a missing cluster is a failure, never a skip: a test that silently does
 not run proves nothing. The kit: ``$OMNI_CLUSTER_KIT``, else ../shared/cluster/cluster; a cluster that was up before
-is left up.
+is left up, and one that a killed test run left behind is removed.
 """
 
 from __future__ import annotations
@@ -85,12 +85,16 @@ class _Kit:
         state = Path(os.environ.get("CLUSTER_DIR", "/run/omni-cluster"))
         self._lock = open(f"{state}.lock", "w")  # held until `down`
         fcntl.flock(self._lock, fcntl.LOCK_EX)
+        self._unfinished = Path(f"{state}.tests")  # there while tests run, and after a run that was killed
         environment = {
             **os.environ,
             "KUBECONFIG": str(state / "admin.conf"),
             "PATH": f"{state}/bin:{os.environ['PATH']}",
         }
+        if self._unfinished.exists():
+            _run(self.program, "wipe")  # pods of nodes that are no more would never end, nor would their namespace
         self.was_up = _answers(state / "admin.conf", environment)
+        self._unfinished.touch()
 
     def up(self, *arguments: str) -> Cluster:
         """Twice if need be: on a busy machine the kubelet may ask containerd too early, and end."""
@@ -105,6 +109,7 @@ class _Kit:
         try:
             if not self.was_up:
                 _run(self.program, "down")
+            self._unfinished.unlink()
         finally:
             self._lock.close()
 

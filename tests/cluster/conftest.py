@@ -52,8 +52,8 @@ def installed(request: pytest.FixtureRequest, node_cluster: Cluster, images: Ima
     restricted = "pod-security.kubernetes.io/enforce=restricted"
     # A fresh cluster has no definition of ours; one that other tests applied by hand is not helm's to take over.
     cluster.kubectl("delete", "crd", CRD, "--ignore-not-found", "--timeout=60s")
+    _end_namespaces(cluster, SYSTEM, namespace)
     for name in (SYSTEM, namespace):
-        cluster.kubectl("delete", "namespace", name, "--ignore-not-found", "--timeout=60s")
         cluster.kubectl("create", "namespace", name)
         cluster.kubectl("label", "namespace", name, restricted)
     before = objects(cluster)
@@ -66,10 +66,7 @@ def installed(request: pytest.FixtureRequest, node_cluster: Cluster, images: Ima
         yield release
     finally:
         helm(cluster, "uninstall", RELEASE, "--namespace", SYSTEM, "--wait", "--ignore-not-found")
-        # Pods have their time to drain.
-        for name in (namespace, SYSTEM):
-            cluster.kubectl("delete", "namespace", name, "--wait=false")
-        wait_for("the namespaces are gone", lambda: not _there(cluster, namespace, SYSTEM), timeout_s=400)
+        _end_namespaces(cluster, namespace, SYSTEM)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -165,8 +162,14 @@ def _applied(installed: Installed, name: str, file: str) -> str:
     return url(installed.cluster, installed.namespace, name)
 
 
-def _there(cluster: Cluster, *namespaces: str) -> bool:
-    return bool(cluster.kubectl("get", "namespace", *namespaces, "--ignore-not-found", "-o", "name").stdout)
+def _end_namespaces(cluster: Cluster, *namespaces: str) -> None:
+    """Delete those that are there; their pods have their time to drain."""
+    cluster.kubectl("delete", "namespace", *namespaces, "--ignore-not-found", "--wait=false")
+
+    def gone() -> bool:
+        return not cluster.kubectl("get", "namespace", *namespaces, "--ignore-not-found", "-o", "name").stdout
+
+    wait_for(f"{', '.join(namespaces)} are gone", gone, timeout_s=400)
 
 
 def _last_words(cluster: Cluster) -> str:
