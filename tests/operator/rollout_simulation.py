@@ -43,7 +43,17 @@ class RolloutSimulation:
         return [_workload(key, held) for key, held in self.held.items()]
 
     def act(self, goal: Goal) -> Decision:
-        """One reconcile: decide and apply."""
+        """Reconcile, and let the Deployment controller make and end pods, until neither changes anything."""
+        before: Mapping[Key, int] = {}
+        while True:
+            made = self.reconcile(goal)
+            self.settle()
+            if made.replicas == before:
+                return made
+            before = made.replicas
+
+    def reconcile(self, goal: Goal) -> Decision:
+        """Decide and apply; the Deployment controller has done nothing yet."""
         made = decide(goal, self.observed(), self.serving)
         self.time += 1
         for key, replicas in made.replicas.items():
@@ -51,7 +61,6 @@ class RolloutSimulation:
             held.replicas = replicas
         for each in made.retired:
             del self.held[each.unit, each.revision]
-        self.settle()
         desired = {unit: one.revision for unit, one in goal.units.items()}
         if not made.rolling and all(
             self.ready(unit, rev) >= one.replicas
@@ -61,15 +70,20 @@ class RolloutSimulation:
         return made
 
     def settle(self) -> None:
+        """The Deployment controller looks at all Deployments."""
+        for key in self.held:
+            self.control(key)
+
+    def control(self, key: Key) -> None:
         """The Deployment controller: pods that are not ready end first, at once; ready ones drain before they end."""
-        for held in self.held.values():
-            excess = held.starting + held.ready - held.replicas
-            cut = min(max(excess, 0), held.starting)
-            held.starting -= cut
-            gone = max(excess - cut, 0)
-            held.ready -= gone
-            held.leaving += gone
-            held.starting += max(held.replicas - held.starting - held.ready, 0)
+        held = self.held.get(key, SimulatedDeployment())
+        excess = held.starting + held.ready - held.replicas
+        cut = min(max(excess, 0), held.starting)
+        held.starting -= cut
+        gone = max(excess - cut, 0)
+        held.ready -= gone
+        held.leaving += gone
+        held.starting += max(held.replicas - held.starting - held.ready, 0)
 
     def start(self, key: Key) -> None:
         """One pod becomes ready, if it can."""
@@ -96,6 +110,10 @@ class RolloutSimulation:
 
     def asked(self, unit: str) -> int:
         return sum(held.replicas for (name, _), held in self.held.items() if name == unit)
+
+    def staying(self, unit: str) -> int:
+        """Pods that start or are ready."""
+        return sum(held.starting + held.ready for (name, _), held in self.held.items() if name == unit)
 
     def settle_everything(self) -> None:
         """Let all pods start that can, and all draining pods end."""

@@ -45,6 +45,20 @@ def test_old_pods_stay_until_new_ones_are_ready_and_then_go_one_for_one() -> Non
     assert spec_of(world, "b") == {"b1": 1}
 
 
+def test_a_pod_is_made_only_when_the_old_one_was_told_to_end() -> None:
+    world, desired = running({"a": "a1"}, {"a": 3}), goal({"a": "a2"}, {"a": 3})
+    world.act(desired)
+    world.start(("a", "a2"))
+    world.reconcile(desired)
+    assert spec_of(world, "a") == {"a1": 2, "a2": 1}, "three old pods and one new one stay"
+    world.control(("a", "a2"))
+    world.reconcile(desired)
+    assert world.staying("a") == 4
+    world.control(("a", "a1"))
+    world.reconcile(desired)
+    assert spec_of(world, "a") == {"a1": 2, "a2": 2}
+
+
 def test_no_old_pod_goes_before_every_changing_unit_has_its_share_of_new_ones() -> None:
     world = running(OLD, {"a": 2, "b": 1, "c": 1})
     desired = goal({"a": "a2", "b": "b2", "c": "c1"}, {"a": 2, "b": 1, "c": 1})
@@ -197,7 +211,7 @@ def test_old_deployments_beyond_the_history_go_oldest_first() -> None:
     for age in range(5):
         world.held["a", f"a{age}"] = SimulatedDeployment(born=age)
     world.held["a", "a9"] = SimulatedDeployment(replicas=1, ready=1, born=9)
-    made = world.act(goal({"a": "a9"}, {"a": 1}, history=2))
+    made = world.reconcile(goal({"a": "a9"}, {"a": 1}, history=2))
     assert sorted(each.revision for each in made.retired) == ["a0", "a1", "a2"]
 
 
@@ -245,7 +259,7 @@ def test_a_pipeline_revision_stays_in_the_list_while_all_its_units_have_pods() -
 counts = st.fixed_dictionaries({unit: st.integers(1, 4) for unit in UNITS})
 revisions = st.fixed_dictionaries({unit: st.sampled_from([f"{unit}{n}" for n in (1, 2, 3)]) for unit in UNITS})
 keys = st.tuples(st.sampled_from(UNITS), st.integers(1, 3)).map(lambda pair: (pair[0], f"{pair[0]}{pair[1]}"))
-happenings = st.lists(st.tuples(st.sampled_from(["start", "finish", "act"]), keys), max_size=60)
+happenings = st.lists(st.tuples(st.sampled_from(["start", "finish", "reconcile", "control"]), keys), max_size=80)
 held = st.builds(
     SimulatedDeployment,
     replicas=st.integers(0, 4),
@@ -289,13 +303,14 @@ def test_a_roll_is_never_below_capacity_and_never_above_its_surge(
     world.broken = broken - set(OLD.items())
     asked = goal(desired, replicas, max_surge=surge)
     for what, key in events:
-        if what == "act":
-            world.act(asked)
+        if what == "reconcile":
+            world.reconcile(asked)
         else:
             getattr(world, what)(key)
         for unit in UNITS:
             assert world.ready(unit) >= replicas[unit]
             assert world.asked(unit) <= replicas[unit] + surge
+            assert world.staying(unit) <= replicas[unit] + surge
         complete = [min(world.ready(unit, one[unit]) for unit in UNITS) for one in (OLD, desired)]
         assert max(complete) >= 1, "no revision has a complete set"
 
@@ -308,8 +323,8 @@ def test_edits_in_mid_roll_never_take_the_capacity_that_is_there(
     world = running(OLD, replicas)
     every = max(len(events) // len(edits), 1)
     for index, (what, key) in enumerate(events):
-        if what == "act":
-            world.act(goal(edits[min(index // every, len(edits) - 1)], replicas))
+        if what == "reconcile":
+            world.reconcile(goal(edits[min(index // every, len(edits) - 1)], replicas))
         else:
             getattr(world, what)(key)
         for unit in UNITS:

@@ -5,9 +5,10 @@ Deployments are deleted. Not here: writing anything (`controller`), what is repo
 
 Coherent. Let ``f`` be the completed share of the new revision: the minimum, over the units that change, of ready new
 pods / desired replicas. Each changing unit keeps ``ceil(R * (1 - f))`` old pods, and new ones are made as long as
-``new + old <= R + maxSurge``. So an old pod is removed only when every changing unit has its share of ready new pods,
-complete sets of the old revision remain, and ``ready new + old >= R`` at every step. A new revision that never becomes
-ready has f = 0: the old one remains complete, and is scaled when the author scales.
+``new + old <= R + maxSurge``, where an old pod counts until it is terminating: a Deployment controller that is asked to
+remove one pod and to make another may make it first. So an old pod is removed only when every changing unit has its
+share of ready new pods, complete sets of the old revision remain, and ``ready new + old >= R`` at every step. A new
+revision that never becomes ready has f = 0: the old one remains complete, and is scaled when the author scales.
 """
 
 from __future__ import annotations
@@ -158,7 +159,9 @@ def _coherent(
         kept = _kept([each for each in old if each.unit == unit], serving, stays, room if complete == 0 else 0)
         replicas |= kept
         made = existing.get((unit, one.revision), 0)
-        replicas[unit, one.revision] = min(one.replicas, max(made, one.replicas + surge - sum(kept.values())))
+        outdated = [each for each in observed if each.unit == unit and each.revision != one.revision]
+        occupied = sum(max(kept.get((unit, each.revision), 0), each.staying) for each in outdated)
+        replicas[unit, one.revision] = min(one.replicas, max(made, one.replicas + surge - occupied))
     for each in old:
         if (
             each.unit not in desired and complete < 1

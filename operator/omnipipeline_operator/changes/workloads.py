@@ -105,6 +105,11 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(pod for pod in self.pods if not pod.finished)
 
     @property
+    def staying(self) -> int:
+        """The number of pods that hold resources and are not terminating."""
+        return sum(not pod.terminating for pod in self.present)
+
+    @property
     def awaited(self) -> tuple[Pod, ...]:
         """Pods that a roll-out waits for when they are old: those that are present and not lost."""
         return tuple(pod for pod in self.present if not pod.lost)
