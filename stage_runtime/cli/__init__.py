@@ -25,6 +25,7 @@ COMMANDS = {
     "scale": ("stage_runtime.cli.scale", "Change the replicas of a group of a running `omni up`."),
     "restart": ("stage_runtime.cli.restart", "Replace the processes of a group of a running `omni up`."),
     "profile": ("stage_runtime.cli.profile", "Record where requests spend their time, and show it."),
+    "call": ("stage_runtime.cli.call", "Have a stage's engine carry out an operation of its own."),
     "trace": ("stage_runtime.cli.trace", "Draw where the time of one request went."),
     "top": ("stage_runtime.cli.top", "Show the graph of a running pipeline with its queues and rates."),
     "stage": ("stage_runtime.cli.stage", "Run one process of a process group, with its environment's settings."),

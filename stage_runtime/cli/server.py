@@ -16,7 +16,7 @@ TIMEOUT_S: Final = 600.0  # a report of a long profile takes minutes
 
 
 class CoordinatorClient:
-    """The profiler's routes of one pipeline."""
+    """The admin routes of one pipeline."""
 
     def __init__(self, url: str, api_key: str | None) -> None:
         """Raises: ConfigurationError: the URL is none, or no header can carry the key."""
@@ -35,8 +35,8 @@ class CoordinatorClient:
         except UnicodeEncodeError:
             raise ConfigurationError("the API key has characters that are not ASCII") from None
 
-    def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        return self._json(path, self._ask("POST", path, json=body))
+    def post(self, path: str, body: dict[str, Any], *, timeout_s: float = TIMEOUT_S) -> dict[str, Any]:
+        return self._json(path, self._ask("POST", path, json=body, timeout=timeout_s))
 
     def json(self, path: str) -> dict[str, Any]:
         return self._json(path, self.get(path))

@@ -14,6 +14,7 @@ from omnipipeline_spec.types.errors import clipped
 from omnipipeline_spec.types.plan import CoordinatorPlan, PipelineRevision
 from stage_runtime.coordinator.clocks import Clocks
 from stage_runtime.coordinator.membership import Membership
+from stage_runtime.coordinator.operations import Operations
 from stage_runtime.coordinator.profiling import PipelineProfiling
 from stage_runtime.coordinator.request_manager import RequestManager
 from stage_runtime.coordinator.tracing import Tracing
@@ -24,6 +25,7 @@ from stage_runtime.sockets.channels import Channels
 from stage_runtime.transfers.releases import Releases
 from stage_runtime.wire.frames import RequestRef
 from stage_runtime.wire.messages import (
+    AdminReply,
     Beat,
     Complete,
     Deregister,
@@ -43,6 +45,7 @@ from stage_runtime.wire.messages import (
     Stream,
     StreamStalled,
 )
+from stage_runtime.wire.parts import Member
 from stage_runtime.wire.values import OmniRequest
 
 log = logging.getLogger(__name__)
@@ -54,6 +57,7 @@ class Coordinator:
     membership: Membership
     manager: RequestManager
     profiling: PipelineProfiling
+    operations: Operations
 
     def __init__(
         self,
@@ -89,6 +93,7 @@ class Coordinator:
             Detour: lambda sender, message: self._channels.hint(message.receiver, message),
             Hello: self._hello_again,
             ProfilerReply: lambda sender, message: self.profiling.replied(sender, message),
+            AdminReply: lambda sender, message: self.operations.replied(sender, message),
         }
 
     def wire(
@@ -135,13 +140,15 @@ class Coordinator:
             tracing=tracing,
             answer_limits=self._answer_limits,
         )
-        self.profiling = PipelineProfiling(
-            profiles,
-            lambda: {name: one.member for name, one in self.membership.state.instances.items()},
-            channels.send,
-            self._loop,
-            clocks,
-        )
+
+        def members() -> dict[str, Member]:
+            return {name: one.member for name, one in self.membership.state.instances.items()}
+
+        def stages() -> list[str]:
+            return sorted({stage for one in self.membership.state.revisions for stage in one.stages})
+
+        self.profiling = PipelineProfiling(profiles, members, channels.send, self._loop, clocks)
+        self.operations = Operations(members, stages, channels.send, self._loop)
 
     # --- sockets.channels.Handler -------------------------------------------------------------------------------
 
@@ -162,8 +169,7 @@ class Coordinator:
 
     def lost(self, peer: str) -> None:
         if self.membership.fence(peer):
-            self.manager.instance_lost(peer)
-            self.profiling.lost(peer)
+            self._instance_lost(peer)
 
     # --- what the process does with it --------------------------------------------------------------------------
 
@@ -199,11 +205,15 @@ class Coordinator:
         if joined is None:
             return False
         for replaced in joined.replaced:
-            self.manager.instance_lost(replaced)
-            self.profiling.lost(replaced)
+            self._instance_lost(replaced)
         if joined.new:
             self.profiling.joined(sender)
         return True
+
+    def _instance_lost(self, instance: str) -> None:
+        self.manager.instance_lost(instance)
+        self.profiling.lost(instance)
+        self.operations.lost(instance)
 
     def _hello_again(self, sender: str, message: Hello) -> None:
         self._hello(sender, message)

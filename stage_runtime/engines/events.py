@@ -81,6 +81,7 @@ class Admin(msgspec.Struct, frozen=True):
     operation: str
     arguments: dict[str, Any]
     reply: Any = None
+    asker: str = ""  #: The coordinator that asks; empty: the process itself, which waits for no answer.
 
 
 Incoming: TypeAlias = Start | ChunkIn | StreamDone | StreamFailed | NoPayload | Abort | Stalled | Admin

@@ -79,7 +79,7 @@ async def _serve(settings: CoordinatorSettings) -> int:
         if {"speech", "transcription"} & set(settings.plan.serves):  # a chat may never ask for sound
             codecs.warm()
         shown = _web_settings(settings)
-        admin = routes.admin(coordinator.profiling)
+        admin = routes.admin(coordinator.profiling, coordinator.operations)
         on_own_port = bool(settings.admin_port)
         app = web.make_app(manager, shown, codecs=codecs, metrics=metrics, admin=[] if on_own_port else admin)
         drain_s = drain_seconds(settings.plan.drain_timeout_s)

@@ -1,10 +1,14 @@
-"""Admin operations on a process's engines, each answered exactly once."""
+"""Admin operations on a process's engines, each answered exactly once by every rank."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
+import msgspec
+
+from omnipipeline_spec.types.errors import clipped
 from stage_runtime.engines.events import Admin
 from stage_runtime.errors import ValueRefused, describe
 from stage_runtime.stage.stage import Stage
@@ -12,7 +16,7 @@ from stage_runtime.wire.messages import AdminCall, AdminReply, Message, Profiler
 
 
 class Administration:
-    """Knows which operations wait for their engine."""
+    """Knows which operations wait for their engine. Ranks 1.. answer for themselves (`follower`)."""
 
     def __init__(self, stages: Mapping[str, Stage], send: Callable[[str, Message], bool]) -> None:
         self._stages = stages
@@ -24,12 +28,13 @@ class Administration:
         stage = self._stages.get(message.stage)
         if stage is None or stage.input.engine is None or not stage.input.engine.takes_admin:
             problem = f"no stage {message.stage!r} here that takes operations"
-            self._send(sender, AdminReply(message.call_id, message.stage, 0, None, problem))
+            for rank in range(1 if stage is None else stage.plan.tp_size):
+                self._send(sender, AdminReply(message.call_id, message.stage, rank, None, problem))
             return
         call = (sender, message.call_id, message.stage)
         self._asked.add(call)
         stage.inbox.put(
-            Admin(message.call_id, message.operation, message.arguments, lambda value: self._answer(call, value))
+            Admin(message.call_id, message.operation, message.arguments, partial(self._answer, call), sender)
         )
 
     def profile(self, message: ProfilerStart | ProfilerStop) -> None:
@@ -43,14 +48,25 @@ class Administration:
     def crashed(self, stage: str, error: BaseException) -> None:
         """The engine has stopped: answer its open operations. On its thread."""
         for call in [one for one in list(self._asked) if one[2] == stage]:
-            self._answer(call, None, f"the engine crashed: {describe(error)}")
+            self._answer(call, None, clipped(f"the engine crashed: {describe(error)}"))
 
     def _answer(self, call: tuple[str, str, str], value: Any, error: str | None = None) -> None:
         """In any thread; the first answer counts."""
         sender, call_id, stage = call
         if call in self._asked:
             self._asked.discard(call)
-            try:
-                self._send(sender, AdminReply(call_id, stage, 0, value, error))
-            except ValueRefused as refused:
-                self._send(sender, AdminReply(call_id, stage, 0, None, str(refused)))
+            if error is not None:
+                self._send(sender, AdminReply(call_id, stage, 0, None, error))
+            else:
+                answer(lambda reply: self._send(sender, reply), AdminReply(call_id, stage, 0, value))
+
+
+def answer(send: Callable[[AdminReply], object], reply: AdminReply) -> None:
+    """Send it; where its value is an exception or cannot travel, that as its error."""
+    replace = msgspec.structs.replace
+    if isinstance(reply.value, Exception):
+        reply = replace(reply, value=None, error=clipped(describe(reply.value)))
+    try:
+        send(reply)
+    except ValueRefused as refused:
+        send(replace(reply, value=None, error=clipped(str(refused))))

@@ -7,6 +7,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable
 from threading import Event, Thread
+from typing import Any
 
 from omnipipeline_spec.types.plan import StagePlan
 from stage_runtime.engines import threads
@@ -19,6 +20,7 @@ from stage_runtime.profiler.recorder import set_active_stage
 from stage_runtime.profiler.session import ProfileSession
 from stage_runtime.relays.dispatch import Relays
 from stage_runtime.sockets.channels import Channels
+from stage_runtime.stage import administration
 from stage_runtime.stage.profiling import ProcessProfiling
 from stage_runtime.stage.rank_following import Follower, FollowerInbox, FollowerOutput
 from stage_runtime.stage.tensor_parallel import WorkKey, couple
@@ -27,6 +29,7 @@ from stage_runtime.transfers.releases import Releases
 from stage_runtime.transfers.sending import attempt_key
 from stage_runtime.wire.frames import RequestRef
 from stage_runtime.wire.messages import (
+    AdminReply,
     Beat,
     Message,
     ProfilerReply,
@@ -64,7 +67,7 @@ class FollowerHost:
         self._on_lost = on_lost
         self._stop = Event()
         self._inbox = FollowerInbox()
-        self._follower = Follower(self._inbox, devices.of_stage(plan, rank))
+        self._follower = Follower(self._inbox, devices.of_stage(plan, rank), reply=self._answer_operation)
         self._leader: str | None = None
         self._via = ""
         self._loaded = False
@@ -159,8 +162,14 @@ class FollowerHost:
             message = RankHello(self._rank, self._endpoint, self._relays.facts(), self._via, self._loaded)
             self._channels.send(self._leader, message)
 
+    def _answer_operation(self, asker: str, call_id: str, value: Any) -> None:
+        """Send what this rank's engine answers to the coordinator that asked. In any thread."""
+        if asker:
+            reply = AdminReply(call_id, self._plan.name, self._rank, value)
+            administration.answer(lambda reply: self._answer_coordinator(asker, reply), reply)
+
     def _answer_coordinator(self, coordinator: str, reply: Message) -> bool:
-        assert isinstance(reply, ProfilerReply)
+        assert isinstance(reply, ProfilerReply | AdminReply)
         return self._leader is not None and self._channels.send(self._leader, RankAnswer(coordinator, reply))
 
     def _run(self, make: Callable[[StagePlan], Engine]) -> None:

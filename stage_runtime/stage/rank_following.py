@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import queue
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Final
 
 from stage_runtime.engines import events
@@ -149,12 +150,22 @@ class FollowerOutput:
         recorder.record(event, work.request_id, self._stage, {**facts, "attempt": work.attempt})
 
 
+def _unasked(asker: str, call_id: str, value: Any) -> None:
+    """For a follower that nobody asks."""
+
+
 class Follower:
     """The side of ranks 1..: puts what rank 0 sends into its engine's inbox, in order."""
 
-    def __init__(self, inbox: FollowerInbox, device: str = "cpu") -> None:
-        """device: where the tensors lie that this rank is given."""
+    def __init__(
+        self, inbox: FollowerInbox, device: str = "cpu", *, reply: Callable[[str, str, Any], None] = _unasked
+    ) -> None:
+        """device: where the tensors lie that this rank is given.
+
+        reply: takes an operation's asker, its call and what this rank's engine answers. Called in any thread.
+        """
         self._inbox = inbox
+        self._reply = reply
         self._device = device
         self._order: Inbound[tuple[RankWork, Fetched | None]] = Inbound()
         self._works: dict[WorkKey, FollowedWork] = {}  #: Oldest first; those that are over stay for a while.
@@ -198,7 +209,9 @@ class Follower:
                 self._works.pop(key, None)
                 return events.Abort(request_id, work)
             case "admin":
-                return events.Admin(fields["call_id"], fields["operation"], fields["arguments"], lambda _: None)
+                asker, call_id = fields["asker"], fields["call_id"]
+                reply = partial(self._reply, asker, call_id)
+                return events.Admin(call_id, fields["operation"], fields["arguments"], reply, asker)
         return None
 
     def _work(self, key: WorkKey) -> FollowedWork:

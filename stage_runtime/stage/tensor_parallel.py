@@ -104,7 +104,7 @@ class LeaderInbox(Inbox):
             case events.Abort():
                 self._broadcast("abort", event.work)
             case events.Admin():
-                fields = {"call_id": event.call_id, "operation": event.operation, "arguments": event.arguments}
+                fields = {name: getattr(event, name) for name in ("call_id", "operation", "arguments", "asker")}
                 self._broadcast("admin", None, fields)
 
 

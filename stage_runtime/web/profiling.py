@@ -1,7 +1,6 @@
 """The profiler's routes: start, stop, list, fetch, report. On the admin port; behind the API keys.
 
-Bodies are JSON whatever their content type: ``curl -d`` sends another one. Bodies, defaults and wildcards are those of
-seed 001, "HTTP surface".
+Bodies, defaults and wildcards are those of seed 001, "HTTP surface".
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import tempfile
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import msgspec
 
@@ -23,11 +22,10 @@ from omnipipeline_spec.types.pods import COORDINATOR
 from stage_runtime.coordinator.profile_questions import FAILED
 from stage_runtime.coordinator.profiling import PipelineProfiling, ProfileAnswer, Run, RunFile, check_config
 from stage_runtime.errors import ConfigurationError, InvalidRequest, RequestError
-from stage_runtime.web import strictjson
+from stage_runtime.web import bodies
 from stage_runtime.web.errors import RequestRefused
 from stage_runtime.web.exchange import Exchange
 
-MAX_BODY: Final = 64 << 10
 MAX_SECONDS: Final = 24 * 3600
 PIECE: Final = 256 << 10
 REPORT_S: Final = 300.0
@@ -37,7 +35,6 @@ FORMATS: Final = {
     "html": b"text/html; charset=utf-8",
     "perfetto": b"application/json",
 }
-Decoded = TypeVar("Decoded")
 
 
 class StartBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -77,7 +74,7 @@ class Profiles:
 
     async def start(self, exchange: Exchange) -> None:
         """POST /start_profile: a torch trace and events."""
-        body = await _read(exchange, _start_bodies)
+        body = await bodies.read(exchange, _start_bodies)
         config = dict(body.config or {})
         _check_seconds(body.max_seconds)
         answer = await _as_request(
@@ -94,7 +91,7 @@ class Profiles:
 
     async def start_requests(self, exchange: Exchange) -> None:
         """POST /start_request_profile: events only."""
-        body = await _read(exchange, _start_request_bodies)
+        body = await bodies.read(exchange, _start_request_bodies)
         _check_seconds(body.max_seconds)
         answer = await _as_request(
             lambda: self._profiling.start(
@@ -110,7 +107,7 @@ class Profiles:
 
     async def stop(self, exchange: Exchange) -> None:
         """POST /stop_profile and /stop_request_profile."""
-        body = await _read(exchange, _stop_bodies)
+        body = await bodies.read(exchange, _stop_bodies)
         await _reply(exchange, await _as_request(lambda: self._profiling.stop(body.run_id)))
 
     async def list(self, exchange: Exchange) -> None:
@@ -160,15 +157,6 @@ class Profiles:
 _start_bodies = msgspec.json.Decoder(StartBody)
 _start_request_bodies = msgspec.json.Decoder(StartRequestBody)
 _stop_bodies = msgspec.json.Decoder(StopBody)
-
-
-async def _read(exchange: Exchange, decoder: msgspec.json.Decoder[Decoded]) -> Decoded:
-    """The body; none is an empty object. Raises: InvalidRequest."""
-    raw = await exchange.body(MAX_BODY) or b"{}"
-    try:
-        return strictjson.decode(raw, decoder)
-    except msgspec.ValidationError as error:
-        raise InvalidRequest(str(error)[:500]) from None
 
 
 async def _as_request(work: Callable[[], Awaitable[ProfileAnswer]]) -> ProfileAnswer:

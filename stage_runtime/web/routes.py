@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 from stage_runtime.coordinator.events import RequestManagerApi, RequestRecord
+from stage_runtime.coordinator.operations import OperationResults, Operations
 from stage_runtime.coordinator.profiling import PipelineProfiling, ProfileAnswer
 from stage_runtime.web import answers, schemas
 from stage_runtime.web import profiling as profiles
@@ -16,6 +17,7 @@ from stage_runtime.web.chat import Chat
 from stage_runtime.web.endpoints import Service
 from stage_runtime.web.metrics import Metrics
 from stage_runtime.web.models import Models
+from stage_runtime.web.operations import OperationBody, OperationsEndpoint
 from stage_runtime.web.pipeline import PipelineEndpoint
 from stage_runtime.web.probes import Health, Probes
 from stage_runtime.web.profiling import Profiles
@@ -127,8 +129,28 @@ def probes(manager: RequestManagerApi, metrics: Metrics) -> tuple[Route, ...]:
     )
 
 
-def admin(profiling: PipelineProfiling) -> tuple[Route, ...]:
-    """The profiler's: on the admin port in pods; behind the API keys."""
+def admin(profiling: PipelineProfiling, operations: Operations) -> tuple[Route, ...]:
+    """For people who operate the pipeline: on the admin port in pods; behind the API keys."""
+    return (*profiler(profiling), *engines(operations))
+
+
+def engines(operations: Operations) -> tuple[Route, ...]:
+    """For operations that engines offer."""
+    made = OperationsEndpoint(operations)
+    return (
+        Route(
+            "POST",
+            "/operations",
+            "Have stages' engines carry out an operation of their own",
+            made.ask,
+            body=OperationBody,
+            answers=(Answer((OperationResults,)),),
+        ),
+    )
+
+
+def profiler(profiling: PipelineProfiling) -> tuple[Route, ...]:
+    """For profiles."""
     made = Profiles(profiling)
     return (
         Route(

@@ -298,7 +298,7 @@ class AdminCall(BaseMessage, frozen=True, tag=43):
 
 
 class AdminReply(BaseMessage, frozen=True, tag=44):
-    """Process → coordinator: what the operation gave; one per rank."""
+    """Process → coordinator: what the operation gave; one per rank. Those of ranks 1.. come by rank 0."""
 
     call_id: Name
     stage: Name
@@ -385,7 +385,7 @@ class RankAnswer(BaseMessage, frozen=True, tag=74):
     """Follower → rank 0, which passes the answer on to the coordinator that asked."""
 
     asker: Name
-    answer: ProfilerReply
+    answer: ProfilerReply | AdminReply
 
 
 Message: TypeAlias = (

@@ -18,6 +18,7 @@ from tests.web.running import ALL
 from tests.web.scripted_manager import ScriptedManager, play
 
 PROFILING: Any = None  # the handlers are not called
+OPERATIONS: Any = None
 
 MANAGER = ScriptedManager(play())
 SERVICE = Service(manager=MANAGER, settings=ALL, fetcher=Fetcher(ALL), codecs=CodecPool())
@@ -26,8 +27,11 @@ SERVICE = Service(manager=MANAGER, settings=ALL, fetcher=Fetcher(ALL), codecs=Co
 @pytest.mark.parametrize(
     ("page", "table"),
     [
-        ("http-api.md", (*routes.public(SERVICE), *routes.probes(MANAGER, Metrics(MANAGER)))),
-        ("profiling.md", routes.admin(PROFILING)),
+        (
+            "http-api.md",
+            (*routes.public(SERVICE), *routes.probes(MANAGER, Metrics(MANAGER)), *routes.engines(OPERATIONS)),
+        ),
+        ("profiling.md", routes.profiler(PROFILING)),
     ],
 )
 def test_the_page_has_a_row_for_every_route_and_no_other(page: str, table: tuple[Route, ...]) -> None:

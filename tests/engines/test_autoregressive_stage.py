@@ -6,19 +6,20 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
 
 import stage_runtime as omni
-from stage_runtime.engines import loading
+from stage_runtime.engines import events, loading
 from stage_runtime.engines.autoregressive.core import EngineCore
 from stage_runtime.engines.autoregressive.stage import AutoregressiveEngine
 from stage_runtime.errors import ConfigurationError
 from stage_runtime.metrics import catalog
 from stage_runtime.rules.autoregressive.blocks import BlockPool
 from stage_runtime.rules.autoregressive.scheduling import Scheduler, SchedulerLimits
-from tests.engines.engine_kit import Rig, gate, running
+from tests.engines.engine_kit import PATIENCE_S, Rig, gate, running
 from tests.engines.generation_kit import (
     VOCABULARY,
     ScriptedExecutor,
@@ -419,3 +420,23 @@ def test_chunks_are_refused_and_the_engine_reports_what_it_does() -> None:
         "prefix_hit_tokens_total": 8,
         "generated_tokens_total": 6,
     }
+
+
+def test_the_prefix_cache_is_forgotten_on_request_and_other_operations_are_refused_by_name() -> None:
+    stage = Stage()
+    replies: SimpleQueue[Any] = SimpleQueue()
+
+    def ask(operation: str, arguments: dict[str, Any]) -> Any:
+        rig.inbox.put(events.Admin("call", operation, arguments, replies.put))
+        return replies.get(timeout=PATIENCE_S)
+
+    with running(stage.engine) as rig:
+        rig.start("a", {"tokens": [1] * 9})
+        rig.outbox.several(5)
+        assert ask("reset_prefix_cache", {}) == 2
+        assert ask("reset_prefix_cache", {}) == 0
+        assert "there is reset_prefix_cache" in str(ask("sleep", {}))
+        assert "no arguments" in str(ask("reset_prefix_cache", {"all": True}))
+        rig.start("b", {"tokens": [1] * 9})
+        rig.outbox.several(5)
+    assert rig.inbox.gauges["prefix_hit_tokens_total"] == 0

@@ -8,12 +8,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import msgspec
 import pytest
 
 import stage_runtime as omni
+from stage_runtime.engines import events
 from stage_runtime.engines.autoregressive import making
 from stage_runtime.engines.autoregressive.clients.async_mp import AsyncMPClient
 from stage_runtime.engines.autoregressive.clients.data_parallel import DPLBAsyncMPClient
@@ -227,3 +229,17 @@ def test_processors_are_divided_among_engines(
     processors: list[int], engines: int, expected: tuple[tuple[int, ...], ...]
 ) -> None:
     assert making.divided(processors, engines) == expected
+
+
+def test_an_operation_is_carried_out_by_every_engine_and_utilities_of_clients_are_none() -> None:
+    replies: SimpleQueue[Any] = SimpleQueue()
+    with two() as (rig, _client):
+        for rank in (0, 1):
+            rig.start(f"r{rank}", {"tokens": [7] * 33, "data_parallel_rank": rank})
+        answers(rig, 2)
+        found = []
+        for operation in ("reset_prefix_cache", "reset_prefix_cache", "echo"):
+            rig.inbox.put(events.Admin("call", operation, {}, replies.put))
+            found.append(replies.get(timeout=PATIENCE_S))
+    assert found[:2] == [4, 0]  # two blocks of each engine
+    assert "there is reset_prefix_cache" in str(found[2])

@@ -15,6 +15,7 @@ from typing import Any, Final, Protocol
 
 from stage_runtime.api import Autoregressive, StageContext
 from stage_runtime.engines import events
+from stage_runtime.engines.autoregressive import operations
 from stage_runtime.engines.autoregressive.answers import GenerationAnswers
 from stage_runtime.engines.autoregressive.clients.data_parallel import DPLBAsyncMPClient
 from stage_runtime.engines.autoregressive.core import EngineCoreRequest
@@ -44,13 +45,14 @@ class EngineClient(Protocol):
     async def extend_request_async(self, request_id: str, more: Extension) -> None: ...
     async def abort_requests_async(self, request_ids: Iterable[str]) -> None: ...
     async def get_output_async(self) -> EngineCoreOutputs: ...
+    async def call_each_async(self, method: str, *arguments: Any) -> list[Any]: ...
     async def close(self, *, drain_s: float = 0.0) -> None: ...
 
 
 class ProcessEngine:
     """`engines.base.Engine`."""
 
-    takes_admin = False
+    takes_admin = True
     concurrency = 1
 
     def __init__(
@@ -70,6 +72,7 @@ class ProcessEngine:
         self._growing = GrowingPrompts(spec.stream, sources, self._answers) if spec.stream and sources else None
         self._told = 0  #: Messages of engines that were taken.
         self._replacing: set[asyncio.Task[None]] = set()
+        self._operating: set[asyncio.Task[None]] = set()
         self._outbox: Outbox
         self._inbox: Inbox
 
@@ -164,10 +167,25 @@ class ProcessEngine:
                 names = self._answers.forget(event.work)
                 if names:
                     self._abort(names)
+            case events.Admin():
+                self._operate(event)
             case events.ChunkIn():
                 self._outbox.fail(event.work, TakesNoChunks(event.chunk.source))
             case events.StreamDone():
                 self._outbox.fail(event.work, TakesNoChunks(event.source))
+
+    def _operate(self, event: events.Admin) -> None:
+        """Ask every engine. Requests do not wait for their answers."""
+
+        async def ask() -> None:
+            try:
+                event.reply(sum(await self._client.call_each_async(operations.checked(event))))
+            except Exception as error:
+                event.reply(error)
+
+        task = asyncio.create_task(ask())
+        self._operating.add(task)
+        task.add_done_callback(self._operating.discard)
 
     async def _add(self, request: EngineCoreRequest) -> None:
         """Whatever is wrong with it fails it alone; that engines are dead fails all, by `_read`."""

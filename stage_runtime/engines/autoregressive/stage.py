@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from functools import partial
 from threading import Event
 from typing import Any
 
 from stage_runtime.api import Autoregressive, StageContext
 from stage_runtime.engines import events
+from stage_runtime.engines.autoregressive import operations
 from stage_runtime.engines.autoregressive.answers import Entered, GenerationAnswers
 from stage_runtime.engines.autoregressive.busy_loop import BusyLoop, RequestType
 from stage_runtime.engines.autoregressive.core import EngineCore, EngineCoreOutput, EngineCoreRequest
@@ -28,7 +30,7 @@ class AutoregressiveEngine:
     """`engines.base.Engine`."""
 
     ticks = 0
-    takes_admin = False
+    takes_admin = True
     concurrency = 1  # threads that wait; how many requests it computes at once is the scheduler's business
 
     def __init__(
@@ -124,6 +126,8 @@ class AutoregressiveEngine:
                     self._growing.forget(event.work)
                 names = self._answers.forget(event.work)
                 return [(RequestType.ABORT, names)] if names else []
+            case events.Admin():
+                return [(RequestType.UTILITY, partial(operations.carry_out, event))]
             case events.ChunkIn():
                 self._outbox.fail(event.work, TakesNoChunks(event.chunk.source))
             case events.StreamDone():

@@ -114,6 +114,11 @@ class AsyncMPClient(MPClient):
         finally:
             self._results.pop(call_id, None)
 
+    async def call_each_async(self, method: str, *arguments: Any) -> list[Any]:
+        """What the utility returns in each engine, by rank. Raises: as `call_utility_async`."""
+        calls = [self.call_utility_async(method, *arguments, rank=rank) for rank in self._ranks()]
+        return await asyncio.gather(*calls)
+
     def _read(self) -> None:
         alive = self._dead is None
         for outputs in self._take(self._on_utility):

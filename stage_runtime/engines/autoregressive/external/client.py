@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from stage_runtime.engines.autoregressive.core import EngineCoreOutput, EngineCoreRequest
 from stage_runtime.engines.autoregressive.process.messages import EngineCoreOutputs, Extension, Refused, SchedulerStats
 from stage_runtime.engines.autoregressive.steps import TokenLogprobs
-from stage_runtime.errors import EngineDeadError
+from stage_runtime.errors import EngineDeadError, InvalidRequest
 from stage_runtime.rules.autoregressive.requests import FinishReason, Reason
 
 
@@ -58,6 +59,10 @@ class ExternalClient:
             self._outputs.put_nowait(given)  # for the next waiter
             raise given
         return given
+
+    async def call_each_async(self, method: str, *arguments: Any) -> list[Any]:
+        """Raises: InvalidRequest."""
+        raise InvalidRequest(f"{method}: only engine='own' offers it")
 
     def ensure_alive(self) -> None:
         """Raises: EngineDeadError."""

@@ -9,13 +9,14 @@ from stage_runtime.engines.autoregressive.growing import FromStream
 from stage_runtime.engines.autoregressive.model_runner import ModelRunner
 from stage_runtime.engines.autoregressive.parallel.ranks import RankLost, Ranks, follow
 from stage_runtime.engines.base import Inbox, Outbox
+from stage_runtime.engines.events import Admin
 
 
 class FollowingEngine:
     """`engines.base.Engine`."""
 
     ticks = 0
-    takes_admin = False
+    takes_admin = True
     concurrency = 1
 
     def __init__(self, runner: ModelRunner, ranks: Ranks, *, takes_chunks: bool = False) -> None:
@@ -37,5 +38,7 @@ class FollowingEngine:
     def _set_aside(self, inbox: Inbox, outbox: Outbox) -> None:
         while not inbox.closed:
             event = inbox.get()
+            if isinstance(event, Admin):
+                event.reply(None)  # what it changes is rank 0's
             if isinstance(event, FromStream):  # the first of a request's; the others change nothing
                 outbox.done(event.work, None, has_data=False)

@@ -9,6 +9,7 @@ from typing import Any
 
 from stage_runtime.engines.autoregressive.busy_loop import BusyLoop, RequestType
 from stage_runtime.engines.autoregressive.core import EngineCore, EngineCoreOutput
+from stage_runtime.engines.autoregressive.operations import OPERATIONS
 from stage_runtime.engines.autoregressive.process.inputs import Inputs
 from stage_runtime.engines.autoregressive.process.messages import (
     EngineCoreOutputs,
@@ -35,7 +36,11 @@ class EngineCoreProc:
         self.step_counter = 0
         self.current_wave = 0
         self._core = served.core
-        self._utilities: dict[str, Callable[..., Any]] = {"stats": lambda core: self.stats(), **served.utilities}
+        self._utilities: dict[str, Callable[..., Any]] = {
+            "stats": lambda core: self.stats(),
+            **OPERATIONS,
+            **served.utilities,
+        }
         self._init = init
         self._context = multipart.Context()
         self.outputs = OutputThread(engine_index, alive=lambda: EngineCoreOutputs(scheduler_stats=self.stats()))
