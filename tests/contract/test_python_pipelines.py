@@ -17,6 +17,7 @@ from omnipipeline_spec.pipeline import PipelineConfig, RelayConfig, StageConfig
 from omnipipeline_spec.types.errors import InvalidPipeline, UnreadableSpec
 from omnipipeline_spec.types.values import to_document
 from omnipipeline_spec.validation import topology
+from tests.imported import forget_modules_of
 
 BASE = "omnipipeline_spec.pipeline:PipelineConfig"
 HEAD = "from omnipipeline_spec.pipeline import PipelineConfig, RelayConfig, StageConfig\n"
@@ -36,12 +37,10 @@ class Mine(PipelineConfig):
 
 
 @pytest.fixture(autouse=True)
-def _modules() -> Iterator[None]:
+def _modules(tmp_path: Path) -> Iterator[None]:
     """Modules of one test's folder are not those of the next one's."""
-    before = set(sys.modules)
     yield
-    for name in set(sys.modules) - before:
-        del sys.modules[name]
+    forget_modules_of(tmp_path)
 
 
 def written(folder: Path, text: str, name: str = "family.py") -> Path:

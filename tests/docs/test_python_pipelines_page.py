@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import runpy
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +17,7 @@ from omnipipeline_spec.types.errors import UnreadableSpec
 from stage_runtime.cli import main
 from stage_runtime.processes.local import LocalOptions, LocalPipeline
 from tests.docs.blocks import FENCE, ROOT
+from tests.imported import forget_modules_of
 
 PAGE = ROOT / "docs/python-pipelines.md"
 FILES = ["words.py", "family.py", "loud.yaml", "silent.resource.yaml", "packed.py", "run.py"]
@@ -35,11 +35,9 @@ def _written(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         name, _, text = body.partition("\n")
         (folder / name.removeprefix("# ")).write_text(text)
     monkeypatch.chdir(folder)
-    before = set(sys.modules)
     yield folder
     monkeypatch.undo()
-    for name in set(sys.modules) - before:
-        del sys.modules[name]
+    forget_modules_of(folder)
 
 
 def arguments(file: str) -> dict[str, object]:
