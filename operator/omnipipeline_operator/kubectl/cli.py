@@ -6,6 +6,7 @@ Here: options, exit codes, printing. Not here: what the commands do (the modules
 
 from __future__ import annotations
 
+import json
 import secrets
 import sys
 from collections.abc import Callable, Iterator
@@ -21,15 +22,16 @@ from rich.table import Table
 from omnipipeline_operator.desired import naming
 from omnipipeline_operator.errors import NotAllowed
 from omnipipeline_operator.kinds import Manifest
-from omnipipeline_operator.kubectl import acting, offline, picture, profiling, tree
+from omnipipeline_operator.kubectl import acting, admin_routes, offline, picture, profiling, tree
 from omnipipeline_operator.kubectl import history as past
 from omnipipeline_operator.kubectl.access import RESOURCE, Kubectl, KubectlError
 from omnipipeline_spec.types.errors import InvalidPipeline, SpecError
-from omnipipeline_spec.types.pods import ADMIN_PORT, COORDINATOR
+from omnipipeline_spec.types.pods import COORDINATOR
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 WHOLE_LINES: Final = 10_000  # columns
+ANSWER_S: Final = 30.0  # of a coordinator, after the last of the instances
 
 
 def file_options(function: Function) -> Function:
@@ -37,6 +39,16 @@ def file_options(function: Function) -> Function:
     chosen = click.option("overrides", "--set", multiple=True, metavar="PATH=VALUE", help="Change a value of the spec.")
     file = click.option("file", "-f", "--filename", required=True, metavar="FILE", help="A pipeline's YAML or Python.")
     return file(chosen(function))
+
+
+def _json_object(context: click.Context, parameter: click.Parameter, value: str) -> dict[str, Any]:
+    try:
+        given = json.loads(value)
+    except (ValueError, RecursionError) as error:
+        raise click.BadParameter(f"no JSON: {error}") from None
+    if not isinstance(given, dict):
+        raise click.BadParameter("a JSON object is expected, as in '{\"level\": 1}'")
+    return given
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -180,16 +192,49 @@ def profile(
     With --out DIR also report.html, report.json, perfetto.json (for ui.perfetto.dev) and all files of all processes.
     """
     with errors_as_messages():
-        pipeline = kubectl.pipeline(name)
-        chosen = profiling.coordinator(name, kubectl.listed("pods", naming.selector(name, COORDINATOR)), pod)
-        key = api_key or profiling.api_key(kubectl, pipeline)
-        with kubectl.forwarded(chosen, ADMIN_PORT) as port:
-            admin = profiling.AdminRoutes(f"http://127.0.0.1:{port}", key)
+        with admin_routes.forwarded(kubectl, name, api_key, pod=pod, any_one=False) as admin:
             run = profiling.record(admin, seconds=seconds, torch=torch, report=lambda line: click.echo(line, err=True))
             click.echo(admin.get(f"/profiles/{run}/report?format=table").decode(), nl=False)
             if out is not None:
                 for path in profiling.save(admin, run, out):
                     click.echo(str(path), err=True)
+
+
+@main.command()
+@click.argument("name")
+@click.argument("stage")
+@click.argument("operation")
+@click.option(
+    "--arguments", metavar="JSON", default="{}", callback=_json_object, help="What the operation takes: a JSON object."
+)
+@click.option(
+    "--timeout", type=click.FloatRange(0, 3600, min_open=True), default=60.0, show_default=True, help="Seconds."
+)
+@click.option(
+    "--api-key", envvar="OMNI_API_KEY", help="API key. Default: read from the Secret that the pipeline names."
+)
+@click.pass_obj
+def call(
+    kubectl: Kubectl,
+    name: str,
+    stage: str,
+    operation: str,
+    arguments: dict[str, Any],
+    timeout: float,
+    api_key: str | None,
+) -> None:
+    """Have the engine of every instance of STAGE carry out an OPERATION that it offers, and show what each answers.
+
+    The exit code is 1 if any of them failed.
+    """
+    body = {"operation": operation, "stages": [stage], "arguments": arguments, "timeout_seconds": timeout}
+    with errors_as_messages(), admin_routes.forwarded(kubectl, name, api_key, pod=None, any_one=True) as admin:
+        answer = admin.post("/operations", body, timeout_s=timeout + ANSWER_S)
+    for one in answer["results"]:
+        rank = f" rank {one['rank']}" if one["rank"] else ""
+        said = json.dumps(one["value"]) if one["error"] is None else one["error"]
+        click.echo(f"{one['group']} {one['instance']}{rank}: {said}", err=one["error"] is not None)
+    sys.exit(1 if answer["failed"] else 0)
 
 
 @main.command()

@@ -17,7 +17,7 @@ import httpx
 import pytest
 from click.testing import CliRunner, Result
 
-from omnipipeline_operator.kubectl import profiling
+from omnipipeline_operator.kubectl import admin_routes, profiling
 from omnipipeline_operator.kubectl.access import Kubectl, KubectlError
 from omnipipeline_operator.kubectl.cli import main
 from tests.cli.test_up import base, up
@@ -71,19 +71,19 @@ class FakeCluster:
         ([pod("a", deletionTimestamp="now")], None, "p has no ready coordinator (1 not ready): kubectl omni status p"),
         ([pod("b"), pod("a")], None, "p has several coordinators: name one with --pod: a, b"),
         ([pod("a")], "z", "p has no ready coordinator z; ready: a"),
-        ([], "z", "p has no ready coordinator z; ready: none"),
+        ([], "z", "p has no ready coordinator (no pod): kubectl omni status p"),
     ],
 )
 def test_without_one_coordinator_nothing_is_recorded(
     pods: list[dict[str, Any]], wanted: str | None, problem: str
 ) -> None:
     with pytest.raises(KubectlError, match=f"^{re.escape(problem)}$"):
-        profiling.coordinator("p", pods, wanted)
+        admin_routes.coordinator("p", pods, wanted)
 
 
 def test_the_one_that_is_ready_or_named_records() -> None:
-    assert profiling.coordinator("p", [pod("a", ready=False), pod("b")], None) == "b"
-    assert profiling.coordinator("p", [pod("a"), pod("b")], "b") == "b"
+    assert admin_routes.coordinator("p", [pod("a", ready=False), pod("b")], None) == "b"
+    assert admin_routes.coordinator("p", [pod("a"), pod("b")], "b") == "b"
 
 
 def test_the_key_is_the_first_of_the_secret_that_the_pipeline_names(tmp_path: Path) -> None:
@@ -94,11 +94,11 @@ def test_the_key_is_the_first_of_the_secret_that_the_pipeline_names(tmp_path: Pa
     def pipeline(key: str) -> dict[str, Any]:
         return {"spec": {"coordinator": {"http": {"apiKeySecretRef": {"name": "s", "key": key}}}}}
 
-    assert profiling.api_key(kubectl, {"spec": {}}) is None
-    assert profiling.api_key(kubectl, pipeline("keys")) == "old"
+    assert admin_routes.api_key(kubectl, {"spec": {}}) is None
+    assert admin_routes.api_key(kubectl, pipeline("keys")) == "old"
     for key, problem in (("other", "has no key other"), ("none", "holds no key")):
         with pytest.raises(KubectlError, match=f"the Secret s {problem}"):
-            profiling.api_key(kubectl, pipeline(key))
+            admin_routes.api_key(kubectl, pipeline(key))
 
 
 def test_a_running_pipeline_is_profiled_and_its_files_are_fetched(base: Path, tmp_path: Path) -> None:
@@ -152,7 +152,7 @@ class _Refuses(BaseHTTPRequestHandler):
     ("key", "problem"),
     [
         ("off", "the coordinator refuses: profiling is switched off: profiling.enabled is false"),
-        ("old", "the coordinator refuses: it has no profiler (an older version?)"),
+        ("old", "the coordinator refuses: it has no such route (an older version?)"),
     ],
 )
 def test_what_the_coordinator_refuses_is_said_in_one_line(tmp_path: Path, key: str, problem: str) -> None:
