@@ -44,8 +44,8 @@ def command(stage: str, operation: str, arguments: dict[str, Any], timeout: floa
         answer = asked.post("/operations", body, timeout_s=timeout + ANSWER_S)
         for one in answer["results"]:
             name = f"{one['instance']} rank {one['rank']}" if one["rank"] else one["instance"]
-            said = json.dumps(one["value"], ensure_ascii=False) if one["error"] is None else one["error"]
-            click.echo(printable(f"{name}: {said}"), err=one["error"] is not None)
+            shown = json.dumps(one["value"], ensure_ascii=False) if one["error"] is None else one["error"]
+            click.echo(printable(f"{name}: {shown}"), err=one["error"] is not None)
         failed = answer["failed"] > 0
     if failed:
         raise SystemExit(1)

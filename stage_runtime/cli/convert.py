@@ -17,7 +17,7 @@ def command(file: str, overrides: tuple[str, ...]) -> None:
 
     FILE is a resource, a plain YAML, FILE.py[:name] or package.module:name of a Python PipelineConfig.
     """
-    with options.told_plainly():
+    with options.errors_as_messages():
         loaded = loading.load(file, overrides=overrides)
         document = writing.resource(loaded.spec, name=loaded.name, metadata=loaded.metadata)
         click.echo(writing.to_yaml(document), nl=False)

@@ -57,7 +57,7 @@ spec:
 @click.argument("folder", default=".", metavar="[DIR]", type=click.Path(file_okay=False, path_type=Path))
 def command(folder: Path) -> None:
     """Write a new pipeline to edit into DIR (here, when not given). Existing files are never touched."""
-    with options.told_plainly():
+    with options.errors_as_messages():
         target = folder / FILE
         name = quantities.pipeline_slug(folder.resolve().name)
         # Never the pipeline's own name: a folder called `json` must not shadow a module.

@@ -39,7 +39,7 @@ def pipeline_options(function: Function) -> Function:
 
 
 @contextmanager
-def told_plainly() -> Iterator[None]:
+def errors_as_messages() -> Iterator[None]:
     """A user's fault, and what the operating system refuses, ends the command with its message alone."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # from here on there may be something to tidy up
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -44,7 +44,7 @@ WIDTH_WITHOUT_TERMINAL = 160  # a file has no edge; 80 columns would cut names
 def command(file: str, overrides: tuple[str, ...], cpu: bool, output: str, explain: str | None) -> None:
     """Show process groups, pods, GPUs and the transport of each edge. Nothing is started and no cluster is
     contacted."""
-    with options.told_plainly():
+    with options.errors_as_messages():
         loaded = loading.load(file, overrides=overrides)
         plan = planning.plan(loaded.spec, name=loaded.name)
         if cpu:

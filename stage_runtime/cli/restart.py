@@ -17,6 +17,6 @@ def command(group: str, pipeline: str | None, pid: int | None, base_path: str | 
     On CPU a new instance is ready before the old one finishes what is bound to it and goes: no request is lost.
     On a GPU there is no room for both; the old one goes first.
     """
-    with options.told_plainly():
+    with options.errors_as_messages():
         runs.order(admin.Restart(group=group), pipeline=pipeline, pid=pid, base_path=base_path)
         click.echo(f"{group}: restarted")

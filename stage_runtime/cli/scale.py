@@ -17,6 +17,6 @@ def command(group: str, replicas: int, pipeline: str | None, pid: int | None, ba
 
     Returns when new instances are ready, or old ones have finished what was bound to them.
     """
-    with options.told_plainly():
+    with options.errors_as_messages():
         runs.order(admin.Scale(group=group, replicas=replicas), pipeline=pipeline, pid=pid, base_path=base_path)
         click.echo(f"{group}: {replicas} replica{'' if replicas == 1 else 's'}")

@@ -89,7 +89,7 @@ def server_options(function: Any) -> Any:
 def server(
     url: str | None, api_key: str | None, pipeline: str | None, pid: int | None, base_path: str | None
 ) -> Iterator[CoordinatorClient]:
-    with options.told_plainly():
+    with options.errors_as_messages():
         asked = CoordinatorClient(url or runs.url(pipeline=pipeline, pid=pid, base_path=base_path), api_key)
         try:
             yield asked

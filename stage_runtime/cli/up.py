@@ -72,7 +72,7 @@ def command(
         api_key_file=api_key_file,
         no_auth=no_auth,
     )
-    with options.told_plainly(), screens.choose(plain=no_tty) as screen:
+    with options.errors_as_messages(), screens.choose(plain=no_tty) as screen:
         code = asyncio.run(_up(file, overrides, local_options, screen))
         screen.finish()
         if screen.broken is not None:

@@ -23,7 +23,7 @@ from stage_runtime.processes import author_folder, unsupported
 def command(file: str, overrides: tuple[str, ...], imports: bool) -> None:
     """Name every fault of a pipeline. Nothing is started and no cluster is contacted; exit code 1 when there is a
     fault."""
-    with options.told_plainly():
+    with options.errors_as_messages():
         try:
             author_folder.check(author_folder.of(file))
             loaded = loading.load(file, overrides=overrides)

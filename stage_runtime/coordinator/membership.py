@@ -34,7 +34,7 @@ READY_AFTER_S: Final = 30.0  # without a complete set, a coordinator is ready th
 REGISTERED_BY_S: Final = 30.0
 FENCED_KEPT: Final = 10_000
 TICK_S: Final = 0.01  # departures within it are sent together
-TOLD_AT_ONCE: Final = 100
+SENT_AT_ONCE: Final = 100
 FENCED: Final = "this incarnation was declared dead"
 
 
@@ -101,7 +101,7 @@ class Membership:
         if not self._welcomes.due(sender, message, time.monotonic()):
             return Joined(new=False, replaced=[])
         if self._fenced.pop(sender, None) is not None:
-            self._tell_gone()  # before it is introduced again
+            self._send_gone()  # before it is introduced again
         known = self.state.instances.get(sender)
         # What was bound to it is over before a process says Hello for the first time, or again. One that is ready and
         # repeats it may have found us at a second address.
@@ -362,13 +362,13 @@ class Membership:
         return tuple(instances[one].member for one in incarnations if one in instances)
 
     def _note_gone(self, incarnation: str) -> None:
-        """Those that know it are told, with what else happens within a tick."""
+        """The members that know it get a message, with what else happens within a tick."""
         for other in self._introductions.leave(incarnation):
             if not self._gone:
-                self._loop.call_later(TICK_S, self._tell_gone)
+                self._loop.call_later(TICK_S, self._send_gone)
             self._gone.setdefault(other, []).append(incarnation)
 
-    def _tell_gone(self) -> None:
+    def _send_gone(self) -> None:
         """One message for each that knew them, however many have left within a tick."""
         gone, self._gone = self._gone, {}
         for incarnation, others in gone.items():
@@ -378,14 +378,14 @@ class Membership:
         beat_s = beats.interval_s(len(self.state.instances), self._beat_s)
         if beat_s != self._beat_s:
             self._beat_s = beat_s
-            self._tell_beats(list(self.state.instances), beat_s)
+            self._send_interval(list(self.state.instances), beat_s)
 
-    def _tell_beats(self, incarnations: list[str], beat_s: float) -> None:
+    def _send_interval(self, incarnations: list[str], beat_s: float) -> None:
         """Some in each turn of the loop: with many members it takes a while."""
-        for incarnation in incarnations[:TOLD_AT_ONCE]:
+        for incarnation in incarnations[:SENT_AT_ONCE]:
             self._channels.send(incarnation, Members(beat_s=beat_s))
-        if incarnations[TOLD_AT_ONCE:] and beat_s == self._beat_s:
-            self._loop.call_soon(self._tell_beats, incarnations[TOLD_AT_ONCE:], beat_s)
+        if incarnations[SENT_AT_ONCE:] and beat_s == self._beat_s:
+            self._loop.call_soon(self._send_interval, incarnations[SENT_AT_ONCE:], beat_s)
 
 
 def _rests(revisions: Sequence[PipelineRevision]) -> dict[str, bool]:

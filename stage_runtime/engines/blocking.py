@@ -95,10 +95,10 @@ class LoopWatch:
 
     def _runnable(self) -> bool:
         try:
-            said = self._state.read_bytes()  # of Linux: "tid (name) state …"
+            stat = self._state.read_bytes()  # of Linux: "tid (name) state …"
         except OSError:
             return False
-        return said.rpartition(b") ")[2].startswith(b"R")
+        return stat.rpartition(b") ")[2].startswith(b"R")
 
     def _name(self) -> None:
         frame = sys._current_frames().get(self._thread)

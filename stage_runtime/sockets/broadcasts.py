@@ -27,14 +27,14 @@ class Broadcasts:
         sockets: Sockets,
         reading: Reading,
         counters: Counter[str],
-        heard: Callable[[Envelope], None],
+        deliver: Callable[[Envelope], None],
     ) -> None:
-        """me: the incarnation of this process. heard: called with each broadcast that comes."""
+        """me: the incarnation of this process. deliver: called with each broadcast that comes."""
         self._me = me
         self._sockets = sockets
         self._reading = reading
         self._counters = counters
-        self._heard = heard
+        self._deliver = deliver
         self._publisher: zmq.Socket[bytes] | None = None
         self._subscriptions: dict[str, zmq.Socket[bytes]] = {}  #: By the publisher's endpoint.
 
@@ -79,4 +79,4 @@ class Broadcasts:
     def _take(self, data: bytes) -> None:
         frame = self._reading.opened(data)
         if frame is not None:
-            self._heard(frame)
+            self._deliver(frame)

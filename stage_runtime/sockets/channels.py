@@ -96,7 +96,7 @@ class Channels:
             sockets=self._sockets,
             reading=self._reading,
             counters=self.counters,
-            heard=self._take_broadcast,
+            deliver=self._take_broadcast,
         )
         self._sessions = itertools.count(1)
         self._links: dict[str, Link] = {}  #: By incarnation.
@@ -307,7 +307,7 @@ class Channels:
         if link is not None and link.incoming.follows(frame.session, frame.ack_session, frame.seq):
             link.used = True
             if frame.ack and link.acked(frame.ack):
-                self._resending.heard(link)
+                self._resending.acknowledged(link)
             if frame.seq:
                 self._acks.owe(link)
             self._deliver(link, frame)
@@ -321,7 +321,7 @@ class Channels:
             return
         link.used = True
         if frame.ack_session and frame.ack and link.acked(frame.ack):
-            self._resending.heard(link)
+            self._resending.acknowledged(link)
         verdict = link.incoming.accept(frame.seq)
         if verdict is Verdict.DELIVER:
             if frame.seq:

@@ -100,7 +100,7 @@ class Resending:
         """It has frames that are not acknowledged, and was at rest before. Any thread; wakes no other."""
         self._fresh.append(link)
 
-    def heard(self, link: Link) -> None:
+    def acknowledged(self, link: Link) -> None:
         """An acknowledgement freed frames: the delay starts again from its minimum."""
         if link in self._due:
             self._due[link] = (self._loop.time() + RESEND_AFTER_S, RESEND_AFTER_S)

@@ -145,7 +145,7 @@ class StageInput:
                     self._inbox.put(arrival)
                 if ready:
                     work.expecting.begin()
-                self._tell_end(work, source)
+                self._note_end(work, source)
         if failure is not None:
             self._fail(work, failure, "chunks")
         self._look_ahead(work)
@@ -172,7 +172,7 @@ class StageInput:
                 work.merge.of(source).end(total)
                 if total == 0:  # of others the chunks begin it
                     work.expecting.begin()
-                self._tell_end(work, source, sealed)
+                self._note_end(work, source, sealed)
         except ProtocolError as error:
             self._fail(work, error, "chunks")
         self._look_ahead(work)
@@ -192,7 +192,7 @@ class StageInput:
                     work.expecting.skip(source)
                 else:
                     work.merge.of(source).end(chunks)
-                    self._tell_end(work, source)
+                    self._note_end(work, source)
         except ProtocolError as error:
             self._fail(work, error, "chunks")
         self._look_ahead(work)
@@ -356,7 +356,7 @@ class StageInput:
         facts["attempt"] = work.attempt
         recorder.record(event, work.request_id, self._plan.name, facts)
 
-    def _tell_end(self, work: RequestWork, source: str, sealed: Sealed | None = None) -> None:
+    def _note_end(self, work: RequestWork, source: str, sealed: Sealed | None = None) -> None:
         """Note the end of a stream if all of it is here. The engine is notified once something has begun the
         request."""
         if not work.merge.of(source).closed or source in work.ended_sources:

@@ -62,7 +62,7 @@ class LeaderInbox(Inbox):
     def get(self, timeout: float | None = None) -> events.Incoming | None:
         while True:
             event = super().get(timeout)
-            if self._told(event):
+            if self._broadcast_event(event):
                 return event
 
     def get_nowait(self) -> events.Incoming | None:
@@ -70,10 +70,10 @@ class LeaderInbox(Inbox):
             event = super().get_nowait()
             if event is None and self._loops:
                 return None
-            if self._told(event):
+            if self._broadcast_event(event):
                 return event
 
-    def _told(self, event: events.Incoming | None) -> bool:
+    def _broadcast_event(self, event: events.Incoming | None) -> bool:
         """Send the event to the followers.
 
         False: it cannot be encoded (for example a merged value): its request fails on all ranks.

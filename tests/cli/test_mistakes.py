@@ -134,7 +134,7 @@ def test_a_full_disk_is_not_said_to_be_a_missing_working_directory(
     for command in (("up", "-f", str(HELLO), "--port", "0"), ("scale", "voice", "2"), ("top", "--once")):
         done = omni(*command)
         assert (done.exit_code, done.stderr.splitlines(keepends=True)[-1]) == (1, cure)
-    with pytest.raises(SystemExit), options.told_plainly():
+    with pytest.raises(SystemExit), options.errors_as_messages():
         refuse()
     assert capsys.readouterr().err == "error: No usable temporary directory found in ['/tmp']\n"
 
@@ -209,7 +209,7 @@ def test_an_interrupt_is_no_traceback_whether_a_command_has_begun_or_not(tmp_pat
     (tmp_path / "early.py").write_text(interrupts)
     (tmp_path / "late.py").write_text(
         "import click\nfrom stage_runtime.cli import options\n@click.command()\ndef command():\n"
-        f"    with options.told_plainly():\n        {interrupts}"
+        f"    with options.errors_as_messages():\n        {interrupts}"
     )
     told = {}
     for module in ("early", "late"):

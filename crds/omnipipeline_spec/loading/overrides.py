@@ -41,12 +41,12 @@ class _Override(msgspec.Struct, frozen=True, kw_only=True):
     value: str
 
     @property
-    def said(self) -> str:
+    def label(self) -> str:
         return f"--set {self.text}"
 
     @property
     def steps(self) -> tuple[str | int, ...]:
-        return _steps(self.path, self.said)
+        return _steps(self.path, self.label)
 
     @property
     def broad(self) -> bool:
@@ -70,21 +70,21 @@ def apply(document: dict[str, Any], given: Sequence[str], sources: layering.Sour
                     faults.append(Fault(path=place.path, message=message))
                 _put(place, override, sources)
         except _NowhereError as error:
-            faults.append(Fault(path=override.path, message=f"{override.said}: {error}"))
+            faults.append(Fault(path=override.path, message=f"{override.label}: {error}"))
     if faults:
         raise InvalidPipeline(dict.fromkeys(faults), source="the command line")
     return result
 
 
-def select(document: dict[str, Any], path: str, said: str) -> tuple[str, ...]:
-    """The places that a path names in a complete document, as ``stages[0].gpu``. said: how a message calls the path.
+def select(document: dict[str, Any], path: str, label: str) -> tuple[str, ...]:
+    """The places that a path names in a complete document, as ``stages[0].gpu``. label: how a message calls the path.
 
     Raises: UnreadableSpec: it is no path, or it names nothing.
     """
     try:
-        return tuple(place.path for place in _places(_steps(path, said), copy.deepcopy(document)))
+        return tuple(place.path for place in _places(_steps(path, label), copy.deepcopy(document)))
     except _NowhereError as error:
-        raise UnreadableSpec(f"{said}: {error}") from None
+        raise UnreadableSpec(f"{label}: {error}") from None
 
 
 class _NowhereError(Exception):
@@ -98,7 +98,7 @@ def _parsed(text: str) -> _Override:
     return _Override(text=text, path=path.strip(), value=value)
 
 
-def _steps(path: str, said: str) -> tuple[str | int, ...]:
+def _steps(path: str, label: str) -> tuple[str | int, ...]:
     steps: list[str | int] = []
     end = 0
     for found in _STEP.finditer(path):
@@ -108,9 +108,9 @@ def _steps(path: str, said: str) -> tuple[str | int, ...]:
         steps.append(int(index) if index else word or next((text for text in quoted if text is not None), ""))
         end = found.end()
     if end != len(path):
-        raise UnreadableSpec(f"{said}: cannot parse the path from {path[end:]!r} on")
+        raise UnreadableSpec(f"{label}: cannot parse the path from {path[end:]!r} on")
     if len(steps) > MAX_LEVELS:
-        raise UnreadableSpec(f"{said[:86]}…: names more than {MAX_LEVELS} levels")
+        raise UnreadableSpec(f"{label[:86]}…: names more than {MAX_LEVELS} levels")
     return tuple(steps)
 
 

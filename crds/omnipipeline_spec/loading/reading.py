@@ -121,12 +121,12 @@ def explain(loaded: LoadedPipeline, path: str | None = None) -> tuple[Explained,
     _explain(loaded.spec, "", loaded.sources, found)
     if path is None:
         return tuple(found)
-    said = f"--explain {path}"
+    label = f"--explain {path}"
     document = to_document(loaded.spec)
-    places = overrides.select(document, path, said)
+    places = overrides.select(document, path, label)
     named = tuple(each for each in found if any(_names(place, each, loaded.sources) for place in places))
     if not named:
-        raise UnreadableSpec(f"{said}: nothing is there")
+        raise UnreadableSpec(f"{label}: nothing is there")
     return named
 
 

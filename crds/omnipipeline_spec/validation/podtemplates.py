@@ -47,8 +47,8 @@ def _keys(given: Any, path: str) -> Iterator[Fault]:
 
 
 def _items(items: list[Any] | tuple[Any, ...], key: str, path: str) -> Iterator[Fault]:
-    wanted, said = (int, "a whole number") if key in _NUMBERS else (str, "a string")
+    kind, expected = (int, "a whole number") if key in _NUMBERS else (str, "a string")
     for index, item in enumerate(items):
         value = item.get(key) if isinstance(item, Mapping) else None
-        if value is not None and (not isinstance(value, wanted) or isinstance(value, bool)):
-            yield Fault(path=f"{path}[{index}].{key}", message=f"must be {said}")
+        if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
+            yield Fault(path=f"{path}[{index}].{key}", message=f"must be {expected}")

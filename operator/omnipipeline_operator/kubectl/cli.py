@@ -232,8 +232,8 @@ def call(
         answer = admin.post("/operations", body, timeout_s=timeout + ANSWER_S)
     for one in answer["results"]:
         rank = f" rank {one['rank']}" if one["rank"] else ""
-        said = json.dumps(one["value"]) if one["error"] is None else one["error"]
-        click.echo(f"{one['group']} {one['instance']}{rank}: {said}", err=one["error"] is not None)
+        shown = json.dumps(one["value"]) if one["error"] is None else one["error"]
+        click.echo(f"{one['group']} {one['instance']}{rank}: {shown}", err=one["error"] is not None)
     sys.exit(1 if answer["failed"] else 0)
 
 

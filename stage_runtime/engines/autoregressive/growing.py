@@ -72,7 +72,7 @@ class GrowingPrompts:
             self._note(streams, event)
             if isinstance(event, events.ChunkIn):
                 outbox.consumed(work, event.chunk.source, 1)
-            return self._told(work, streams)
+            return self._growth(work, streams)
         except BaseException as error:  # SystemExit too: one request's code must not end the engine
             self._fail(work, outbox, error)
             return []
@@ -98,7 +98,7 @@ class GrowingPrompts:
                 streams.request = streams.request or event.request
                 streams.open.discard(event.source)
 
-    def _told(self, work: Work, streams: _Streams) -> list[Entered | Grown]:
+    def _growth(self, work: Work, streams: _Streams) -> list[Entered | Grown]:
         inputs: list[Entered | Grown] = []
         if not streams.begun and streams.request is not None:
             inputs += self._answers.start(work, StagePayload(request=streams.request, data=None), open=True)

@@ -167,10 +167,10 @@ def help_(state):
             continue
         spun = 0
         _add(state + SLEEPERS, 1)
-        heard = _read(state + SIGNAL)
+        signal = _read(state + SIGNAL)
         turn = _read(state + GATE) >> 8
         if (turn & 1 == 0 or turn == seen) and _read(state + STOPPED) == 0:
-            _system(_word(state + SYSCALL), _FUTEX, state + SIGNAL, _WAIT, heard)
+            _system(_word(state + SYSCALL), _FUTEX, state + SIGNAL, _WAIT, signal)
         _add(state + SLEEPERS, -1)
 
 

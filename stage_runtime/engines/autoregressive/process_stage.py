@@ -70,7 +70,7 @@ class ProcessEngine:
         self._arrived = asyncio.Event()
         self._answers = GenerationAnswers(spec, tokenizer, context, wake=self._wake, abort=self._abort)
         self._growing = GrowingPrompts(spec.stream, sources, self._answers) if spec.stream and sources else None
-        self._told = 0  #: Messages of engines that were taken.
+        self._outputs_taken = 0  #: Messages of engines that were taken.
         self._replacing: set[asyncio.Task[None]] = set()
         self._operating: set[asyncio.Task[None]] = set()
         self._outbox: Outbox
@@ -79,7 +79,7 @@ class ProcessEngine:
     @property
     def ticks(self) -> int:
         """Steps of the engines, and what came of them: their progress, for the watchdog."""
-        return self._told + sum(one.steps for one in list(self._client.stats.values()))
+        return self._outputs_taken + sum(one.steps for one in list(self._client.stats.values()))
 
     def run(self, inbox: Inbox, outbox: Outbox, stop: Event) -> None:
         """Raises: EngineDeadError: no engine is left. All requests have failed, or fail by that."""
@@ -219,7 +219,7 @@ class ProcessEngine:
             self._take(await self._client.get_output_async())
 
     def _take(self, outputs: EngineCoreOutputs) -> None:
-        self._told += 1
+        self._outputs_taken += 1
         for refused in outputs.refused:
             self._answers.fail(refused.request_id, RequestError(refused.code, refused.message))
         if outputs.outputs:

@@ -100,8 +100,8 @@ def size(prompt: Prompt) -> int:
     """About how many characters are to be encoded."""
     if prompt.tokens is not None or prompt.parts is not None:
         return 0 if prompt.tokens is None else len(prompt.tokens)
-    said = sum(len(str(value)) for one in prompt.messages or () for value in one.values())
-    return len(prompt.text or "") + said + len(str(prompt.template))
+    of_messages = sum(len(str(value)) for one in prompt.messages or () for value in one.values())
+    return len(prompt.text or "") + of_messages + len(str(prompt.template))
 
 
 def encode(

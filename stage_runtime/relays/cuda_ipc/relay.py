@@ -308,11 +308,11 @@ class CudaIpcRelay(AbstractRelay[CudaIpcRoute, CudaIpcMetadata]):
         """The thread: release what the GPU reads no more. What could not be waited for is kept and waited for again."""
         self._memory.enter_thread()
         kept: list[tuple[str, TransferKey]] = []
-        is_told = False
+        is_logged = False
         while True:
             found, is_last = self._to_settle(kept)
-            failed = self._not_waited({device for device, _ in found}, is_told)
-            is_told = bool(failed)
+            failed = self._not_waited({device for device, _ in found}, is_logged)
+            is_logged = bool(failed)
             kept = [(device, key) for device, key in found if device in failed]
             for device, key in found:
                 if device not in failed:
@@ -332,7 +332,7 @@ class CudaIpcRelay(AbstractRelay[CudaIpcRoute, CudaIpcMetadata]):
         except queue.Empty:
             return found, False
 
-    def _not_waited(self, devices: Iterable[str], is_told: bool) -> set[str]:
+    def _not_waited(self, devices: Iterable[str], is_logged: bool) -> set[str]:
         """Wait for them. Returns: those of which it is not known whether they are through."""
         failed = set()
         for device in devices:
@@ -342,6 +342,6 @@ class CudaIpcRelay(AbstractRelay[CudaIpcRoute, CudaIpcMetadata]):
                 log.error("cuda_ipc relay: %s has failed: %s", device, error)
             except Exception:  # outermost of its thread: it waits again
                 failed.add(device)
-                if not is_told:
+                if not is_logged:
                     log.exception("cuda_ipc relay: waiting for %s; it is tried again", device)
         return failed

@@ -73,7 +73,7 @@ class TcpRelay(AbstractRelay[TcpRoute, TcpMetadata]):
         self._movement = Movement()
         self._arrivals = Arrivals(context, self._pins, self._token, self._movement)
         self._handshake_failures = 0
-        self._told: set[zmq.Event] = set()  #: Reasons for refused connections that are in the log already.
+        self._logged: set[zmq.Event] = set()  #: Reasons for refused connections that are in the log already.
         self._zmq: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._zmq.max_sockets = self._zmq.get(zmq.SOCKET_LIMIT)
         self._guard = context.security.guard(self._zmq) if context.security and self._is_tcp else None
@@ -300,8 +300,8 @@ class TcpRelay(AbstractRelay[TcpRoute, TcpMetadata]):
     def _turned_away(self, why: zmq.Event) -> None:
         """Counted each time, logged once per reason."""
         self._handshake_failures += 1
-        if why not in self._told:
-            self._told.add(why)
+        if why not in self._logged:
+            self._logged.add(why)
             log.warning("tcp relay: a connection was refused at %s: %s", self._endpoint, why.name)
 
     def _receive(self) -> None:

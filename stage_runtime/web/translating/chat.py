@@ -172,6 +172,8 @@ def _check_message(message: schemas.Message, param: str, *, tools: bool) -> None
     if not message.content and message.audio is not None and message.audio.transcript is None and message.audio.id:
         problem = "no audio is kept here; send its transcript as content"
         raise InvalidRequest(f"{param}.audio.id: {problem}", param=f"{param}.audio.id")
-    has_words = message.role == "assistant" and (bool(message.tool_calls) or media.said(message) is not None)
+    has_words = message.role == "assistant" and (
+        bool(message.tool_calls) or media.spoken_or_refused(message) is not None
+    )
     if message.content is None and not has_words:
         raise InvalidRequest(f"{param}.content: required", param=f"{param}.content")

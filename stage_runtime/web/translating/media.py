@@ -45,7 +45,7 @@ def content(message: schemas.Message, index: int, fetched: Mapping[str, Media]) 
 
     Raises: InvalidRequest: a part's data is no base64, or its URL no data URL.
     """
-    if not message.content and (words := said(message)) is not None:
+    if not message.content and (words := spoken_or_refused(message)) is not None:
         return [{"type": "text", "text": words}]
     if message.content is None:
         return []
@@ -54,7 +54,7 @@ def content(message: schemas.Message, index: int, fetched: Mapping[str, Media]) 
     return [_part(part, f"messages[{index}].content[{place}]", fetched) for place, part in enumerate(message.content)]
 
 
-def said(message: schemas.Message) -> str | None:
+def spoken_or_refused(message: schemas.Message) -> str | None:
     """The words of an earlier answer that are not its content: it spoke them, or refused to answer."""
     spoken = None if message.audio is None else message.audio.transcript
     return message.refusal if spoken is None else spoken

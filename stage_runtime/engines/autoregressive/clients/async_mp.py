@@ -124,9 +124,9 @@ class AsyncMPClient(MPClient):
         for outputs in self._take(self._on_utility):
             self._on_outputs(self._note(outputs))
         if alive and self._dead is not None:
-            self._tell_dead()
+            self._report_dead()
 
-    def _tell_dead(self) -> None:
+    def _report_dead(self) -> None:
         assert self._dead is not None
         self._outputs.put_nowait(self._dead)
         for _rank, future in list(self._results.values()):
@@ -152,7 +152,7 @@ class AsyncMPClient(MPClient):
             if called == rank and not future.done():
                 future.set_exception(EngineDeadError(f"engine {rank} has ended"))
         if alive and self._dead is not None:
-            self._tell_dead()
+            self._report_dead()
 
     async def close(self, *, drain_s: float = 0.0) -> None:
         """End the engines; ``drain_s``: how long they may finish what is under way."""
@@ -163,7 +163,7 @@ class AsyncMPClient(MPClient):
             for rank in list(self._watched):
                 self._unwatch(rank)
         await asyncio.to_thread(self._close, drain_s=drain_s)
-        self._tell_dead()
+        self._report_dead()
 
     async def __aenter__(self) -> Self:
         return self

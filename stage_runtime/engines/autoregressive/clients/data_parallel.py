@@ -61,7 +61,7 @@ class DPAsyncMPClient(AsyncMPClient):
         assert self._loop is not None
         self._loop.remove_reader(self._coordinator.pidfd)
         self._dead = self._dead or EngineDeadError("the coordinator of the engines has ended")
-        self._tell_dead()
+        self._report_dead()
 
     def _read_stats(self) -> None:
         while (frames := self._stats.receive()) is not None:
