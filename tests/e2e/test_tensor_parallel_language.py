@@ -7,10 +7,11 @@ import os
 import signal
 from pathlib import Path
 
+import httpx
 import pytest
 
 from omnipipeline_spec.pipeline import PipelineConfig, StageConfig
-from tests.e2e.local_pipelines import Client, eventually, running
+from tests.e2e.local_pipelines import PATIENCE_S, Client, eventually, running
 from tests.engines.generation_kit import alone, tiny_model, tiny_tokenizer
 
 
@@ -44,6 +45,12 @@ async def test_two_ranks_of_a_stage_generate_what_one_does_and_are_replaced_toge
         return [body.get("results", body).get("words", body) for body in bodies]
 
     async with running(pipeline_of(tmp_path), base, cpu=True) as pipeline, Client(pipeline.url) as client:
+        assert await answers(client) == expected
+        async with httpx.AsyncClient(base_url=pipeline.url, timeout=PATIENCE_S) as http:
+            body = {"operation": "reset_prefix_cache", "stages": ["words"]}
+            first, again = [(await http.post("/operations", json=body)).json()["results"] for _ in range(2)]
+        assert [(one["rank"], one["error"]) for one in first] == [(0, None), (1, None)]
+        assert first[0]["value"] > 0 and again[0]["value"] == 0
         assert await answers(client) == expected
         before = pipeline.pids()
         os.kill(before["words_tp1"], signal.SIGKILL)
