@@ -10,7 +10,9 @@ from stage_runtime.engines import events
 
 
 class Operated:
-    """Answers operations: `echo`, `rank`, `odd` (what cannot travel), `list keys` (no JSON), `refuse`, `die`."""
+    """Answers operations: `echo`, `rank`, `odd` (with what cannot travel), `numbered` (a map whose keys are no text),
+    `refuse`, `die`.
+    """
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -26,6 +28,8 @@ class Operated:
                     event.reply(self._rank)
                 case events.Admin(operation="odd"):
                     event.reply(object())
+                case events.Admin(operation="numbered"):
+                    event.reply({1: "one", (2, 3): "two"})
                 case events.Admin(operation="refuse"):
                     event.reply(ValueError(f"rank {self._rank} will not"))
                 case events.Admin(operation="die"):

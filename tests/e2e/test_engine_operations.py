@@ -53,6 +53,8 @@ async def test_every_process_of_a_stage_answers_for_itself(base: Path) -> None:
         ]
         odd = await ask(http, "odd", "ranks")
         assert all("object" in one["error"] for one in odd) and [one["rank"] for one in odd] == [0, 1]
+        numbered = await ask(http, "numbered", "first")
+        assert [one["value"] for one in numbered] == [None, None] and all(one["error"] for one in numbered)
         refused = await ask(http, "refuse", "ranks")
         assert [one["error"] for one in refused] == ["ValueError: rank 0 will not", "ValueError: rank 1 will not"]
         (plain,) = await ask(http, "echo", "last")
@@ -65,6 +67,9 @@ async def test_every_process_of_a_stage_answers_for_itself(base: Path) -> None:
             {"operation": "", "stages": ["first"]},
         ):
             assert (await http.post("/operations", json=body)).status_code == 400
+        huge = {"operation": "echo", "stages": ["first"], "arguments": {"v": 1 << 70}}
+        too_large = await http.post("/operations", json=huge)
+        assert (too_large.status_code, too_large.json()["error"]["param"]) == (400, "arguments")
         late = await http.post(
             "/operations", content=b'{"operation":"unknown","stages":["first"],"timeout_seconds":0.2}'
         )
