@@ -91,7 +91,7 @@ class End:
         relay: Any = self.relays._relays[self.relay]
         memory = relay._received
         gets = (relay._reading if self.relay == "mooncake" else relay._receiving)._gets
-        for _, get in [*gets.quarantined.values(), *gets.coming.values()]:
+        for _, get in [*gets.quarantined.values(), *gets.in_progress.values()]:
             if get.operation.done() and get.region is not None:
                 start = get.region.ctypes.data - memory.address
                 get.region = np.frombuffer(memory._map, np.uint8)[start : start + len(get.region)]

@@ -40,7 +40,7 @@ HTTP_SENT_BYTES: Final = Metric(
     name="omnipipeline_http_sent_bytes_total", kind="counter", help="Bytes of answers' bodies", labels=("route",)
 )
 HTTP_HELD_BYTES: Final = Metric(
-    name="omnipipeline_http_held_bytes", kind="gauge", help="Bodies and media of requests in flight"
+    name="omnipipeline_http_buffered_bytes", kind="gauge", help="Bodies and media of requests in flight"
 )
 
 REQUESTS: Final = Metric(
@@ -292,9 +292,9 @@ NIXL: Final[Mapping[str, Metric]] = {
     "copied_out_bytes": _of_relay("copied_out_bytes_total", "Bytes copied out of the receive arena to free it"),
     "receive_bytes_in_use": _of_relay("receive_bytes_in_use", "Bytes of the receive arena in use", kind="gauge"),
     "waiting_transfers": _of_relay("waiting_transfers", "Payloads that wait for memory to receive into", kind="gauge"),
-    "coming_transfers": _of_relay("coming_transfers", "Payloads that peers are writing here", kind="gauge"),
-    "coming_here_bytes": _of_relay("coming_here_bytes", "Bytes received so far of transfers in progress", kind="gauge"),
-    "writing_transfers": _of_relay("writing_transfers", "Payloads being written to peers", kind="gauge"),
+    "incoming_transfers": _of_relay("incoming_transfers", "Payloads that peers are writing here", kind="gauge"),
+    "incoming_bytes": _of_relay("incoming_bytes", "Bytes received so far of transfers in progress", kind="gauge"),
+    "outgoing_transfers": _of_relay("outgoing_transfers", "Payloads being written to peers", kind="gauge"),
     "quarantined_sends": _of_relay("quarantined_sends", "Payloads given up that a peer may still use", kind="gauge"),
     "quarantined_send_bytes": _of_relay("quarantined_send_bytes", "Their bytes", kind="gauge"),
     "quarantined_receives": _of_relay(

@@ -71,7 +71,7 @@ class Gets(Generic[W, G]):
         begin: Callable[[W, G], bool],
     ) -> None:
         """room_nbytes: what a transfer takes beside its own bytes.
-        begin: find memory and let the bytes come, after adding to ``coming``. False: there is no memory now.
+        begin: find memory and let the bytes come, after adding to ``in_progress``. False: there is no memory now.
         """
         self._loop = loop
         self._memory = memory
@@ -82,7 +82,7 @@ class Gets(Generic[W, G]):
         self._looking: asyncio.TimerHandle | None = None
         self._counts = dict.fromkeys(("received_transfers", "received_bytes", "copied_out_bytes"), 0)
         self.waiting: collections.deque[tuple[W, G]] = collections.deque()  #: For memory.
-        self.coming: dict[TransferKey, tuple[W, G]] = {}
+        self.in_progress: dict[TransferKey, tuple[W, G]] = {}
         self.quarantined: dict[TransferKey, tuple[W, G]] = {}  #: Given up; bytes may still come.
 
     def claim(self, route: W, get: G) -> None:
@@ -92,7 +92,7 @@ class Gets(Generic[W, G]):
         """
         key, nbytes = get.key, get.nbytes
         waits = any(other.key == key for _, other in self.waiting)
-        if waits or key in self.coming or key in self.quarantined or key in self._pins:
+        if waits or key in self.in_progress or key in self.quarantined or key in self._pins:
             raise TransferError(f"transfer {key[1]} from {key[0]} was fetched twice")
         if nbytes + self._room_nbytes > self._memory.nbytes:
             room = f"this process receives into {self._memory.nbytes} bytes"
@@ -126,8 +126,8 @@ class Gets(Generic[W, G]):
             **self._counts,
             "receive_bytes_in_use": self._memory.in_use,
             "waiting_transfers": len(self.waiting),
-            "coming_transfers": len(self.coming),
-            "coming_here_bytes": sum(get.here_nbytes for _, get in list(self.coming.values())),
+            "incoming_transfers": len(self.in_progress),
+            "incoming_bytes": sum(get.here_nbytes for _, get in list(self.in_progress.values())),
             "quarantined_receives": len(held),
             "quarantined_receive_bytes": sum(held),
         }

@@ -75,7 +75,7 @@ async def writing_to_us(near: Near, far: FarEnd, peer: str = "far") -> RelayOper
     """A get of ``LARGE`` bytes that has begun and was not complete when this looked; it may be a moment later."""
     while True:
         operation = near.fetch(far, LARGE, 1, peer)
-        while not (operation.done() or near.stat("coming_here_bytes")):
+        while not (operation.done() or near.stat("incoming_bytes")):
             await asyncio.sleep(0)
         if not operation.done():
             return operation
@@ -106,10 +106,10 @@ async def frozen_while_it_writes_to_us(near: Near, far: FarEnd) -> RelayOperatio
     """A get of ``LARGE`` bytes whose sender is frozen on the way. On a busy machine all of them may have come first."""
     while True:
         operation = near.fetch(far, LARGE, 1)
-        while not (operation.done() or near.stat("coming_here_bytes")):
+        while not (operation.done() or near.stat("incoming_bytes")):
             await asyncio.sleep(0)
         far.process.send_signal(signal.SIGSTOP)
-        await _still(lambda: near.stat("coming_here_bytes"))
+        await _still(lambda: near.stat("incoming_bytes"))
         if not operation.done():
             return operation
         far.process.send_signal(signal.SIGCONT)
@@ -121,10 +121,10 @@ async def frozen_while_it_reads_from_us(near: Near, far: FarEnd) -> RelayOperati
     while True:
         operation = near.put(LARGE, 1)
         ask_to_fetch(far, operation)
-        await until(lambda: near.stat("writing_transfers") == 1 or near.stat("unreleased_transfers") == 0)
+        await until(lambda: near.stat("outgoing_transfers") == 1 or near.stat("unreleased_transfers") == 0)
         far.process.send_signal(signal.SIGSTOP)
-        await _still(lambda: near.stat("writing_transfers"))
-        if near.stat("writing_transfers"):
+        await _still(lambda: near.stat("outgoing_transfers"))
+        if near.stat("outgoing_transfers"):
             return operation
         far.process.send_signal(signal.SIGCONT)
         assert far.answer()["nbytes"] == LARGE

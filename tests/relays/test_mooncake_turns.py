@@ -223,6 +223,6 @@ async def test_a_get_that_is_given_up_before_its_turn_gives_its_memory_back_at_o
         gets.reading.cleanup("late")
         assert due.done()
         assert gets.released == [("frozen", due.transfer)]
-        assert gets.reading.stats()["coming_transfers"] == THREADS
+        assert gets.reading.stats()["incoming_transfers"] == THREADS
     finally:
         await gets.close()

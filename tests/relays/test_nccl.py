@@ -57,7 +57,7 @@ async def test_the_slot_that_a_frozen_receiver_was_being_sent_is_free_when_its_w
     await frozen_while_it_reads_from_us(near, far)
     near.relays.forget("far")
     await until(lambda: near.in_use() == 0)
-    assert (near.stat("quarantined_sends"), near.stat("writing_transfers")) == (0, 0)
+    assert (near.stat("quarantined_sends"), near.stat("outgoing_transfers")) == (0, 0)
     near.relays.allocate((32 * MIB,), torch.uint8)[:] = 2
     far.process.send_signal(signal.SIGCONT)
     assert "is not reached" in far.answer()["error"]

@@ -24,7 +24,7 @@ OK = play(ResultEvent(stage="talk", data=1))
 
 
 def held(running: Running, text: str) -> float:
-    (line,) = [line for line in text.splitlines() if line.startswith("omnipipeline_http_held_bytes ")]
+    (line,) = [line for line in text.splitlines() if line.startswith("omnipipeline_http_buffered_bytes ")]
     return float(line.split(" ")[1])
 
 

@@ -37,7 +37,7 @@ LONG_GRAMMAR: Final = 2_000  # as `LONG`: characters that are compiled, for each
 Entered: TypeAlias = tuple[EngineCoreRequest, Request | None]
 
 
-class _Coming(NamedTuple):
+class _Pending(NamedTuple):
     """A request that has not become tokens yet."""
 
     name: str
@@ -101,7 +101,7 @@ class GenerationAnswers:
         self._own_tokenizer = copy.deepcopy(tokenizer)  #: Of the encoder's thread: none is for two threads at once.
         self._encoder = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
         self._encoding: dict[str, Work] = {}  #: Requests whose prompts are being encoded.
-        self._encoded: SimpleQueue[tuple[_Coming, list[Entered] | BaseException]] = SimpleQueue()
+        self._encoded: SimpleQueue[tuple[_Pending, list[Entered] | BaseException]] = SimpleQueue()
         self._form = call_forms.form_of(spec.tool_calls, getattr(tokenizer, "chat_template", None))
         self._processor = OutputProcessor(decoder(tokenizer, self._form.mark))
         self._spelling = Spelling(tokenizer)
@@ -130,13 +130,13 @@ class GenerationAnswers:
             self._emit(profile.SCHEDULER_REQUEST_BUILD_START, work)
             prompt = self._prompt(payload)
             params = self._params(prompt)
-            coming = _Coming(name, work, payload.detach(), prompt, params, open)
+            pending = _Pending(name, work, payload.detach(), prompt, params, open)
             if _is_long(prompt, params) and not open:
                 self._encoding[name] = work
                 self._names[work] = (name,)
-                self._encoder.submit(self._encode_apart, coming)
+                self._encoder.submit(self._encode_apart, pending)
                 return []
-            return self._enter(coming, self._encode(coming, self._tokenizer))
+            return self._enter(pending, self._encode(pending, self._tokenizer))
         except BaseException as error:  # SystemExit too: one request's code must not end the engine
             self._refuse(name, work, error)
             return []
@@ -150,30 +150,30 @@ class GenerationAnswers:
         entered: list[Entered] = []
         while True:
             try:
-                coming, found = self._encoded.get_nowait()
+                pending, found = self._encoded.get_nowait()
             except Empty:
                 return entered
-            if self._encoding.pop(coming.name, None) is not coming.work:
+            if self._encoding.pop(pending.name, None) is not pending.work:
                 continue  # aborted meanwhile
             try:
                 if isinstance(found, BaseException):
                     raise found
-                entered += self._enter(coming, found)
+                entered += self._enter(pending, found)
             except BaseException as error:
-                self._refuse(coming.name, coming.work, error)
+                self._refuse(pending.name, pending.work, error)
 
-    def _encode(self, coming: _Coming, tokenizer: Any) -> list[Entered]:
+    def _encode(self, pending: _Pending, tokenizer: Any) -> list[Entered]:
         """A request for each answer. In any thread, one at a time with the same tokenizer."""
-        prompt, params = coming.prompt, coming.params
-        tokens, embeds = prompting.encode(prompt, tokenizer, whole=not coming.open, form=self._form)
+        prompt, params = pending.prompt, pending.params
+        tokens, embeds = prompting.encode(prompt, tokenizer, whole=not pending.open, form=self._form)
         entered = []
         for index in range(params.n):
             seed = None if params.seed is None else (params.seed + index) % 2**63
             request = EngineCoreRequest(
-                request_id=coming.name if params.n == 1 else f"{coming.name}\0{index}",
+                request_id=pending.name if params.n == 1 else f"{pending.name}\0{index}",
                 prompt_token_ids=tokens,
                 prompt_embeds=embeds,
-                open=coming.open,
+                open=pending.open,
                 params=msgspec.structs.replace(params, n=1, seed=seed),
                 priority=prompt.priority,
                 cache_salt=prompt.cache_salt,
@@ -186,26 +186,26 @@ class GenerationAnswers:
                 raise InvalidRequest(str(error)) from error
         return entered
 
-    def _encode_apart(self, coming: _Coming) -> None:
+    def _encode_apart(self, pending: _Pending) -> None:
         """On the encoder's thread: steps go on meanwhile."""
-        if coming.work.cancelled:
+        if pending.work.cancelled:
             return
         try:
-            found: list[Entered] | BaseException = self._encode(coming, self._own_tokenizer)
+            found: list[Entered] | BaseException = self._encode(pending, self._own_tokenizer)
         except BaseException as error:
             found = error
-        self._encoded.put((coming, found))
+        self._encoded.put((pending, found))
         self._wake()
 
-    def _enter(self, coming: _Coming, entered: list[Entered]) -> list[Entered]:
-        name, work, count = coming.name, coming.work, len(entered[0][0].prompt_token_ids)
-        answer = _Answer(name, work, coming.payload, self.outbox)
+    def _enter(self, pending: _Pending, entered: list[Entered]) -> list[Entered]:
+        name, work, count = pending.name, pending.work, len(entered[0][0].prompt_token_ids)
+        answer = _Answer(name, work, pending.payload, self.outbox)
         self._answers[name] = answer
         self._names[work] = tuple(request.request_id for request, _prepared in entered)
-        offered = coming.prompt.template.get("tools")
+        offered = pending.prompt.template.get("tools")
         names = tools.names(offered or ())
         for index, (request, _prepared) in enumerate(entered):
-            choice = Choice(index, coming.params, self._spelling, self._form.parser(names) if offered else None)
+            choice = Choice(index, pending.params, self._spelling, self._form.parser(names) if offered else None)
             answer.choices[request.request_id] = choice
             self._of[request.request_id] = answer
             self._processor.add_request(request.request_id, request.params, count, choice.collector)

@@ -105,11 +105,11 @@ class MooncakeReader:
     @property
     def still(self) -> bool:
         """Whether nothing is being read, nor may be."""
-        return not self._gets.coming and not self._gets.quarantined
+        return not self._gets.in_progress and not self._gets.quarantined
 
     def last_moved(self, route: MooncakeRoute, key: TransferKey) -> float:
         """When something last came from that peer. What waits here, for memory or a thread, does not wait for it."""
-        awaited = key in self._gets.coming and self._turns.reads(route)
+        awaited = key in self._gets.in_progress and self._turns.reads(route)
         return route.moved_at if awaited else time.monotonic()
 
     def cleanup(self, request_id: str) -> None:
@@ -137,7 +137,7 @@ class MooncakeReader:
         incoming.region = self._memory.allocate_region(nbytes + -nbytes % ALIGNMENT + arena.HEADER.size)
         if incoming.region is None:
             return False
-        self._gets.coming[incoming.key] = (route, incoming)
+        self._gets.in_progress[incoming.key] = (route, incoming)
         self._turns.add(route, incoming)
         self._read_next()
         return True
@@ -201,7 +201,7 @@ class MooncakeReader:
         """Nothing is read for it any more, except by a read that is late."""
         self._turns.over(route)
         self._read_next()
-        del self._gets.coming[incoming.key]
+        del self._gets.in_progress[incoming.key]
         if failure is None and not incoming.stopping:
             region, incoming.region = incoming.region[: incoming.nbytes], None
             self._gets.landed(incoming, region)
@@ -220,12 +220,12 @@ class MooncakeReader:
     def _end(self, which: Callable[[MooncakeRoute, MooncakeGet], bool], why: str) -> None:
         self._gets.fail_waiting(which, why)
         for route, incoming in self._turns.withdraw(which):
-            del self._gets.coming[incoming.key]
+            del self._gets.in_progress[incoming.key]
             incoming.region = None
             incoming.fail(why)
             if not route.gone:
                 self._on_release(*incoming.key)
-        for _, incoming in [pair for pair in self._gets.coming.values() if which(*pair)]:
+        for _, incoming in [pair for pair in self._gets.in_progress.values() if which(*pair)]:
             incoming.stopping = True
             incoming.fail(why)
 

@@ -128,7 +128,7 @@ class NcclReceiver:
         """When something last came from that peer, on `time.monotonic`. What waits for memory here does not wait for
         its peer.
         """
-        return route.moved_at if key in self._gets.coming else time.monotonic()
+        return route.moved_at if key in self._gets.in_progress else time.monotonic()
 
     def cleanup(self, request_id: str) -> None:
         """A request was aborted: what is to come for it is dropped. What comes already is received to its end."""
@@ -157,7 +157,7 @@ class NcclReceiver:
         if incoming.region is None:
             return False
         route.moved_at = max(route.moved_at, time.monotonic())
-        self._gets.coming[incoming.key] = (route, incoming)
+        self._gets.in_progress[incoming.key] = (route, incoming)
         if route.thread is None:
             route.thread = worlds.caller("receive", self._run, route)
             self._routes.add(route)
@@ -167,10 +167,10 @@ class NcclReceiver:
 
     def _give_up(self, which: Callable[[NcclRoute, NcclGet], bool], why: str) -> None:
         self._gets.fail_waiting(which, why)
-        for pair in [pair for pair in self._gets.coming.values() if which(*pair)]:
+        for pair in [pair for pair in self._gets.in_progress.values() if which(*pair)]:
             incoming = pair[1]
             incoming.fail(why)
-            del self._gets.coming[incoming.key]
+            del self._gets.in_progress[incoming.key]
             self._gets.quarantined[incoming.key] = pair
 
     def _end(self, route: NcclRoute) -> None:
@@ -184,7 +184,7 @@ class NcclReceiver:
         """Its thread is through with it: nothing is written there any more. broken: the sender is not reached."""
         region, incoming.region = incoming.region, None
         was_given_up = self._gets.quarantined.pop(incoming.key, None) is not None
-        self._gets.coming.pop(incoming.key, None)
+        self._gets.in_progress.pop(incoming.key, None)
         if reason is None and not was_given_up:
             self._gets.landed(incoming, region)
             return

@@ -96,7 +96,7 @@ class NcclSender:
         with self._lock:
             held = [outgoing.nbytes for outgoing in self._moving if outgoing.is_over]
             return {
-                "writing_transfers": len(self._moving),
+                "outgoing_transfers": len(self._moving),
                 "quarantined_sends": len(held),
                 "quarantined_send_bytes": sum(held),
             }

@@ -72,13 +72,13 @@ class NixlReceiver:
     @property
     def expects(self) -> bool:
         """Whether some peer is to notify this process. From any thread."""
-        return bool(self._gets.coming or self._gets.quarantined)
+        return bool(self._gets.in_progress or self._gets.quarantined)
 
     def last_moved(self, route: NixlRoute, key: TransferKey) -> float:
         """When something last came from that peer, on `time.monotonic`. What waits for memory here does not wait for
         its peer.
         """
-        return route.moved_at if key in self._gets.coming else time.monotonic()
+        return route.moved_at if key in self._gets.in_progress else time.monotonic()
 
     def written(self, peer: Peer, notice: Written) -> bool:
         """More of a transfer is here. False: there is no such transfer."""
@@ -136,7 +136,7 @@ class NixlReceiver:
             return False
         incoming.generation = next(self._generations)
         route.moved_at = max(route.moved_at, time.monotonic())
-        self._gets.coming[incoming.key] = (route, incoming)
+        self._gets.in_progress[incoming.key] = (route, incoming)
         address = incoming.region.ctypes.data
         if route.reads:
             theirs = route.facts.sends.address + metadata.offset
@@ -155,7 +155,7 @@ class NixlReceiver:
         if self._gets.quarantined.pop(incoming.key, None) is not None:
             self._on_release(*incoming.key)
             return
-        del self._gets.coming[incoming.key]
+        del self._gets.in_progress[incoming.key]
         self._gets.landed(incoming, region)
 
     def _read_next(
@@ -180,7 +180,7 @@ class NixlReceiver:
 
     def _read(self, route: NixlRoute, incoming: NixlGet, broken: bool, reason: str | None) -> None:
         """The bytes of a transfer that is read by this process move no more."""
-        if reason is None and incoming.metadata.generation and incoming.key in self._gets.coming:
+        if reason is None and incoming.metadata.generation and incoming.key in self._gets.in_progress:
             # A sender that has forgotten this process uses the slot again: then its header is another one by now.
             ours = incoming.region.ctypes.data + _header_at(incoming)
             theirs = route.facts.sends.address + incoming.metadata.start
@@ -210,7 +210,7 @@ class NixlReceiver:
     def _end(self, which: Callable[[NixlRoute, NixlGet], bool], why: str, *, released: bool) -> None:
         """released: its sender is notified of what had not begun."""
         self._gets.fail_waiting(which, why, released=released)
-        for route, incoming in [pair for pair in self._gets.coming.values() if which(*pair)]:
+        for route, incoming in [pair for pair in self._gets.in_progress.values() if which(*pair)]:
             incoming.fail(why)
             self._give_up(incoming.key)
             if incoming.move is not None:
@@ -222,7 +222,7 @@ class NixlReceiver:
 
     def _give_up(self, key: TransferKey) -> None:
         """Quarantine what may still be written."""
-        found = self._gets.coming.pop(key, None)
+        found = self._gets.in_progress.pop(key, None)
         if found is not None:
             self._gets.quarantined[key] = found
             if self._asking is None:
@@ -252,7 +252,7 @@ class NixlReceiver:
 
     def _find(self, peer: Peer, transfer: int, generation: int) -> tuple[NixlRoute, NixlGet] | None:
         key = (peer, TransferId(transfer))
-        found = self._gets.coming.get(key) or self._gets.quarantined.get(key)
+        found = self._gets.in_progress.get(key) or self._gets.quarantined.get(key)
         return found if found is not None and found[1].generation == generation else None
 
     # --- in the worker's thread ---------------------------------------------------------------------------------

@@ -69,7 +69,7 @@ class NixlSender:
         with self._lock:
             held = [outgoing.nbytes for outgoing, _ in self._moving.values() if outgoing.is_over]
             return {
-                "writing_transfers": len(self._moving),
+                "outgoing_transfers": len(self._moving),
                 "quarantined_sends": len(held),
                 "quarantined_send_bytes": sum(held),
             }

@@ -93,7 +93,7 @@ class Arrivals:
         #: Peers that were forgotten: late pieces of theirs are dropped. Bounded: the oldest are forgotten.
         self._gone: collections.OrderedDict[Peer, None] = collections.OrderedDict()
         #: Begun, and complete: a transfer is in one of them. Those in neither ``_claims`` are unclaimed.
-        self._coming: dict[TransferKey, _Transfer] = {}
+        self._in_progress: dict[TransferKey, _Transfer] = {}
         self._here: dict[TransferKey, _Transfer] = {}
         self._claims: dict[TransferKey, _Claim] = {}
         #: Why a transfer will not come; its late pieces are ignored. Bounded: the oldest are forgotten.
@@ -149,7 +149,7 @@ class Arrivals:
             here = self._here.pop(key, None)
             if lost is None and here is None:
                 self._claims[key] = claim
-            begun = here or self._coming.get(key)
+            begun = here or self._in_progress.get(key)
             if begun is not None:
                 self._unclaimed_bytes -= begun.nbytes
         if lost is not None:
@@ -237,7 +237,7 @@ class Arrivals:
         """The transfer whose next piece this is. Under the lock."""
         if key in self._lost:
             return None
-        transfer = self._coming.get(key)
+        transfer = self._in_progress.get(key)
         if transfer is None:
             if key in self._here or key in self._pins:
                 self._counts["malformed_messages"] += 1
@@ -246,7 +246,7 @@ class Arrivals:
             if not claimed and self._unclaimed_bytes + header.nbytes > self._settings.unclaimed_bytes:
                 self._lose(key, "it came long before it was announced, and there was no room for it")
                 return None
-            transfer = self._coming[key] = _Transfer(header.request_id, header.nbytes)
+            transfer = self._in_progress[key] = _Transfer(header.request_id, header.nbytes)
             self._unclaimed_bytes += 0 if claimed else header.nbytes
         if not transfer.take(header, body):
             self._lose(key, "a piece of it was lost")
@@ -265,7 +265,7 @@ class Arrivals:
     def _complete(self, key: TransferKey, transfer: _Transfer) -> None:
         """All is here. In the receiving thread."""
         with self._lock:
-            if self._coming.pop(key, None) is None:
+            if self._in_progress.pop(key, None) is None:
                 return  # dropped meanwhile
             self._counts["received_transfers"] += 1
             self._counts["received_bytes"] += transfer.nbytes
@@ -303,7 +303,7 @@ class Arrivals:
     def _drop(self, key: TransferKey, why: str) -> None:
         """Forget a transfer, come or to come. Under the lock."""
         claim = self._claims.pop(key, None)
-        transfer = self._coming.pop(key, None) or self._here.pop(key, None)
+        transfer = self._in_progress.pop(key, None) or self._here.pop(key, None)
         if transfer is not None and claim is None:
             self._unclaimed_bytes -= transfer.nbytes
         self._lost[key] = why
@@ -321,7 +321,7 @@ class Arrivals:
             self._on_loop(self._context.on_release, *key)
 
     def _of(self, wanted: Callable[[TransferKey, _Transfer], bool]) -> list[TransferKey]:
-        return [key for table in (self._coming, self._here) for key, value in table.items() if wanted(key, value)]
+        return [key for table in (self._in_progress, self._here) for key, value in table.items() if wanted(key, value)]
 
     def _on_loop(self, call: Callable[..., object], *arguments: Any) -> None:
         try:

@@ -349,9 +349,9 @@ class Scheduler:
         usable = self._hashes(request, (request.ready - 1) // size) if self.limits.prefix_caching else []
         found = self.pool.find(usable)
         whole = self._blocks_for(len(request.tokens)) - len(found)
-        if coming := self._coming(request, usable[len(found) :]):
+        if being_filled := self._being_filled(request, usable[len(found) :]):
             heapq.heappop(self._queue)
-            request.follows, request.lacks = coming[-1], whole - len(coming)
+            request.follows, request.lacks = being_filled[-1], whole - len(being_filled)
             followers.append(request)
             return True
         spared = sum(one.lacks for one in followers)
@@ -382,7 +382,7 @@ class Scheduler:
         rows[request.id] = _row(request, hits, count)
         return True
 
-    def _coming(self, request: Request, hashes: Sequence[bytes]) -> list[bytes]:
+    def _being_filled(self, request: Request, hashes: Sequence[bytes]) -> list[bytes]:
         """The first of ``hashes`` that are being filled for requests before this one."""
         return list(itertools.takewhile(lambda one: self._precedes(self._filling.get(one), request), hashes))
 
