@@ -13,6 +13,7 @@ def forget_modules_of(folder: Path) -> None:
     classes that the first one's ``except`` does not know.
     """
     for name, module in list(sys.modules.items()):
-        places = [getattr(module, "__file__", None), *list(getattr(module, "__path__", ()))]
-        if any(place is not None and Path(place).is_relative_to(folder) for place in places):
+        facts = getattr(module, "__dict__", {})  # some modules answer for every attribute
+        places = [facts.get("__file__"), *(facts.get("__path__") or ())]
+        if any(isinstance(place, str) and Path(place).is_relative_to(folder) for place in places):
             del sys.modules[name]

@@ -67,6 +67,9 @@ async def main() -> None:
                 given = relays.put(extracted, request_id="r", peer="near", backend=command["backend"])
                 assert given is not None
                 send(base64.b64encode(given.metadata).decode())
+            case "released":
+                relays.released("near", command["transfer"])
+                send(True)
             case "stats":
                 send(relays.stats())
     relays.close()

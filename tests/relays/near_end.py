@@ -79,7 +79,7 @@ async def writing_to_us(near: Near, far: FarEnd, peer: str = "far") -> RelayOper
             await asyncio.sleep(0)
         if not operation.done():
             return operation
-        await dropped(near, operation, operation.take())
+        await dropped(near, operation, operation.take(), far)
 
 
 async def killed_while_it_writes_to_us(near: Near) -> tuple[RelayOperation, TransferError]:
@@ -113,7 +113,7 @@ async def frozen_while_it_writes_to_us(near: Near, far: FarEnd) -> RelayOperatio
         if not operation.done():
             return operation
         far.process.send_signal(signal.SIGCONT)
-        await dropped(near, operation, operation.take())
+        await dropped(near, operation, operation.take(), far)
 
 
 async def frozen_while_it_reads_from_us(near: Near, far: FarEnd) -> RelayOperation:
@@ -141,12 +141,14 @@ async def _still(count: Callable[[], int]) -> None:
         await asyncio.sleep(0.25)
 
 
-async def dropped(near: Near, operation: RelayOperation, view: memoryview) -> None:
-    """Let go of what has come, and wait until its sender is told."""
+async def dropped(near: Near, operation: RelayOperation, view: memoryview, sender: FarEnd | None = None) -> None:
+    """Let go of what has come, and release it at its sender, whose arena has room for two; None: it is dead."""
     view.release()
     near.relays.release_now()
     await until(lambda: (operation.peer, operation.transfer) in near.released)
     near.released.clear()
+    if sender is not None:
+        sender.ask(do="released", transfer=operation.transfer)
 
 
 def ask_to_fetch(far: FarEnd, operation: RelayOperation) -> None:

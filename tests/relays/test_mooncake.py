@@ -148,7 +148,7 @@ async def test_an_aborted_get_stops_within_a_piece_and_is_released(near: Near, f
         except TransferError as error:
             assert "aborted" in str(error)
             break
-        await dropped(near, operation, view)  # all of it was here by then
+        await dropped(near, operation, view, far)  # all of it was here by then
     await until(lambda: near.released == [("far", operation.transfer)])
     await until(lambda: near.stat("receive_bytes_in_use") == 0)
     assert set(await near.fetch(far, MIB, 7).wait_for_completion(PATIENCE_S)) == {7}
