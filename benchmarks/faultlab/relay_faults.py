@@ -273,7 +273,7 @@ async def under_way(near: End, number: int, relay: str) -> None:
     """Until bytes of the get come, or it is over."""
 
     async def begun() -> None:
-        while not near.ends[number].done() and not (await near.ask(do="stats"))[f"{relay}_coming_here_bytes"]:
+        while not near.ends[number].done() and not (await near.ask(do="stats"))[f"{relay}_incoming_bytes"]:
             await asyncio.sleep(0)
 
     await within(f"first bytes of get {number} at {near.name}", begun())
