@@ -109,7 +109,9 @@ class LightInstance:
         self.running = 0
         self.served = 0
         self.unsent = 0  #: Results for an instance to which it has no link.
-        self.dropped = 0  #: Coordinators that had declared it dead alone.
+        self.dropped = (
+            0  #: Times that a coordinator said to have declared it dead alone: once per message it sent there.
+        )
         self.load_s = 0.0  #: Requests here, summed over time.
         self._loop = loop
         self._work_s = work_s

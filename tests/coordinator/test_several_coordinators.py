@@ -230,7 +230,7 @@ async def test_an_instance_that_comes_back_and_its_neighbours_open_new_links_and
         one.beat()
         await until(lambda: one.heard["Welcome"] > welcomes)
         await made.ready(len(made.instances))
-        assert one.dropped == 1 and not neighbours & one.members
+        assert one.dropped >= 1 and not neighbours & one.members  # its ack may be refused beside its beat
         served = one.served
         async with asyncio.timeout(PATIENCE_S):
             while not neighbours & one.members or one.served == served:
