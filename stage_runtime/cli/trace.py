@@ -11,8 +11,8 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from omnipipeline_spec.types.errors import printable
 from stage_runtime.cli.server import server, server_options
-from stage_runtime.profiler.formats.table import printable
 
 WIDTH_WITHOUT_TERMINAL: Final = 120
 NARROWEST_BAR: Final = 10  # in a terminal without room for it there are the numbers alone

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
@@ -14,6 +14,8 @@ from stage_runtime.errors import ValueRefused, describe
 from stage_runtime.stage.stage import Stage
 from stage_runtime.wire.messages import AdminCall, AdminReply, Message, ProfilerStart, ProfilerStop
 
+ASKED_KEPT: Final = 4096  # operations without an answer: an engine may forget them, and who asked has long given up
+
 
 class Administration:
     """Knows which operations wait for their engine. Ranks 1.. answer for themselves (`follower`)."""
@@ -21,18 +23,21 @@ class Administration:
     def __init__(self, stages: Mapping[str, Stage], send: Callable[[str, Message], bool]) -> None:
         self._stages = stages
         self._send = send
-        self._asked: set[tuple[str, str, str]] = set()  #: (coordinator, call, stage) that engines have not answered.
+        #: (coordinator, call, stage) that engines have not answered, oldest first.
+        self._asked: dict[tuple[str, str, str], None] = {}
 
     def ask(self, sender: str, message: AdminCall) -> None:
         """Hand it to the engine. Whatever becomes of it, ``sender`` gets one answer, unless the engine forgets it."""
         stage = self._stages.get(message.stage)
-        if stage is None or stage.input.engine is None or not stage.input.engine.takes_admin:
-            problem = f"no stage {message.stage!r} here that takes operations"
+        problem = _refusal(message.stage, stage)
+        if stage is None or problem is not None:
             for rank in range(1 if stage is None else stage.plan.tp_size):
                 self._send(sender, AdminReply(message.call_id, message.stage, rank, None, problem))
             return
         call = (sender, message.call_id, message.stage)
-        self._asked.add(call)
+        self._asked[call] = None
+        if len(self._asked) > ASKED_KEPT:
+            self._asked.pop(next(iter(self._asked)), None)  # its engine may be answering it now
         stage.inbox.put(
             Admin(message.call_id, message.operation, message.arguments, partial(self._answer, call), sender)
         )
@@ -53,12 +58,20 @@ class Administration:
     def _answer(self, call: tuple[str, str, str], value: Any, error: str | None = None) -> None:
         """In any thread; the first answer counts."""
         sender, call_id, stage = call
-        if call in self._asked:
-            self._asked.discard(call)
-            if error is not None:
-                self._send(sender, AdminReply(call_id, stage, 0, None, error))
-            else:
-                answer(lambda reply: self._send(sender, reply), AdminReply(call_id, stage, 0, value))
+        try:
+            del self._asked[call]
+        except KeyError:
+            return
+        answer(lambda reply: self._send(sender, reply), AdminReply(call_id, stage, 0, value, error))
+
+
+def _refusal(name: str, stage: Stage | None) -> str | None:
+    """Why it cannot be asked; None: it can."""
+    if stage is None:
+        return f"no stage {name!r} here"
+    if stage.input.engine is None:
+        return f"stage {name!r} has not loaded its engine yet"
+    return None if stage.input.engine.takes_admin else f"stage {name!r} takes no operations"
 
 
 def answer(send: Callable[[AdminReply], object], reply: AdminReply) -> None:

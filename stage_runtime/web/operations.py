@@ -10,8 +10,9 @@ from stage_runtime.coordinator.operations import OperationResult, Operations
 from stage_runtime.errors import InvalidRequest, ValueRefused, describe
 from stage_runtime.web import bodies
 from stage_runtime.web.exchange import Exchange
+from stage_runtime.wire.parts import NAME_LIMIT
 
-Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+Name = Annotated[str, msgspec.Meta(min_length=1, max_length=NAME_LIMIT)]
 
 
 class OperationBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -20,6 +20,7 @@ ASKING = [
     ("profile", "report"),
     ("profile", "start"),
     ("profile", "stop"),
+    ("call", "stage", "operation"),
 ]
 
 

@@ -58,13 +58,15 @@ async def test_every_process_of_a_stage_answers_for_itself(base: Path) -> None:
         refused = await ask(http, "refuse", "ranks")
         assert [one["error"] for one in refused] == ["ValueError: rank 0 will not", "ValueError: rank 1 will not"]
         (plain,) = await ask(http, "echo", "last")
-        assert plain["error"] == "no stage 'last' here that takes operations"
+        assert plain["error"] == "stage 'last' takes no operations"
         missing = await http.post("/operations", json={"operation": "echo", "stages": ["firts"]})
         assert (missing.status_code, missing.json()["error"]["code"]) == (404, "not_found")
         for body in (
             {"stages": ["first"]},
             {"operation": "echo", "stages": []},
             {"operation": "", "stages": ["first"]},
+            {"operation": "o" * 65, "stages": ["first"]},  # no message to a process has longer names
+            {"operation": "echo", "stages": ["first"], "timeout_seconds": 0},
         ):
             assert (await http.post("/operations", json=body)).status_code == 400
         huge = {"operation": "echo", "stages": ["first"], "arguments": {"v": 1 << 70}}

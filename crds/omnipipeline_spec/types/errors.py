@@ -24,6 +24,11 @@ def clipped(text: str, *, most: int = SHOWN) -> str:
     return text if len(text) <= most else f"{text[: most // 2]}…{text[-(most // 2) :]}"
 
 
+def printable(text: str) -> str:
+    """``text`` without control characters: a terminal obeys some of them, and anybody may have written them."""
+    return "".join(each if each.isprintable() else "�" for each in text)
+
+
 def quoted(value: Any) -> str:
     """A value in a message. Its ``__repr__`` may raise; Python refuses to write thousands of digits."""
     if isinstance(value, int) and value.bit_length() > QUOTED_BITS:

@@ -6,7 +6,6 @@ Here: options, exit codes, printing. Not here: what the commands do (the modules
 
 from __future__ import annotations
 
-import json
 import secrets
 import sys
 from collections.abc import Callable, Iterator
@@ -25,13 +24,13 @@ from omnipipeline_operator.kinds import Manifest
 from omnipipeline_operator.kubectl import acting, admin_routes, offline, picture, profiling, tree
 from omnipipeline_operator.kubectl import history as past
 from omnipipeline_operator.kubectl.access import RESOURCE, Kubectl, KubectlError
+from omnipipeline_spec import operations
 from omnipipeline_spec.types.errors import InvalidPipeline, SpecError
 from omnipipeline_spec.types.pods import COORDINATOR
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 WHOLE_LINES: Final = 10_000  # columns
-ANSWER_S: Final = 30.0  # of a coordinator, after the last of the instances
 
 
 def file_options(function: Function) -> Function:
@@ -39,16 +38,6 @@ def file_options(function: Function) -> Function:
     chosen = click.option("overrides", "--set", multiple=True, metavar="PATH=VALUE", help="Change a value of the spec.")
     file = click.option("file", "-f", "--filename", required=True, metavar="FILE", help="A pipeline's YAML or Python.")
     return file(chosen(function))
-
-
-def _json_object(context: click.Context, parameter: click.Parameter, value: str) -> dict[str, Any]:
-    try:
-        given = json.loads(value)
-    except (ValueError, RecursionError) as error:
-        raise click.BadParameter(f"no JSON: {error}") from None
-    if not isinstance(given, dict):
-        raise click.BadParameter("a JSON object is expected, as in '{\"level\": 1}'")
-    return given
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -204,11 +193,13 @@ def profile(
 @click.argument("name")
 @click.argument("stage")
 @click.argument("operation")
+@click.option("--arguments", metavar="JSON", default="{}", help="What the operation takes: a JSON object.")
 @click.option(
-    "--arguments", metavar="JSON", default="{}", callback=_json_object, help="What the operation takes: a JSON object."
-)
-@click.option(
-    "--timeout", type=click.FloatRange(0, 3600, min_open=True), default=60.0, show_default=True, help="Seconds."
+    "--timeout",
+    type=click.FloatRange(0, operations.MAX_TIMEOUT_S, min_open=True),
+    default=60.0,
+    show_default=True,
+    help="Seconds.",
 )
 @click.option(
     "--api-key", envvar="OMNI_API_KEY", help="API key. Default: read from the Secret that the pipeline names."
@@ -219,7 +210,7 @@ def call(
     name: str,
     stage: str,
     operation: str,
-    arguments: dict[str, Any],
+    arguments: str,
     timeout: float,
     api_key: str | None,
 ) -> None:
@@ -227,14 +218,16 @@ def call(
 
     The exit code is 1 if any of them failed.
     """
-    body = {"operation": operation, "stages": [stage], "arguments": arguments, "timeout_seconds": timeout}
+    try:
+        body = operations.body(stage, operation, operations.arguments(arguments), timeout_s=timeout)
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint="--arguments") from None
     with errors_as_messages(), admin_routes.forwarded(kubectl, name, api_key, pod=None, any_one=True) as admin:
-        answer = admin.post("/operations", body, timeout_s=timeout + ANSWER_S)
-    for one in answer["results"]:
-        rank = f" rank {one['rank']}" if one["rank"] else ""
-        shown = json.dumps(one["value"]) if one["error"] is None else one["error"]
-        click.echo(f"{one['group']} {one['instance']}{rank}: {shown}", err=one["error"] is not None)
-    sys.exit(1 if answer["failed"] else 0)
+        answer = admin.post(operations.ROUTE, body, timeout_s=timeout + operations.ANSWER_S)
+    lines = list(operations.lines(answer))
+    for line in lines:
+        click.echo(line.text, err=line.failed)
+    sys.exit(1 if any(line.failed for line in lines) else 0)
 
 
 @main.command()

@@ -9,6 +9,8 @@ from typing import Any, Final
 from rich.console import Console
 from rich.table import Table
 
+from omnipipeline_spec.types.errors import printable
+
 WIDTH: Final = 140
 NO_REQUESTS: Final = "No request was recorded: none came while the profile was taken."
 SHOWN: Final = 20  # of the slowest requests
@@ -57,8 +59,3 @@ def _table(title: str, rows: list[Mapping[str, Any]], columns: tuple[str, ...]) 
 
 def _cell(value: Any) -> str:
     return f"{value:,.3f}" if isinstance(value, float) else printable(str(value))
-
-
-def printable(text: str) -> str:
-    """Without control characters: a request's id is its client's choice, and a terminal obeys some of them."""
-    return "".join(each if each.isprintable() else "�" for each in text)

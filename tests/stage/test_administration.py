@@ -1,0 +1,44 @@
+"""Operations that engines cannot take yet, and those that they never answer."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from stage_runtime.stage import administration
+from stage_runtime.stage.administration import Administration
+from stage_runtime.wire.messages import AdminCall, AdminReply
+
+
+def stage(engine: object, *, ranks: int = 1) -> Any:
+    puts: list[Any] = []
+    made = SimpleNamespace(
+        input=SimpleNamespace(engine=engine),
+        plan=SimpleNamespace(tp_size=ranks),
+        inbox=SimpleNamespace(put=puts.append),
+    )
+    made.puts = puts
+    return made
+
+
+def test_of_a_stage_that_is_still_loading_every_rank_is_answered_for() -> None:
+    sent: list[Any] = []
+    Administration({"s": stage(None, ranks=2)}, lambda peer, reply: bool(sent.append((peer, reply)))).ask(
+        "cc", AdminCall("call", "s", "sleep")
+    )
+    problem = "stage 's' has not loaded its engine yet"
+    assert sent == [("cc", AdminReply("call", "s", rank, None, problem)) for rank in (0, 1)]
+
+
+def test_operations_that_are_never_answered_take_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(administration, "ASKED_KEPT", 3)
+    sent: list[Any] = []
+    forgetful = stage(SimpleNamespace(takes_admin=True))
+    made = Administration({"s": forgetful}, lambda peer, reply: bool(sent.append(reply)))
+    for number in range(10):
+        made.ask("cc", AdminCall(f"call {number}", "s", "sleep"))
+    for event in forgetful.puts:
+        event.reply(event.call_id)
+    assert [reply.value for reply in sent] == ["call 7", "call 8", "call 9"]
