@@ -13,19 +13,17 @@ from stage_runtime.wire.messages import AdminCall, AdminReply
 
 
 def stage(engine: object, *, ranks: int = 1) -> Any:
-    puts: list[Any] = []
-    made = SimpleNamespace(
-        input=SimpleNamespace(engine=engine),
-        plan=SimpleNamespace(tp_size=ranks),
-        inbox=SimpleNamespace(put=puts.append),
-    )
-    made.puts = puts
+    made: Any = SimpleNamespace()
+    made.puts = []
+    made.input = SimpleNamespace(engine=engine)
+    made.plan = SimpleNamespace(tp_size=ranks)
+    made.inbox = SimpleNamespace(put=made.puts.append)
     return made
 
 
 def test_of_a_stage_that_is_still_loading_every_rank_is_answered_for() -> None:
     sent: list[Any] = []
-    Administration({"s": stage(None, ranks=2)}, lambda peer, reply: bool(sent.append((peer, reply)))).ask(
+    Administration({"s": stage(None, ranks=2)}, lambda peer, reply: sent.append((peer, reply)) is None).ask(
         "cc", AdminCall("call", "s", "sleep")
     )
     problem = "stage 's' has not loaded its engine yet"
@@ -36,7 +34,7 @@ def test_operations_that_are_never_answered_take_no_memory(monkeypatch: pytest.M
     monkeypatch.setattr(administration, "ASKED_KEPT", 3)
     sent: list[Any] = []
     forgetful = stage(SimpleNamespace(takes_admin=True))
-    made = Administration({"s": forgetful}, lambda peer, reply: bool(sent.append(reply)))
+    made = Administration({"s": forgetful}, lambda peer, reply: sent.append(reply) is None)
     for number in range(10):
         made.ask("cc", AdminCall(f"call {number}", "s", "sleep"))
     for event in forgetful.puts:
