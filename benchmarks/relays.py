@@ -40,7 +40,7 @@ from stage_runtime.relays.base import Peer
 from stage_runtime.relays.context import RelaySettings
 from stage_runtime.relays.dispatch import Relays
 from stage_runtime.relays.registry import RELAYS
-from stage_runtime.sockets.addresses import Security
+from stage_runtime.sockets.addresses import CurveSecurity
 
 SIZES = (4 << 10, 64 << 10, 1 << 20, 16 << 20, 256 << 20)
 SMALL_NBYTES = 4 << 20  # up to here a round takes many samples
@@ -88,7 +88,7 @@ def main() -> None:
     parser.add_argument("--far", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--curve", action="store_true", help="tcp encrypts")
     options = parser.parse_args()
-    security = Security(b"k" * 32) if options.curve else None
+    security = CurveSecurity(b"k" * 32) if options.curve else None
     names = options.relay or [name for name, entry in RELAYS.items() if entry.needs != "gpu"]
     if options.far is not None:
         uvloop.run(far(Control(socket.socket(fileno=options.far)), names, security))
@@ -131,7 +131,7 @@ def far_process(names: Sequence[str], *, curve: bool) -> Iterator[tuple[Control,
         child.wait(30)
 
 
-def met(control: Control, names: Sequence[str], security: Security | None) -> Relays:
+def met(control: Control, names: Sequence[str], security: CurveSecurity | None) -> Relays:
     """The relays of this process, which the other one has opened."""
     loop = uvloop.new_event_loop()  # never runs: what is sent needs none
     settings = RelaySettings(asked=frozenset(names))
@@ -285,7 +285,7 @@ def send_raw(control: Control, connection: socket.socket, source: np.ndarray[Any
     return (arrived - begun) / 1e9
 
 
-async def far(control: Control, names: Sequence[str], security: Security | None) -> None:
+async def far(control: Control, names: Sequence[str], security: CurveSecurity | None) -> None:
     """The other process: does what it is told, says when it was done (the monotonic clock is the machine's)."""
     loop = asyncio.get_running_loop()
     settings = RelaySettings(asked=frozenset(names))

@@ -23,7 +23,7 @@ from omnipipeline_spec.types.relays import RelayBackend
 from stage_runtime.coordinator.coordinator import Coordinator
 from stage_runtime.relays.context import RelaySettings
 from stage_runtime.relays.dispatch import Relays
-from stage_runtime.sockets.addresses import Security
+from stage_runtime.sockets.addresses import CurveSecurity
 from stage_runtime.sockets.channels import Channels
 from stage_runtime.wire.values import OmniRequest, RawTensor
 
@@ -79,7 +79,7 @@ async def running(plan: PipelinePlan, *, tcp: bool, curve: bool) -> AsyncIterato
         (root / "hop_echo.py").write_text(ECHO)
         key = secrets.token_bytes(32)
         (root / "key").write_bytes(key)
-        security = Security(key) if curve else None
+        security = CurveSecurity(key) if curve else None
         incarnation = secrets.token_hex(8)
         coordinator = Coordinator(
             msgspec.structs.replace(plan.coordinator, max_in_flight=4096), incarnation=incarnation, loop=loop

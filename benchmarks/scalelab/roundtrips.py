@@ -13,7 +13,7 @@ from typing import Final
 
 import msgspec
 
-from stage_runtime.sockets.addresses import Security
+from stage_runtime.sockets.addresses import CurveSecurity
 from stage_runtime.sockets.channels import Channels
 from stage_runtime.wire.frames import RequestRef
 from stage_runtime.wire.messages import Deregister, Detour, Message
@@ -90,7 +90,7 @@ class Flights:
 class _End:
     """`sockets.channels.Handler`: an instance, or the coordinator that passes frames on."""
 
-    def __init__(self, name: str, security: Security | None) -> None:
+    def __init__(self, name: str, security: CurveSecurity | None) -> None:
         self.words: asyncio.Queue[str] = asyncio.Queue()
         # Without heartbeats in the time that this takes: they would be flights.
         self.channels = Channels(
@@ -122,7 +122,7 @@ class _End:
 
 async def measure(curve: bool, *, detour: bool = False) -> FirstMessage:
     """detour: both ends have open links to a coordinator."""
-    security = Security(os.urandom(32)) if curve else None
+    security = CurveSecurity(os.urandom(32)) if curve else None
     one, other, coordinator = (_End(name, security) for name in ("one", "other", "coordinator"))
     try:
         async with asyncio.timeout(PATIENCE_S), Flights() as flights:

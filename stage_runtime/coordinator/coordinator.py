@@ -17,7 +17,7 @@ from stage_runtime.coordinator.membership import Membership
 from stage_runtime.coordinator.operations import Operations
 from stage_runtime.coordinator.profiling import PipelineProfiling
 from stage_runtime.coordinator.request_manager import RequestManager
-from stage_runtime.coordinator.tracing import Tracing
+from stage_runtime.coordinator.tracing import RequestTracer
 from stage_runtime.coordinator.unread_answers import DEFAULT_LIMITS, AnswerLimits
 from stage_runtime.profiler.session import ProfileSession
 from stage_runtime.relays.dispatch import Relays
@@ -106,7 +106,7 @@ class Coordinator:
         revisions: Sequence[PipelineRevision],
         profiles: ProfileSession | None = None,
         terminal_stages: Callable[[OmniRequest], Any] | None = None,
-        tracing: Tracing | None = None,
+        tracing: RequestTracer | None = None,
     ) -> None:
         """Set the sockets and relays. Called once, before the first message is sent.
 

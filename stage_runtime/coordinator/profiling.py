@@ -32,7 +32,7 @@ from stage_runtime.coordinator.profile_questions import (
 )
 from stage_runtime.errors import ConfigurationError, RequestError
 from stage_runtime.profiler import paths, torch_trace
-from stage_runtime.profiler.session import PIECE, STARTED, STOPPED, ProfileOrder, ProfileSession
+from stage_runtime.profiler.session import PIECE, STARTED, STOPPED, ProfileSession, ProfileSettings
 from stage_runtime.wire.messages import (
     Message,
     ProfilerRead,
@@ -108,7 +108,7 @@ class PipelineProfiling:
         self._measuring: asyncio.Task[Any] | None = None
         self._measured_at = loop.time()
         self._runs: dict[str, Run] = {}
-        self._order: ProfileOrder | None = None  #: Of the run that is recorded or is being started.
+        self._settings: ProfileSettings | None = None  #: Of the run that is recorded or is being started.
         self._ends_at: float | None = None  #: By the loop's time. When the time of that run is over.
         self._changing = asyncio.Lock()  #: Held while a run is started or stopped.
 
@@ -139,26 +139,26 @@ class PipelineProfiling:
             folder = str(paths.event_dir(self._session.root, run_id, event_dir))
             if torch:
                 template = paths.check_template(self._session.root, template or paths.DEFAULT_TEMPLATE)
-            order = ProfileOrder(
+            settings = ProfileSettings(
                 run_id=run_id,
                 event_dir=paths.relative(self._session.root, folder),
                 torch_template=paths.relative(self._session.root, template) if torch and template else None,
                 config=config,
                 max_seconds=_seconds(max_seconds, self._limits.max_seconds if torch else 0),
             )
-            self._order, self._ends_at = order, None
+            self._settings, self._ends_at = settings, None
             # The coordinator starts last and stops first: a request that it has recorded is recorded in every stage.
-            answers = self._loop.create_task(self._questions.ask_all(lambda call: _start_message(call, order)))
+            answers = self._loop.create_task(self._questions.ask_all(lambda call: _start_message(call, settings)))
             await asyncio.wait([answers], timeout=TOGETHER_S)
             # The coordinator's own process has no kernels: it records events, and takes no trace.
-            own = await self._here(lambda: self._session.start(msgspec.structs.replace(order, torch_template=None)))
-            self._ends_at = self._loop.time() + order.max_seconds if order.max_seconds else None
+            own = await self._here(lambda: self._session.start(msgspec.structs.replace(settings, torch_template=None)))
+            self._ends_at = self._loop.time() + settings.max_seconds if settings.max_seconds else None
             states = [self._own(own), *await answers]
             if states[0].state == STARTED:
                 self._remember(Run(run_id=run_id, event_dir=folder, started_at=time.time(), torch=torch))
                 await self._questions.measure_clocks()
             else:
-                self._order = self._ends_at = None
+                self._settings = self._ends_at = None
                 stopped = await self._questions.ask_all(lambda call: ProfilerStop(call, run_id))
                 # of those that could not start either, why they could not
                 states[1:] = [each for each in states[1:] if each.state == FAILED] or stopped
@@ -253,11 +253,11 @@ class PipelineProfiling:
     def joined(self, instance: str) -> None:
         """A process that comes while a run is recorded takes part in it. Its answer has the offset of its clock."""
         self._look_for_its_end()
-        order = self._order
-        if order is not None and self._ends_at is not None:
+        settings = self._settings
+        if settings is not None and self._ends_at is not None:
             left = math.ceil(self._ends_at - self._loop.time())
-            order = msgspec.structs.replace(order, max_seconds=left) if left > 0 else None
-        make = clock_question if order is None else lambda call: _start_message(call, order)
+            settings = msgspec.structs.replace(settings, max_seconds=left) if left > 0 else None
+        make = clock_question if settings is None else lambda call: _start_message(call, settings)
         member = self._members().get(instance)
         self._loop.create_task(self._questions.replies(processes({} if member is None else {instance: member}), make))
 
@@ -308,11 +308,11 @@ class PipelineProfiling:
 
     def _forget_ended(self) -> None:
         """Processes that join do not take part in a run that is not recorded here."""
-        if self._order is None or self._session.recording == self._order.run_id:
+        if self._settings is None or self._session.recording == self._settings.run_id:
             return
-        if (run := self._runs.get(self._order.run_id)) is not None:
+        if (run := self._runs.get(self._settings.run_id)) is not None:
             run.recording = False
-        self._order = self._ends_at = None
+        self._settings = self._ends_at = None
 
     def _fresh_id(self) -> str:
         """Of the time, and different from all that are known."""
@@ -330,9 +330,14 @@ class PipelineProfiling:
         return state_of(COORDINATOR, COORDINATOR, AskedProcess(""), states[COORDINATOR])
 
 
-def _start_message(call_id: str, order: ProfileOrder) -> ProfilerStart:
+def _start_message(call_id: str, settings: ProfileSettings) -> ProfilerStart:
     return ProfilerStart(
-        call_id, order.run_id, order.event_dir, order.torch_template, dict(order.config), order.max_seconds
+        call_id,
+        settings.run_id,
+        settings.event_dir,
+        settings.torch_template,
+        dict(settings.config),
+        settings.max_seconds,
     )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from omnipipeline_spec.types.plan import CoordinatorPlan, PipelineRevision
 from omnipipeline_spec.types.pods import COORDINATOR
 from stage_runtime.coordinator.membership import Membership
-from stage_runtime.coordinator.tracing import Tracing
+from stage_runtime.coordinator.tracing import RequestTracer
 from stage_runtime.metrics import catalog, planes
 from stage_runtime.metrics.samples import Samples
 from stage_runtime.relays.dispatch import Relays
@@ -28,7 +28,7 @@ class Reports:
         membership: Membership,
         relays: Relays,
         send_queues: SendQueues,
-        tracing: Tracing | None,
+        tracing: RequestTracer | None,
     ) -> None:
         self._plan = plan
         self._membership = membership

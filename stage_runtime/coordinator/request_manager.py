@@ -29,7 +29,7 @@ from stage_runtime.coordinator.request_handles import RequestHandle, Resulted
 from stage_runtime.coordinator.stats import RequestStats
 from stage_runtime.coordinator.submission import Submission
 from stage_runtime.coordinator.terminal_stages import TerminalStagesCaller, TerminalStagesResult, Watch
-from stage_runtime.coordinator.tracing import Tracing
+from stage_runtime.coordinator.tracing import RequestTracer
 from stage_runtime.coordinator.unread_answers import DEFAULT_LIMITS, AnswerLimits, UnreadAnswers
 from stage_runtime.errors import IllegalEvent, RequestError
 from stage_runtime.metrics import planes
@@ -80,7 +80,7 @@ class RequestManager:
         publish: Callable[[Message], None],
         terminal_stages: Callable[[OmniRequest], Any] | None = None,
         clocks_us: Mapping[str, int] = {},
-        tracing: Tracing | None = None,
+        tracing: RequestTracer | None = None,
         answer_limits: AnswerLimits = DEFAULT_LIMITS,
     ) -> None:
         """clocks_us: instance -> what to add to its times. tracing: None: requests are not traced."""

@@ -15,7 +15,7 @@ from stage_runtime.telemetry.spans import Span, Value
 from stage_runtime.telemetry.traceparents import TraceContext
 
 
-class Tracing:
+class RequestTracer:
     """Makes and exports the spans of one coordinator's requests."""
 
     def __init__(self, exporter: Exporter, *, ratio: float) -> None:

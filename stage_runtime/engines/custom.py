@@ -19,7 +19,7 @@ Told = TypeVar(
 )
 
 
-class Runs(Protocol):
+class HasRun(Protocol):
     def run(self, inbox: Any, outbox: Any, stop: Event) -> None: ...
 
 
@@ -35,7 +35,7 @@ class CustomEngine:
     takes_admin = True
     concurrency = 1  # loops; how many requests it takes is its own business
 
-    def __init__(self, engine: Runs) -> None:
+    def __init__(self, engine: HasRun) -> None:
         self._engine = engine
 
     def run(self, inbox: Inbox, outbox: Outbox, stop: Event) -> None:

@@ -24,7 +24,7 @@ MAX_ERROR = 4000  # characters; the last line of a dead process may be as long a
 log = logging.getLogger(__name__)
 
 
-class AdminCommand(msgspec.Struct, frozen=True, kw_only=True, tag_field="order", tag=str.lower):
+class AdminCommand(msgspec.Struct, frozen=True, kw_only=True, tag_field="command", tag=str.lower):
     """Base of the requests."""
 
 
@@ -37,7 +37,7 @@ class Restart(AdminCommand, frozen=True, kw_only=True):
     group: str
 
 
-class Answer(msgspec.Struct, frozen=True, kw_only=True):
+class AdminAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """``error`` is empty when it was done."""
 
     error: str = ""
@@ -55,7 +55,7 @@ class AdministeredPipeline(Protocol):
 
 
 class AdminServer:
-    """Takes orders as long as it is open."""
+    """Takes commands as long as it is open."""
 
     def __init__(self, pipeline: AdministeredPipeline) -> None:
         self._pipeline = pipeline
@@ -79,7 +79,7 @@ class AdminServer:
         finally:
             writer.close()
 
-    async def _answer(self, line: bytes) -> Answer:
+    async def _answer(self, line: bytes) -> AdminAnswer:
         try:
             match msgspec.json.decode(line, type=Scale | Restart):
                 case Scale(group=group, replicas=replicas):
@@ -87,15 +87,15 @@ class AdminServer:
                 case Restart(group=group):
                     await self._pipeline.restart(group)
         except (msgspec.MsgspecError, ConfigurationError, StartupFailed) as error:
-            return Answer(error=str(error)[:MAX_ERROR])
+            return AdminAnswer(error=str(error)[:MAX_ERROR])
         except Exception as error:  # the outermost: the error is sent to the command, and the next one is served
             log.exception("admin command failed: %s", line.decode(errors="replace").rstrip())
-            return Answer(error=f"{type(error).__name__}: {error}"[:MAX_ERROR])
-        return Answer()
+            return AdminAnswer(error=f"{type(error).__name__}: {error}"[:MAX_ERROR])
+        return AdminAnswer()
 
 
-async def send(folder: Path, order: Scale | Restart) -> None:
-    """Give an order to the run whose folder this is, and wait until it is carried out.
+async def send(folder: Path, command: Scale | Restart) -> None:
+    """Send a command to the run whose folder this is, and wait until it is carried out.
 
     Raises: ConfigurationError: it was refused, or no process listens.
     """
@@ -104,12 +104,12 @@ async def send(folder: Path, order: Scale | Restart) -> None:
     except OSError as error:
         raise ConfigurationError(f"{folder / SOCKET}: {error.strerror}: is it starting or stopping?") from error
     try:
-        writer.write(msgspec.json.encode(order) + b"\n")
+        writer.write(msgspec.json.encode(command) + b"\n")
         line = await reader.readline()
     finally:
         writer.close()
     if not line:
         raise ConfigurationError("it stopped before the command was carried out")
-    answer = msgspec.json.decode(line, type=Answer)
+    answer = msgspec.json.decode(line, type=AdminAnswer)
     if answer.error:
         raise ConfigurationError(answer.error)

@@ -17,7 +17,7 @@ from omnipipeline_spec.types.plan import PipelineRevision
 from omnipipeline_spec.types.pods import COORDINATOR, PROFILING_FILE
 from stage_runtime.coordinator.coordinator import Coordinator
 from stage_runtime.coordinator.profiling import ProfileLimits
-from stage_runtime.coordinator.tracing import Tracing
+from stage_runtime.coordinator.tracing import RequestTracer
 from stage_runtime.coordinator.unread_answers import AnswerLimits
 from stage_runtime.engines.loading import resolve
 from stage_runtime.errors import ConfigurationError, describe
@@ -32,7 +32,7 @@ from stage_runtime.web import app as web
 from stage_runtime.web import routes
 from stage_runtime.web.apikeys import ApiKeys
 from stage_runtime.web.connections import ConnectionLimits
-from stage_runtime.web.metrics import Metrics
+from stage_runtime.web.metrics import CoordinatorMetrics
 from stage_runtime.web.server import Server
 from stage_runtime.web.settings import WebSettings
 from stage_runtime.web.sound.pool import CodecPool
@@ -74,7 +74,7 @@ async def _serve(settings: CoordinatorSettings) -> int:
         coordinator = _planes(settings, stack)
         logs.protect()
         manager = coordinator.manager
-        metrics = Metrics(manager, of_members=not settings.probe_port)
+        metrics = CoordinatorMetrics(manager, of_members=not settings.probe_port)
         codecs = await stack.enter_async_context(CodecPool())
         if {"speech", "transcription"} & set(settings.plan.serves):  # a chat may never ask for sound
             codecs.warm()
@@ -189,7 +189,7 @@ def answer_limits(asked_nbytes: int | None, largest_body: int) -> AnswerLimits:
     return AnswerLimits(of_one=min(of_all, max(largest_body, int(of_all * ONE_ANSWER_SHARE))), of_all=of_all)
 
 
-def _tracing(pipeline: str, incarnation: str, stack: contextlib.AsyncExitStack) -> Tracing | None:
+def _tracing(pipeline: str, incarnation: str, stack: contextlib.AsyncExitStack) -> RequestTracer | None:
     """None: nobody asks for traces, or they cannot be sent: then that is logged, and requests are served."""
     try:
         found = traces.exporter(pipeline, incarnation, stack)
@@ -200,7 +200,7 @@ def _tracing(pipeline: str, incarnation: str, stack: contextlib.AsyncExitStack) 
         return None
     exporter, settings = found
     log.info("traces of %g of all requests go to %s", settings.ratio, settings.endpoint)
-    return Tracing(exporter, ratio=settings.ratio)
+    return RequestTracer(exporter, ratio=settings.ratio)
 
 
 def read_revisions(path: Path) -> list[PipelineRevision]:

@@ -12,7 +12,7 @@ log = logging.getLogger(__name__)
 IDLE_EVERY_S: Final = 0.02
 
 
-class Drain:
+class StageDrain:
     """The drain of one stage process."""
 
     def __init__(self) -> None:

@@ -15,7 +15,7 @@ from stage_runtime.profiler.session import ProfileSession
 from stage_runtime.relays.context import RelaySettings
 from stage_runtime.settings import CoordinatorSettings, StageSettings
 from stage_runtime.sockets import limits
-from stage_runtime.sockets.addresses import Security
+from stage_runtime.sockets.addresses import CurveSecurity
 
 BODIES_SHARE: Final = 0.125  # of it, for what clients send: decoded and encoded for the relay it is there three times
 MAX_BODIES: Final = 1 << 30
@@ -41,8 +41,8 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def security(key: bytes | None) -> Security | None:
-    return Security(key) if key is not None else None
+def security(key: bytes | None) -> CurveSecurity | None:
+    return CurveSecurity(key) if key is not None else None
 
 
 def advertised(wanted: str, bound: str) -> str:

@@ -15,7 +15,7 @@ from typing import Final
 
 from stage_runtime.errors import ConfigurationError
 from stage_runtime.processes import incarnations, logs, loops, process_context, statuspipe, traces
-from stage_runtime.processes.draining import Drain
+from stage_runtime.processes.draining import StageDrain
 from stage_runtime.processes.follower import FollowerProcess
 from stage_runtime.processes.incarnations import Incarnations
 from stage_runtime.processes.rank import EXIT_DRAINED, THREADS_S, RankProcess
@@ -76,7 +76,7 @@ class StageProcess(RankProcess):
         self._stopping = False  #: It drains. Never unset.
         self._loading = False  #: The engines are being loaded, or are. Never unset.
         self._incarnations = Incarnations(self._over)
-        self._drain = Drain()
+        self._drain = StageDrain()
         self._leader = Leader(settings.tp_endpoints) if settings.group.tp_size > 1 else None
         self._profiles = process_context.profiles(settings, lambda: self._incarnations.current)
         self._host = Host(

@@ -26,7 +26,7 @@ import msgspec
 from stage_runtime.errors import ConfigurationError
 from stage_runtime.profiler import events, summaries
 from stage_runtime.profiler.templates import Template, TemplateNote
-from stage_runtime.profiler.writing import MAX_BYTES, MAX_QUEUED, EventLine, Writer
+from stage_runtime.profiler.writing import MAX_BYTES, MAX_QUEUED, EventLine, RunWriter
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ class Recorder:
     def __init__(self) -> None:
         self.active = False  #: A run is recorded; hot paths ask this before they gather metadata.
         self.traces: Traces | None = None  #: Where the process sends authors' spans, recorded or not.
-        self._run: Writer | None = None
+        self._run: RunWriter | None = None
         self._notes: deque[TemplateNote] = deque(maxlen=0)  #: Of the run; without one it keeps nothing.
         self._lock = threading.Lock()  #: Held to start and stop only.
 
@@ -88,7 +88,7 @@ class Recorder:
                     return self._run.path
                 raise ConfigurationError(f"run {self._run.run_id!r} is recorded already: stop it first")
             path = folder / f"events_{_UNSAFE.sub('_', stage)}_{os.getpid()}.jsonl"
-            run = Writer(run_id, path, max_bytes)
+            run = RunWriter(run_id, path, max_bytes)
             started = {"host": socket.gethostname(), **(facts or {})}
             run.lines.append(run.line(events.RECORDER_STARTED, "", stage, _now(), _summarised(started)))
             try:

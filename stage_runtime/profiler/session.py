@@ -35,7 +35,7 @@ STOPPED: Final = "stopped"
 NOT_RECORDING: Final = "not recording"
 
 
-class ProfileOrder(msgspec.Struct, frozen=True, kw_only=True):
+class ProfileSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What a run shall record. Paths are below the root of every process, and were checked against the sender's."""
 
     run_id: str
@@ -71,7 +71,7 @@ class ProfileSession:
         self._trace: TorchTrace | None = None
         self._traced_run = ""
         self._files: dict[str, list[Path]] = {}  #: run id -> files of this process
-        self._order: ProfileOrder | None = None  #: Of the latest run.
+        self._settings: ProfileSettings | None = None  #: Of the latest run.
         self._ends_at: float | None = None  #: Monotonic. When the run has lasted long enough.
 
     @property
@@ -79,32 +79,32 @@ class ProfileSession:
         """The run that is recorded now."""
         return self._recorder.run_id
 
-    def start(self, order: ProfileOrder) -> dict[str, str]:
+    def start(self, settings: ProfileSettings) -> dict[str, str]:
         """stage -> ``started`` or ``failed: why``. Another run that is recorded ends; the same one goes on."""
         try:
-            paths.check_run_id(order.run_id)
+            paths.check_run_id(settings.run_id)
             paths.prepare_root(self.root)
-            folder = paths.event_dir(self.root, order.run_id, order.event_dir)
-            if self._recorder.run_id is not None and self._order == _endless(order):
-                self._limit(order)
+            folder = paths.event_dir(self.root, settings.run_id, settings.event_dir)
+            if self._recorder.run_id is not None and self._settings == _endless(settings):
+                self._limit(settings)
                 return self._each(STARTED)
-            trace = self._new_trace(order)
+            trace = self._new_trace(settings)
             self._rotate()
             folder /= self._own or ""
             facts = {"incarnation": self._incarnation(), "stages": list(self.stages), "rank": self._rank}
-            file = self._recorder.start(order.run_id, folder, self.stages[0], facts=facts)
+            file = self._recorder.start(settings.run_id, folder, self.stages[0], facts=facts)
         except ConfigurationError as error:
             return self._each(f"failed: {error}")
-        self._remember(order.run_id, file)
-        self._order = _endless(order)
-        self._limit(order)
+        self._remember(settings.run_id, file)
+        self._settings = _endless(settings)
+        self._limit(settings)
         if trace is not None:
             try:
                 trace.start()
             except ConfigurationError as error:
-                self._recorder.stop(order.run_id, why="the torch trace did not start")
+                self._recorder.stop(settings.run_id, why="the torch trace did not start")
                 return self._each(f"failed: {error}")
-            self._trace, self._traced_run = trace, order.run_id
+            self._trace, self._traced_run = trace, settings.run_id
         return self._each(STARTED)
 
     def stop(self, run_id: str | None = None, *, why: str = "asked to") -> dict[str, str]:
@@ -177,26 +177,26 @@ class ProfileSession:
         for problem in {each for each in self.stop(why="another run starts").values() if each != STOPPED}:
             log.error("profile: %s", problem)
 
-    def _limit(self, order: ProfileOrder) -> None:
-        self._ends_at = self._monotonic() + order.max_seconds if order.max_seconds else None
+    def _limit(self, settings: ProfileSettings) -> None:
+        self._ends_at = self._monotonic() + settings.max_seconds if settings.max_seconds else None
 
-    def _new_trace(self, order: ProfileOrder) -> TorchTrace | None:
-        if order.torch_template is None:
+    def _new_trace(self, settings: ProfileSettings) -> TorchTrace | None:
+        if settings.torch_template is None:
             return None
-        unknown = set(order.config) - set(torch_trace.SWITCHES)
+        unknown = set(settings.config) - set(torch_trace.SWITCHES)
         if unknown:
             raise ConfigurationError(f"config: no such switch: {', '.join(sorted(unknown))[:200]}")
         facts = {
-            "run_id": order.run_id,
+            "run_id": settings.run_id,
             "stage": self.stages[0],
             "pid": os.getpid(),
             "rank": self._rank,
             "host": socket.gethostname(),
             "incarnation": self._incarnation(),
         }
-        template = paths.check_template(self.root, order.torch_template)
+        template = paths.check_template(self.root, settings.torch_template)
         path = paths.trace_path(self.root, template, facts, self._own)
-        return TorchTrace(path, torch_trace.switches(order.config))
+        return TorchTrace(path, torch_trace.switches(settings.config))
 
     @property
     def _own(self) -> str | None:
@@ -216,6 +216,6 @@ class ProfileSession:
         return dict.fromkeys(self.stages, state)
 
 
-def _endless(order: ProfileOrder) -> ProfileOrder:
+def _endless(settings: ProfileSettings) -> ProfileSettings:
     """What is recorded and where, for however long."""
-    return msgspec.structs.replace(order, max_seconds=0)
+    return msgspec.structs.replace(settings, max_seconds=0)

@@ -90,7 +90,7 @@ class AppendedFile:
             self._file.close()
 
 
-class Writer:
+class RunWriter:
     """Of one run: its files, its queues, its counters. Those who record append to ``lines`` and ``notes``."""
 
     def __init__(self, run_id: str, path: Path, max_bytes: int = MAX_BYTES) -> None:

@@ -25,7 +25,7 @@ SOCKET_PATH_LIMIT: Final = 107  # sun_path holds 108 bytes, the last one is NUL
 _DOMAIN: Final = b"omnipipeline"
 
 
-class Security:
+class CurveSecurity:
     """The pipeline's CURVE keys. One for all sockets of a process."""
 
     def __init__(self, secret: bytes) -> None:
@@ -36,7 +36,7 @@ class Security:
         self._client_public, self._client_secret = _pair(secret, b"omnipipeline client")
 
     @classmethod
-    def read(cls, path: str | Path) -> Security:
+    def read(cls, path: str | Path) -> CurveSecurity:
         try:
             return cls(Path(path).read_bytes())
         except OSError as error:

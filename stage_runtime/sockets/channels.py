@@ -20,7 +20,7 @@ import zmq
 from stage_runtime.errors import LimitReached, ProtocolError, describe
 from stage_runtime.rules.links import Incoming, Standing, Verdict
 from stage_runtime.sockets import detours, limits
-from stage_runtime.sockets.addresses import Security
+from stage_runtime.sockets.addresses import CurveSecurity
 from stage_runtime.sockets.broadcasts import Broadcasts
 from stage_runtime.sockets.connecting import Connecting
 from stage_runtime.sockets.dialing import Dialers
@@ -70,7 +70,7 @@ class Channels:
         *,
         incarnation: str,
         loop: asyncio.AbstractEventLoop,
-        security: Security | None = None,
+        security: CurveSecurity | None = None,
         dead_after_s: float = 3.0,
         idle_after_s: float | None = None,
     ) -> None:

@@ -19,7 +19,7 @@ import zmq
 from stage_runtime.errors import ConfigurationError
 from stage_runtime.rules import beats
 from stage_runtime.sockets import timers
-from stage_runtime.sockets.addresses import Security, check, is_local
+from stage_runtime.sockets.addresses import CurveSecurity, check, is_local
 from stage_runtime.sockets.doors import Doors
 
 MAX_HEARTBEAT_MS: Final = 2**31 - 1  # libzmq takes a C int
@@ -100,7 +100,7 @@ class Sockets:
         self,
         loop: asyncio.AbstractEventLoop,
         *,
-        security: Security | None,
+        security: CurveSecurity | None,
         dead_after_s: float,
         handshake_failed: Callable[[str], None],
         short_connection: Callable[[], None],

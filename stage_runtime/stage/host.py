@@ -31,7 +31,7 @@ from stage_runtime.stage.ranks import RankPlane
 from stage_runtime.stage.registration import Registration
 from stage_runtime.stage.requests import Requests
 from stage_runtime.stage.stage import Stage
-from stage_runtime.stage.startup import Startup
+from stage_runtime.stage.startup import EngineLoader
 from stage_runtime.stage.tensor_parallel import Leader
 from stage_runtime.transfers.releases import Releases
 from stage_runtime.wire.frames import RequestRef
@@ -101,7 +101,7 @@ class Host:
         self.membership = StageMembership(plans, self.process, loop)
         self._lifecycle = lifecycle
         self._loop = loop
-        self._startup = Startup(
+        self._startup = EngineLoader(
             self.stages, loop=loop, leader=leader, on_loaded=lifecycle.loaded, on_failed=lifecycle.failed
         )
         self._ranks: RankPlane | None = None

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from stage_runtime.errors import ConfigurationError, describe
-from stage_runtime.profiler.session import NOT_RECORDING, STARTED, ProfileOrder, ProfileSession
+from stage_runtime.profiler.session import NOT_RECORDING, STARTED, ProfileSession, ProfileSettings
 from stage_runtime.wire.messages import Message, ProfilerRead, ProfilerReply, ProfilerStart, ProfilerStop
 
 
@@ -65,7 +65,7 @@ class ProcessProfiling:
         self._session.thread.submit(carry_out)
 
     def _start(self, message: ProfilerStart) -> dict[str, Any]:
-        order = ProfileOrder(
+        settings = ProfileSettings(
             run_id=message.run_id,
             event_dir=message.event_dir,
             torch_template=message.torch_template,
@@ -73,7 +73,7 @@ class ProcessProfiling:
             max_seconds=message.max_seconds,
         )
         before = self._session.recording
-        stages = self._session.start(order)
+        stages = self._session.start(settings)
         if before not in (None, self._session.recording):
             self._loop.call_soon_threadsafe(self._notify, ProfilerStop("", before))
         if STARTED in stages.values():

@@ -12,7 +12,7 @@ from stage_runtime.stage.stage import Stage
 from stage_runtime.stage.tensor_parallel import Leader
 
 
-class Startup:
+class EngineLoader:
     """Loads the engines of a process, once: they outlive its incarnations."""
 
     def __init__(

@@ -214,6 +214,6 @@ class PipelineResult(msgspec.Struct):
     data: Any = UNSET
 
 
-class Cancelled(msgspec.Struct):
+class CancelledRequest(msgspec.Struct):
     id: str
     cancelled: bool

@@ -16,10 +16,10 @@ from stage_runtime.coordinator.events import RequestManagerApi
 from stage_runtime.metrics import catalog
 from stage_runtime.web import openapi, routes
 from stage_runtime.web.bare import bare_app
-from stage_runtime.web.endpoints import Service
+from stage_runtime.web.endpoints import HandlerContext
 from stage_runtime.web.fetching import Fetcher
 from stage_runtime.web.memory_budget import MemoryBudget
-from stage_runtime.web.metrics import Metrics
+from stage_runtime.web.metrics import CoordinatorMetrics
 from stage_runtime.web.middleware import OPEN, Middleware
 from stage_runtime.web.origins import Origins
 from stage_runtime.web.routing import Direct, Route, mounted
@@ -32,7 +32,7 @@ def make_app(
     settings: WebSettings,
     *,
     codecs: CodecPool,
-    metrics: Metrics | None = None,
+    metrics: CoordinatorMetrics | None = None,
     admin: Sequence[Route] = (),
 ) -> FastAPI:
     """The application.
@@ -41,9 +41,9 @@ def make_app(
     metrics: given when another port shows them too (`make_probes`): both then count into the same.
     admin: the profiler's routes, where they have no port of their own; they are behind the API keys.
     """
-    metrics = metrics or Metrics(manager, of_members=settings.probes)
-    service = Service(manager=manager, settings=settings, fetcher=Fetcher(settings), codecs=codecs)
-    public = routes.public(service)
+    metrics = metrics or CoordinatorMetrics(manager, of_members=settings.probes)
+    context = HandlerContext(manager=manager, settings=settings, fetcher=Fetcher(settings), codecs=codecs)
+    public = routes.public(context)
     others = (*(routes.probes(manager, metrics) if settings.probes else routes.health(manager)), *admin)
     served = [one for one in public if one.serves is None or one.serves in settings.serves]
     endpoints = mounted(public, serves=settings.serves)
@@ -67,7 +67,7 @@ def make_app(
     return app
 
 
-def make_probes(manager: RequestManagerApi, metrics: Metrics) -> FastAPI:
+def make_probes(manager: RequestManagerApi, metrics: CoordinatorMetrics) -> FastAPI:
     """The probes as an application of their own, without API keys: give it the same ``metrics`` as `make_app`."""
     app = bare_app(title="probes")
     app.router.routes[:] = mounted(routes.probes(manager, metrics))

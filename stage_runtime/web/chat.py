@@ -10,7 +10,7 @@ import msgspec
 from stage_runtime.coordinator.events import AnswerEvent
 from stage_runtime.errors import RequestError
 from stage_runtime.web import endpoints, errors, serving
-from stage_runtime.web.endpoints import Service
+from stage_runtime.web.endpoints import HandlerContext
 from stage_runtime.web.exchange import Exchange
 from stage_runtime.web.sound.pool import CodecPool, EncodingSession
 from stage_runtime.web.translating import chat, media
@@ -19,33 +19,33 @@ from stage_runtime.wire.values import Audio
 
 
 class Chat:
-    def __init__(self, service: Service) -> None:
-        self._service = service
+    def __init__(self, context: HandlerContext) -> None:
+        self._context = context
 
     async def complete(self, exchange: Exchange) -> None:
         """POST /v1/chat/completions."""
-        service, settings = self._service, self._service.settings
+        context, settings = self._context, self._context.settings
         request_id = exchange.id
-        body = await service.read_json(exchange, chat.decode)
+        body = await context.read_json(exchange, chat.decode)
         call = chat.call(body, settings.accepts)
         places = list(media.to_fetch(body.messages))
-        fetched = await service.fetcher.fetch(places, exchange.reservation.add) if places else {}
+        fetched = await context.fetcher.fetch(places, exchange.reservation.add) if places else {}
         request = await endpoints.apart(exchange, chat.request, body, request_id, fetched, settings.accepts)
         timeout_s = exchange.timeout_s(body.timeout)
         created = int(time.time())
         if call.stream:
             chunks = CompletionChunks(call=call, request_id=request_id, model=settings.model, created=created)
-            encoder = _ChunkEncoder(chunks, request_id, service.codecs, call.audio)
-            await serving.stream(service.manager, exchange, request, timeout_s, encoder, settings.heartbeat_s)
+            encoder = _ChunkEncoder(chunks, request_id, context.codecs, call.audio)
+            await serving.stream(context.manager, exchange, request, timeout_s, encoder, settings.heartbeat_s)
             return
         answer = Completion(call=call, request_id=request_id, model=settings.model, created=created)
-        await serving.collect(service.manager, exchange, request, timeout_s, answer.add)
+        await serving.collect(context.manager, exchange, request, timeout_s, answer.add)
         answer.check()
         sound = await self._sound(call.audio, answer) if call.audio is not None and answer.audio else None
         await exchange.reply(msgspec.json.encode(answer.finish(sound)))
 
     async def _sound(self, format: str, answer: Completion) -> bytes:
-        with self._service.codecs.encoder(format, whole=True) as made:
+        with self._context.codecs.encoder(format, whole=True) as made:
             for stage, piece in answer.audio:
                 await made.write(piece, stage=stage)
             return await made.finish()

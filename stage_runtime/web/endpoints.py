@@ -19,7 +19,7 @@ from stage_runtime.web.sound.pool import CodecPool
 Read = TypeVar("Read")
 
 
-class Service(msgspec.Struct, frozen=True, kw_only=True):
+class HandlerContext(msgspec.Struct, frozen=True, kw_only=True):
     """What handlers work with."""
 
     manager: RequestManagerApi

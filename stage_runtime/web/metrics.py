@@ -12,7 +12,7 @@ from stage_runtime.web.answer_times import AnswerTimes
 from stage_runtime.web.exchange import Exchange
 
 
-class Metrics:
+class CoordinatorMetrics:
     """All metrics of the coordinator's process."""
 
     def __init__(self, manager: RequestManagerApi, *, of_members: bool = False) -> None:

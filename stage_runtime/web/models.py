@@ -7,16 +7,16 @@ import time
 import msgspec
 
 from stage_runtime.errors import RequestError
-from stage_runtime.web.endpoints import Service
+from stage_runtime.web.endpoints import HandlerContext
 from stage_runtime.web.exchange import Exchange
 
 
 class Models:
-    def __init__(self, service: Service) -> None:
+    def __init__(self, context: HandlerContext) -> None:
         self._model = {
-            "id": service.settings.model,
+            "id": context.settings.model,
             "object": "model",
-            "created": service.settings.created or int(time.time()),
+            "created": context.settings.created or int(time.time()),
             "owned_by": "omnipipeline",
         }
 

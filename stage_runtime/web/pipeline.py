@@ -9,46 +9,46 @@ import msgspec
 from stage_runtime.coordinator.events import AnswerEvent
 from stage_runtime.errors import RequestError
 from stage_runtime.web import errors, multipart, serving
-from stage_runtime.web.endpoints import Service
+from stage_runtime.web.endpoints import HandlerContext
 from stage_runtime.web.exchange import Exchange
 from stage_runtime.web.translating import pipelines
 from stage_runtime.wire.parts import ID_LIMIT, RequestId
 
 
 class PipelineEndpoint:
-    def __init__(self, service: Service) -> None:
-        self._service = service
+    def __init__(self, context: HandlerContext) -> None:
+        self._context = context
 
     async def run(self, exchange: Exchange) -> None:
         """POST /v1/pipeline."""
-        service, settings = self._service, self._service.settings
+        context, settings = self._context, self._context.settings
         request_id = exchange.id
         form_type = exchange.only_header(b"content-type")
         if form_type is not None and multipart.is_form(form_type):
-            body = await service.read(exchange, lambda raw: pipelines.from_form(multipart.parse(raw, form_type)))
+            body = await context.read(exchange, lambda raw: pipelines.from_form(multipart.parse(raw, form_type)))
         else:
-            body = await service.read_json(exchange, pipelines.decode)
+            body = await context.read_json(exchange, pipelines.decode)
         request = pipelines.request(body, request_id)
         timeout_s = exchange.timeout_s(body.timeout)
         if request.stream:
             encoder = _NamedEncoder(request_id)
-            await serving.stream(service.manager, exchange, request, timeout_s, encoder, settings.heartbeat_s)
+            await serving.stream(context.manager, exchange, request, timeout_s, encoder, settings.heartbeat_s)
             return
         results = pipelines.Results()
-        await serving.collect(service.manager, exchange, request, timeout_s, results.add)
+        await serving.collect(context.manager, exchange, request, timeout_s, results.add)
         await exchange.reply(msgspec.json.encode({"id": request_id, "results": results.finish()}))
 
     async def show(self, exchange: Exchange) -> None:
         """GET /v1/requests/{id}."""
         request_id = _asked_for(exchange)
-        record = self._service.manager.record(request_id)
+        record = self._context.manager.record(request_id)
         if record is None:
             raise _unknown(request_id)
         await exchange.reply(msgspec.json.encode(record))
 
     async def cancel(self, exchange: Exchange) -> None:
         """DELETE /v1/requests/{id}: 200 whether it was still in flight or not, 404 when it is unknown."""
-        manager, reason = self._service.manager, "cancelled by DELETE /v1/requests"
+        manager, reason = self._context.manager, "cancelled by DELETE /v1/requests"
         request_id = _asked_for(exchange)
         cancelled = manager.abort(request_id, reason) or await manager.forward_abort(request_id, reason)
         if not cancelled and manager.record(request_id) is None:

@@ -13,7 +13,7 @@ import msgspec
 from stage_runtime.coordinator.events import RequestManagerApi
 from stage_runtime.metrics.exposition import CONTENT_TYPE
 from stage_runtime.web.exchange import Exchange
-from stage_runtime.web.metrics import Metrics
+from stage_runtime.web.metrics import CoordinatorMetrics
 
 
 class Health:
@@ -36,7 +36,7 @@ class Health:
 
 
 class Probes:
-    def __init__(self, manager: RequestManagerApi, metrics: Metrics) -> None:
+    def __init__(self, manager: RequestManagerApi, metrics: CoordinatorMetrics) -> None:
         self._manager = manager
         self._metrics = metrics
 

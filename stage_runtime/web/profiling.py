@@ -62,7 +62,7 @@ class StopBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     run_id: str | None = None
 
 
-class Runs(msgspec.Struct):
+class ProfilerRuns(msgspec.Struct):
     """The answer of GET /profiles."""
 
     runs: list[Run]
@@ -112,7 +112,7 @@ class Profiles:
 
     async def list(self, exchange: Exchange) -> None:
         """GET /profiles: the runs of this coordinator, newest first."""
-        await exchange.reply(msgspec.json.encode(Runs(self._profiling.runs())))
+        await exchange.reply(msgspec.json.encode(ProfilerRuns(self._profiling.runs())))
 
     async def archive(self, exchange: Exchange) -> None:
         """GET /profiles/{run_id}: all its files as a tar."""

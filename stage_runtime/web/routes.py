@@ -14,8 +14,8 @@ from stage_runtime.web import answers, schemas
 from stage_runtime.web import profiling as profiles
 from stage_runtime.web.answers import EVENTS, JSON, READY, SOUND, TEXT, Answer
 from stage_runtime.web.chat import Chat
-from stage_runtime.web.endpoints import Service
-from stage_runtime.web.metrics import Metrics
+from stage_runtime.web.endpoints import HandlerContext
+from stage_runtime.web.metrics import CoordinatorMetrics
 from stage_runtime.web.models import Models
 from stage_runtime.web.operations import OperationBody, OperationsEndpoint
 from stage_runtime.web.pipeline import PipelineEndpoint
@@ -29,10 +29,10 @@ _PROFILE: Final = (Answer((ProfileAnswer,)), Answer((ProfileAnswer,), status=503
 _REPORT: Final = (Answer((dict[str, Any],)), Answer(media="text/html"), Answer(media=TEXT))
 
 
-def public(service: Service) -> tuple[Route, ...]:
+def public(context: HandlerContext) -> tuple[Route, ...]:
     """For clients of the pipeline."""
-    chat, speech, transcriptions = Chat(service), Speech(service), Transcriptions(service)
-    models, pipeline = Models(service), PipelineEndpoint(service)
+    chat, speech, transcriptions = Chat(context), Speech(context), Transcriptions(context)
+    models, pipeline = Models(context), PipelineEndpoint(context)
     return (
         Route(
             "POST",
@@ -103,7 +103,7 @@ def public(service: Service) -> tuple[Route, ...]:
             "/v1/requests/{id}",
             "Cancel a request",
             pipeline.cancel,
-            answers=(Answer((answers.Cancelled,)),),
+            answers=(Answer((answers.CancelledRequest,)),),
         ),
     )
 
@@ -119,7 +119,7 @@ def health(manager: RequestManagerApi, *, more: str = "") -> tuple[Route, ...]:
     )
 
 
-def probes(manager: RequestManagerApi, metrics: Metrics) -> tuple[Route, ...]:
+def probes(manager: RequestManagerApi, metrics: CoordinatorMetrics) -> tuple[Route, ...]:
     """For kubelets, Prometheus and people; on a port of their own in pods."""
     made = Probes(manager, metrics)
     return (
@@ -171,7 +171,7 @@ def profiler(profiling: PipelineProfiling) -> tuple[Route, ...]:
             answers=_PROFILE,
         ),
         Route("POST", "/stop_request_profile", "Stop a run", made.stop, body=profiles.StopBody, answers=_PROFILE),
-        Route("GET", "/profiles", "Runs, newest first", made.list, answers=(Answer((profiles.Runs,)),)),
+        Route("GET", "/profiles", "Runs, newest first", made.list, answers=(Answer((profiles.ProfilerRuns,)),)),
         Route(
             "GET",
             "/profiles/{run_id}",

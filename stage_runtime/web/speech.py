@@ -8,7 +8,7 @@ from contextlib import aclosing
 from stage_runtime.coordinator.events import AnswerEvent
 from stage_runtime.errors import RequestError
 from stage_runtime.web import errors, serving
-from stage_runtime.web.endpoints import Service
+from stage_runtime.web.endpoints import HandlerContext
 from stage_runtime.web.exchange import Exchange
 from stage_runtime.web.sound import formats
 from stage_runtime.web.sound.pool import CodecPool
@@ -19,23 +19,23 @@ from stage_runtime.wire.values import Audio
 
 
 class Speech:
-    def __init__(self, service: Service) -> None:
-        self._service = service
+    def __init__(self, context: HandlerContext) -> None:
+        self._context = context
 
     async def speak(self, exchange: Exchange) -> None:
         """POST /v1/audio/speech."""
-        service, settings = self._service, self._service.settings
+        context, settings = self._context, self._context.settings
         request_id = exchange.id
-        body = await service.read_json(exchange, speaking.decode)
+        body = await context.read_json(exchange, speaking.decode)
         request = speaking.request(body, request_id)
         timeout_s = exchange.timeout_s(body.timeout)
         format = speaking.format_name(body)
         if body.stream_format == "sse":
-            encoder = _SoundEncoder(service.codecs, format, request_id)
-            await serving.stream(service.manager, exchange, request, timeout_s, encoder, settings.heartbeat_s)
+            encoder = _SoundEncoder(context.codecs, format, request_id)
+            await serving.stream(context.manager, exchange, request, timeout_s, encoder, settings.heartbeat_s)
             return
-        async with serving.admitted(service.manager, exchange, request, timeout_s) as events:
-            await _send(exchange, formats.FORMATS[format].mime, _pieces(events, Outputs(), service.codecs, format))
+        async with serving.admitted(context.manager, exchange, request, timeout_s) as events:
+            await _send(exchange, formats.FORMATS[format].mime, _pieces(events, Outputs(), context.codecs, format))
 
 
 async def _send(exchange: Exchange, mime: str, pieces: AsyncGenerator[bytes, None]) -> None:

@@ -9,7 +9,7 @@ import msgspec
 from stage_runtime.coordinator.events import AnswerEvent
 from stage_runtime.errors import RequestError
 from stage_runtime.web import errors, multipart, serving
-from stage_runtime.web.endpoints import Service
+from stage_runtime.web.endpoints import HandlerContext
 from stage_runtime.web.errors import RequestRefused
 from stage_runtime.web.exchange import Exchange
 from stage_runtime.web.translating import transcribing
@@ -17,28 +17,28 @@ from stage_runtime.web.translating.transcribing import Transcript
 
 
 class Transcriptions:
-    def __init__(self, service: Service) -> None:
-        self._service = service
+    def __init__(self, context: HandlerContext) -> None:
+        self._context = context
 
     async def transcribe(self, exchange: Exchange) -> None:
         """POST /v1/audio/transcriptions."""
-        service, settings = self._service, self._service.settings
+        context, settings = self._context, self._context.settings
         request_id = exchange.id
         form_type = _form_type(exchange)
-        call = await service.read(exchange, lambda raw: transcribing.read(multipart.parse(raw, form_type)))
+        call = await context.read(exchange, lambda raw: transcribing.read(multipart.parse(raw, form_type)))
         request = transcribing.request(call, request_id)
         timeout_s = exchange.timeout_s(call.fields.timeout)
         transcript = Transcript()
         if request.stream:
             encoder = _DeltaEncoder(transcript, request_id)
-            await serving.stream(service.manager, exchange, request, timeout_s, encoder, settings.heartbeat_s)
+            await serving.stream(context.manager, exchange, request, timeout_s, encoder, settings.heartbeat_s)
             return
-        await serving.collect(service.manager, exchange, request, timeout_s, lambda event: list(transcript.add(event)))
+        await serving.collect(context.manager, exchange, request, timeout_s, lambda event: list(transcript.add(event)))
         transcript.check()
         if call.format == "text":
             await exchange.reply(transcript.text.encode(), content_type=b"text/plain; charset=utf-8")
             return
-        file_s = await service.codecs.duration_s(call.file.data)
+        file_s = await context.codecs.duration_s(call.file.data)
         await exchange.reply(msgspec.json.encode(transcript.answer(call, file_s)))
 
 

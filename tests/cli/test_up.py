@@ -237,7 +237,7 @@ def test_a_gpu_on_a_machine_without_one_is_refused_before_anything_starts(base: 
         assert "--cpu" in line
 
 
-def test_orders_reach_a_running_pipeline(base: Path) -> None:
+def test_commands_reach_a_running_pipeline(base: Path) -> None:
     def omni(*arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run([*OMNI, *arguments], capture_output=True, text=True, timeout=PATIENCE_S, check=False)
 

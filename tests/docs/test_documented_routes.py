@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from stage_runtime.web import routes
-from stage_runtime.web.endpoints import Service
+from stage_runtime.web.endpoints import HandlerContext
 from stage_runtime.web.fetching import Fetcher
-from stage_runtime.web.metrics import Metrics
+from stage_runtime.web.metrics import CoordinatorMetrics
 from stage_runtime.web.routing import Route
 from stage_runtime.web.sound.pool import CodecPool
 from tests.docs.blocks import ROOT
@@ -21,7 +21,7 @@ PROFILING: Any = None  # the handlers are not called
 OPERATIONS: Any = None
 
 MANAGER = ScriptedManager(play())
-SERVICE = Service(manager=MANAGER, settings=ALL, fetcher=Fetcher(ALL), codecs=CodecPool())
+SERVICE = HandlerContext(manager=MANAGER, settings=ALL, fetcher=Fetcher(ALL), codecs=CodecPool())
 
 
 @pytest.mark.parametrize(
@@ -29,7 +29,11 @@ SERVICE = Service(manager=MANAGER, settings=ALL, fetcher=Fetcher(ALL), codecs=Co
     [
         (
             "http-api.md",
-            (*routes.public(SERVICE), *routes.probes(MANAGER, Metrics(MANAGER)), *routes.engines(OPERATIONS)),
+            (
+                *routes.public(SERVICE),
+                *routes.probes(MANAGER, CoordinatorMetrics(MANAGER)),
+                *routes.engines(OPERATIONS),
+            ),
         ),
         ("profiling.md", routes.profiler(PROFILING)),
     ],

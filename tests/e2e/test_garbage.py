@@ -18,7 +18,7 @@ import pytest
 import zmq
 
 from stage_runtime.processes.local import LocalPipeline
-from stage_runtime.sockets.addresses import Security
+from stage_runtime.sockets.addresses import CurveSecurity
 from stage_runtime.wire import codec
 from stage_runtime.wire.frames import FRAME_LIMIT, PROTOCOL, Frame
 from stage_runtime.wire.messages import Abort, Deregister
@@ -171,17 +171,17 @@ def without_key(_: zmq.Socket[Any]) -> None:
 
 
 def another_key(push: zmq.Socket[Any]) -> None:
-    Security(b"another pipeline's own 32 bytes!").client(push)
+    CurveSecurity(b"another pipeline's own 32 bytes!").client(push)
 
 
 def half_a_key(push: zmq.Socket[Any]) -> None:
     """Knows the servers' public key, and is no member: what the ZAP handler alone turns away."""
-    Security(KEY).client(push)
+    CurveSecurity(KEY).client(push)
     push.curve_publickey, push.curve_secretkey = zmq.curve_keypair()
 
 
 def member(push: zmq.Socket[Any]) -> None:
-    Security(KEY).client(push)
+    CurveSecurity(KEY).client(push)
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from omnipipeline_operator.changes.rollout import Decision, DesiredUnit, Goal, decide
-from omnipipeline_operator.changes.workloads import Pod, Workload
+from omnipipeline_operator.changes.workloads import ObservedPod, Workload
 from omnipipeline_spec.types.pods import COORDINATOR
 
 Key = tuple[str, str]
@@ -147,8 +147,8 @@ def goal(revisions: Mapping[str, str], replicas: Mapping[str, int], **more: obje
 
 def _workload(key: Key, held: SimulatedDeployment) -> Workload:
     unit, revision = key
-    pods = [Pod(name=f"{unit}-{revision}-{i}", ready=i < held.ready) for i in range(held.ready + held.starting)]
-    pods += [Pod(name=f"{unit}-{revision}-l{i}", ready=True, terminating=True) for i in range(held.leaving)]
+    pods = [ObservedPod(name=f"{unit}-{revision}-{i}", ready=i < held.ready) for i in range(held.ready + held.starting)]
+    pods += [ObservedPod(name=f"{unit}-{revision}-l{i}", ready=True, terminating=True) for i in range(held.leaving)]
     return Workload(
         unit=unit,
         revision=revision,

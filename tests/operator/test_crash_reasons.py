@@ -8,7 +8,7 @@ import pytest
 
 from omnipipeline_operator.changes import diagnostics, workloads
 from omnipipeline_operator.changes.diagnostics import Diagnostic
-from omnipipeline_operator.changes.workloads import Pod, Workload
+from omnipipeline_operator.changes.workloads import ObservedPod, Workload
 from omnipipeline_spec import crashes
 
 BEGAN, ENDED, AGAIN = "2026-01-01T00:00:00Z", "2026-01-01T00:00:20Z", "2026-01-01T00:00:30Z"
@@ -19,7 +19,9 @@ def terminated(message: str = "first: OSError: no weights\n---\nlast line", **mo
     return {"reason": "Error", "exitCode": 1, "message": message, "startedAt": BEGAN, "finishedAt": ENDED, **more}
 
 
-def pod(state: dict[str, Any], last: dict[str, Any] | None = None, *, unready_since: str = BEGAN, **more: Any) -> Pod:
+def pod(
+    state: dict[str, Any], last: dict[str, Any] | None = None, *, unready_since: str = BEGAN, **more: Any
+) -> ObservedPod:
     container = {"name": "stage", "state": state, "lastState": {"terminated": last} if last else {}, **more}
     ready = {"type": "Ready", "status": "False", "reason": "ContainersNotReady", "lastTransitionTime": unready_since}
     status = {"containerStatuses": [container], "conditions": [ready]}
@@ -31,14 +33,14 @@ RUNS = {"name": "stage", "state": {"running": {"startedAt": AGAIN}}}
 INITIALIZES = {"name": "stage", "state": {"waiting": {"reason": "PodInitializing"}}}
 
 
-def initialized(init: dict[str, Any], stage: dict[str, Any]) -> Pod:
+def initialized(init: dict[str, Any], stage: dict[str, Any]) -> ObservedPod:
     """A pod with an init container in this state, and one of ours."""
     ready = {"type": "Ready", "status": "False", "reason": "ContainersNotReady", "lastTransitionTime": BEGAN}
     status = {"initContainerStatuses": [{"name": "init", **init}], "containerStatuses": [stage], "conditions": [ready]}
     return workloads.read_pod({"metadata": {"name": "p", "creationTimestamp": BEGAN}, "status": status})
 
 
-def phases(ended: dict[str, Any]) -> list[Pod]:
+def phases(ended: dict[str, Any]) -> list[ObservedPod]:
     """The states of a crash loop."""
     return [
         pod({"terminated": ended}),

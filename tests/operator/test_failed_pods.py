@@ -9,7 +9,7 @@ import pytest
 from omnipipeline_operator.changes import diagnostics, workloads
 from omnipipeline_operator.changes.conditions import rfc3339
 from omnipipeline_operator.changes.diagnostics import Diagnostic
-from omnipipeline_operator.changes.workloads import Pod, Workload
+from omnipipeline_operator.changes.workloads import ObservedPod, Workload
 
 NOW = 1_800_000_000.0
 REFUSAL = "Pod was rejected: Allocate failed: no healthy devices present"
@@ -18,7 +18,7 @@ MEMORY = "The node was low on resource: memory."
 
 def failed(
     name: str, reason: str, message: str = REFUSAL, *, age_s: float = 10, life_s: float = 1, **status: Any
-) -> Pod:
+) -> ObservedPod:
     """A pod whose phase is Failed, ``age_s`` after its creation and ``life_s`` before its end."""
     made = {"name": name, "creationTimestamp": rfc3339(NOW - age_s)}
     ended = [{"type": "DisruptionTarget", "status": "True", "lastTransitionTime": rfc3339(NOW - age_s + life_s)}]
@@ -26,20 +26,20 @@ def failed(
     return workloads.read_pod({"metadata": made, "status": told})
 
 
-READY = Pod(name="ready", created_at=NOW - 5, ready=True, admitted=True)
-LOADS = Pod(name="loads", created_at=NOW - 5, admitted=True)
-UNSEEN = Pod(name="unseen", created_at=NOW - 1)
-UNPLACED = Pod(name="unplaced", created_at=NOW - 1, reason="Unschedulable", message="0/3 nodes")
+READY = ObservedPod(name="ready", created_at=NOW - 5, ready=True, admitted=True)
+LOADS = ObservedPod(name="loads", created_at=NOW - 5, admitted=True)
+UNSEEN = ObservedPod(name="unseen", created_at=NOW - 1)
+UNPLACED = ObservedPod(name="unplaced", created_at=NOW - 1, reason="Unschedulable", message="0/3 nodes")
 REFUSED = failed("refused", "UnexpectedAdmissionError")
-LEAVES = Pod(name="leaves", created_at=NOW - 90, ready=True, terminating=True)
+LEAVES = ObservedPod(name="leaves", created_at=NOW - 90, ready=True, terminating=True)
 
 
-def told(*pods: Pod, replicas: int = 1, after_s: float = 0) -> Diagnostic | None:
+def told(*pods: ObservedPod, replicas: int = 1, after_s: float = 0) -> Diagnostic | None:
     unit = Workload(unit="first", revision="r", name="d", uid="u", replicas=replicas, pods=pods)
     return diagnostics.of_workload(unit, startup_deadline_s=9000, now=NOW + after_s)
 
 
-def reason(*pods: Pod, replicas: int = 1, after_s: float = 0) -> str | None:
+def reason(*pods: ObservedPod, replicas: int = 1, after_s: float = 0) -> str | None:
     found = told(*pods, replicas=replicas, after_s=after_s)
     return None if found is None else found.reason
 
@@ -69,7 +69,7 @@ def test_a_unit_whose_pods_are_refused_names_the_newest_with_the_kubelets_words_
     ],
 )
 def test_a_refused_pod_is_reported_while_its_unit_lacks_pods_that_can_say_why(
-    pods: list[Pod], replicas: int, expected: str | None
+    pods: list[ObservedPod], replicas: int, expected: str | None
 ) -> None:
     assert reason(*pods, replicas=replicas) == expected
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from omnipipeline_operator.changes.workloads import Pod, Workload
+from omnipipeline_operator.changes.workloads import ObservedPod, Workload
 from omnipipeline_operator.controller import pinning
 from omnipipeline_operator.desired import config
 from omnipipeline_operator.desired.naming import IMAGES_PIN, Owner
@@ -13,7 +13,7 @@ from omnipipeline_spec.types.plan import PipelineRevision
 DAY = "stage:day"
 
 
-def made(image: str, *pods: Pod, replicas: int = 1, born: float = 0.0) -> Workload:
+def made(image: str, *pods: ObservedPod, replicas: int = 1, born: float = 0.0) -> Workload:
     return Workload(
         unit="u",
         revision="r",
@@ -26,10 +26,10 @@ def made(image: str, *pods: Pod, replicas: int = 1, born: float = 0.0) -> Worklo
     )
 
 
-RUNS = Pod(name="p", ready=True, started=True)
-CRASHES = Pod(name="p", reason="CrashLoopBackOff", started=True)
-WAITS = Pod(name="p", reason="Unschedulable")
-UNPULLED = Pod(name="p", reason="ImagePullBackOff")
+RUNS = ObservedPod(name="p", ready=True, started=True)
+CRASHES = ObservedPod(name="p", reason="CrashLoopBackOff", started=True)
+WAITS = ObservedPod(name="p", reason="Unschedulable")
+UNPULLED = ObservedPod(name="p", reason="ImagePullBackOff")
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from omnipipeline_operator.cluster.client import Client
 from omnipipeline_operator.cluster.status_client import StatusClient
 from omnipipeline_operator.handlers.lifecycle import Operator
-from omnipipeline_operator.handlers.metrics import OPERATOR, STATUS, Metrics
+from omnipipeline_operator.handlers.metrics import OPERATOR, STATUS, OperatorMetrics
 from omnipipeline_operator.settings import Settings
 from omnipipeline_spec.types import metrics
 
@@ -26,7 +26,7 @@ PIPELINE = {
 
 def scraped(*, leads: bool) -> dict[str, dict[tuple[tuple[str, str], ...], float]]:
     """Series -> labels -> value, of an operator with one sample of everything."""
-    served, nobody = Metrics(), cast(Any, None)
+    served, nobody = OperatorMetrics(), cast(Any, None)
     operator = Operator(
         Settings(stage_image="i"), Client(nobody, nobody, served.count_request), cast(StatusClient, nobody), served
     )

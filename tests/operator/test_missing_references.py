@@ -9,7 +9,7 @@ import pytest
 from omnipipeline_operator import errors
 from omnipipeline_operator.changes import workloads
 from omnipipeline_operator.changes.conditions import rfc3339
-from omnipipeline_operator.changes.workloads import Pod, Workload
+from omnipipeline_operator.changes.workloads import ObservedPod, Workload
 from omnipipeline_operator.cluster.applying import Applier
 from omnipipeline_operator.cluster.client import Client
 from omnipipeline_operator.controller import missing
@@ -65,7 +65,8 @@ async def ask(
 
 def waiting(*ages: float) -> Workload:
     pods = tuple(
-        Pod(name=f"p{n}", uid=f"u{n}", created_at=NOW - age, waits_for_volumes=True) for n, age in enumerate(ages)
+        ObservedPod(name=f"p{n}", uid=f"u{n}", created_at=NOW - age, waits_for_volumes=True)
+        for n, age in enumerate(ages)
     )
     return Workload(unit="only", revision="", name="d", uid="u", replicas=1, pods=pods)
 
@@ -97,7 +98,9 @@ async def test_a_secret_whose_existence_is_unknown_holds_nothing_back(refusal: E
 
 async def test_workloads_that_have_started_are_not_checked() -> None:
     server = Server(secret=False)
-    runs = Workload(unit="only", revision="", name="d", uid="u", replicas=1, pods=(Pod(name="p", started=True),))
+    runs = Workload(
+        unit="only", revision="", name="d", uid="u", replicas=1, pods=(ObservedPod(name="p", started=True),)
+    )
     assert await ask(server, runs, **NEEDS) == MissingReferences()
     assert server.asked == []
 
@@ -143,7 +146,7 @@ async def test_a_pod_that_has_just_been_made_is_given_time() -> None:
 
 
 async def test_a_missing_pull_secret_is_named_with_the_image_that_cannot_be_pulled() -> None:
-    pods = (Pod(name="p", reason="ImagePullBackOff", message="container stage: 401"),)
+    pods = (ObservedPod(name="p", reason="ImagePullBackOff", message="container stage: 401"),)
     unpulled = Workload(unit="only", revision="", name="d", uid="u", replicas=1, pods=pods)
     found = await ask(Server(secret=False), unpulled, imagePullSecrets=[{"name": "registry"}])
     [diagnostic] = found.diagnostics
@@ -161,7 +164,7 @@ COMPLETED = {"terminated": {"exitCode": 0, "finishedAt": rfc3339(NOW - 40)}}
 
 def pod(
     stage: dict[str, Any], *, proxy: dict[str, Any] | None = None, init: dict[str, Any] | None = None, unit: str = "a"
-) -> Pod:
+) -> ObservedPod:
     """A pod a minute old, with the generated container and those that the author, or an injector, has added."""
     name = "coordinator" if unit == "coordinator" else "stage"
     containers = [{"name": name, "state": stage}, *([{"name": "istio-proxy", "state": proxy}] if proxy else [])]
@@ -185,7 +188,9 @@ def pod(
         (pod(RUNS), False),
     ],
 )
-def test_a_pod_waits_for_its_volumes_until_a_container_or_an_init_container_is_made(found: Pod, waits: bool) -> None:
+def test_a_pod_waits_for_its_volumes_until_a_container_or_an_init_container_is_made(
+    found: ObservedPod, waits: bool
+) -> None:
     assert found.waits_for_volumes == waits
     unit = Workload(unit="a", revision="", name="d", uid="u", replicas=1, pods=(found,))
     assert missing.pods_are_stuck([unit], NOW) == waits

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from omnipipeline_operator.changes import rollout
 from omnipipeline_operator.changes.rollout import Goal
-from omnipipeline_operator.changes.workloads import Pod, Workload
+from omnipipeline_operator.changes.workloads import ObservedPod, Workload
 from omnipipeline_spec.types.plan import PipelineRevision
 from omnipipeline_spec.types.pods import COORDINATOR
 from tests.operator.rollout_simulation import RolloutSimulation, SimulatedDeployment, goal, running
@@ -129,14 +129,14 @@ def test_recreate_starts_nothing_before_the_last_old_pod_has_ended() -> None:
 def test_recreate_and_the_end_of_a_roll_do_not_wait_for_pods_that_are_lost() -> None:
     desired = goal({"a": "a2"}, {"a": 1}, strategy="Recreate")
     coordinator = Workload(
-        unit=COORDINATOR, revision="c", name="c", uid="c", replicas=1, pods=(Pod(name="c", ready=True),)
+        unit=COORDINATOR, revision="c", name="c", uid="c", replicas=1, pods=(ObservedPod(name="c", ready=True),)
     )
 
-    def decided(*pods: Pod) -> rollout.Decision:
+    def decided(*pods: ObservedPod) -> rollout.Decision:
         old = Workload(unit="a", revision="a1", name="a1", uid="a1", replicas=0, pods=pods)
         return rollout.decide(desired, [coordinator, old], {"a": "a1"})
 
-    drains, lost = Pod(name="x", terminating=True), Pod(name="y", terminating=True, lost=True)
+    drains, lost = ObservedPod(name="x", terminating=True), ObservedPod(name="y", terminating=True, lost=True)
     for pods, rolling in (((drains,), True), ((drains, lost), True), ((lost,), False), ((), False)):
         found = decided(*pods)
         assert (found.replicas["a", "a2"], found.rolling) == (0 if rolling else 1, rolling), pods

@@ -9,7 +9,7 @@ import msgspec
 from omnipipeline_operator.changes import assessment, conditions, diagnostics, rollout, status, workloads
 from omnipipeline_operator.changes.rollout import DesiredUnit, Goal
 from omnipipeline_operator.changes.status_inputs import Exposure, Refusal, StatusInputs
-from omnipipeline_operator.changes.workloads import Pod, Workload
+from omnipipeline_operator.changes.workloads import ObservedPod, Workload
 from omnipipeline_spec import loading, planning
 from omnipipeline_spec.types.plan import PipelinePlan
 from omnipipeline_spec.types.pods import COORDINATOR
@@ -31,11 +31,11 @@ PLAN = planned()
 OLD = planned(envDefaults={"OLD": "1"})
 
 
-def pod(name: str = "p", **more: Any) -> Pod:
-    return Pod(name=name, created_at=NOW - 10, **more)
+def pod(name: str = "p", **more: Any) -> ObservedPod:
+    return ObservedPod(name=name, created_at=NOW - 10, **more)
 
 
-def workload(unit: str, revision: str, *pods: Pod, **more: Any) -> Workload:
+def workload(unit: str, revision: str, *pods: ObservedPod, **more: Any) -> Workload:
     replicas = more.pop("replicas", 1)
     return Workload(
         unit=unit,
@@ -49,11 +49,11 @@ def workload(unit: str, revision: str, *pods: Pod, **more: Any) -> Workload:
     )
 
 
-def all_of(plan: PipelinePlan, *pods: Pod, **more: Any) -> list[Workload]:
+def all_of(plan: PipelinePlan, *pods: ObservedPod, **more: Any) -> list[Workload]:
     return [workload(unit.name, unit.revision, *pods, **more) for unit in plan.units]
 
 
-def coordinator(*pods: Pod) -> Workload:
+def coordinator(*pods: ObservedPod) -> Workload:
     return workload(COORDINATOR, PLAN.coordinator.revision, *pods)
 
 
@@ -186,7 +186,7 @@ def test_the_worst_diagnostic_names_its_pod_and_cause() -> None:
 
 
 def test_a_pod_that_loads_for_too_long_is_reported() -> None:
-    slow = Pod(name="slow", created_at=NOW - PLAN.units[0].startup_deadline_s - 1)
+    slow = ObservedPod(name="slow", created_at=NOW - PLAN.units[0].startup_deadline_s - 1)
     assert said(inputs(*all_of(PLAN, slow), coordinator(READY)))["Ready"][1] == "StartupDeadlineExceeded"
 
 
@@ -370,7 +370,7 @@ def test_units_that_wait_for_their_model_report_its_prefetch() -> None:
     running, unplaced = pod("f1"), pod("f2", reason="Unschedulable", message="unbound claim")
     broken = pod("f0", finished=True, reason="Error", message="container prefetch: no such model")
 
-    def told(*pods: Pod, gave_up: bool = False) -> tuple[str, str]:
+    def told(*pods: ObservedPod, gave_up: bool = False) -> tuple[str, str]:
         fetching = diagnostics.of_prefetch("duo-prefetch-1", "me/mine", pods, gave_up=gave_up)
         _, found = status.summarise(inputs(coordinator(pod(ready=True)), fetching=fetching), {}, generation=1, now=NOW)
         [ready] = [each for each in found if each.type == "Ready"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
-from stage_runtime.processes.draining import Drain
+from stage_runtime.processes.draining import StageDrain
 from stage_runtime.processes.incarnations import Incarnations
 
 
@@ -46,7 +46,7 @@ async def test_what_was_fenced_twice_is_renewed_once() -> None:
 
 
 async def test_draining_ends_when_every_coordinator_has_nothing_bound_here_and_nothing_is_left_to_send() -> None:
-    drain = Drain()
+    drain = StageDrain()
     coordinators, idle = {"c1", "c2"}, False
     drain.unbound("c1")
     draining = asyncio.create_task(drain.run(coordinators=lambda: coordinators, idle=lambda: idle, most_s=60))
@@ -59,7 +59,7 @@ async def test_draining_ends_when_every_coordinator_has_nothing_bound_here_and_n
 
 
 async def test_what_was_unbound_from_the_incarnation_before_says_nothing_of_this_one() -> None:
-    drain = Drain()
+    drain = StageDrain()
     drain.unbound("c1")
     drain.reset()
     asked = 0

@@ -13,7 +13,7 @@ import pytest
 
 from stage_runtime.profiler import paths
 from stage_runtime.profiler.recorder import Recorder
-from stage_runtime.profiler.session import STARTED, STOPPED, ProfileOrder, ProfileSession
+from stage_runtime.profiler.session import STARTED, STOPPED, ProfileSession, ProfileSettings
 
 
 def session(root: Path, incarnation: str, *, own_folder: bool) -> ProfileSession:
@@ -22,8 +22,8 @@ def session(root: Path, incarnation: str, *, own_folder: bool) -> ProfileSession
 
 def record(one: ProfileSession, run_id: str, template: str) -> set[Path]:
     """Returns: the files that the session has of the run."""
-    order = ProfileOrder(run_id=run_id, event_dir=f"{run_id}/events", torch_template=template)
-    assert one.start(order) == {"a": STARTED}
+    settings = ProfileSettings(run_id=run_id, event_dir=f"{run_id}/events", torch_template=template)
+    assert one.start(settings) == {"a": STARTED}
     assert one.stop(run_id) == {"a": STOPPED}
     return {Path(path) for path, _ in one.files(run_id)}
 
@@ -98,7 +98,7 @@ def test_nothing_is_recorded_in_a_folder_that_another_user_has_made(tmp_path: Pa
         root.mkdir()
     os.chown(root, 12345, 12345, follow_symlinks=False)
     one = session(root, "aa", own_folder=False)
-    answer = one.start(ProfileOrder(run_id="run", event_dir="run/events"))
+    answer = one.start(ProfileSettings(run_id="run", event_dir="run/events"))
     one.close()
     problem = f"{root} belongs to user 12345, who could replace what is written there"
     assert answer == {"a": f"failed: {problem}: set OMNI_PROFILE_ROOT to a folder of your own"}
@@ -114,11 +114,11 @@ def ends(path: Path) -> list[str]:
 def test_a_start_ends_another_run_that_is_still_recorded(tmp_path: Path) -> None:
     """Its coordinator is gone, and the next one knows nothing of it."""
     one = session(tmp_path, "aa", own_folder=False)
-    old = ProfileOrder(run_id="old", event_dir="old/events", torch_template="old", max_seconds=9)
+    old = ProfileSettings(run_id="old", event_dir="old/events", torch_template="old", max_seconds=9)
     assert one.start(old) == {"a": STARTED}
-    refused = one.start(ProfileOrder(run_id="bad", event_dir="/elsewhere"))
+    refused = one.start(ProfileSettings(run_id="bad", event_dir="/elsewhere"))
     assert (refused["a"].startswith("failed"), one.recording) == (True, "old")
-    assert one.start(ProfileOrder(run_id="new", event_dir="new/events")) == {"a": STARTED}
+    assert one.start(ProfileSettings(run_id="new", event_dir="new/events")) == {"a": STARTED}
     assert one.recording == "new"
     assert one.expire() is None
     events, trace = (Path(path) for path, _ in one.files("old"))
@@ -130,12 +130,12 @@ def test_a_start_ends_another_run_that_is_still_recorded(tmp_path: Path) -> None
 def test_a_start_of_the_same_run_lets_it_go_on(tmp_path: Path) -> None:
     now = 0.0
     one = ProfileSession(tmp_path, ["a"], incarnation=lambda: "aa", recorder=Recorder(), monotonic=lambda: now)
-    order = ProfileOrder(run_id="run", event_dir="run/events", max_seconds=9)
-    assert one.start(order) == {"a": STARTED}
-    assert one.start(msgspec.structs.replace(order, max_seconds=20)) == {"a": STARTED}
+    settings = ProfileSettings(run_id="run", event_dir="run/events", max_seconds=9)
+    assert one.start(settings) == {"a": STARTED}
+    assert one.start(msgspec.structs.replace(settings, max_seconds=20)) == {"a": STARTED}
     now = 10.0
     assert one.expire() is None
-    elsewhere = msgspec.structs.replace(order, event_dir="elsewhere")
+    elsewhere = msgspec.structs.replace(settings, event_dir="elsewhere")
     assert one.start(elsewhere) == {"a": STARTED}
     now = 19.0
     assert one.expire() == "run"

@@ -20,7 +20,7 @@ from stage_runtime.relays.base import RelayOperation
 from stage_runtime.relays.context import RelaySettings
 from stage_runtime.relays.dispatch import Relays
 from stage_runtime.relays.named import Put
-from stage_runtime.sockets.addresses import Security
+from stage_runtime.sockets.addresses import CurveSecurity
 from tests.relays.stand_in_gpu import TABLE
 
 MIB = 1 << 20
@@ -31,7 +31,7 @@ SMALL = RelaySettings(arena_bytes=64 * MIB, prefault_bytes=0, piece_bytes=MIB, w
 class Pair:
     """``a`` and ``b`` of one process; what one releases is told to the other at once."""
 
-    def __init__(self, backend: str, settings: RelaySettings = SMALL, security: Security | None = None) -> None:
+    def __init__(self, backend: str, settings: RelaySettings = SMALL, security: CurveSecurity | None = None) -> None:
         self.backend = backend
         self.told: list[tuple[str, str, int]] = []
         self.ends: dict[str, Relays] = {}

@@ -202,7 +202,7 @@ def notices(token: bytes, transfer: int) -> list[bytes]:
         messages.NixlGrant(token, transfer, 1, 0, 72_000),
         messages.Cancel(token, transfer, 1),
         messages.Written(token, transfer, 1, 72_000),
-        messages.Stopped(token, transfer, 1, True, "because"),
+        messages.TransferStopped(token, transfer, 1, True, "because"),
     ]
     return [messages.encode(kind) for kind in kinds]
 
@@ -236,10 +236,10 @@ async def test_memory_that_no_receiver_has_is_not_written_to(offset: int, nbytes
         assert (await fetching.wait_for_completion(PATIENCE_S)).nbytes == 72_000
         _, second = both.put(np.ones(9000))
         route = relay._connections["a"]
-        stopped: list[messages.Stopped] = []
+        stopped: list[messages.TransferStopped] = []
         receiving = relay._receiving.stopped
 
-        def heard(peer: str, notice: messages.Stopped) -> bool:
+        def heard(peer: str, notice: messages.TransferStopped) -> bool:
             stopped.append(notice)
             return bool(receiving(peer, notice))
 

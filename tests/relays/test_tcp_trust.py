@@ -14,7 +14,7 @@ import zmq
 from stage_runtime.errors import ConfigurationError, TransferError
 from stage_runtime.relays.dispatch import Relays
 from stage_runtime.relays.tcp.arrivals import FrameHeader
-from stage_runtime.sockets.addresses import Security
+from stage_runtime.sockets.addresses import CurveSecurity
 from tests.relays.relay_pairs import MIB, PATIENCE_S, SMALL, Pair, pair
 
 
@@ -174,7 +174,7 @@ async def test_pieces_of_the_forgotten_are_garbage(both: Pair, forger: Forger) -
 
 @pytest.mark.parametrize("theirs", [b"k" * 32, b"x" * 32, None], ids=["same key", "another key", "no key"])
 async def test_with_curve_only_members_are_heard(theirs: Any) -> None:
-    with pair("tcp", security=Security(b"k" * 32)) as both:
+    with pair("tcp", security=CurveSecurity(b"k" * 32)) as both:
         assert (await both.carry({"a": np.ones(200_000)}))["a"].sum() == 200_000
         one = Forger.__new__(Forger)
         facts = both.b.facts()["tcp"]
@@ -182,7 +182,7 @@ async def test_with_curve_only_members_are_heard(theirs: Any) -> None:
         one.socket = one.context.socket(zmq.PUSH)
         one.socket.linger = 0
         if theirs is not None:
-            Security(theirs).client(one.socket)
+            CurveSecurity(theirs).client(one.socket)
         one.socket.connect(facts["endpoint"])
         one.send(one.header(), b"x" * 100)
         try:

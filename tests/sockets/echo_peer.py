@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 
-from stage_runtime.sockets.addresses import Security
+from stage_runtime.sockets.addresses import CurveSecurity
 from stage_runtime.sockets.channels import Channels
 from stage_runtime.wire.frames import RequestRef
 from stage_runtime.wire.messages import Deregister, Hello, Message
@@ -32,7 +32,7 @@ class Echo:
 
 async def serve(name: str, endpoint: str, secure: bool) -> None:
     echo = Echo()
-    security = Security(bytes(range(32))) if secure else None
+    security = CurveSecurity(bytes(range(32))) if secure else None
     echo.channels = Channels(echo, incarnation=name, loop=asyncio.get_running_loop(), security=security)
     print(echo.channels.bind(endpoint), flush=True)
     await asyncio.Event().wait()

@@ -15,7 +15,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from threading import Event, Lock, Thread
 
-from stage_runtime.sockets.addresses import Security
+from stage_runtime.sockets.addresses import CurveSecurity
 from stage_runtime.sockets.channels import Channels
 from stage_runtime.wire.frames import RequestRef
 from stage_runtime.wire.messages import Deregister, Hello, Message
@@ -81,7 +81,7 @@ class End:
         name: str,
         endpoint: str,
         *,
-        security: Security | None = None,
+        security: CurveSecurity | None = None,
         dead_after_s: float = 60.0,
         idle_after_s: float | None = None,
         listener: Listener | None = None,

@@ -21,7 +21,7 @@ import zmq
 
 from stage_runtime.errors import ConfigurationError, LimitReached, ValueRefused
 from stage_runtime.sockets import broadcasts, channels, connecting, opening
-from stage_runtime.sockets.addresses import Security, check, resolve
+from stage_runtime.sockets.addresses import CurveSecurity, check, resolve
 from stage_runtime.wire import codec
 from stage_runtime.wire.frames import FRAME_LIMIT, PROTOCOL, Envelope, Frame, RequestRef
 from stage_runtime.wire.messages import Abort, AdminReply, Consumed, Deregister, Rejected
@@ -42,8 +42,8 @@ def place(kind: str, path: Path, name: str) -> str:
     return f"ipc://{path}/{name}" if kind == "ipc" else "tcp://127.0.0.1:*"
 
 
-def security(kind: str) -> Security | None:
-    return Security(SECRET) if kind == "curve" else None
+def security(kind: str) -> CurveSecurity | None:
+    return CurveSecurity(SECRET) if kind == "curve" else None
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -421,8 +421,8 @@ async def test_a_lie_in_an_ack_frees_nothing(short_path: Path) -> None:
 
 @pytest.mark.parametrize("key", [None, bytes(32)], ids=["no key", "another pipeline's key"])
 async def test_who_has_not_the_pipelines_key_is_not_let_in(key: bytes | None) -> None:
-    b = End("bb", "tcp://127.0.0.1:*", security=Security(SECRET))
-    a = End("aa", "tcp://127.0.0.1:*", security=Security(key) if key else None, dead_after_s=0.5)
+    b = End("bb", "tcp://127.0.0.1:*", security=CurveSecurity(SECRET))
+    a = End("aa", "tcp://127.0.0.1:*", security=CurveSecurity(key) if key else None, dead_after_s=0.5)
     async with ends(a, b):
         while not b.channels.counters["handshake_failures"]:  # a busy machine may take longer than half a second
             a.listener.lost_peers.clear()
@@ -571,9 +571,9 @@ def test_names_become_addresses_and_addresses_stay(endpoint: str, found: list[st
 def test_a_key_of_the_wrong_length_is_refused(tmp_path: Path) -> None:
     (tmp_path / "key").write_bytes(b"short")
     with pytest.raises(ConfigurationError, match="5 bytes; expected 32"):
-        Security.read(tmp_path / "key")
+        CurveSecurity.read(tmp_path / "key")
     with pytest.raises(ConfigurationError, match="No such file"):
-        Security.read(tmp_path / "absent")
+        CurveSecurity.read(tmp_path / "absent")
 
 
 @pytest.mark.parametrize("dead_after_s", [1e-9, 0.002, 0.1, 3.0, 31_536_000.0])

@@ -15,7 +15,7 @@ import zmq
 
 from stage_runtime.rules import beats
 from stage_runtime.sockets import opening
-from stage_runtime.sockets.addresses import Security
+from stage_runtime.sockets.addresses import CurveSecurity
 from stage_runtime.sockets.dialing import canonical
 from tests.sockets.peers import SECRET, End, ends, introduce
 
@@ -124,7 +124,7 @@ async def test_a_lost_peer_is_told_apart_from_its_neighbours(folder: Path) -> No
 
 async def test_one_who_uses_other_sockets_is_taken_for_another_protocol() -> None:
     """A program of an earlier protocol pushes; under CURVE libzmq says no more than that it connected and left."""
-    security = Security(SECRET)
+    security = CurveSecurity(SECRET)
     b = End("bb", "tcp://127.0.0.1:*", security=security)
     context = zmq.Context()
     async with ends(b):

@@ -15,7 +15,7 @@ from stage_runtime.metrics.samples import Buckets, Samples
 from stage_runtime.web.apikeys import ApiKeys
 from stage_runtime.web.app import make_admin, make_app, make_probes
 from stage_runtime.web.exchange import Exchange
-from stage_runtime.web.metrics import Metrics
+from stage_runtime.web.metrics import CoordinatorMetrics
 from stage_runtime.web.routing import Route
 from stage_runtime.web.server import Server
 from stage_runtime.web.sound.pool import CodecPool
@@ -65,7 +65,7 @@ async def test_what_the_request_manager_counts_is_what_prometheus_reads() -> Non
 async def test_the_numbers_of_all_processes_are_served_where_no_pod_serves_them(where: str) -> None:
     manager = ScriptedManager(OK)
     manager.gauges = {"front.f1": {"relay_shm_sent_bytes": 5.0, "control_resent": 2.0}}
-    text = Metrics(manager, of_members=where == "here").render().decode()
+    text = CoordinatorMetrics(manager, of_members=where == "here").render().decode()
     assert samples(text) == (
         {
             "omnipipeline_relay_sent_bytes_total,process=front.f1,relay=shm": 5,
@@ -121,7 +121,7 @@ async def test_ready_follows_the_request_manager_and_live_does_not() -> None:
 
 async def test_probes_may_have_a_port_of_their_own_which_counts_for_both() -> None:
     manager = ScriptedManager(OK)
-    metrics = Metrics(manager)
+    metrics = CoordinatorMetrics(manager)
     public = make_app(manager, msgspec.structs.replace(ALL, probes=False), codecs=CodecPool(), metrics=metrics)
     async with Server(public, port=0) as first, Server(make_probes(manager, metrics), port=0) as second:
         async with httpx.AsyncClient(timeout=PATIENCE_S) as client:

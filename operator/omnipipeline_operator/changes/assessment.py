@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from omnipipeline_operator.changes import diagnostics
-from omnipipeline_operator.changes.conditions import Condition, condition
+from omnipipeline_operator.changes.conditions import ObservedCondition, condition
 from omnipipeline_operator.changes.diagnostics import Diagnostic
 from omnipipeline_operator.changes.status_inputs import (
     StatusInputs,
@@ -25,7 +25,7 @@ from omnipipeline_operator.changes.status_inputs import (
 from omnipipeline_spec.types.pods import COORDINATOR
 
 
-def conditions_of(inputs: StatusInputs, found: Mapping[str, Diagnostic], now: float) -> list[Condition]:
+def conditions_of(inputs: StatusInputs, found: Mapping[str, Diagnostic], now: float) -> list[ObservedCondition]:
     worst = diagnostics.worst(found.values())
     stages = _stages_ready(inputs, found)
     available = is_available(inputs.entries, inputs.observed)
@@ -43,14 +43,16 @@ def conditions_of(inputs: StatusInputs, found: Mapping[str, Diagnostic], now: fl
     ]
 
 
-def _accepted(inputs: StatusInputs) -> Condition:
+def _accepted(inputs: StatusInputs) -> ObservedCondition:
     if inputs.refusal is not None:
         return condition("Accepted", False, inputs.refusal.reason, inputs.refusal.message)
     planned = f"{len(inputs.plan.units)} pod units are planned"
     return condition("Accepted", True, "Valid", f"{planned}; {inputs.note}" if inputs.note else planned)
 
 
-def _ready(inputs: StatusInputs, worst: Diagnostic | None, available: bool, progressing: Condition) -> Condition:
+def _ready(
+    inputs: StatusInputs, worst: Diagnostic | None, available: bool, progressing: ObservedCondition
+) -> ObservedCondition:
     """Ready: available, and the desired revision serves."""
     if inputs.refusal is not None:
         return condition("Ready", False, inputs.refusal.reason, inputs.refusal.message)
@@ -86,7 +88,7 @@ def _why_available(inputs: StatusInputs, available: bool, worst: Diagnostic | No
     return "Starting", _waiting_for(inputs)
 
 
-def _scheduled(inputs: StatusInputs, found: Mapping[str, Diagnostic]) -> Condition:
+def _scheduled(inputs: StatusInputs, found: Mapping[str, Diagnostic]) -> ObservedCondition:
     unplaced = [each for each in found.values() if each.reason in ("Unschedulable", *_UNMADE)]
     worst = diagnostics.worst(unplaced)
     if worst is not None:
@@ -97,7 +99,7 @@ def _scheduled(inputs: StatusInputs, found: Mapping[str, Diagnostic]) -> Conditi
 _UNMADE: Final = ("QuotaExceeded", "PodSecurity", "PodsRefused")
 
 
-def _coordinator_ready(inputs: StatusInputs, found: Mapping[str, Diagnostic]) -> Condition:
+def _coordinator_ready(inputs: StatusInputs, found: Mapping[str, Diagnostic]) -> ObservedCondition:
     if coordinator_is_ready(inputs.observed):
         ready = sum(each.ready for each in inputs.observed if each.unit == COORDINATOR)
         wanted = 0 if inputs.goal.suspended else inputs.goal.coordinator.replicas
@@ -111,7 +113,7 @@ def _coordinator_ready(inputs: StatusInputs, found: Mapping[str, Diagnostic]) ->
     )
 
 
-def _stages_ready(inputs: StatusInputs, found: Mapping[str, Diagnostic]) -> Condition:
+def _stages_ready(inputs: StatusInputs, found: Mapping[str, Diagnostic]) -> ObservedCondition:
     short = []
     for name, desired in inputs.goal.units.items():
         ready = workload_ready(inputs, name, desired.revision)
@@ -125,13 +127,13 @@ def _stages_ready(inputs: StatusInputs, found: Mapping[str, Diagnostic]) -> Cond
     return condition("StagesReady", False, worst.reason if worst else "Starting", f"ready pods: {', '.join(short)}")
 
 
-def _exposed(inputs: StatusInputs) -> Condition:
+def _exposed(inputs: StatusInputs) -> ObservedCondition:
     if inputs.exposure.pending:
         return condition("Exposed", False, "AddressPending", inputs.exposure.pending)
     return condition("Exposed", True, "Exposed", inputs.exposure.external or inputs.exposure.url)
 
 
-def _progressing(inputs: StatusInputs, found: Mapping[str, Diagnostic], now: float) -> Condition:
+def _progressing(inputs: StatusInputs, found: Mapping[str, Diagnostic], now: float) -> ObservedCondition:
     goal = inputs.goal
     if goal.suspended:
         return condition("Progressing", None, "Suspended")

@@ -18,7 +18,7 @@ NOT_RECONCILED: Final = "NoOperatorYet"
 WITH_EVENTS: Final = ("Accepted", "Available", "Ready", "Progressing", "Suspended")
 
 
-class Condition(msgspec.Struct, frozen=True, kw_only=True):
+class ObservedCondition(msgspec.Struct, frozen=True, kw_only=True):
     """One condition as it is now."""
 
     type: str
@@ -30,7 +30,7 @@ class Condition(msgspec.Struct, frozen=True, kw_only=True):
 class Transition(msgspec.Struct, frozen=True, kw_only=True):
     """A condition that has changed; posted as an Event."""
 
-    condition: Condition
+    condition: ObservedCondition
     warning: bool
 
 
@@ -40,14 +40,14 @@ def reported(status: Mapping[str, Any]) -> Mapping[str, Any]:
     return {} if conditions and all(each.get("reason") == NOT_RECONCILED for each in conditions) else status
 
 
-def condition(type: str, holds: bool | None, reason: str, message: str = "") -> Condition:
+def condition(type: str, holds: bool | None, reason: str, message: str = "") -> ObservedCondition:
     """A condition. ``holds``: None is Unknown."""
     status = "Unknown" if holds is None else str(holds)
-    return Condition(type=type, status=status, reason=reason, message=message[:MAX_MESSAGE])
+    return ObservedCondition(type=type, status=status, reason=reason, message=message[:MAX_MESSAGE])
 
 
 def merged(
-    conditions: Sequence[Condition], before: Sequence[Mapping[str, Any]], *, generation: int, now: float
+    conditions: Sequence[ObservedCondition], before: Sequence[Mapping[str, Any]], *, generation: int, now: float
 ) -> list[dict[str, Any]]:
     """The conditions in the status's form; one whose status has not changed keeps its transition time."""
     known = {each.get("type"): each for each in before}
@@ -64,7 +64,7 @@ def merged(
     ]
 
 
-def transitions(conditions: Sequence[Condition], before: Sequence[Mapping[str, Any]]) -> list[Transition]:
+def transitions(conditions: Sequence[ObservedCondition], before: Sequence[Mapping[str, Any]]) -> list[Transition]:
     """Transitions that are worth an Event; for a new pipeline only failures."""
     known = {each.get("type"): each for each in before}
     found = []
@@ -86,7 +86,7 @@ def is_true(status: Mapping[str, Any], type: str) -> bool:
     return any(each["type"] == type and each["status"] == "True" for each in status.get("conditions", ()))
 
 
-def is_bad(condition: Condition) -> bool:
+def is_bad(condition: ObservedCondition) -> bool:
     """Whether the condition is a failure; pods that are starting are none."""
     if condition.type == "Suspended":
         return False
@@ -102,6 +102,6 @@ def rfc3339(seconds: float) -> str:
     return datetime.fromtimestamp(int(seconds), UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
-def _time(was: Mapping[str, Any], condition: Condition, now: float) -> str:
+def _time(was: Mapping[str, Any], condition: ObservedCondition, now: float) -> str:
     same = was.get("status") == condition.status and was.get("lastTransitionTime")
     return str(was["lastTransitionTime"]) if same else rfc3339(now)

@@ -12,7 +12,7 @@ from typing import Final
 
 import msgspec
 
-from omnipipeline_operator.changes.workloads import Pod, Workload
+from omnipipeline_operator.changes.workloads import ObservedPod, Workload
 
 #: Worst first: what a person must fix is before what may pass by itself.
 _SEVERITY: Final = (
@@ -100,7 +100,7 @@ _SO: Final = "failed so)"  # the number is a power of ten from ten on: each othe
 _ATTEMPT: Final = re.compile(r'^pods "[^"]*" is forbidden: ')
 
 
-def of_prefetch(job: str, model: str, pods: Iterable[Pod], *, gave_up: bool) -> Diagnostic:
+def of_prefetch(job: str, model: str, pods: Iterable[ObservedPod], *, gave_up: bool) -> Diagnostic:
     """Why units are still waiting for the Job that fetches their model.
 
     pods:    the Job's; a failed pod is kept, so that its termination message can be read.
@@ -166,7 +166,7 @@ _POD: Final = re.compile(r"^pod \S+: ")
 _BACK_OFF: Final = "Back-off pulling image"  # from older kubelets, which omit the cause
 
 
-def _of_pod(unit: str, pod: Pod, startup_deadline_s: float, now: float) -> Diagnostic | None:
+def _of_pod(unit: str, pod: ObservedPod, startup_deadline_s: float, now: float) -> Diagnostic | None:
     if pod.ready or pod.finished:
         return None
     if pod.reason is not None and (pod.reason_until is None or now < pod.reason_until):

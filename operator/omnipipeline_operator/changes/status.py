@@ -11,7 +11,7 @@ from typing import Any
 
 from omnipipeline_operator.changes import conditions
 from omnipipeline_operator.changes.assessment import conditions_of, diagnostics_of, still
-from omnipipeline_operator.changes.conditions import Condition, condition
+from omnipipeline_operator.changes.conditions import ObservedCondition, condition
 from omnipipeline_operator.changes.diagnostics import Diagnostic
 from omnipipeline_operator.changes.status_inputs import Refusal, StatusInputs, is_complete
 from omnipipeline_operator.changes.workloads import Workload
@@ -33,7 +33,7 @@ def refused(refusal: Refusal, before: Mapping[str, Any], *, generation: int, ava
 
 def summarise(
     inputs: StatusInputs, before: Mapping[str, Any], *, generation: int, now: float
-) -> tuple[dict[str, Any], list[Condition]]:
+) -> tuple[dict[str, Any], list[ObservedCondition]]:
     """The whole status, and its conditions on their own."""
     found = diagnostics_of(inputs, before, now)
     reported = conditions_of(inputs, found, now)

@@ -1,7 +1,7 @@
 """The observed workloads of a pipeline, reduced to the facts that decisions need.
 
-Here: `Workload`, `Pod`, and how they are read from live objects. Not here: where those come from (`cluster.store`),
-any decision (`rollout`, `status`). Called by `controller`.
+Here: `Workload`, `ObservedPod`, and how they are read from live objects. Not here: where those come from
+(`cluster.store`), any decision (`rollout`, `status`). Called by `controller`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _CONTAINERS: Final = ("initContainerStatuses", "containerStatuses")
 UNPULLABLE: Final = ("ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull", "ImageInspectError")
 
 
-class Pod(msgspec.Struct, frozen=True, kw_only=True):
+class ObservedPod(msgspec.Struct, frozen=True, kw_only=True):
     """One pod of a unit revision, and why it is not ready."""
 
     name: str
@@ -71,7 +71,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
     uid: str
     replicas: int  #: Of its spec.
     created_at: float = 0.0
-    pods: tuple[Pod, ...] = ()
+    pods: tuple[ObservedPod, ...] = ()
     gpus: int = 0  #: Per pod.
     image: str = ""  #: The image pinned when it was made; a spec or a podTemplate may name another one.
     control_secret: str | None = None
@@ -100,7 +100,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
         return not self.started and any(pod.reason in UNPULLABLE for pod in self.present)
 
     @property
-    def present(self) -> tuple[Pod, ...]:
+    def present(self) -> tuple[ObservedPod, ...]:
         """Pods that hold resources, terminating ones included."""
         return tuple(pod for pod in self.pods if not pod.finished)
 
@@ -110,7 +110,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
         return sum(not pod.terminating for pod in self.present)
 
     @property
-    def awaited(self) -> tuple[Pod, ...]:
+    def awaited(self) -> tuple[ObservedPod, ...]:
         """Pods that a roll-out waits for when they are old: those that are present and not lost."""
         return tuple(pod for pod in self.present if not pod.lost)
 
@@ -142,7 +142,7 @@ def read_workload(
     )
 
 
-def read_pod(manifest: Mapping[str, Any], *, now: float = 0.0) -> Pod:
+def read_pod(manifest: Mapping[str, Any], *, now: float = 0.0) -> ObservedPod:
     """A pod from a live one. ``now``: decides only whether a terminating one is lost."""
     metadata, status = manifest["metadata"], manifest.get("status", {})
     conditions = {each["type"]: each for each in status.get("conditions", ())}
@@ -150,7 +150,7 @@ def read_pod(manifest: Mapping[str, Any], *, now: float = 0.0) -> Pod:
     started_at = _started_at(manifest)
     deleted_at = timestamp(metadata.get("deletionTimestamp"))
     diagnostic = None if ready or _has_succeeded(manifest) else _pod_diagnostic(manifest, conditions)
-    return Pod(
+    return ObservedPod(
         name=metadata["name"],
         uid=metadata.get("uid", ""),
         ip=status.get("podIP"),

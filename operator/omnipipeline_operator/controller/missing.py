@@ -16,7 +16,7 @@ import msgspec
 from omnipipeline_operator import errors, kinds
 from omnipipeline_operator.changes import diagnostics, rollout, workloads
 from omnipipeline_operator.changes.diagnostics import Diagnostic
-from omnipipeline_operator.changes.workloads import Pod, Workload
+from omnipipeline_operator.changes.workloads import ObservedPod, Workload
 from omnipipeline_operator.cluster.applying import Applier
 from omnipipeline_operator.cluster.client import Client
 from omnipipeline_operator.desired import children, naming, references
@@ -205,7 +205,7 @@ def _named(missing: Collection[Reference]) -> str:
     return f"{', '.join(map(str, missing))} {'does' if len(missing) == 1 else 'do'} not exist"
 
 
-def _of_event(unit: str, pod: Pod, reason: str, message: str) -> Diagnostic:
+def _of_event(unit: str, pod: ObservedPod, reason: str, message: str) -> Diagnostic:
     return Diagnostic(unit=unit, reason=reason, message=f"pod {pod.name}: {message}")
 
 

@@ -35,7 +35,7 @@ from omnipipeline_operator.controller.plan_cache import PlanCache
 from omnipipeline_operator.controller.planned import Planned, rollout_goal
 from omnipipeline_operator.controller.reporting import StatusReporter
 from omnipipeline_operator.controller.snapshots import Snapshot
-from omnipipeline_operator.controller.writing import DesiredState, Writer
+from omnipipeline_operator.controller.writing import ChildWriter, DesiredState
 from omnipipeline_operator.desired import children, config
 from omnipipeline_operator.desired.naming import Owner
 from omnipipeline_operator.desired.pods import PodFacts
@@ -142,7 +142,7 @@ class Reconciler:
 
     async def _apply(self, resource: Manifest, planned: Planned, snapshot: Snapshot, applier: Applier) -> float | None:
         observed = snapshot.workloads
-        writer = Writer(snapshot, applier, lambda: self._ensure_exists(snapshot.owner))
+        writer = ChildWriter(snapshot, applier, lambda: self._ensure_exists(snapshot.owner))
         if await self._secret_is_lost(planned, snapshot, observed, applier):
             log.warning(
                 "%s/%s: Secret %s is missing: a new one is created, and all units restart",

@@ -92,7 +92,11 @@ class StatusReporter:
         await self._write(resource, now, reported, applier)
 
     async def _write(
-        self, resource: Manifest, now: dict[str, Any], reported: Sequence[conditions.Condition], applier: Applier
+        self,
+        resource: Manifest,
+        now: dict[str, Any],
+        reported: Sequence[conditions.ObservedCondition],
+        applier: Applier,
     ) -> None:
         before = conditions.reported(resource.get("status", {}))
         if now == before:

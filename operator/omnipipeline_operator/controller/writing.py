@@ -48,7 +48,7 @@ class DesiredState(msgspec.Struct, frozen=True, kw_only=True):
     loads: Mapping[str, int]  #: Address of a pod -> requests bound, waiting and running there.
 
 
-class Writer:
+class ChildWriter:
     """Writes for one pipeline, decided from one snapshot."""
 
     def __init__(self, snapshot: Snapshot, applier: Applier, ensure_exists: Callable[[], Awaitable[None]]) -> None:

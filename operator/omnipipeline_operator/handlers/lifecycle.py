@@ -25,7 +25,7 @@ from omnipipeline_operator.cluster.store import Store
 from omnipipeline_operator.controller.reconciling import Reconciler
 from omnipipeline_operator.controller.work_queue import WorkQueue
 from omnipipeline_operator.handlers import metrics, probes
-from omnipipeline_operator.handlers.metrics import Metrics
+from omnipipeline_operator.handlers.metrics import OperatorMetrics
 from omnipipeline_operator.handlers.watching import Watcher
 from omnipipeline_operator.settings import Settings
 
@@ -35,7 +35,7 @@ STUCK_S: Final = 120.0  # the liveness probe fails when a pipeline has been due 
 RELIST_RETRY_S: Final = 2.0
 
 
-class Stopped(errors.OperatorError):
+class StopRequested(errors.OperatorError):
     """A signal has asked the process to end; raised to end its other parts."""
 
 
@@ -46,7 +46,9 @@ class NamespacesChanged(errors.OperatorError):
 class Operator:
     """One operator process."""
 
-    def __init__(self, settings: Settings, client: Client, status_client: StatusClient, served: Metrics) -> None:
+    def __init__(
+        self, settings: Settings, client: Client, status_client: StatusClient, served: OperatorMetrics
+    ) -> None:
         self._settings = settings
         self._client = client
         self._store = Store()
@@ -74,7 +76,7 @@ class Operator:
                     group.create_task(self._watch())
                     group.create_task(self._relist_forever())
                     group.create_task(self._lead(group))
-            except* Stopped:
+            except* StopRequested:
                 log.info("stopped by a signal")
             finally:
                 self._leads = False
@@ -92,7 +94,7 @@ class Operator:
         while self._listed_at is None and not stop.is_set():
             await asyncio.sleep(0.05)
         if stop.is_set():
-            raise Stopped("stopped by a signal")
+            raise StopRequested("stopped by a signal")
         await kopf.operator(
             registry=self._watcher.registry(),
             standalone=True,
@@ -102,7 +104,7 @@ class Operator:
             namespaces=self._readable or (),
             stop_flag=stop,
         )
-        raise Stopped("stopped by a signal")
+        raise StopRequested("stopped by a signal")
 
     async def _relist_forever(self) -> None:
         while True:
@@ -211,7 +213,7 @@ class Operator:
 async def run(settings: Settings, writes: WriteLimiter) -> None:
     """Run one operator until SIGTERM. ``writes``: limits the rate of all writes."""
     async with contextlib.AsyncExitStack() as stack:
-        served = Metrics()
+        served = OperatorMetrics()
         client = await stack.enter_async_context(await Client.connect(writes, served.count_request))
         status_client = await stack.enter_async_context(StatusClient())
         await Operator(settings, client, status_client, served).run()

@@ -121,7 +121,7 @@ STATUS: Final = (
 Sample: TypeAlias = tuple[tuple[str, ...], float]  # values of the labels, value
 
 
-class Metrics:
+class OperatorMetrics:
     """One registry per operator."""
 
     def __init__(self) -> None:

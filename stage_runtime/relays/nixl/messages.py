@@ -86,7 +86,7 @@ class Written(msgspec.Struct, frozen=True, array_like=True, tag=3):
     nbytes: Count
 
 
-class Stopped(msgspec.Struct, frozen=True, array_like=True, tag=4):
+class TransferStopped(msgspec.Struct, frozen=True, array_like=True, tag=4):
     """Sender to receiver: nothing of that transfer moves any more. reason: why it will not be completed.
 
     settled: all that was sent has arrived; else some of it may still be under way.
@@ -99,7 +99,7 @@ class Stopped(msgspec.Struct, frozen=True, array_like=True, tag=4):
     reason: str
 
 
-Notice: TypeAlias = NixlGrant | Cancel | Written | Stopped
+Notice: TypeAlias = NixlGrant | Cancel | Written | TransferStopped
 
 encode = msgspec.msgpack.Encoder().encode
 decode = msgspec.msgpack.Decoder(Notice).decode

@@ -21,7 +21,7 @@ from stage_runtime.payloads.pack import ALIGNMENT
 from stage_runtime.relays.arena import HEADER, PAGE, Arena
 from stage_runtime.relays.base import OnRelease, Peer, TransferId, TransferKey
 from stage_runtime.relays.gets import Get, Gets
-from stage_runtime.relays.nixl.messages import Cancel, NixlGrant, NixlMemory, NixlMetadata, Stopped, Written
+from stage_runtime.relays.nixl.messages import Cancel, NixlGrant, NixlMemory, NixlMetadata, TransferStopped, Written
 from stage_runtime.relays.nixl.worker import Move, NixlRoute, Worker
 from stage_runtime.relays.operations import GetOperation
 from stage_runtime.relays.pins import Pins
@@ -92,7 +92,7 @@ class NixlReceiver:
             self._complete(incoming)
         return True
 
-    def stopped(self, peer: Peer, notice: Stopped) -> bool:
+    def stopped(self, peer: Peer, notice: TransferStopped) -> bool:
         """A transfer will not be completed. False: there is no such transfer."""
         found = self._find(peer, notice.transfer, notice.generation)
         if found is None:
@@ -259,7 +259,7 @@ class NixlReceiver:
 
     def _grant(self, route: NixlRoute, grant: NixlGrant, incoming: NixlGet) -> None:
         if not self._worker.notify(route, grant):
-            why = Stopped(b"", grant.transfer, grant.generation, False, "its sender is not reached")
+            why = TransferStopped(b"", grant.transfer, grant.generation, False, "its sender is not reached")
             self._on_loop(self.stopped, route.peer, why)
 
     def _cancel(self, route: NixlRoute, incoming: NixlGet) -> None:

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 
 from stage_runtime.relays.base import Peer
-from stage_runtime.relays.nixl.messages import Cancel, NixlGrant, Stopped, Written, encode
+from stage_runtime.relays.nixl.messages import Cancel, NixlGrant, TransferStopped, Written, encode
 from stage_runtime.relays.nixl.worker import Move, NixlRoute, Worker
 from stage_runtime.relays.placing import Placed
 
@@ -90,7 +90,7 @@ class NixlSender:
         if move is not None:
             worker.move(move)
         elif refusal is not None:
-            worker.notify(route, Stopped(route.token, grant.transfer, grant.generation, True, refusal))
+            worker.notify(route, TransferStopped(route.token, grant.transfer, grant.generation, True, refusal))
 
     def cancelled(self, worker: Worker, route: NixlRoute, cancel: Cancel) -> None:
         """A receiver gives a transfer up. It is notified when nothing moves: now, or by `_ended`."""
@@ -104,13 +104,13 @@ class NixlSender:
         if moving is not None:
             moving[1].stopping = moving[1].stopping or reason
         else:
-            worker.notify(route, Stopped(route.token, cancel.transfer, cancel.generation, True, reason))
+            worker.notify(route, TransferStopped(route.token, cancel.transfer, cancel.generation, True, reason))
 
     def _move(self, worker: Worker, route: NixlRoute, outgoing: NixlPut, grant: NixlGrant) -> Move:
         def over(move: Move, reason: str | None) -> None:
             self._ended(outgoing)
             if reason is not None:
-                notice = Stopped(route.token, grant.transfer, grant.generation, not move.broken, reason)
+                notice = TransferStopped(route.token, grant.transfer, grant.generation, not move.broken, reason)
                 worker.notify(route, notice)
 
         def message(nbytes: int) -> bytes:

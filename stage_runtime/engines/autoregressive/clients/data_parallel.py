@@ -20,7 +20,7 @@ from stage_runtime.engines.autoregressive.process.messages import (
     EngineCoreOutputs,
     FirstRequest,
     Replaced,
-    Scale,
+    ScaleEngines,
     identity,
 )
 from stage_runtime.errors import ConfigurationError, EngineDeadError
@@ -85,7 +85,7 @@ class DPAsyncMPClient(AsyncMPClient):
         if self._coordinator.lockstep and not self.engines_running:
             self._notify(FirstRequest(self.current_wave, chosen))
 
-    def _notify(self, message: FirstRequest | Scale | Replaced) -> None:
+    def _notify(self, message: FirstRequest | ScaleEngines | Replaced) -> None:
         self._stats.send([msgspec.msgpack.encode(message)])
         self._read_stats()  # sending may have taken the edge of what has come
 
@@ -180,7 +180,7 @@ class DPLBAsyncMPClient(DPAsyncMPClient):
         else:
             await self._remove_engines(range(engines, before), drain_s)
         self._coordinator.engines = engines
-        self._notify(Scale(engines))
+        self._notify(ScaleEngines(engines))
         self._balancer.resize(engines)
         self.lost = {rank for rank in self.lost if rank < engines}
 

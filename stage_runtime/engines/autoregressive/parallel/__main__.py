@@ -21,7 +21,7 @@ from stage_runtime.engines.autoregressive.process.messages import (
     EngineCoreRequestType,
     FirstRequest,
     Replaced,
-    Scale,
+    ScaleEngines,
     SchedulerStats,
     StartWave,
 )
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 SUBSCRIBED: Final = b"\x01"
 UNSUBSCRIBED: Final = b"\x00"
-_FromClient: TypeAlias = FirstRequest | Replaced | Scale
+_FromClient: TypeAlias = FirstRequest | Replaced | ScaleEngines
 
 
 class _FromEngine(msgspec.Struct, frozen=True, kw_only=True):
@@ -86,7 +86,7 @@ class DPCoordinatorProc:
                 self._on(waves.FirstRequestSent(wave, engine))
             case Replaced(engine):
                 self._on(waves.EngineReplaced(engine))
-            case Scale(engines):
+            case ScaleEngines(engines):
                 self._on(waves.EnginesScaled(engines))
 
     def _on_engine(self, frames: Sequence[memoryview]) -> None:

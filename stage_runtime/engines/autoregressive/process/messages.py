@@ -168,5 +168,5 @@ class Replaced(msgspec.Struct, frozen=True, tag="REPLACED"):
     engine: Natural
 
 
-class Scale(msgspec.Struct, frozen=True, tag="SCALE_ELASTIC_EP"):
+class ScaleEngines(msgspec.Struct, frozen=True, tag="SCALE_ELASTIC_EP"):
     engines: Annotated[int, msgspec.Meta(ge=1, le=4096)]

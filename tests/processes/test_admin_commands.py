@@ -1,4 +1,4 @@
-"""Scaling and restarting a running pipeline of real processes: an order that fails costs nobody but itself."""
+"""Scaling and restarting a running pipeline of real processes: a command that fails costs nobody but itself."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ async def test_a_restart_that_fails_leaves_what_ran_and_the_next_one_with_a_cure
                 await pipeline.running.restart("voice")
             assert pipeline.voices() == before
             assert await pipeline.served() == 200
-        await pipeline.running.restart("ear")  # another group's order is none of voice's
+        await pipeline.running.restart("ear")  # another group's command is none of voice's
         pipeline.becomes("good")
         await pipeline.running.restart("voice")
         assert len(pipeline.voices()) == 1
@@ -141,7 +141,7 @@ async def test_scaling_to_the_same_number_starts_and_ends_nothing_even_while_ano
         await eventually(lambda: pipeline.voices().get("voice", killed) != killed)
         before = pipeline.running.pids()
         await asyncio.wait_for(pipeline.running.scale("voice", 1), PATIENCE_S)
-        await asyncio.wait_for(pipeline.running.scale("ear", 2), PATIENCE_S)  # another group's order does not wait
+        await asyncio.wait_for(pipeline.running.scale("ear", 2), PATIENCE_S)  # another group's command does not wait
         assert before.items() <= pipeline.running.pids().items()
         assert sorted(pipeline.running.pids()) == ["coordinator", "ear", "ear.1", "voice"]
 
@@ -181,9 +181,9 @@ async def test_a_command_during_a_drain_is_refused_and_one_under_way_fails_at_on
         pipeline.running.ask_to_stop()
         with pytest.raises((StartupFailed, ConfigurationError), match="stopp"):
             await asyncio.wait_for(under_way, PATIENCE_S)
-        for order in (pipeline.running.scale("ear", 3), pipeline.running.restart("ear")):
+        for command in (pipeline.running.scale("ear", 3), pipeline.running.restart("ear")):
             with pytest.raises(ConfigurationError, match="fickle is stopping"):
-                await asyncio.wait_for(order, PATIENCE_S)
+                await asyncio.wait_for(command, PATIENCE_S)
         await asyncio.wait_for(pipeline.running.stop(), PATIENCE_S)
 
 
@@ -203,7 +203,7 @@ async def test_where_the_old_instance_had_to_go_first_a_failed_restart_says_so_a
         assert await pipeline.served() == 200
 
 
-async def test_a_scaling_that_fails_beside_an_instance_that_keeps_dying_costs_neither_it_nor_the_next_order(
+async def test_a_scaling_that_fails_beside_an_instance_that_keeps_dying_costs_neither_it_nor_the_next_command(
     base: Path,
 ) -> None:
     async with fickle(base) as pipeline:
@@ -218,7 +218,7 @@ async def test_a_scaling_that_fails_beside_an_instance_that_keeps_dying_costs_ne
         assert await pipeline.served() == 200
 
 
-async def test_an_order_that_breaks_in_an_unforeseen_way_is_answered_and_the_next_one_carried_out(base: Path) -> None:
+async def test_a_command_that_breaks_in_an_unforeseen_way_is_answered_and_the_next_one_carried_out(base: Path) -> None:
     class Breaking:
         folder = base
 
@@ -234,6 +234,6 @@ async def test_an_order_that_breaks_in_an_unforeseen_way_is_answered_and_the_nex
         with pytest.raises(ConfigurationError, match=r"voice: xxxx"):
             await admin.send(base, admin.Restart(group="voice"))
         reader, writer = await asyncio.open_unix_connection(base / admin.SOCKET)
-        writer.write(b'{"order": "scale", "group": "voice", "replicas": "many"}\n')
+        writer.write(b'{"command": "scale", "group": "voice", "replicas": "many"}\n')
         assert "replicas" in json.loads(await reader.readline())["error"]
         writer.close()
