@@ -55,6 +55,40 @@ def test_loops_of_other_processes_are_run_without_being_compiled(tmp_path: Path)
         loop_cache.compiled("adding_1", b"another source", never, kept=tmp_path)
 
 
+#: A loop that fills memory, which LLVM makes a call of `memset`. "never": in a process that compiles nothing.
+FILLING = """
+import ctypes, sys
+from pathlib import Path
+from stage_runtime.engines.autoregressive import loop_cache
+
+def compile_():
+    if sys.argv[1] == "never":
+        raise AssertionError("it was compiled again")
+    from numba import cfunc, types
+    from stage_runtime.engines.autoregressive.kernels import f32_at
+
+    def fill(address):
+        values = f32_at(address)
+        for at in range(1000):
+            values[at] = 0
+    return cfunc(types.void(types.int64))(fill)
+
+found = loop_cache.compiled("filling", b"source", compile_, kept=Path(sys.argv[2]))
+memory = (ctypes.c_float * 1000)(*range(1000))
+ctypes.CFUNCTYPE(None, ctypes.c_int64)(found.address)(ctypes.addressof(memory))
+print(sum(memory))
+"""
+
+
+def test_a_process_that_compiles_nothing_runs_loops_that_call_functions(tmp_path: Path) -> None:
+    pytest.importorskip("numba")
+    for compiles in ("once", "never"):
+        ran = subprocess.run(
+            [sys.executable, "-c", FILLING, compiles, str(tmp_path)], capture_output=True, text=True, check=False
+        )
+        assert (ran.returncode, ran.stdout) == (0, "0.0\n"), ran.stderr
+
+
 def test_a_loop_is_compiled_where_its_file_is_damaged_or_cannot_be_written(tmp_path: Path) -> None:
     numba = pytest.importorskip("numba")
 

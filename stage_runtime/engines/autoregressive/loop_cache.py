@@ -87,7 +87,9 @@ def _key(name: str, source: bytes) -> str:
 def _codegen() -> Any:
     from numba.core.registry import cpu_target
 
-    return cpu_target.target_context.codegen()
+    context = cpu_target.target_context
+    context.refresh()  # once: else functions that machine code calls, such as memset, are not found, and have address 0
+    return context.codegen()
 
 
 def _code_of(made: Any) -> CompiledCode:
