@@ -126,25 +126,33 @@ def core(
     backend: str = "gather",
     fused: bool = False,
     linear: linears.LinearsBackend | None = None,
+    joined: bool = False,
+    model: Any = None,
     blocks: int = 64,
     overlapping: bool = False,
     **limits: Any,
 ) -> EngineCore:
+    """model: instead of that of ``kind``; it is copied."""
     chosen = {"block_size": 4, "max_requests": 8, "max_batched_tokens": 32, "max_chunk": 16, "max_model_len": 120}
     scheduler = Scheduler(SchedulerLimits(**{**chosen, **limits}), BlockPool(blocks))
-    model = PagedModel(copy.deepcopy(tiny_model(kind)) if fused or linear else tiny_model(kind))
+    found = model or tiny_model(kind)
+    paged = PagedModel(copy.deepcopy(found) if fused or linear else found)
     if fused:
-        fusing.fuse(model.model)
+        fusing.fuse(paged.model)
     if linear is not None:
-        linears.pack(model.model, linear)
-    runner = ModelRunner(model, attention(backend), num_blocks=blocks, block_size=scheduler.limits.block_size)
+        linears.pack(paged.model, linear)
+    if joined:
+        from stage_runtime.engines.autoregressive import decoder_layers
+
+        assert decoder_layers.join(paged.model) == paged.model.config.num_hidden_layers
+    runner = ModelRunner(paged, attention(backend), num_blocks=blocks, block_size=scheduler.limits.block_size)
     executor = ThreadExecutor(runner) if overlapping else InlineExecutor(runner)
     return EngineCore(
         scheduler,
         executor,
         end_ids=frozenset({END}),
         vocab_size=VOCABULARY,
-        embeddings=ModelEmbeddings(model.row_size or 0, model.dtype),
+        embeddings=ModelEmbeddings(paged.row_size or 0, paged.dtype),
     )
 
 

@@ -40,9 +40,11 @@ def batch(lengths: list[int], counts: list[int], draw: random.Random) -> tuple[B
 @given(data=st.data())
 def test_pages_read_in_place_give_what_gathered_pages_give(dtype: torch.dtype, data: st.DataObject) -> None:
     lengths = data.draw(st.lists(st.integers(1, 40), min_size=1, max_size=7))
-    counts = [data.draw(st.sampled_from([1, 1, 1, min(3, length)])) for length in lengths]
+    counts = [data.draw(st.sampled_from([1, 1, 1, min(3, length), length])) for length in lengths]
     kv_heads, group, key_dim, value_dim = data.draw(
-        st.sampled_from([(1, 1, 8, 8), (2, 3, 8, 8), (3, 1, 6, 10), (2, 2, 16, 16), (2, 3, 64, 64), (1, 7, 48, 32)])
+        st.sampled_from(
+            [(1, 1, 8, 8), (2, 3, 8, 8), (3, 1, 6, 10), (2, 2, 16, 16), (2, 3, 64, 64), (1, 7, 48, 32), (1, 20, 6, 32)]
+        )
     )
     options: dict[str, Any] = {
         "scale": key_dim**-0.5,
@@ -64,6 +66,37 @@ def test_pages_read_in_place_give_what_gathered_pages_give(dtype: torch.dtype, d
             found.append(backend.forward(0, q, k, v, backend.plan(meta), **options))
     tolerance = 1e-5 if dtype is torch.float32 else 2e-2
     torch.testing.assert_close(found[1], found[0], rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("window", [None, 9, 300])
+def test_long_prompts_are_attended_in_segments_as_if_they_were_one(window: int | None) -> None:
+    """Chunks at the beginning, at the end and in the middle of segments of keys, beside a row that decodes."""
+    lengths, counts = [700, 3, 256, 530, 90], [530, 1, 256, 9, 70]
+    meta, blocks = batch(lengths, counts, random.Random(5))
+    torch.manual_seed(2)
+    q = torch.randn(meta.starts[-1], 6, 32)
+    k, v = torch.randn(meta.starts[-1], 2, 32), torch.randn(meta.starts[-1], 2, 32)
+    cached = torch.randn(blocks, BLOCK, 2, 32)
+    found = []
+    with torch.inference_mode():
+        for backend in (GatherAttention(), attention_pages.PageAttention()):
+            backend.alloc({0: LayerShape(2, 32, 32)}, blocks, BLOCK, torch.float32, "cpu")
+            backend._keys[0].copy_(cached)
+            backend._values[0].copy_(cached.flip(0))
+            found.append(backend.forward(0, q, k, v, backend.plan(meta), scale=0.2, window=window))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("poisoned", ["query", "key", "value"])
+def test_nan_of_a_chunk_reaches_its_last_token_and_no_other_request(poisoned: str) -> None:
+    meta, blocks = batch([9, 9], [9, 9], random.Random(3))
+    step = {"query": torch.ones(18, 2, 32), "key": torch.ones(18, 2, 32), "value": torch.ones(18, 2, 32)}
+    step[poisoned][17, 0, 0] = float("nan")
+    backend = attention_pages.PageAttention()
+    backend.alloc({0: LayerShape(2, 32, 32)}, blocks, BLOCK, torch.float32, "cpu")
+    out = backend.forward(0, step["query"], step["key"], step["value"], backend.plan(meta), scale=1.0)
+    assert torch.isfinite(out[:9]).all()
+    assert torch.isnan(out[17, 0]).any()
 
 
 @pytest.mark.parametrize("poisoned", ["query", "key", "value"])

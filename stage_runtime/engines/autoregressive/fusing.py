@@ -44,8 +44,8 @@ class FusedNorm(nn.Module):
         super().__init__()
         from stage_runtime.engines.autoregressive import kernels
 
-        self._weight, self._epsilon = weight.detach(), native.bits(epsilon)
-        self._loop = kernels.rms_norm(weight.dtype is torch.bfloat16)
+        self.weight, self.epsilon = weight.detach(), native.bits(epsilon)
+        self.loop = kernels.rms_norm(weight.dtype is torch.bfloat16)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.contiguous()
@@ -59,19 +59,19 @@ class FusedNorm(nn.Module):
         self._run(x, x, x.shape[0], heads, x.stride(0), x.stride(0))
 
     def _run(self, x: Tensor, out: Tensor, rows: int, heads: int, stride: int, stride_out: int) -> None:
-        dim = self._weight.shape[0]
+        dim = self.weight.shape[0]
         parts = min(rows, native.parts_for(rows * heads * dim, LEAST))
-        self._loop(
+        self.loop(
             parts,
             x.data_ptr(),
-            self._weight.data_ptr(),
+            self.weight.data_ptr(),
             out.data_ptr(),
             rows,
             heads,
             dim,
             stride,
             stride_out,
-            self._epsilon,
+            self.epsilon,
         )
 
 
@@ -84,7 +84,7 @@ class FusedGatedMLP(nn.Module):
 
         self.gate_up = _joined(gate, up)
         self.down = down
-        self._loop = kernels.silu_multiply(gate.weight.dtype is torch.bfloat16)
+        self.loop = kernels.silu_multiply(gate.weight.dtype is torch.bfloat16)
 
     def forward(self, x: Tensor) -> Tensor:
         both = self.gate_up(x).contiguous()
@@ -92,7 +92,7 @@ class FusedGatedMLP(nn.Module):
         out = both.new_empty(*both.shape[:-1], dim)
         rows = out.numel() // dim
         parts = min(rows, native.parts_for(out.numel(), LEAST))
-        self._loop(parts, both.data_ptr(), out.data_ptr(), rows, dim)
+        self.loop(parts, both.data_ptr(), out.data_ptr(), rows, dim)
         return self.down(out)  # type: ignore[no-any-return]
 
 
@@ -103,42 +103,42 @@ class FusedAttention(nn.Module):
         super().__init__()
         from stage_runtime.engines.autoregressive import kernels
 
-        self.layer_idx, self.scaling, self._window = int(attention.layer_idx), float(attention.scaling), window
-        self._dim = int(attention.head_dim)
-        self._heads, self._kv_heads = (one.weight.shape[0] // self._dim for one in (attention.q_proj, attention.k_proj))
+        self.layer_idx, self.scaling, self.window = int(attention.layer_idx), float(attention.scaling), window
+        self.dim = int(attention.head_dim)
+        self.heads, self.kv_heads = (one.weight.shape[0] // self.dim for one in (attention.q_proj, attention.k_proj))
         self.qkv = _joined(attention.q_proj, attention.k_proj, attention.v_proj)
         self.o_proj = attention.o_proj
-        self._norms = [
+        self.norms = [
             FusedNorm(one.weight, one.variance_epsilon)
             for one in (getattr(attention, "q_norm", None), getattr(attention, "k_norm", None))
             if one is not None
         ]
-        self._loop = kernels.rotate(attention.q_proj.weight.dtype is torch.bfloat16)
+        self.loop = kernels.rotate(attention.q_proj.weight.dtype is torch.bfloat16)
 
     def forward(
         self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], **_others: Any
     ) -> tuple[Tensor, None]:
         qkv = self.qkv(hidden_states)[0].contiguous()
-        rows = qkv.view(qkv.shape[0], -1, self._dim)
-        heads = self._heads
-        if self._norms:
-            self._norms[0].heads_(rows[:, :heads], heads)
-            self._norms[1].heads_(rows[:, heads:], self._kv_heads)
+        rows = qkv.view(qkv.shape[0], -1, self.dim)
+        heads = self.heads
+        if self.norms:
+            self.norms[0].heads_(rows[:, :heads], heads)
+            self.norms[1].heads_(rows[:, heads:], self.kv_heads)
         cosines, sines = (one.expand(1, rows.shape[0], -1).contiguous() for one in position_embeddings)
-        turned = heads + self._kv_heads
+        turned = heads + self.kv_heads
         parts = min(rows.shape[0], native.parts_for(qkv.numel(), LEAST))
-        self._loop(
+        self.loop(
             parts,
             qkv.data_ptr(),
             cosines.data_ptr(),
             sines.data_ptr(),
             rows.shape[0],
             turned,
-            self._dim,
+            self.dim,
             qkv.stride(0),
         )
         q, k, v = rows[:, :heads], rows[:, heads:turned], rows[:, turned:]
-        out = models.attend(self.layer_idx, q, k, v, scale=self.scaling, window=self._window)
+        out = models.attend(self.layer_idx, q, k, v, scale=self.scaling, window=self.window)
         return self.o_proj(out.reshape(1, rows.shape[0], -1)), None
 
 

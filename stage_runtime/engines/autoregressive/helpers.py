@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from llvmlite import ir
-from numba import cfunc, types
+from numba import cfunc, njit, types
 from numba.extending import intrinsic
 
 from stage_runtime.engines.autoregressive import loop_cache
@@ -193,6 +193,31 @@ def lead(state, loop, data, helpers):
             _system(_word(state + SYSCALL), _YIELD, 0, 0, 0)
 
 
+_lead = njit(lead)
+
+
+def lead_all(state, loops, count, helpers):
+    """Run loops one after another. loops: ``[count, 2]``: a loop, and its data, whose parts are taken from the first.
+
+    A loop of one part is not worth a helper's entrance.
+    """
+    for index in range(count):
+        loop, data = _word(loops + index * 16), _word(loops + index * 16 + 8)
+        _put(data, 0)
+        if _word(data + 8) > 1:
+            _lead(state, loop, data, helpers)
+        else:
+            _run(loop, data)
+
+
+def run_all(loops, count):
+    """As `lead_all`, without help."""
+    for index in range(count):
+        loop, data = _word(loops + index * 16), _word(loops + index * 16 + 8)
+        _put(data, 0)
+        _run(loop, data)
+
+
 def stop(state):
     _add(state + STOPPED, 1)
     _add(state + SIGNAL, 1)
@@ -221,7 +246,8 @@ class Team:
         self._state = -(-ctypes.addressof(self._memory) // 64) * 64
         syscall = ctypes.cast(ctypes.CDLL(None).syscall, ctypes.c_void_p).value
         ctypes.c_int64.from_address(self._state + SYSCALL).value = syscall or 0
-        self._lead, self._stop, helping = _compiled(lead, 4), _compiled(stop, 1), _compiled(help_, 1)
+        self._lead, self._lead_all = _compiled(lead, 4), _compiled(lead_all, 4)
+        self._stop, helping = _compiled(stop, 1), _compiled(help_, 1)
         self._free = threading.Lock()
         self._threads = [
             threading.Thread(target=helping, args=(self._state,), name=f"loop helper {index}", daemon=True)
@@ -241,12 +267,27 @@ class Team:
             self._free.release()
         return True
 
+    def run_all(self, loops: int, count: int) -> bool:
+        """`lead_all`. False: as `run`."""
+        if not self._free.acquire(blocking=False):
+            return False
+        try:
+            self._lead_all(self._state, loops, count, self._helpers)
+        finally:
+            self._free.release()
+        return True
+
     def close(self) -> None:
         """End the helpers. What runs goes on to its end; later calls run without help."""
         self._stop(self._state)
         for thread in self._threads:
             thread.join()
         atexit.unregister(self.close)
+
+
+def alone(loops: int, count: int) -> None:
+    """`run_all`."""
+    _compiled(run_all, 2)(loops, count)
 
 
 _teams: dict[int, Team] = {}

@@ -163,9 +163,10 @@ def _scalar_weighted(bf16: bool, dim: int, wide: int, group: int) -> Any:
 def decode_attention(bf16: bool, key_dim: int, value_dim: int, group: int, block_size: int) -> Any:
     """Attention of one query token a row, over pages where they lie.
 
-    Arguments: queries, keys, values, output; rows' tokens ``[rows]``, lengths ``[rows]``, tables ``[rows, width]``,
-    bounds of the parts in units of (row, KV heads); scratch, words of it for each part; width, KV heads, window, scale;
-    strides of queries by token and by head; KV heads of a unit: with all of them, pages are read from end to end.
+    Arguments, of the layer: queries, keys, values, output; KV heads, window, scale, strides of queries by token and by
+    head. Of the step: rows' tokens ``[rows]``, lengths ``[rows]``, tables ``[rows, width]``, bounds of the parts in
+    units of (row, KV heads); scratch, words of it for each part; width; KV heads of a unit: with all of them, pages are
+    read from end to end.
     """
     at, load, store = _access(bf16)
     wide, size = max(key_dim, value_dim), 2 if bf16 else 4
@@ -176,16 +177,16 @@ def decode_attention(bf16: bool, key_dim: int, value_dim: int, group: int, block
     def kernel(data):
         words = i64_at(data)
         queries, output = at(words[2]), at(words[5])
-        tokens, lengths, tables, bounds = i64_at(words[6]), i64_at(words[7]), i64_at(words[8]), i64_at(words[9])
-        width, heads, window = words[12], words[13], words[14]
-        scale = np.float32(f64_of(words[15]))
-        by_token, by_head, each = words[16], words[17], words[18]
+        heads, window, scale = words[6], words[7], np.float32(f64_of(words[8]))
+        by_token, by_head = words[9], words[10]
+        tokens, lengths, tables, bounds = i64_at(words[11]), i64_at(words[12]), i64_at(words[13]), i64_at(words[14])
+        width, each = words[17], words[18]
         count = each * group  # queries of a unit
         while True:
             part = next_part(words)
             if part >= words[1]:
                 return
-            place_of = words[10] + part * words[11] * 4
+            place_of = words[15] + part * words[16] * 4
             scratch = f32_at(place_of)  # [count, wide]: the queries, later the sums of values; [count, length]: scores
             scores = count * wide
             for unit in range(bounds[part], bounds[part + 1]):
@@ -215,7 +216,10 @@ def decode_attention(bf16: bool, key_dim: int, value_dim: int, group: int, block
                 for q in range(count):
                     top = np.float32(-np.inf)
                     at_q = scores + q * length
-                    for t in range(first, length):
+                    whole_lanes = (length - first) // tiles.LANES * tiles.LANES
+                    if whole_lanes > 0:
+                        top = tiles.largest(place_of + (at_q + first) * 4, whole_lanes)
+                    for t in range(first + whole_lanes, length):
                         top = max(top, scratch[at_q + t])
                     whole = np.float32(0)
                     for t in range(first, length):
@@ -277,6 +281,61 @@ def rms_norm(bf16: bool) -> Any:
                     factor = np.float32(1) / np.sqrt(total / np.float32(dim) + epsilon)
                     for d in range(dim):
                         store(output, base_out + d, load(source, base + d) * factor * load(weight, d))
+
+    return kernel
+
+
+@loop
+def add_rms_norm() -> Any:
+    """``sums += added``, then `rms_norm` of the sums; f32.
+
+    Arguments: sums, added, weight, output, rows, dim, epsilon.
+    """
+
+    def kernel(data):
+        words = i64_at(data)
+        sums, added, weight, output = f32_at(words[2]), f32_at(words[3]), f32_at(words[4]), f32_at(words[5])
+        rows, dim = words[6], words[7]
+        epsilon = np.float32(f64_of(words[8]))
+        while True:
+            part = next_part(words)
+            if part >= words[1]:
+                return
+            for row in range(part * rows // words[1], (part + 1) * rows // words[1]):
+                base = row * dim
+                total = np.float32(0)
+                for d in range(dim):
+                    value = sums[base + d] + added[base + d]
+                    sums[base + d] = value
+                    total += value * value
+                factor = np.float32(1) / np.sqrt(total / np.float32(dim) + epsilon)
+                for d in range(dim):
+                    output[base + d] = sums[base + d] * factor * weight[d]
+
+    return kernel
+
+
+@loop
+def write_pages() -> Any:
+    """Copy rows into pages; f32. Arguments: K and V rows, pages of K and of V, slots ``[rows]``, rows, values of a
+    token's K and V, stride by row.
+    """
+
+    def kernel(data):
+        words = i64_at(data)
+        new_keys, new_values = f32_at(words[2]), f32_at(words[3])
+        keys, values = f32_at(words[4]), f32_at(words[5])
+        slots = i64_at(words[6])
+        rows, key_size, value_size, by_row = words[7], words[8], words[9], words[10]
+        while True:
+            part = next_part(words)
+            if part >= words[1]:
+                return
+            for row in range(part * rows // words[1], (part + 1) * rows // words[1]):
+                for d in range(key_size):
+                    keys[slots[row] * key_size + d] = new_keys[row * by_row + d]
+                for d in range(value_size):
+                    values[slots[row] * value_size + d] = new_values[row * by_row + d]
 
     return kernel
 

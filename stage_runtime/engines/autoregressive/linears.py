@@ -40,11 +40,11 @@ class PackedLinear(nn.Module):
     def __init__(self, weight: Tensor, bias: Tensor | None, backend: LinearsBackend) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
-        self._multiply = packed(weight, bias, backend)
+        self.product = packed(weight, bias, backend)
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
-        return self._multiply(rows).view(*x.shape[:-1], self.out_features)
+        return self.product(rows).view(*x.shape[:-1], self.out_features)
 
 
 def packed(weight: Tensor, bias: Tensor | None, backend: LinearsBackend) -> Callable[[Tensor], Tensor]:
@@ -89,36 +89,38 @@ class TiledLinear:
             raise RuntimeError(f"no compiled product for {weight.dtype} {list(weight.shape)}")
         from stage_runtime.engines.autoregressive import products, tiles
 
-        self._outputs, self._inputs = weight.shape
+        self.outputs, self.inputs = weight.shape
         short = weight.bfloat16()
         halved = torch.equal(short.float(), weight)
-        panels = (short if halved else weight).view(-1, tiles.LANES, self._inputs)
+        panels = (short if halved else weight).view(-1, tiles.LANES, self.inputs)
         self._weight = panels.transpose(1, 2).contiguous()
-        self._bias = (weight.new_zeros(self._outputs) if bias is None else bias).contiguous()
-        self._interleave, self._multiply = products.interleave(), products.multiply(halved)
-        self._most_parts = self._outputs // tiles.OUTPUTS
+        self._bias = (weight.new_zeros(self.outputs) if bias is None else bias).contiguous()
+        self.interleave, self.multiply = products.interleave(), products.multiply(halved)
+        self._most_parts = self.outputs // tiles.OUTPUTS
         self.weight_bytes = self._weight.numel() * self._weight.itemsize
 
     def __call__(self, x: Tensor) -> Tensor:
         x, rows = x.contiguous(), x.shape[0]
-        out = x.new_empty(rows, self._outputs)
+        out = x.new_empty(rows, self.outputs)
         if rows > 1:
             blocks = torch.empty_like(x)
-            parts = min(native.parts_for(x.numel(), LEAST_COPIED), self._inputs)
-            self._interleave(parts, x.data_ptr(), blocks.data_ptr(), rows, self._inputs)
+            self.interleave(self.copy_parts(rows), x.data_ptr(), blocks.data_ptr(), rows, self.inputs)
             x = blocks
-        parts = min(native.parts_for(self._weight.numel(), LEAST_READ), self._most_parts)
-        self._multiply(
-            parts,
-            x.data_ptr(),
-            self._weight.data_ptr(),
-            self._bias.data_ptr(),
-            out.data_ptr(),
-            rows,
-            self._inputs,
-            self._outputs,
-        )
+        self.multiply(self.parts(), x.data_ptr(), *self.addresses, out.data_ptr(), rows, self.inputs, self.outputs)
         return out
+
+    @property
+    def addresses(self) -> tuple[int, int]:
+        """Of the weight and the bias."""
+        return self._weight.data_ptr(), self._bias.data_ptr()
+
+    def copy_parts(self, rows: int) -> int:
+        """Of `interleave`."""
+        return min(native.parts_for(rows * self.inputs, LEAST_COPIED), self.inputs)
+
+    def parts(self) -> int:
+        """Of `multiply`."""
+        return min(native.parts_for(self._weight.numel(), LEAST_READ), self._most_parts)
 
 
 def tiled(weight: Tensor) -> bool:

@@ -90,6 +90,10 @@ def assemble(
         log.info("linear layers: %s", ", ".join(f"{count} {backend}" for backend, count in used.items()))
     if spec.compile:
         compiling.compile_parts(model)
+    elif isinstance(backend, attention_pages.PageAttention):
+        from stage_runtime.engines.autoregressive import decoder_layers
+
+        log.info("layers that are computed by one program: %d", decoder_layers.join(model))
     length = min(paged.positions, spec.max_model_len or paged.positions)
     num_blocks = _blocks(spec, paged, length)
     if ranks is not None:

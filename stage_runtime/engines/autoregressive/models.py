@@ -64,6 +64,11 @@ def _attention(
     return attend(layer, q, k, v, scale=scale, window=sliding_window, softcap=softcap)[None], None
 
 
+def current() -> tuple[AttentionBackend | None, Any]:
+    """The backend of the pass that this thread is in, and its plan."""
+    return _pass.backend, _pass.plan
+
+
 def attend(
     layer: int,
     q: Tensor,

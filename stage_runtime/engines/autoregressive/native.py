@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 import logging
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -62,6 +63,30 @@ class Loop:
         team = helpers_of(torch.get_num_threads() - 1) if threads > 1 else None
         if team is None or not team.run(self.address, ctypes.addressof(data)):
             self._alone(ctypes.addressof(data))
+
+
+class Program:
+    """Loops that run one after another by one call: what lies between two of them costs no Python."""
+
+    def __init__(self, loops: Sequence[tuple[Loop, Sequence[int]]]) -> None:
+        """loops: each with its parts, and its arguments."""
+        self._keeps = [loop for loop, _words in loops]
+        sizes = [len(words) + 1 for _loop, words in loops]  # the first word: the next part
+        self.words = torch.tensor([word for _loop, words in loops for word in (0, *words)], dtype=torch.int64)
+        first = self.words.data_ptr()
+        #: Of each loop, where its words begin.
+        self.places = [0, *itertools.accumulate(sizes)][:-1]
+        pairs = [(loop.address, first + place * 8) for (loop, _words), place in zip(loops, self.places, strict=True)]
+        self._loops = torch.tensor(pairs, dtype=torch.int64)
+
+    def run(self) -> None:
+        from stage_runtime.engines.autoregressive import helpers
+
+        threads = torch.get_num_threads()
+        team = helpers_of(threads - 1) if threads > 1 else None
+        given = self._loops.data_ptr(), len(self._loops)
+        if team is None or not team.run_all(*given):
+            helpers.alone(*given)
 
 
 def helpers_of(count: int) -> Team | None:

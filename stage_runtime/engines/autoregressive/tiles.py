@@ -22,6 +22,7 @@ PANELS: Final = 2
 OUTPUTS: Final = PANELS * LANES  # of a tile
 ROWS: Final = 16  # of a tile, at most
 SUMS: Final = 16  # registers: so many rows by panels are computed at once
+AHEAD: Final = 2048  # bytes of weights: asked for so long before they are read; measured in turns with 0, 1024 and 4096
 
 _WORD: Final = ir.IntType(64)
 _F32: Final = ir.FloatType()
@@ -102,6 +103,24 @@ def weighted(bf16: bool, dim: int, wide: int, group: int) -> Any:
     return add
 
 
+@intrinsic
+def largest(typing_context, values, count):
+    """Of ``count`` f32, a multiple of `LANES` and not 0. NaN is passed over."""
+
+    def build(context, builder, signature, given):
+        code = _Code(builder)
+
+        def body(index: Any, tops: list[Any]) -> list[Any]:
+            found = code.vector(code.at(given[0], (index, LANES * 4)))
+            return [builder.select(builder.fcmp_ordered(">", found, tops[0]), found, tops[0])]
+
+        least = ir.Constant(_VECTOR, [float("-inf")] * LANES)
+        (tops,) = code.loop(builder.udiv(given[1], _word(LANES)), [least], body)
+        return code.top(tops)
+
+    return types.float32(types.int64, types.int64), build
+
+
 def _portions(dim: int, group: int) -> Iterator[range]:
     """Queries whose vectors fit in registers."""
     most = max(1, SUMS // (dim // LANES))
@@ -117,6 +136,7 @@ class _Code:
         lanes = f"v{LANES}f32"
         self._fused = self._declared(f"llvm.fmuladd.{lanes}", ir.FunctionType(_VECTOR, [_VECTOR] * 3))
         self._added = self._declared(f"llvm.vector.reduce.fadd.{lanes}", ir.FunctionType(_F32, [_F32, _VECTOR]))
+        self._top = self._declared(f"llvm.vector.reduce.fmax.{lanes}", ir.FunctionType(_F32, [_VECTOR]))
 
     def _declared(self, name: str, kind: Any) -> Any:
         module = self.builder.module
@@ -142,11 +162,22 @@ class _Code:
         first = self.builder.insert_element(nothing, value, ir.Constant(ir.IntType(32), 0))
         return self.builder.shuffle_vector(first, nothing, ir.Constant(_BITS, [0] * LANES))
 
+    def fetch(self, address: Any) -> None:
+        """Ask for what is read soon. Any address will do: of one that cannot be read, nothing comes."""
+        pointer, word = ir.IntType(8).as_pointer(), ir.IntType(32)
+        asked = self._declared("llvm.prefetch.p0", ir.FunctionType(ir.VoidType(), [pointer, word, word, word]))
+        for_reading, nearest, data = (ir.Constant(word, one) for one in (0, 3, 1))
+        self.builder.call(asked, [self.builder.inttoptr(address, pointer), for_reading, nearest, data])
+
     def fused(self, one: Any, other: Any, total: Any) -> Any:
         return self.builder.call(self._fused, [one, other, total])
 
     def total(self, vector: Any) -> Any:
         return self.builder.call(self._added, [ir.Constant(_F32, 0.0), vector], fastmath=("reassoc",))
+
+    def top(self, vector: Any) -> Any:
+        """Of lanes that are no NaN."""
+        return self.builder.call(self._top, [vector], fastmath=("nnan",))
 
     def store(self, value: Any, address: Any) -> None:
         self.builder.store(value, self.builder.inttoptr(address, value.type.as_pointer()), align=4)
@@ -189,6 +220,8 @@ def _product(
     begins = [code.vector(code.at(bias, (_word(panel), LANES * 4))) for panel in panels]
 
     def body(index: Any, sums: list[Any]) -> list[Any]:
+        for line in lines:
+            code.fetch(code.at(line, (index, LANES * width), (_word(AHEAD), 1)))
         taken = [code.vector(code.at(line, (index, LANES * width)), halved) for line in lines]
         values = [code.same(code.at(x, (index, rows * 4), (_word(row), 4))) for row in range(rows)]
         pairs = [(value, one) for value in values for one in taken]

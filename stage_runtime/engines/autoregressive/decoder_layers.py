@@ -1,0 +1,235 @@
+"""All layers of a decoder as one program of compiled loops: between two of them no Python runs, and helpers stay awake.
+
+Of the classes that `fusing` knows, once their linear layers are `linears.TiledLinear`. A step that the loops do not
+compute goes through the layers one by one, as before. For CPUs with numba; f32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from stage_runtime.engines.autoregressive import fusing, kernels, linears, models, native
+from stage_runtime.engines.autoregressive.attention_pages import (
+    CHUNK_WORDS,
+    DECODE_WORDS,
+    NO_WINDOW,
+    PageAttention,
+    StepPlan,
+)
+
+CLASSES: Final = frozenset({"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"})
+F32: Final = 4  # bytes
+
+#: An argument of a loop, or its number of parts: the same in every step; or a step's, by its name.
+Word: TypeAlias = int | str
+Entry: TypeAlias = tuple[native.Loop, Sequence[Word]]
+
+
+def join(model: nn.Module) -> int:
+    """Put one module in the place of a decoder's layers, which computes what they do. Returns: how many it joins.
+
+    After `fusing.fuse` and `linears.pack`.
+    """
+    joined = 0
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, nn.ModuleList) and _joinable(child):
+                setattr(parent, name, nn.ModuleList([DecoderLayers(list(child))]))
+                joined += len(child)
+    return joined
+
+
+def _joinable(layers: nn.ModuleList) -> bool:
+    """Whether the loops compute all of them, and their sizes are the same."""
+    return len(layers) > 0 and all(map(_fits, layers)) and len(set(map(_sizes, layers))) == 1
+
+
+def _fits(layer: Any) -> bool:
+    kind = type(layer)
+    return (
+        kind.__qualname__ in CLASSES
+        and kind.__module__.startswith(fusing.OWNER)
+        and isinstance(layer.self_attn, fusing.FusedAttention)
+        and isinstance(layer.mlp, fusing.FusedGatedMLP)
+        and isinstance(layer.input_layernorm, fusing.FusedNorm)
+        and isinstance(layer.post_attention_layernorm, fusing.FusedNorm)
+        and all(
+            type(one) is linears.PackedLinear and isinstance(one.product, linears.TiledLinear)
+            for one in _linears(layer)
+        )
+    )
+
+
+def _linears(layer: Any) -> tuple[Any, ...]:
+    return layer.self_attn.qkv, layer.self_attn.o_proj, layer.mlp.gate_up, layer.mlp.down
+
+
+def _sizes(layer: Any) -> tuple[Any, ...]:
+    attention = layer.self_attn
+    sizes = [(one.product.inputs, one.product.outputs) for one in _linears(layer)]
+    return (*sizes, attention.heads, attention.kv_heads, attention.dim, len(attention.norms))
+
+
+class DecoderLayers(nn.Module):
+    """Computes all layers of a decoder."""
+
+    def __init__(self, layers: Sequence[Any]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+        self._program: Program | None = None
+
+    def forward(self, hidden_states: Tensor, **given: Any) -> Tensor:
+        backend, plan = models.current()
+        if not self._computes(hidden_states, backend, plan):
+            for layer in self.layers:
+                hidden_states = layer(hidden_states, **given)
+            return hidden_states
+        assert isinstance(backend, PageAttention)
+        if self._program is None or self._program.backend is not backend:
+            self._program = Program(list(self.layers), backend)
+        return self._program.run(hidden_states[0], given["position_embeddings"], plan)[None]
+
+    def _computes(self, hidden_states: Tensor, backend: Any, plan: Any) -> bool:
+        first: Any = self.layers[0]
+        return (
+            isinstance(backend, PageAttention)
+            and isinstance(plan, StepPlan)
+            and hidden_states.shape[0] == 1
+            and hidden_states.shape[1] > 0
+            and (plan.chunks is None or backend.computes_chunks(first.self_attn.dim))
+        )
+
+
+class Program:
+    """The loops of all layers, for one cache.
+
+    Names of a step's words: ``sums`` are the rows as they go from layer to layer, ``normed`` those after a norm,
+    ``blocks`` what `products.multiply` reads; ``qkv`` (``k`` and ``v`` within it), ``attended``, ``added``, ``gate_up``
+    and ``inner`` what it and other loops write. Verbs are numbers of parts.
+    """
+
+    def __init__(self, layers: Sequence[Any], backend: PageAttention) -> None:
+        self.backend = backend
+        self._first = layers[0]
+        self._shape = backend.shape(layers[0].self_attn.layer_idx, layers[0].self_attn.heads)
+        self._buffers: dict[str, Tensor] = {}
+        norms = [layer.input_layernorm for layer in layers]
+        entries = [_norm(norms[0])]
+        # The rows after the last layer are added, too; what a norm makes of them is not read.
+        for layer, norm in zip(layers, [*norms[1:], norms[-1]], strict=True):
+            entries += [*self._attention(layer.self_attn), _add(layer.post_attention_layernorm)]
+            entries += [*_feed_forward(layer.mlp), _add(norm)]
+        self._program = native.Program(
+            [(loop, [0 if isinstance(one, str) else one for one in words]) for loop, words in entries]
+        )
+        places: dict[str, list[int]] = {}
+        for (_loop, words), begin in zip(entries, self._program.places, strict=True):
+            for place, word in enumerate(words, begin + 1):
+                if isinstance(word, str):
+                    places.setdefault(word, []).append(place)
+        self._places = [(name, np.array(found)) for name, found in places.items()]
+        self._words = self._program.words.numpy()
+
+    def _attention(self, attention: fusing.FusedAttention) -> Iterator[Entry]:
+        backend, shape, dim = self.backend, self._shape, attention.dim
+        keys, values = (one.data_ptr() for one in backend.pages(attention.layer_idx))
+        stride = (attention.heads + 2 * attention.kv_heads) * dim
+        yield from _multiply("qkv", attention.qkv, "normed", "qkv")
+        for norm, count, begin in zip(
+            attention.norms, (attention.heads, attention.kv_heads), ("qkv", "k"), strict=False
+        ):
+            words = begin, norm.weight.data_ptr(), begin, "rows", count, dim, stride, stride, norm.epsilon
+            yield norm.loop, ("turn_heads", *words)
+        turned = attention.heads + attention.kv_heads
+        yield attention.loop, ("turn_heads", "qkv", "cosines", "sines", "rows", turned, dim, stride)
+        sizes = (attention.kv_heads * dim, attention.kv_heads * dim)
+        yield kernels.write_pages(), ("write", "k", "v", keys, values, "slots", "rows", *sizes, stride)
+        of_layer: tuple[Word, ...] = ("qkv", keys, values, "attended", shape.kv_heads, attention.window or NO_WINDOW)
+        of_layer += (native.bits(attention.scaling), stride, dim)
+        yield backend.decode_loop(shape), _attend("decode", DECODE_WORDS, of_layer)
+        if backend.computes_chunks(shape.value_dim):
+            yield backend.chunk_loop(shape), _attend("chunk", CHUNK_WORDS, of_layer)
+        yield from _multiply("o", attention.o_proj, "attended", "added")
+
+    def run(self, rows: Tensor, turns: tuple[Tensor, Tensor], plan: StepPlan) -> Tensor:
+        """rows: ``[rows, hidden]``. turns: cosines and sines."""
+        count = rows.shape[0]
+        buffers = self._room(count)
+        buffers["sums"][:count] = rows
+        cosines, sines = (one.expand(1, count, -1).contiguous() for one in turns)
+        addresses = {name: one.data_ptr() for name, one in buffers.items()}
+        attention = self._first.self_attn
+        keys = addresses["qkv"] + attention.heads * attention.dim * F32
+        step: dict[str, int] = {
+            **addresses,
+            **self._parts(count),
+            "k": keys,
+            "v": keys + attention.kv_heads * attention.dim * F32,
+            "rows": count,
+            "cosines": cosines.data_ptr(),
+            "sines": sines.data_ptr(),
+            "slots": plan.slots.data_ptr(),
+        }
+        for name, words in (
+            ("decode", self.backend.decode_step(plan, self._shape)),
+            ("chunk", self.backend.chunk_step(plan, self._shape)),
+        ):
+            step |= {f"{name} {index}": word for index, word in enumerate(words)}
+        for name, places in self._places:
+            self._words[places] = step[name]
+        self._program.run()
+        return buffers["sums"][:count].clone()
+
+    def _parts(self, rows: int) -> dict[str, int]:
+        """Of the loops."""
+        found: dict[str, int] = {}
+        for name, linear in zip(("qkv", "o", "gate_up", "down"), _linears(self._first), strict=True):
+            found |= {f"copy_{name}": linear.product.copy_parts(rows), f"multiply_{name}": linear.product.parts()}
+        sizes = {"norm": "sums", "turn_heads": "qkv", "write": "qkv", "activate": "inner"}
+        for name, buffer in sizes.items():
+            found[name] = min(rows, native.parts_for(rows * self._buffers[buffer].shape[1], fusing.LEAST))
+        return found
+
+    def _room(self, rows: int) -> dict[str, Tensor]:
+        """Buffers of at least so many rows."""
+        if not self._buffers or len(self._buffers["sums"]) < rows:
+            qkv, o, gate_up, down = (one.product for one in _linears(self._first))
+            widths = {"sums": qkv.inputs, "normed": qkv.inputs, "qkv": qkv.outputs, "attended": o.inputs}
+            widths |= {"added": o.outputs, "gate_up": gate_up.outputs, "inner": down.inputs}
+            widths["blocks"] = max(one.inputs for one in (qkv, o, gate_up, down))
+            self._buffers = {name: torch.empty(rows, width) for name, width in widths.items()}
+        return self._buffers
+
+
+def _attend(name: str, count: int, of_layer: Sequence[Word]) -> Sequence[Word]:
+    """Words of a loop of attention: ``count`` are the step's, the first of them its parts."""
+    parts, *of_step = (f"{name} {index}" for index in range(count))
+    return parts, *of_layer, *of_step
+
+
+def _norm(norm: fusing.FusedNorm) -> Entry:
+    dim = norm.weight.shape[0]
+    return norm.loop, ("norm", "sums", norm.weight.data_ptr(), "normed", "rows", 1, dim, dim, dim, norm.epsilon)
+
+
+def _add(norm: fusing.FusedNorm) -> Entry:
+    words = norm.weight.data_ptr(), "normed", "rows", norm.weight.shape[0], norm.epsilon
+    return kernels.add_rms_norm(), ("norm", "sums", "added", *words)
+
+
+def _multiply(name: str, linear: Any, source: str, target: str) -> Iterator[Entry]:
+    product: linears.TiledLinear = linear.product
+    yield product.interleave, (f"copy_{name}", source, "blocks", "rows", product.inputs)
+    words = "blocks", *product.addresses, target, "rows", product.inputs, product.outputs
+    yield product.multiply, (f"multiply_{name}", *words)
+
+
+def _feed_forward(mlp: Any) -> Iterator[Entry]:
+    yield from _multiply("gate_up", mlp.gate_up, "normed", "gate_up")
+    yield mlp.loop, ("activate", "gate_up", "inner", "rows", mlp.down.product.inputs)
+    yield from _multiply("down", mlp.down, "inner", "added")

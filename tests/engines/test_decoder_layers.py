@@ -1,0 +1,143 @@
+"""A decoder's layers as one program compute what they compute one by one; what does not fit stays as it is."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from stage_runtime.engines.autoregressive import fusing, linears
+from stage_runtime.engines.autoregressive.model_runner import ModelRunner, Pass
+from stage_runtime.engines.autoregressive.models import PagedModel
+from tests.engines import generation_kit
+from tests.engines.generation_kit import VOCABULARY, Answers, alone_with, core, tiny_model
+
+pytest.importorskip("numba")
+
+from stage_runtime.engines.autoregressive import decoder_layers
+from stage_runtime.engines.autoregressive.attention_pages import PageAttention
+
+KNOWN = ["llama", "mistral", "qwen2", "qwen3"]
+BLOCK = 4
+
+
+@functools.cache
+def wide_model(kind: str) -> Any:
+    """With heads of 32 values, whose chunks are computed by a loop, too."""
+    config = copy.deepcopy(tiny_model(kind).config)
+    config.head_dim = 32
+    torch.manual_seed(3)
+    return generation_kit.transformers.AutoModelForCausalLM.from_config(config).eval()
+
+
+@pytest.fixture(params=[1, 3])
+def threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("kind", KNOWN)
+def test_joined_layers_answer_token_for_token_as_generate_does(kind: str, wide: bool) -> None:
+    model = wide_model(kind) if wide else tiny_model(kind)
+    draw = random.Random(4)
+    asked = {str(index): [draw.randrange(VOCABULARY) for _ in range(length)] for index, length in enumerate([3, 40, 9])}
+    answers = Answers(core(model=model, backend="pages", fused=True, linear="numba", joined=True))
+    for name, prompt in asked.items():
+        answers.ask(name, prompt)
+        answers.step()
+    answers.run()
+    expected = copy.deepcopy(model)
+    assert answers.tokens == {name: alone_with(expected, prompt, 12) for name, prompt in asked.items()}
+
+
+def runner(kind: str, *, joined: bool) -> ModelRunner:
+    model = PagedModel(copy.deepcopy(wide_model(kind)))
+    fusing.fuse(model.model)
+    linears.pack(model.model, "numba")
+    if joined:
+        decoder_layers.join(model.model)
+    return ModelRunner(model, PageAttention(), num_blocks=200, block_size=BLOCK)
+
+
+def step(rows: list[tuple[int, int]]) -> Pass:
+    """Of requests with so many tokens computed, and so many in this step; request n has the blocks from 40 * n + 1."""
+    ids: list[int] = []
+    positions: list[int] = []
+    slots: list[int] = []
+    starts, tables = [0], []
+    for index, (computed, count) in enumerate(rows):
+        first = 40 * index + 1
+        ids += [(7 * at + index) % VOCABULARY for at in range(computed, computed + count)]
+        positions += range(computed, computed + count)
+        slots += [first * BLOCK + at for at in range(computed, computed + count)]
+        starts.append(len(ids))
+        tables.append(list(range(first, first + -(-(computed + count) // BLOCK))))
+    last = [end - 1 for end in starts[1:]]
+    return Pass(ids, positions, slots, starts, [computed for computed, _count in rows], tables, last)
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("kind", KNOWN)
+def test_every_kind_of_step_gives_the_logits_of_the_layers_one_by_one(kind: str) -> None:
+    """One token, more rows than before (the buffers grow), chunks alone and beside rows that decode, fewer again."""
+    steps = [
+        [(0, 1)],
+        [(0, 20), (0, 3)],
+        [(20, 1), (3, 1), (0, 90)],
+        [(21, 30), (4, 5), (90, 17)],
+        [(51, 1), (9, 1), (107, 1), (0, 1)],
+        [(52, 1)],
+    ]
+    one_by_one, joined = runner(kind, joined=False), runner(kind, joined=True)
+    with torch.inference_mode():
+        for rows in steps:
+            expected, found = (each.compute(step(rows)).logits for each in (one_by_one, joined))
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_the_program_computes_the_steps_that_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran = []
+    run = decoder_layers.Program.run
+
+    def counted(program: decoder_layers.Program, *given: Any) -> Any:
+        ran.append(1)
+        return run(program, *given)
+
+    monkeypatch.setattr(decoder_layers.Program, "run", counted)
+    with torch.inference_mode():
+        runner("llama", joined=True).compute(step([(0, 9), (0, 1)]))
+        assert ran == [1]
+        narrow = core(backend="pages", fused=True, linear="numba", joined=True)
+        answers = Answers(narrow)
+        answers.ask("a", [1, 2, 3])
+        answers.step()  # a chunk of heads of 8 values: layer by layer
+        assert ran == [1]
+        answers.step()
+        assert ran == [1, 1]
+
+
+@pytest.mark.parametrize("linear", ["plain", "onednn"])
+def test_layers_with_other_products_stay_as_they_are(linear: linears.LinearsBackend) -> None:
+    model = copy.deepcopy(tiny_model("llama"))
+    fusing.fuse(model)
+    with torch.inference_mode():
+        linears.pack(model, linear)
+    assert decoder_layers.join(model) == 0
+
+
+@pytest.mark.parametrize("kind", sorted(set(generation_kit.CONFIGS) - set(KNOWN)))
+def test_layers_of_other_classes_stay_as_they_are(kind: str) -> None:
+    model = copy.deepcopy(tiny_model(kind))
+    fusing.fuse(model)
+    with torch.inference_mode():
+        linears.pack(model, "numba")
+    assert decoder_layers.join(model) == 0
