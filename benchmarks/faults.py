@@ -9,7 +9,7 @@ Half of the requests stream. The client retries nothing and writes down each req
 
 One relay between two pods: a peer killed, frozen, cut off and restarted on the way, then gets that are given up, with
 quarantine (no byte may be wrong) and without (some must be).
-Exit code 1: a promise was broken; each is told below its row.
+Exit code 1: a promise was broken; each is listed below its row.
 """
 
 from __future__ import annotations

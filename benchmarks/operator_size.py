@@ -49,7 +49,7 @@ class Measuring:
     """One run."""
 
     def __init__(self, arguments: argparse.Namespace, place: Ground, operated: Operated) -> None:
-        self._told = arguments
+        self._arguments = arguments
         self._ground = place
         self._operated = operated
         self.figures: list[Figure] = []
@@ -62,18 +62,18 @@ class Measuring:
         """From the process's start until each pipeline has its children and its first status."""
         audit = Audit(self._ground.audit)
         began, done, writes = time.monotonic(), set[tuple[str, str]](), list[Request]()
-        self._operated.start(profile=self._told.profile)
-        while len(done) < self._told.pipelines:
+        self._operated.start(profile=self._arguments.profile)
+        while len(done) < self._arguments.pipelines:
             self._check(began)
             await asyncio.sleep(0.25)
             new = own(audit.new())
             writes += new
             done |= {(each.namespace, each.name) for each in new if each.resource == STATUS and each.code == 200}
         took = time.monotonic() - began
-        missing = await ground.incomplete(self._ground, self._told.pipelines)
+        missing = await ground.incomplete(self._ground, self._arguments.pipelines)
         assert not missing, missing[:5]
         self.say("first start: until all pipelines are reconciled", took, "s", 60.0)
-        self.say("  writes for one pipeline", len(writes) / self._told.pipelines, "")
+        self.say("  writes for one pipeline", len(writes) / self._arguments.pipelines, "")
         self.say("  processor time of the operator", self._operated.processor_s(), "s")
         await self._settle()
         self.say("  pipelines Ready once the controllers are through", await ground.ready_pipelines(self._ground), "")
@@ -89,7 +89,7 @@ class Measuring:
             self._check(began)
             await asyncio.sleep(0.1)
             now = await self._operated.metrics()
-            if now.get("reconcile_time_seconds_count", 0) >= self._told.pipelines and now["workqueue_depth"] == 0:
+            if now.get("reconcile_time_seconds_count", 0) >= self._arguments.pipelines and now["workqueue_depth"] == 0:
                 break
         self.say("second start: until all pipelines have been looked at", time.monotonic() - began, "s", 60.0)
         await self._settle()
@@ -115,14 +115,14 @@ class Measuring:
 
     async def edits(self, name: str, *, foreign_per_s: float = 0.0, own_per_s: float = 0.0) -> None:
         """From the arrival of a spec's edit to the end of the write of the child that it changes, by one clock."""
-        audit, numbers = Audit(self._ground.audit), list(range(self._told.pipelines))
+        audit, numbers = Audit(self._ground.audit), list(range(self._arguments.pipelines))
         word = f"{time.time():.3f}"
         async with ground.storm(self._ground, foreign_per_s=foreign_per_s, own_per_s=own_per_s):
             await asyncio.sleep(3.0 if foreign_per_s else 0.0)
-            chosen = random.sample(numbers, min(self._told.edits, len(numbers)))
+            chosen = random.sample(numbers, min(self._arguments.edits, len(numbers)))
             for number in chosen:
                 await ground.edit(self._ground, number, word)
-                await asyncio.sleep(self._told.edit_every_s)
+                await asyncio.sleep(self._arguments.edit_every_s)
             found: list[Request] = []
             began = time.monotonic()
             while len(waits := delays(found)) < len(chosen):
@@ -140,7 +140,7 @@ class Measuring:
         self.say("  at its highest", highest, "MiB", 250.0)
 
     async def _settle(self) -> None:
-        await self._operated.at_rest(quiet_s=self._told.quiet_s, limit_s=SETTLE_LIMIT_S)
+        await self._operated.at_rest(quiet_s=self._arguments.quiet_s, limit_s=SETTLE_LIMIT_S)
 
     def _check(self, began: float) -> None:
         """Raises: RuntimeError, TimeoutError: there is nothing to wait for any more."""

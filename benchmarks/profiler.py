@@ -3,14 +3,13 @@
     python -m benchmarks.profiler [--generations 6] [--blocks 60] [--seconds 1]
 
 Three sides: ``without`` is a copy of the runtime whose hooks are cut out of the source; ``off`` is the runtime as it
-is, with nothing recorded; ``on`` is the same while events are recorded. ``off`` and ``on`` are the same processes, told
-by signals, since two processes of one program differ by a percent or so; for ``without`` each generation starts all
-processes anew. In a block the two that are compared serve one after the other, in random order, for a short time: how
-fast a machine is changes from second to second. So a side's processor time is also taken relative to what the client
-took for the same requests at the same moment. A result is the mean of the paired differences without the outermost
-tenths, with a 95 % interval by a bootstrap that draws generations, then blocks within them. What a writer wrote after a
-block's last request belongs to the block's processor time.
-"""
+is, with nothing recorded; ``on`` is the same while events are recorded. ``off`` and ``on`` are the same processes,
+switched by signals, since two processes of one program differ by a percent or so; for ``without`` each generation
+starts all processes anew. In a block the two that are compared serve one after the other, in random order, for a short
+time: how fast a machine is changes from second to second. So a side's processor time is also taken relative to what
+the client took for the same requests at the same moment. A result is the mean of the paired differences without the
+outermost tenths, with a 95 % interval by a bootstrap that draws generations, then blocks within them. What a writer
+wrote after a block's last request belongs to the block's processor time."""
 
 from __future__ import annotations
 
@@ -254,8 +253,8 @@ async def measure(generations: int, blocks: int, seconds: float) -> list[list[Bl
         for index in range(generations):
             measured = await generation(root / str(index), root / "cut", blocks, seconds)
             found.append(measured)
-            told = "  ".join(f"{side} {_median_us(measured, side):.0f}" for side in SIDES)
-            print(f"generation {index}: {told} us of processor time per request", flush=True)
+            figures = "  ".join(f"{side} {_median_us(measured, side):.0f}" for side in SIDES)
+            print(f"generation {index}: {figures} us of processor time per request", flush=True)
     return found
 
 

@@ -286,7 +286,7 @@ def send_raw(control: Control, connection: socket.socket, source: np.ndarray[Any
 
 
 async def far(control: Control, names: Sequence[str], security: CurveSecurity | None) -> None:
-    """The other process: does what it is told, says when it was done (the monotonic clock is the machine's)."""
+    """The other process: obeys commands, and sends the time at which each was done (the machine's monotonic clock)."""
     loop = asyncio.get_running_loop()
     settings = RelaySettings(asked=frozenset(names))
     relays = Relays(
@@ -307,7 +307,7 @@ async def far(control: Control, names: Sequence[str], security: CurveSecurity | 
         del buffer
         relays.release_now()  # a small one's release would wait for others, 10 ms in which this process sleeps
 
-    def told() -> None:
+    def handle_command() -> None:
         nonlocal connection, target
         try:
             match control.hear():
@@ -332,7 +332,7 @@ async def far(control: Control, names: Sequence[str], security: CurveSecurity | 
         except (EOFError, ConnectionError):
             over.set()
 
-    loop.add_reader(control.sock, told)
+    loop.add_reader(control.sock, handle_command)
     await over.wait()
     loop.remove_reader(control.sock)
     relays.close()

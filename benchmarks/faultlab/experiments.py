@@ -27,7 +27,7 @@ SERVES_WITHIN_S = 5.0
 RATE = 20.0  # requests a second while something is hurt
 LINKED_MOST = 1.5  # times the sockets before a fault: requests may have met other pairs of instances since
 AT_ONCE = 24  # requests in flight while a group is scaled: as many as it can take
-#: What a request may be told when a process that it needs has gone. Any other code blames the request.
+#: The codes with which a request may fail when a process that it needs has gone. Any other code blames the request.
 TOLD = frozenset(["unavailable", "transport_failed"])
 
 
@@ -51,7 +51,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     failed: dict[str, int]  #: Code -> how many requests.
     unstreamed_failed: int
     lost: int  #: Without an end within their deadline.
-    wrong: int  #: With another's content, torn, or told their end not exactly once.
+    wrong: int  #: With another's content, torn, or with more or fewer than one end.
     seconds_to_healthy: float
     faults: list[str]  #: Each of the lost and wrong.
     left: list[str]  #: What was there before or after only.

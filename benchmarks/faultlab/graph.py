@@ -75,8 +75,8 @@ def finish():
             words.append(chunk.data["word"])
             yield omni.Chunk(chunk.data["word"])
         text = (await session.payload()).data["text"]
-        told = " ".join(words) + "|" + text
-        yield omni.Result({"hash": hashlib.sha256(told.encode()).hexdigest()})
+        joined = " ".join(words) + "|" + text
+        yield omni.Result({"hash": hashlib.sha256(joined.encode()).hexdigest()})
     return omni.Streaming(run)
 """
 

@@ -29,7 +29,7 @@ class Entry(msgspec.Struct, kw_only=True):
     #: ``completed``, an error's code, ``wrong`` (another's content), ``torn`` (the connection broke), ``lost``.
     outcome: str = "lost"
     message: str = ""
-    ends: int = 0  #: How often it was told how it ended: once.
+    ends: int = 0  #: How many ends its client received: one.
 
 
 class Ledger:
@@ -136,7 +136,7 @@ class Ledger:
     def faults(self) -> list[str]:
         """Everything that may never happen, whatever breaks: lost, torn, wrong, or ended not exactly once."""
         return [
-            f"{entry.id}: {entry.outcome}, told {entry.ends} times {entry.message}"
+            f"{entry.id}: {entry.outcome}, {entry.ends} ends received, {entry.message}"
             for entry in self.entries
             if entry.outcome in ("lost", "torn", "wrong") or entry.ends != 1
         ]

@@ -1,6 +1,6 @@
 """A pipeline as on several machines: every process in a network namespace of its own, TCP and CURVE between them.
 
-Needs root. One bridge, one veth pair per process; a cut takes the process's link down, and nobody is told.
+Needs root. One bridge, one veth pair per process; a cut takes the process's link down, without notice.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ class NetPipeline:
         common["OMNI_CONTROL_KEY_FILE"] = str(key)
         coordinator = self.network.add("coordinator")
         self.url = f"http://{coordinator}:8000"
-        told = {
+        environment = {
             **common,
             "OMNI_PLAN": _written(folder / "coordinator.json", self._plan.coordinator),
             "OMNI_REVISIONS": _written(folder / "revisions.json", [self._plan.current]),
@@ -171,7 +171,7 @@ class NetPipeline:
             "OMNI_HTTP_HOST": coordinator,
             "OMNI_HTTP_PORT": "8000",
         }
-        self._add("coordinator", launching.coordinator_instance(told, dict))
+        self._add("coordinator", launching.coordinator_instance(environment, dict))
         for unit in self._plan.units:
             plan_file = _written(folder / f"{unit.name}.json", unit)
             for group in unit.groups:

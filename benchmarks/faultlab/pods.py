@@ -42,7 +42,7 @@ class Pods:
         return ["nsenter", f"--net=/run/netns/{self._space(pod)}", *inside, *argv]
 
     def cut(self) -> None:
-        """Take the link down. Nobody is told."""
+        """Take the link down, without notice to anybody."""
         _ip("-n", self._space("far"), "link", "set", "eth0", "down")
 
     def mend(self) -> None:

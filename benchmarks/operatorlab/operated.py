@@ -114,8 +114,8 @@ class Operated:
         """Memory now and at its highest, MiB."""
         assert self._process is not None
         text = Path(f"/proc/{self._process.pid}/status").read_text()
-        told = dict(line.split(":", 1) for line in text.splitlines())
-        return int(told["VmRSS"].split()[0]) / 1024, int(told["VmHWM"].split()[0]) / 1024
+        fields = dict(line.split(":", 1) for line in text.splitlines())
+        return int(fields["VmRSS"].split()[0]) / 1024, int(fields["VmHWM"].split()[0]) / 1024
 
     def processor_s(self) -> float:
         """Processor time so far."""
