@@ -67,7 +67,7 @@ def from_gguf(gguf: Path, *, say: Say, root: Path | None = None) -> Path:
 def kept(source: Path, *, key: str, convert: Convert, say: Say, root: Path | None = None) -> Path:
     """The folder that ``convert`` made of ``source``, made now unless it is there under ``key``.
 
-    say: is told how it goes. Raises: OSError: the cache cannot be written; whatever ``convert`` raises.
+    say: called with each line of progress. Raises: OSError: the cache cannot be written; whatever ``convert`` raises.
     """
     folder = (root or cache_root()) / "checkpoints"
     place = folder / f"{source.stem}-{key}"

@@ -87,7 +87,7 @@ class Grounded(msgspec.Struct, frozen=True, kw_only=True):
 
 @omni.message
 class Prompt(msgspec.Struct, frozen=True, kw_only=True):
-    """What the language model is given, and what the client may be told of how it came about."""
+    """What the language model is given, and how it came about, for the client."""
 
     messages: list[Turn]
     aloud: bool

@@ -18,9 +18,9 @@ def build(turns: Sequence[Turn], facts: Sequence[Fact], *, max_turns: int) -> li
 
     A system message of the client's own takes the instruction's place.
     """
-    told = [turn.text for turn in turns if turn.role in ("system", "developer")]
+    instructions = [turn.text for turn in turns if turn.role in ("system", "developer")]
     spoken = [turn for turn in turns if turn.role not in ("system", "developer")][-max_turns:]
-    instruction = "\n".join(told) if told else (GROUNDED if facts else INSTRUCTION)
+    instruction = "\n".join(instructions) if instructions else (GROUNDED if facts else INSTRUCTION)
     return [Turn(role="system", text=instruction), *spoken[:-1], _grounded(spoken[-1], facts)]
 
 

@@ -302,7 +302,7 @@ class PipelineProfiling:
         return await self._loop.run_in_executor(self._session.thread, work)
 
     def _look_for_its_end(self) -> None:
-        """The recorded run may have ended by its time limit, which nobody is told."""
+        """Notice that the recorded run has ended by its time limit; no message reports that."""
         if not self._changing.locked():
             self._forget_ended()
 

@@ -13,8 +13,8 @@ from stage_runtime.engines.base import Gate, Inbox, Outbox, Work
 
 ABORTED_KEPT: Final = 4096  # ids of aborted requests that no other request gets: the engine may still be at them
 
-Told = TypeVar(
-    "Told",
+AnyEvent = TypeVar(
+    "AnyEvent",
     bound=events.Start | events.ChunkIn | events.StreamDone | events.StreamFailed | events.NoPayload | events.Abort,
 )
 
@@ -126,7 +126,7 @@ class NamedInbox:
                 self.ids.abort(event.work)
         return named
 
-    def _named(self, event: Told) -> Told:
+    def _named(self, event: AnyEvent) -> AnyEvent:
         """The event with the id that the engine knows the request by."""
         chosen = self.ids.of(event.work)
         return event if chosen == event.request_id else msgspec.structs.replace(event, request_id=chosen)

@@ -87,7 +87,7 @@ def _taken(path: Path) -> Path:
         try:
             found.touch(exist_ok=False)
             return found
-        except FileExistsError:  # of an earlier run, or of a process that cannot be told apart by the template
+        except FileExistsError:  # of an earlier run, or of a process for which the template gives the same name
             number += 1
             found = path.with_name(f"{path.name.removesuffix(TRACE_SUFFIX)}_{number}{TRACE_SUFFIX}")
 

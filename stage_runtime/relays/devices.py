@@ -48,7 +48,7 @@ def _rdma_devices(verbs: Path, nodes: Path) -> Iterator[str]:
 
 
 def gpus(root: Path = NVIDIA, environment: Mapping[str, str] = os.environ) -> tuple[str, ...]:
-    """UUIDs of NVIDIA's GPUs that this container has; none when CUDA is told to see none."""
+    """UUIDs of NVIDIA's GPUs that this container has; none when ``CUDA_VISIBLE_DEVICES`` hides all."""
     if environment.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return ()
     return tuple(sorted(_uuids(root)))

@@ -219,7 +219,7 @@ class Relays:
         """A put found no room: call ``again`` once, on the loop, when some may have come back without a Release. From
         any thread.
 
-        That is when a relay says so, and after `ROOM_S`: of an author's tensor nobody is told when it dies.
+        That is when a relay reports room, and after `ROOM_S`: nothing reports that an author's tensor has died.
         """
         self._waiting = again
         self._on_loop(self._look_later)

@@ -123,7 +123,7 @@ class StageMembership:
         elif self._ready:
             self._process.send(sender, Ready())
         if message.coordinator.attempts_over:
-            # It has ended what was bound to both, and told the other end to forget us, or has lost that, too.
+            # It has ended what was bound to both, and sent the other end our departure, or has lost that end, too.
             for peer in [peer for peer, lost in self._left.items() if lost == sender]:
                 self._forget(peer)
         self._pass_on()
@@ -202,7 +202,7 @@ class StageMembership:
         coordinator = next(iter(self.registration.coordinators), None)
         orphans = [peer for peer, introducers in self._introducers.items() if not introducers]
         if coordinator is None or not orphans:
-            return  # the next one that welcomes us is told
+            return  # they go to the next coordinator that welcomes us
         for peer in orphans:
             self._introducers[peer].add(coordinator)
         members = (msgspec.structs.replace(self.members[peer], relays={}, stages=()) for peer in orphans)

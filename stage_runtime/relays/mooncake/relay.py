@@ -141,7 +141,7 @@ class MooncakeRelay(AbstractRelay[MooncakeRoute, MooncakeMetadata]):
 
 
 def _host(settings: RelaySettings) -> str:
-    """The address at which the engine listens, and which peers are told: the tcp relay's."""
+    """The address at which the engine listens, and which peers receive: the tcp relay's."""
     if not settings.bind.startswith("tcp://"):
         return "127.0.0.1"
     return (settings.advertise_host or settings.bind.removeprefix("tcp://").rpartition(":")[0]).strip("[]")

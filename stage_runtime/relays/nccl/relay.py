@@ -160,7 +160,7 @@ class NcclRelay(AbstractRelay[NcclRoute, NcclMetadata]):
 
 
 def _hosts(settings: RelaySettings) -> tuple[str, str]:
-    """Where to listen, and the address that peers are told: the tcp relay's."""
+    """Where to listen, and the address that peers receive: the tcp relay's."""
     if not settings.bind.startswith("tcp://"):
         return "127.0.0.1", "127.0.0.1"
     host = settings.bind.removeprefix("tcp://").rpartition(":")[0].strip("[]")

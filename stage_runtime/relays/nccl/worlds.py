@@ -205,7 +205,7 @@ class World:
         self._ended.close()
 
     def _end(self, connection: socket.socket) -> None:
-        """As `abort`, after the peer was told: what it waits for fails there, before its library meets an error."""
+        """`abort`, after closing the peer's connection: what it waits for fails before its library meets an error."""
         with contextlib.suppress(OSError):
             connection.shutdown(socket.SHUT_RDWR)
         self.abort()

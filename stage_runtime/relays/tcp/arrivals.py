@@ -159,7 +159,7 @@ class Arrivals:
             self._deliver(key, claim, here)
 
     def disconnected(self, peers: Iterable[Peer]) -> None:
-        """Their connections broke: what was under way may be lost, and nobody is told. In the receiving thread."""
+        """Their connections broke: what was under way may be lost, without notice. In the receiving thread."""
         with self._lock:
             self._broke_at.update(dict.fromkeys(peers, time.monotonic()))
 
@@ -228,7 +228,7 @@ class Arrivals:
             return None
         nbytes = len(frames[1].buffer)
         fits = 0 <= header.offset and header.offset + nbytes <= header.nbytes <= self._settings.transfer_bytes
-        # It may be unknown yet: its first transfer may be here before this process was told of it. It knows the token.
+        # The sender may be unknown yet: its first transfer may come before its introduction. It knows the token.
         with self._lock:
             gone = header.sender in self._gone
         return header if fits and not gone and hmac.compare_digest(header.token, self._token) else None

@@ -162,7 +162,7 @@ class Scheduler:
         """
         if request.id in self._requests:
             raise IllegalEvent(f"request {request.id}", "added twice", ())
-        if request.id in self._finished:  # the runner is told of its end no more: it knows the new one already
+        if request.id in self._finished:  # the runner gets no notice of that end: it knows the new request already
             self._finished.remove(request.id)
         self._check_length(len(request.tokens), whole=not request.open)
         self._arrivals += 1
