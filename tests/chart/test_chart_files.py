@@ -25,10 +25,10 @@ def test_every_value_has_a_place_in_the_schema_and_no_object_takes_unknown_ones(
     values = yaml.safe_load((CHART / "values.yaml").read_text())
     assert set(values) == set(schema["properties"]) - {"global"}
     for name, value in values.items():
-        told = schema["properties"][name]
-        if isinstance(value, dict) and "properties" in told:
-            assert set(value) == set(told["properties"]), name
-            assert told["additionalProperties"] is False, name
+        described = schema["properties"][name]
+        if isinstance(value, dict) and "properties" in described:
+            assert set(value) == set(described["properties"]), name
+            assert described["additionalProperties"] is False, name
 
 
 def test_the_smoke_test_and_the_code_it_sends_are_python() -> None:

@@ -96,8 +96,8 @@ def test_the_release_contains_the_lease_that_the_operator_is_configured_with(api
     [lease] = [each["metadata"]["name"] for each in made if each["kind"] == "Lease"]
     [deployment] = [each for each in made if each["kind"] == "Deployment"]
     [container] = deployment["spec"]["template"]["spec"]["containers"]
-    told = {each["name"]: each.get("value") for each in container["env"]}
-    assert told["OMNI_OPERATOR_LEASE_NAME"] == lease
+    variables = {each["name"]: each.get("value") for each in container["env"]}
+    assert variables["OMNI_OPERATOR_LEASE_NAME"] == lease
 
 
 @pytest.mark.parametrize("name", ["as it is", "namespaced"])
@@ -120,8 +120,8 @@ def test_the_operator_reads_the_settings_that_the_chart_renders(api_server: Clus
     made = objects(rendered(api_server, COMBINATIONS[name]))
     [deployment] = [each for each in made if each["kind"] == "Deployment"]
     [container] = deployment["spec"]["template"]["spec"]["containers"]
-    told = {each["name"]: each.get("value", "x") for each in container["env"]}
-    read = settings.read(told, hostname="h")
+    variables = {each["name"]: each.get("value", "x") for each in container["env"]}
+    read = settings.read(variables, hostname="h")
     assert read.namespaces == (("team-a", "team-b") if "namespaced" in name else ())
     own = {"app.kubernetes.io/name": "omnipipeline-operator", "app.kubernetes.io/instance": "release"}
     assert read.scrapers[0]["podSelector"]["matchLabels"] == own  # it reads the coordinators' status itself
@@ -182,8 +182,8 @@ def test_users_and_groups_are_those_of_the_values_and_null_leaves_them_to_admiss
         fixed = {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
         assert pod["securityContext"] == fixed | own
     [container] = deployment["spec"]["template"]["spec"]["containers"]
-    told = {each["name"]: each.get("value", "x") for each in container["env"]}
-    assert settings.read(told, hostname="h").pod_users == pipelines
+    variables = {each["name"]: each.get("value", "x") for each in container["env"]}
+    assert settings.read(variables, hostname="h").pod_users == pipelines
 
 
 def _roles(text: str) -> list[dict[str, Any]]:

@@ -50,7 +50,7 @@ def test_the_cause_of_a_crash_is_reported_and_a_hang_exceeds_the_startup_deadlin
         "hang": ("StartupDeadlineExceeded", " s while starting: no output, no processor time"),
     }
 
-    def told() -> bool:
+    def all_reported() -> bool:
         observed = _units(installed, "ill")
         return all(
             observed.get(name, {}).get("reason") == reason and text in observed[name]["message"]
@@ -58,10 +58,10 @@ def test_the_cause_of_a_crash_is_reported_and_a_hang_exceeds_the_startup_deadlin
         )
 
     try:
-        wait_for("all three are reported", told, timeout_s=120)
-        # Started again and again, it is told in the same words.
+        wait_for("all three are reported", all_reported, timeout_s=120)
+        # Started again and again, it is reported in the same words.
         wait_for("each has been started again", lambda: _restarts(installed) >= 3, timeout_s=120)
-        assert told(), _units(installed, "ill")
+        assert all_reported(), _units(installed, "ill")
     except AssertionError as error:
         raise AssertionError(f"{error}: {_units(installed, 'ill')}") from None
     finally:
@@ -80,14 +80,14 @@ def test_a_missing_mount_is_named_and_the_pod_starts_when_it_appears(installed: 
     http = {"apiKeySecretRef": {"name": "keys", "key": "key"}}
     installed.apply(pipeline("needy", [_stage("only")], code=echo, coordinator={"http": http}))
 
-    def told(reason: str, text: str) -> bool:
+    def reports(reason: str, text: str) -> bool:
         found = _units(installed, "needy").get("coordinator", {})
         return found.get("reason") == reason and text in found["message"]
 
     try:
-        wait_for("the Secret is named", lambda: told("ReferenceNotFound", "Secret keys"), timeout_s=30)
+        wait_for("the Secret is named", lambda: reports("ReferenceNotFound", "Secret keys"), timeout_s=30)
         installed.kubectl("apply", "-f", "-", stdin=json.dumps(secret))
-        wait_for("its key is named", lambda: told("FailedMount", "non-existent secret key: key"), timeout_s=60)
+        wait_for("its key is named", lambda: reports("FailedMount", "non-existent secret key: key"), timeout_s=60)
         installed.kubectl("patch", "secret", "keys", "--type=merge", "-p", '{"stringData":{"key":"k"}}')
         wait_ready(installed.cluster, installed.namespace, "needy")
     finally:

@@ -28,8 +28,8 @@ def test_a_pipeline_whose_node_will_be_lost_is_ready_before(lost_node_pipeline: 
 
 
 def test_the_charts_own_test_passes(installed: Installed) -> None:
-    told = helm(installed.cluster, "test", RELEASE, "--namespace", SYSTEM, "--timeout", "240s", "--logs")
-    assert "answers 'IT WORKS '" in told.stdout, told.stdout
+    finished = helm(installed.cluster, "test", RELEASE, "--namespace", SYSTEM, "--timeout", "240s", "--logs")
+    assert "answers 'IT WORKS '" in finished.stdout, finished.stdout
 
 
 def test_the_example_answers_curl_and_the_openai_client_through_its_service(hello: str) -> None:

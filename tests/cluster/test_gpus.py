@@ -91,21 +91,21 @@ def test_a_crashing_pod_and_one_without_memory_are_reported_with_their_cause(ins
     groups = [{"name": "back", "resources": little}]
     installed.apply(pipeline("frail", stages, code=CODE, processGroups=groups))
 
-    def told() -> dict[str, tuple[str, str]]:
+    def reported() -> dict[str, tuple[str, str]]:
         units = installed.status("frail").get("units", ())
         return {each["name"]: (each.get("reason", ""), each.get("message", "")) for each in units}
 
     desired = {"front": "CrashLoopBackOff", "back": "OOMKilled"}
 
     def both() -> dict[str, tuple[str, str]] | None:
-        observed = told()
+        observed = reported()
         reasons = {name: reason for name, (reason, _) in observed.items()}
         return observed if reasons | desired == reasons else None
 
     try:
-        observed = wait_for("both are told", both, timeout_s=240)
+        observed = wait_for("both are reported", both, timeout_s=240)
     except AssertionError as error:
-        raise AssertionError(f"{error}: {told()}") from None
+        raise AssertionError(f"{error}: {reported()}") from None
     assert "RuntimeError: the weights are not there" in observed["front"][1]
     assert "resources.limits.memory" in observed["back"][1]
     ready = installed.condition("frail", "Ready")  # one of the two, whichever is worse just now

@@ -18,7 +18,7 @@ CLASS = "by-hand"
 CODE = """
 import stage_runtime as omni
 
-def told(model_path, model_revision):
+def weights_text(model_path, model_revision):
     from huggingface_hub import hf_hub_download
     weights = hf_hub_download(model_path, "weights.txt", revision=model_revision, local_files_only=True)
     with open(weights) as file:
@@ -56,7 +56,7 @@ def test_pods_wait_for_the_model_and_a_failed_fetch_is_reported_and_retried(inst
     [address] = [each["address"] for each in node["status"]["addresses"] if each["type"] == "InternalIP"]
     cache = {"type": "PersistentVolumeClaim", "size": "10Mi", "storageClassName": volume}
     stages: list[dict[str, object]] = [
-        {"name": "told", "process": "told", "factory": "made:told", "terminal": True},
+        {"name": "reader", "process": "reader", "factory": "made:weights_text", "terminal": True},
     ]
     with hub.serving(address) as source:
         desired = pipeline(
@@ -88,7 +88,7 @@ def _fails_then_works(installed: Installed, source: Hub) -> None:
         found = installed.condition("cached", "Ready")
         return found["message"] if found.get("reason") == "PrefetchFailed" else None
 
-    message = wait_for("the failure is told", failed, timeout_s=300)
+    message = wait_for("the failure is reported", failed, timeout_s=300)
     assert f"cannot fetch {hub.MODEL}: RepositoryNotFoundError" in message and "it is retried" in message
-    assert installed.pods("cached", "told") == []
+    assert installed.pods("cached", "reader") == []
     source.has_model = True

@@ -25,7 +25,7 @@ def test_a_lost_nodes_pod_is_replaced_elsewhere_and_the_conditions_reported_why(
         wait_for(found, lambda: leaving() == {"doomed-1": True, "spare-1": False}, timeout_s=300)
         wait_ready(installed.cluster, installed.namespace, lost_node_pipeline)
         events = read(installed.cluster, "-n", installed.namespace, "events")["items"]
-        told = [each["message"] for each in events if each["involvedObject"]["name"] == lost_node_pipeline]
-        assert any("doomed-1" in message for message in told), told
+        messages = [each["message"] for each in events if each["involvedObject"]["name"] == lost_node_pipeline]
+        assert any("doomed-1" in message for message in messages), messages
     finally:
         delete_lost_node_pipeline(installed, lost_node_pipeline)  # later tests check that nothing is left

@@ -67,7 +67,7 @@ class PodRecorder:
     def _catch_up(self) -> None:
         """Wait until the watch has reported the present state."""
 
-        def told() -> bool:
+        def caught_up() -> bool:
             pods: dict[str, dict[str, Any]] = {}
             for event in list(self._events):
                 _enter(pods, event)
@@ -76,7 +76,7 @@ class PodRecorder:
                 uid: each["metadata"]["resourceVersion"] for uid, each in pods.items()
             }
 
-        eventually(told, within_s=60, what="the watch has told everything")
+        eventually(caught_up, within_s=60, what="the watch has reported everything")
         self._first = getattr(self, "_first", len(self._events) - 1)
 
     def _read(self) -> None:

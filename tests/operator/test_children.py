@@ -132,9 +132,9 @@ def test_a_deployments_deadline_leaves_time_for_a_model_to_load_and_is_not_in_it
 
 
 def test_a_stage_finds_its_coordinators_by_the_headless_service() -> None:
-    told = variables(pod_of(desired(), "mouth"))
-    assert told["OMNI_COORDINATOR"] == "tcp://demo-peers.space.svc:5550"
-    assert told["OMNI_CONTROL_KEY_FILE"] == "/etc/omnipipeline/control/key"
+    environment = variables(pod_of(desired(), "mouth"))
+    assert environment["OMNI_COORDINATOR"] == "tcp://demo-peers.space.svc:5550"
+    assert environment["OMNI_CONTROL_KEY_FILE"] == "/etc/omnipipeline/control/key"
 
 
 def test_as_many_coordinators_as_the_spec_says_and_more_of_them_restart_none() -> None:

@@ -177,9 +177,9 @@ def test_events_are_posted_for_transitions_only_and_conditions_carry_their_gener
     kube.apply(pipeline())
     kube.wait_ready("duo")
     time.sleep(SETTLE_S)
-    told = [each for each in kube.all("events") if each["involvedObject"]["kind"] == "OmniPipeline"]
+    events = [each for each in kube.all("events") if each["involvedObject"]["kind"] == "OmniPipeline"]
     by_condition: dict[str, list[tuple[str, str]]] = {}
-    for each in sorted(told, key=lambda event: str(event["eventTime"])):
+    for each in sorted(events, key=lambda event: str(event["eventTime"])):
         condition, _, status, *_ = re.split("[ :]", each["message"])
         by_condition.setdefault(condition, []).append((status, each["reason"]))
     # Of the first start nothing, where pods were ready before anything could be said.

@@ -103,7 +103,7 @@ def test_a_template_edited_by_hand_is_reported_and_kept(kube: Kube, operator: Op
         units = kube.get("omnipipeline", "duo")["status"]["units"]
         return next(each for each in units if each["name"] == "first").get("reason") == "TemplateEdited"
 
-    eventually(drift, what="the drift is told")
+    eventually(drift, what="the drift is reported")
     before = kube.get("deployment", name)["spec"]["template"]
     time.sleep(SETTLE_S)
     assert kube.get("deployment", name)["spec"]["template"] == before

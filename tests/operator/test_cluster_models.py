@@ -92,10 +92,10 @@ def test_a_prefetch_is_reported_while_it_waits_or_fails_and_is_deleted_with_its_
     }
     name = pod["metadata"]["name"]
     kube("patch", "pod", name, "--subresource=status", "--type=merge", "-p", json.dumps({"status": failed}))
-    told = eventually(
+    condition = eventually(
         lambda: "delete the Job" in kube.condition("duo", "Ready").get("message", "") and kube.condition("duo", "Ready")
     )
-    assert told["reason"] == "PrefetchFailed" and "no such model: some/model" in told["message"]
+    assert condition["reason"] == "PrefetchFailed" and "no such model: some/model" in condition["message"]
 
     made = volume(kube.namespace, ["ReadWriteMany"])
     kube.apply(made)
@@ -125,7 +125,7 @@ def test_a_claim_grows_where_its_class_allows_it_and_a_refusal_is_quoted(kube: K
     larger = cached("some/model", prefetch=False)
     larger["spec"]["modelCache"]["size"] = "2Gi"
     kube.apply(larger)
-    said = eventually(lambda: "grow" in (told := kube.condition("duo", "Accepted")["message"]) and told)
+    said = eventually(lambda: "grow" in (message := kube.condition("duo", "Accepted")["message"]) and message)
     assert "claim duo-models cannot grow from 1Gi to 2Gi: " in said and "resize" in said
     expandable = {"provisioner": "nobody", "allowVolumeExpansion": True, "metadata": {"name": "by-hand"}}
     kube.apply({"apiVersion": "storage.k8s.io/v1", "kind": "StorageClass", **expandable})
@@ -149,14 +149,14 @@ def test_a_quota_that_refuses_the_prefetch_is_reported_and_one_on_requests_does_
     kube.apply(quota(pods="0"))
     operator.start()
     kube.apply(cached("some/model"))
-    told = eventually(
+    condition = eventually(
         lambda: (
             "Job duo-prefetch" in kube.condition("duo", "Scheduled").get("message", "")
             and kube.condition("duo", "Scheduled")
         )
     )
-    assert told["reason"] == "QuotaExceeded"
-    assert "pods are forbidden: exceeded quota: few" in told["message"]
+    assert condition["reason"] == "QuotaExceeded"
+    assert "pods are forbidden: exceeded quota: few" in condition["message"]
     kube.apply(quota(**{"requests.memory": "8Gi", "requests.cpu": "2"}))
     eventually(lambda: kube.all("pods", "batch.kubernetes.io/job-name"), within_s=150, what="the Job gets its pod")
     eventually(lambda: "unbound" in kube.condition("duo", "Ready").get("message", ""))
@@ -179,6 +179,6 @@ def test_a_claim_that_several_pods_cannot_share_is_reported(kube: Kube, operator
     }
     assert mounts == {"first": True, "coordinator": False}
     kube.apply(cached("some/model", stages=[one], processGroups=[{"name": "first", "replicas": 2}]))
-    said = eventually(lambda: "claim" in (told := kube.condition("duo", "Accepted")["message"]) and told)
+    said = eventually(lambda: "claim" in (message := kube.condition("duo", "Accepted")["message"]) and message)
     assert "claim duo-models is ReadWriteOnce: its 2 pods can start on one node only" in said
     kube("delete", "persistentvolume", made["metadata"]["name"], "--wait=false")

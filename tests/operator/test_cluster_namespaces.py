@@ -44,13 +44,13 @@ def of_two(prepared: tuple[Cluster, Path], kube: Kube, other: Kube, tmp_path: Pa
     )
     cluster.kubectl("apply", "-f", "-", stdin=rendered.stdout)  # of both namespaces
     [account] = [each for each in kube.names("serviceaccounts", "app.kubernetes.io/instance=two")]
-    told = environment(cluster, tmp_path, namespaces=watched)
-    config = Path(told["KUBECONFIG"])
+    variables = environment(cluster, tmp_path, namespaces=watched)
+    config = Path(variables["KUBECONFIG"])
     view = json.loads(config.read_text())
     view["users"][0]["user"]["token"] = kube("create", "token", account).strip()
     config.write_text(json.dumps(view))
-    told["OMNI_OPERATOR_RELIST_SECONDS"] = str(RELIST_S)
-    process = OperatorProcess(environment=told, log=tmp_path / "operator.log")
+    variables["OMNI_OPERATOR_RELIST_SECONDS"] = str(RELIST_S)
+    process = OperatorProcess(environment=variables, log=tmp_path / "operator.log")
     try:
         yield process
     finally:

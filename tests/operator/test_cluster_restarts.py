@@ -128,9 +128,9 @@ def test_of_two_operators_one_writes_and_the_other_takes_over_within_20_s(
     kube: Kube, prepared: tuple[Cluster, Path], tmp_path: Path, election: Election
 ) -> None:
     cluster, folder = prepared
-    told = running.environment(cluster, folder, namespaces=kube.namespace, lease=True)
-    one = OperatorProcess(environment=told | {"OMNI_OPERATOR_POD_NAME": "one"}, log=tmp_path / "one.log")
-    other = OperatorProcess(environment=told | {"OMNI_OPERATOR_POD_NAME": "other"}, log=tmp_path / "other.log")
+    variables = running.environment(cluster, folder, namespaces=kube.namespace, lease=True)
+    one = OperatorProcess(environment=variables | {"OMNI_OPERATOR_POD_NAME": "one"}, log=tmp_path / "one.log")
+    other = OperatorProcess(environment=variables | {"OMNI_OPERATOR_POD_NAME": "other"}, log=tmp_path / "other.log")
     try:
         one.start()
         eventually(lambda: election.holder() == "one")

@@ -180,7 +180,7 @@ def test_one_crash_is_one_reason_few_writes_and_one_event_however_often_it_happe
         message = f"first: OSError: no weights (request 0x7{number})\n---\nTraceback\nmake sure to pass a token"
         ended = {"terminated": {**crash, "message": message}}
         say(kube, name, state=ended, restartCount=number)
-        eventually(lambda: unit(kube, "first").get("reason"), what="the crash is told")
+        eventually(lambda: unit(kube, "first").get("reason"), what="the crash is reported")
         observed.add((unit(kube, "first")["reason"], unit(kube, "first")["message"]))
         back_off = {"waiting": {"reason": "CrashLoopBackOff", "message": f"back-off {number}0s restarting"}}
         say(kube, name, state=back_off, lastState=ended, restartCount=number)
@@ -193,8 +193,8 @@ def test_one_crash_is_one_reason_few_writes_and_one_event_however_often_it_happe
     eventually(lambda: kube.condition("duo", "Ready")["reason"] == "CrashLoopBackOff")
     written = [what for _, what, _, _ in audit.writes()]
     assert written.count("omnipipelines/status") <= 2, audit.writes()
-    told = [each for each in kube.all("events") if each["involvedObject"]["kind"] == "OmniPipeline"]
-    crashed = sorted(each["message"].split()[0] for each in told if each["reason"] == "CrashLoopBackOff")
+    events = [each for each in kube.all("events") if each["involvedObject"]["kind"] == "OmniPipeline"]
+    crashed = sorted(each["message"].split()[0] for each in events if each["reason"] == "CrashLoopBackOff")
     assert crashed == ["Available", "Ready"], "one Event of each condition"
     with urllib.request.urlopen(f"http://127.0.0.1:{operator.port}/metrics") as answer:
         metrics = answer.read().decode()
@@ -332,8 +332,8 @@ def test_a_pipeline_that_no_operator_has_reconciled_reports_that(kube: Kube, ope
     assert "watches its namespace" in kube.condition("duo", "Ready")["message"]
     operator.start()
     kube.wait_ready("duo")
-    told = {each["type"]: each["reason"] for each in kube.get("omnipipeline", "duo")["status"]["conditions"]}
-    assert "NoOperatorYet" not in told.values() and len(told) == 9
+    conditions = {each["type"]: each["reason"] for each in kube.get("omnipipeline", "duo")["status"]["conditions"]}
+    assert "NoOperatorYet" not in conditions.values() and len(conditions) == 9
 
 
 def test_a_child_labelled_for_another_pipeline_comes_back_at_once(kube: Kube, operator: OperatorProcess) -> None:

@@ -146,13 +146,13 @@ def test_a_container_that_runs_longer_than_before_its_crash_counts_as_starting()
     again = workloads.timestamp(AGAIN)
     workload = Workload(unit="first", revision="r", name="d", uid="u", replicas=1, pods=(observed,))
 
-    def told(after_s: float) -> Diagnostic | None:
+    def diagnosed(after_s: float) -> Diagnostic | None:
         return diagnostics.of_workload(workload, startup_deadline_s=1800, now=again + after_s)
 
-    crashed = told(2 * LIFE_S)
+    crashed = diagnosed(2 * LIFE_S)
     assert crashed is not None and crashed.reason == "CrashLoopBackOff"
-    assert told(max(workloads.MIN_RUNNING_S, 2 * LIFE_S) + 1) is None
-    late = told(1801)
+    assert diagnosed(max(workloads.MIN_RUNNING_S, 2 * LIFE_S) + 1) is None
+    late = diagnosed(1801)
     assert late is not None and late.reason == "StartupDeadlineExceeded"
 
 

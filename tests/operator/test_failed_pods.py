@@ -22,8 +22,8 @@ def failed(
     """A pod whose phase is Failed, ``age_s`` after its creation and ``life_s`` before its end."""
     made = {"name": name, "creationTimestamp": rfc3339(NOW - age_s)}
     ended = [{"type": "DisruptionTarget", "status": "True", "lastTransitionTime": rfc3339(NOW - age_s + life_s)}]
-    told = {"phase": "Failed", "reason": reason, "message": message, "conditions": ended, **status}
-    return workloads.read_pod({"metadata": made, "status": told})
+    observed = {"phase": "Failed", "reason": reason, "message": message, "conditions": ended, **status}
+    return workloads.read_pod({"metadata": made, "status": observed})
 
 
 READY = ObservedPod(name="ready", created_at=NOW - 5, ready=True, admitted=True)
@@ -34,23 +34,23 @@ REFUSED = failed("refused", "UnexpectedAdmissionError")
 LEAVES = ObservedPod(name="leaves", created_at=NOW - 90, ready=True, terminating=True)
 
 
-def told(*pods: ObservedPod, replicas: int = 1, after_s: float = 0) -> Diagnostic | None:
+def diagnosed(*pods: ObservedPod, replicas: int = 1, after_s: float = 0) -> Diagnostic | None:
     unit = Workload(unit="first", revision="r", name="d", uid="u", replicas=replicas, pods=pods)
     return diagnostics.of_workload(unit, startup_deadline_s=9000, now=NOW + after_s)
 
 
 def reason(*pods: ObservedPod, replicas: int = 1, after_s: float = 0) -> str | None:
-    found = told(*pods, replicas=replicas, after_s=after_s)
+    found = diagnosed(*pods, replicas=replicas, after_s=after_s)
     return None if found is None else found.reason
 
 
 def test_a_unit_whose_pods_are_refused_names_the_newest_with_the_kubelets_words_and_their_number() -> None:
     older = [failed(f"p{age}", "UnexpectedAdmissionError", "older", age_s=age) for age in (20, 30)]
     other = failed("e", "Evicted", MEMORY, age_s=99)
-    assert told(*older, REFUSED, other, UNSEEN) == Diagnostic(
+    assert diagnosed(*older, REFUSED, other, UNSEEN) == Diagnostic(
         unit="first", reason="UnexpectedAdmissionError", message=f"pod refused: {REFUSAL} (3 pods failed so)"
     )
-    assert told(REFUSED) == Diagnostic(
+    assert diagnosed(REFUSED) == Diagnostic(
         unit="first", reason="UnexpectedAdmissionError", message=f"pod refused: {REFUSAL} (1 pod failed so)"
     )
 
@@ -77,7 +77,7 @@ def test_a_refused_pod_is_reported_while_its_unit_lacks_pods_that_can_say_why(
 def test_an_evicted_pod_is_reported_by_its_eviction_and_not_by_how_its_container_ended() -> None:
     killed = {"name": "stage", "state": {"terminated": {"reason": "Error", "exitCode": 137}}}
     evicted = failed("p", "Evicted", MEMORY, containerStatuses=[killed])
-    found = told(evicted, LOADS)
+    found = diagnosed(evicted, LOADS)
     assert found is not None and (found.reason, found.message) == ("Evicted", f"pod p: {MEMORY} (1 pod failed so)")
 
 
@@ -97,7 +97,7 @@ def test_hundreds_of_refused_pods_change_the_message_a_few_times() -> None:
     messages: list[str] = []
     for number in range(1, 300):
         pods = [failed(f"p{n}", "UnexpectedAdmissionError", age_s=40 - n // 10) for n in range(number)]
-        found = told(*pods)
+        found = diagnosed(*pods)
         assert found is not None
         before = messages[-1] if messages else None
         message = diagnostics.stabilized(found, found.reason, before).message

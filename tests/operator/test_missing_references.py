@@ -27,7 +27,7 @@ class Server:
     """The requests that a check makes to an API server."""
 
     def __init__(self, *, secret: bool | Exception = True, events: tuple[dict[str, Any], ...] = ()) -> None:
-        self.secret, self.told = secret, events
+        self.secret, self.events = secret, events
         self.asked: list[str] = []
 
     async def get(self, kind: Any, namespace: str, name: str) -> dict[str, Any]:
@@ -36,7 +36,7 @@ class Server:
 
     async def warnings(self, namespace: str, **about: str) -> list[Any]:
         self.asked.append(f"events of {about}")
-        return list(self.told)
+        return list(self.events)
 
     async def secret_is_missing(self, manifest: Any) -> bool:
         self.asked.append(f"Secret {manifest['metadata']['name']}")
@@ -106,13 +106,13 @@ async def test_workloads_that_have_started_are_not_checked() -> None:
 
 
 async def test_of_many_waiting_pods_the_oldest_ones_newest_failure_is_reported() -> None:
-    told = (
+    events = (
         event("FailedScheduling", 1),
         event("FailedMount", 9),
         event("FailedAttachVolume", 2),
         event("Unhealthy", 0),
     )
-    server = Server(events=told)
+    server = Server(events=events)
     found = await ask(server, waiting(5, 60, 5))
     assert [(each.reason, each.message) for each in found.diagnostics] == [
         ("FailedAttachVolume", "pod p1: FailedAttachVolume because")
@@ -129,8 +129,8 @@ async def test_an_old_event_of_a_kubelet_is_ignored() -> None:
 async def test_a_job_without_pods_is_reported_with_the_last_refusal_of_one() -> None:
     job = {"metadata": {"name": "fetch", "uid": "j", "creationTimestamp": rfc3339(NOW - 20)}}
     refused = 'Error creating: pods "fetch-x7k" is forbidden: exceeded quota: few, must specify limits.cpu'
-    told = {**event("FailedCreate", 900), "message": refused}
-    server = Server(events=(told, event("SuccessfulDelete", 0)))
+    refusal = {**event("FailedCreate", 900), "message": refused}
+    server = Server(events=(refusal, event("SuccessfulDelete", 0)))
     found = await ask(server, podless_job=job)
     assert [(each.unit, each.reason, each.message) for each in found.diagnostics] == [
         ("", "QuotaExceeded", "Job fetch: pods are forbidden: exceeded quota: few, must specify limits.cpu")

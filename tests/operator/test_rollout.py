@@ -45,7 +45,7 @@ def test_old_pods_stay_until_new_ones_are_ready_and_then_go_one_for_one() -> Non
     assert spec_of(world, "b") == {"b1": 1}
 
 
-def test_a_pod_is_made_only_when_the_old_one_was_told_to_end() -> None:
+def test_a_pod_is_made_only_when_the_old_one_is_terminating() -> None:
     world, desired = running({"a": "a1"}, {"a": 3}), goal({"a": "a2"}, {"a": 3})
     world.act(desired)
     world.start(("a", "a2"))

@@ -241,7 +241,7 @@ def test_a_passed_deadline_needs_no_further_reconcile() -> None:
     starting = inputs(*all_of(PLAN, pod()), coordinator(READY), progress_deadline_s=100.0)
     assert assessment.deadline(starting, NOW) == NOW + 80
     start = PLAN.units[0].startup_deadline_s
-    assert assessment.deadline(starting, NOW + 80) == NOW - 10 + start + 1, "StartupDeadlineExceeded is told then"
+    assert assessment.deadline(starting, NOW + 80) == NOW - 10 + start + 1, "StartupDeadlineExceeded is reported then"
     assert assessment.deadline(starting, NOW + start) is None
     assert assessment.deadline(inputs(*RUNNING), NOW) is None
 
@@ -344,7 +344,7 @@ def test_a_roll_names_the_old_pod_that_it_waits_for_and_its_node_and_not_a_lost_
     other = pod("old-2", terminating=True, node="n2", lost_at=NOW + 95)
     lost = pod("old-0", terminating=True, lost=True, node="n0", lost_at=NOW - 1)
 
-    def told(given: StatusInputs) -> tuple[str, str, str]:
+    def progress(given: StatusInputs) -> tuple[str, str, str]:
         _, found = status.summarise(given, {}, generation=1, now=NOW)
         [progressing] = [each for each in found if each.type == "Progressing"]
         return progressing.status, progressing.reason, progressing.message
@@ -353,31 +353,31 @@ def test_a_roll_names_the_old_pod_that_it_waits_for_and_its_node_and_not_a_lost_
     old = [workload(unit.name, unit.revision, drains, other, lost, replicas=0) for unit in OLD.units[:1]]
     recreates = inputs(*held, *old, coordinator(READY), strategy="Recreate")
     message = "waiting for first 0/1, last 0/1, until old pod old-1 on node n1 and 1 more has ended"
-    assert told(recreates) == ("True", "RollingOut", message)
+    assert progress(recreates) == ("True", "RollingOut", message)
     assert assessment.deadline(recreates, NOW) == NOW + 90
 
     drained = workload(OLD.units[0].name, OLD.units[0].revision, drains, lost, replicas=0)
-    assert told(inputs(*RUNNING, drained)) == (
+    assert progress(inputs(*RUNNING, drained)) == (
         "True",
         "RollingOut",
         "waiting for old pod old-1 on node n1 to end",
     )
     only = workload(OLD.units[0].name, OLD.units[0].revision, lost, replicas=0)
-    assert told(inputs(*RUNNING, only, progress_deadline_s=1.0))[:2] == ("True", "RolledOut")
+    assert progress(inputs(*RUNNING, only, progress_deadline_s=1.0))[:2] == ("True", "RolledOut")
 
 
 def test_units_that_wait_for_their_model_report_its_prefetch() -> None:
     running, unplaced = pod("f1"), pod("f2", reason="Unschedulable", message="unbound claim")
     broken = pod("f0", finished=True, reason="Error", message="container prefetch: no such model")
 
-    def told(*pods: ObservedPod, gave_up: bool = False) -> tuple[str, str]:
+    def readiness(*pods: ObservedPod, gave_up: bool = False) -> tuple[str, str]:
         fetching = diagnostics.of_prefetch("duo-prefetch-1", "me/mine", pods, gave_up=gave_up)
         _, found = status.summarise(inputs(coordinator(pod(ready=True)), fetching=fetching), {}, generation=1, now=NOW)
         [ready] = [each for each in found if each.type == "Ready"]
         return ready.reason, ready.message
 
-    assert told(running) == ("Prefetching", "Job duo-prefetch-1 fetches me/mine")
-    assert told(unplaced) == ("Unschedulable", "pod f2: unbound claim")
+    assert readiness(running) == ("Prefetching", "Job duo-prefetch-1 fetches me/mine")
+    assert readiness(unplaced) == ("Unschedulable", "pod f2: unbound claim")
     why = "Job duo-prefetch-1: container prefetch: no such model"
-    assert told(broken, running) == ("PrefetchFailed", f"{why}; it is retried")
-    assert told(broken, gave_up=True) == ("PrefetchFailed", f"{why}; delete the Job to retry")
+    assert readiness(broken, running) == ("PrefetchFailed", f"{why}; it is retried")
+    assert readiness(broken, gave_up=True) == ("PrefetchFailed", f"{why}; delete the Job to retry")
