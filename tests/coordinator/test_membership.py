@@ -21,7 +21,7 @@ def sent(made: CoordinatorHarness, incarnation: str, kind: type) -> list[object]
     return [one for one in made.channels.sent[incarnation] if isinstance(one, kind)]
 
 
-async def test_who_joins_is_welcomed_and_nobody_is_told_before_a_request_is_bound_to_both() -> None:
+async def test_who_joins_is_welcomed_and_introduced_only_once_a_request_is_bound_to_both() -> None:
     async with coordinator_harness(joined=False) as made:
         assert made.hello("f1", "front")
         assert made.hello("v1", "voice")
@@ -42,7 +42,7 @@ async def test_the_first_message_to_any_member_of_a_growing_fleet_is_its_welcome
             assert not any(isinstance(one, Welcome) for one in rest)
 
 
-def told(made: CoordinatorHarness, incarnation: str) -> list[list[str]]:
+def announced(made: CoordinatorHarness, incarnation: str) -> list[list[str]]:
     """The members that each Members message to it named."""
     return [[one.incarnation for one in news.joined] for news in sent(made, incarnation, Members)]  # type: ignore[attr-defined]
 
@@ -52,21 +52,21 @@ async def test_a_bound_request_tells_its_instances_of_each_other_once_and_brings
         made.join("v2", "voice")
         for number in range(4):
             made.manager.admit(asked(f"r{number}"))
-        assert told(made, "f1") in ([["v1"], ["v2"]], [["v2"], ["v1"]])
-        assert told(made, "v1") == told(made, "v2") == [["f1"]]
+        assert announced(made, "f1") in ([["v1"], ["v2"]], [["v2"], ["v1"]])
+        assert announced(made, "v1") == announced(made, "v2") == [["f1"]]
         for one in made.submitted("f1"):
             assert {member.incarnation for member in one.header.members} == {"f1", one.header.bindings["shout"]}
 
 
-async def test_instances_that_have_no_connection_are_told_of_each_other_again_by_the_next_request() -> None:
+async def test_instances_that_have_no_connection_are_introduced_again_by_the_next_request() -> None:
     async with coordinator_harness() as made:
         made.manager.admit(asked("r1"))
         made.coordinator.received("f1", PeerUnreachable("v1"))
         made.coordinator.received("f1", PeerUnreachable("unknown"))
         made.manager.admit(asked("r2"))
         made.manager.admit(asked("r3"))
-        assert told(made, "f1") == [["v1"], ["v1"]]
-        assert told(made, "v1") == [["f1"], ["f1"]]
+        assert announced(made, "f1") == [["v1"], ["v1"]]
+        assert announced(made, "v1") == [["f1"], ["f1"]]
 
 
 async def test_who_is_unreachable_and_was_declared_dead_is_reported_gone() -> None:
@@ -116,7 +116,7 @@ async def test_of_a_departure_only_those_hear_who_shared_requests_and_once_for_a
         made.join("v3", "voice")
         for number in range(24):
             made.manager.admit(asked(f"r{number}"))
-        knew = {name: {one for names in told(made, name) for one in names} for name in ("f1", "f2")}
+        knew = {name: {one for names in announced(made, name) for one in names} for name in ("f1", "f2")}
         made.coordinator.lost("v1")
         made.coordinator.lost("v2")
         await came(lambda: all(sent(made, name, Members)[-1].gone for name in knew if knew[name] & {"v1", "v2"}))  # type: ignore[attr-defined]
@@ -182,8 +182,8 @@ async def test_who_declares_other_edges_than_its_revision_has_gets_no_request_an
         for number in range(4):
             made.manager.admit(asked(f"r{number}"))
         assert {one.header.bindings["shout"] for one in made.submitted("f1")} == {"v1"}
-        told = {one["incarnation"]: one["ineligible_reason"] for one in made.manager.status()["instances"]}
-        assert told == {
+        reasons = {one["incarnation"]: one["ineligible_reason"] for one in made.manager.status()["instances"]}
+        assert reasons == {
             "f1": None,
             "v1": None,
             "v2": "declares other edges than 'voice' has in pipeline revision rev1",
@@ -213,8 +213,8 @@ async def test_who_was_declared_dead_and_says_hello_is_taken_back_and_hears_whic
         assert isinstance(welcome, Welcome) and welcome.coordinator.attempts_over == 0, "these are not over"
 
 
-async def test_who_comes_back_at_once_is_introduced_after_its_departure_was_told() -> None:
-    """Departures wait for others of the same moment: told afterwards, its neighbours would forget it for good."""
+async def test_who_comes_back_at_once_is_introduced_after_its_departure_was_reported() -> None:
+    """Departures wait for others of the same moment; sent after the return, they would remove it for good."""
     async with coordinator_harness() as made:
         made.manager.admit(asked("r1"))
         made.coordinator.lost("v1")
@@ -247,7 +247,7 @@ async def test_who_was_declared_dead_and_finds_no_room_is_to_ask_again_as_it_is(
         assert made.hello("v1", "voice")
 
 
-async def test_one_that_was_buried_and_still_speaks_is_told() -> None:
+async def test_a_fenced_instance_that_still_sends_is_notified() -> None:
     """A frozen process thaws and beats on: it must come back under a new name, or it would be idle for ever."""
     async with coordinator_harness() as made:
         made.coordinator.lost("v1")
@@ -263,7 +263,7 @@ async def test_another_life_at_the_same_endpoint_buries_the_one_before_and_its_r
         made.join("v2", "voice", endpoint="ipc:///v1")
         assert set(made.membership.state.instances) == {"f1", "v2"}
         assert made.submitted("f1")[-1].header.bindings["shout"] == "v2"
-        assert told(made, "v2") == [["f1"]]  # not its own earlier life
+        assert announced(made, "v2") == [["f1"]]  # not its own earlier life
 
 
 async def test_an_instance_is_bound_only_once_it_is_ready() -> None:

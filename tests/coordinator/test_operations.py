@@ -36,7 +36,7 @@ def silent(call: AdminCall) -> Sequence[AdminReply]:
 
 
 class Fleet:
-    """Operations, and instances that answer as they are told."""
+    """Operations, and instances whose answers a test sets."""
 
     def __init__(self, members: Sequence[Member], answering: Mapping[str, Answering | None]) -> None:
         """answering: None: the instance cannot be sent to; missing: it says nothing."""

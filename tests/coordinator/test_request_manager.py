@@ -163,7 +163,7 @@ async def test_admission_is_capped_before_anything_is_sent() -> None:
         assert len(made.submitted("f1")) == 3
 
 
-async def test_without_an_instance_of_a_group_its_name_is_told() -> None:
+async def test_without_an_instance_of_a_group_the_error_names_the_group() -> None:
     async with coordinator_harness(joined=False) as made:
         made.join("f1", "front")
         with pytest.raises(RequestError, match="no ready instance of voice") as caught:
@@ -520,7 +520,7 @@ async def test_a_draining_instance_hands_back_what_it_has_not_begun_at_no_cost()
         assert made.manager.stats.retried == 0
 
 
-async def test_a_draining_instance_is_told_when_nothing_is_bound_to_it_any_more() -> None:
+async def test_a_draining_instance_is_notified_when_nothing_is_bound_to_it_any_more() -> None:
     async with coordinator_harness(terminal_stages=lambda request: ["shout"]) as made:
         made.manager.admit(asked())
         made.coordinator.received("v1", Deregister("SIGTERM"))
@@ -560,7 +560,7 @@ async def test_a_reader_lets_its_producer_go_on() -> None:
 
 
 def taken(made: CoordinatorHarness) -> int:
-    """The weight that the producer was told of."""
+    """The weight whose consumption was reported to the producer."""
     return sum(one.weight for one in made.channels.sent["v1"] if isinstance(one, Consumed))
 
 
@@ -820,6 +820,6 @@ async def test_an_illegal_event_is_logged_with_the_history_of_its_request(caplog
         handle.tracked.handle(AttemptBegan(99))  # not by the manager, which waits for an instance
         with caplog.at_level("ERROR"):
             made.join("v2", "voice")
-        (told,) = [record.getMessage() for record in caplog.records]
-        assert told.startswith("request r1: AttemptBegan(number=2) in state bound; its history: unbound: AttemptBegan(")
-        assert "bound: InstanceLost(stage='shout', attempt=1) -> unbound; unbound: AttemptBegan(number=99)" in told
+        (line,) = [record.getMessage() for record in caplog.records]
+        assert line.startswith("request r1: AttemptBegan(number=2) in state bound; its history: unbound: AttemptBegan(")
+        assert "bound: InstanceLost(stage='shout', attempt=1) -> unbound; unbound: AttemptBegan(number=99)" in line

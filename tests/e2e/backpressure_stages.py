@@ -44,7 +44,7 @@ def slow() -> Any:
 
 
 def fine() -> Any:
-    """The healthy branch: streams what it is told to, straight to the client."""
+    """The healthy branch: streams as many chunks as asked, straight to the client."""
 
     def run(payload: omni.StagePayload) -> Iterator[Any]:
         data = payload.data

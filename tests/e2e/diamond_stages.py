@@ -1,4 +1,4 @@
-"""The stages of the end-to-end pipelines: on their processes' path as `diamond`, told by each request what to do.
+"""The stages of the end-to-end pipelines: on their processes' path as `diamond`; each request's inputs control them.
 
 A request's inputs are ``text`` and, all optional: ``fail`` (the hook that shall raise), ``nap`` (seconds at the
 entry), ``hold`` (the same, holding the GIL), ``size`` (bytes of the tensors that go along), ``slow`` (seconds per
@@ -23,17 +23,17 @@ import numpy as np
 
 import stage_runtime as omni
 
-#: What `left` was told to ``keep``, a view of its sender's slot.
+#: What a request made `left` ``keep``, a view of its sender's slot.
 KEPT: list[Any] = []
 
 
 class Broken(Exception):
-    """What a hook raises when it is told to."""
+    """What a hook raises on request."""
 
 
 def trip(data: Any, hook: str) -> None:
     if isinstance(data, dict) and data.get("fail") == hook:
-        raise Broken(f"{hook} was told to")
+        raise Broken(f"{hook} fails on request")
 
 
 def waits(data: Any, stage: str) -> bool:
@@ -135,8 +135,10 @@ def speak() -> Any:
                 await asyncio.sleep(0.01)
             yield omni.Chunk(chunk.data["word"].upper())
         data = (await session.payload()).data
-        told = f"{data['left']} {data['right']} {data['words']} {data['project']}"
-        yield omni.Result({"text": session.request.inputs["text"], "digest": hashlib.sha256(told.encode()).hexdigest()})
+        inputs = f"{data['left']} {data['right']} {data['words']} {data['project']}"
+        yield omni.Result(
+            {"text": session.request.inputs["text"], "digest": hashlib.sha256(inputs.encode()).hexdigest()}
+        )
 
     return omni.Streaming(run)
 
@@ -242,7 +244,7 @@ def ranks(context: Any, tp_rank: int, tp_size: int) -> Any:
     def run(payload: omni.StagePayload) -> Any:
         data = payload.data
         if data.get("fail") in ("all", tp_rank):
-            raise Broken(f"rank {tp_rank} was told to")
+            raise Broken(f"rank {tp_rank} fails on request")
         own = torch.tensor(data["values"], dtype=torch.float64)[tp_rank::tp_size].sum()
         dist.all_reduce(own)
         return {"sum": float(own), "ranks": dist.get_world_size()}

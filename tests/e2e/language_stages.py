@@ -11,8 +11,8 @@ def language_model(model: str) -> omni.Autoregressive:
     """Greedy; the result is the tokens."""
 
     def deliver(payload: omni.StagePayload, generation: omni.Generation) -> Iterator[omni.Result | omni.Chunk]:
-        told = answers.setdefault(payload.request.id, [])
-        told.extend(generation.tokens)
+        tokens = answers.setdefault(payload.request.id, [])
+        tokens.extend(generation.tokens)
         if generation.finish is not None:
             yield omni.Result(answers.pop(payload.request.id))
 

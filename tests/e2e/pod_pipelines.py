@@ -69,7 +69,7 @@ class Pods:
         plan = self.plan
         revisions = self._file("revisions.json", [plan.current])
         for name in self.control:
-            told = {
+            environment = {
                 **self._environment,
                 "OMNI_PLAN": str(self._file("coordinator.json", plan.coordinator)),
                 "OMNI_REVISIONS": str(revisions),
@@ -79,7 +79,7 @@ class Pods:
                 **self._environments.get(name, {}),
             }
             argv = launching.coordinator_instance({}, dict).commands()[0].argv
-            command = Command(name=name, argv=argv, env=told, awaits=frozenset({Serving}))
+            command = Command(name=name, argv=argv, env=environment, awaits=frozenset({Serving}))
             spec = InstanceSpec(
                 name=name,
                 group=name,

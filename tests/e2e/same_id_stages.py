@@ -38,7 +38,7 @@ def batch() -> Any:
 
 
 def engine() -> Any:
-    """Gathers what comes, by the ids that it is told, and answers in the opposite order."""
+    """Gathers requests by the ids in their inputs, and answers in the opposite order."""
 
     class Engine:
         def run(self, inbox: Any, outbox: Any, stop: Event) -> None:

@@ -46,7 +46,7 @@ def later(name: str) -> Any:
 
 
 def reader() -> Any:
-    """One request at a time; to the end of all its streams, unless it is told to leave early."""
+    """One request at a time; to the end of all its streams, unless the request makes it leave early."""
 
     async def run(session: omni.Session) -> AsyncIterator[Any]:
         wanted = session.request.inputs.get("read")

@@ -44,8 +44,8 @@ async def test_every_process_of_a_stage_answers_for_itself(base: Path) -> None:
         echoed = await ask(http, "echo", "first", level=[1, "two", None])
         assert [one["value"] for one in echoed] == [{"level": [1, "two", None]}] * 2
         assert len({one["instance"] for one in echoed}) == 2
-        told = await ask(http, "rank", "ranks", "first")
-        assert [(one["stage"], one["rank"], one["value"]) for one in told] == [
+        answers = await ask(http, "rank", "ranks", "first")
+        assert [(one["stage"], one["rank"], one["value"]) for one in answers] == [
             ("ranks", 0, 0),
             ("ranks", 1, 1),
             ("first", 0, 0),

@@ -8,10 +8,10 @@ from pathlib import Path
 from omnipipeline_spec.pipeline import Code, PipelineConfig, StageConfig
 from tests.e2e.local_pipelines import Client, running
 
-TELLING = """\
+FACTORY = """\
 def make(model_path="own-model", model_revision="main", gpu_id=7, unset="own", said="own", size=1):
-    told = [model_path, model_revision, gpu_id, unset, said, size]
-    return lambda payload: told
+    arguments = [model_path, model_revision, gpu_id, unset, said, size]
+    return lambda payload: arguments
 """
 
 
@@ -21,21 +21,21 @@ class Family(PipelineConfig, frozen=True, kw_only=True):
     model_path: str | None = "class/model"
     model_revision: str | None = "class-revision"
     stages: Sequence[StageConfig] = (
-        StageConfig(name="only", process="p", factory="telling:make", factory_args={"size": 2}, terminal=True),
+        StageConfig(name="only", process="p", factory="recording:make", factory_args={"size": 2}, terminal=True),
         StageConfig(name="gone", process="q", factory="nowhere:make", terminal=True),
     )
 
 
 async def test_a_factory_gets_the_values_set_in_python_and_its_own_defaults_for_the_rest(base: Path) -> None:
     stage = StageConfig(
-        name="only", process="p", factory="telling:make", gpu=0, factory_args={"said": 1}, terminal=True
+        name="only", process="p", factory="recording:make", gpu=0, factory_args={"said": 1}, terminal=True
     )
     spec = Family(
-        name="told",
+        name="arguments",
         model_path=None,
         stages=[stage],
         runtime_overrides={"only": {"said": None}},
-        code=Code(inline={"telling.py": TELLING}),
+        code=Code(inline={"recording.py": FACTORY}),
     )
     async with running(spec, base, cpu=True) as pipeline, Client(pipeline.url) as client:
         answer = await client.ask("x")

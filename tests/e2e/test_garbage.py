@@ -224,12 +224,12 @@ async def test_strangers_at_every_tcp_socket_are_turned_away_counted_and_logged_
         async def every(*kinds: str) -> bool:
             """Whether every process has counted some of each kind."""
             status = await client.status()
-            told = [
+            counts = [
                 one["gauges"].get(kind, one["gauges"].get(f"control_{kind}", 0))
                 for one in (*status["instances"], status)
                 for kind in kinds
             ]
-            return len(told) == len(kinds) * len(before) and min(told) > 0
+            return len(counts) == len(kinds) * len(before) and min(counts) > 0
 
         async def goes_on() -> None:
             answers = await asyncio.gather(*(client.answer(f"still {number}", size=1 << 20) for number in range(6)))
@@ -258,10 +258,10 @@ async def test_strangers_at_every_tcp_socket_are_turned_away_counted_and_logged_
                     next(one for one in knocks if one.type == zmq.SUB).recv(zmq.NOBLOCK)
         log = (base / "log").read_text()
         for process in before:
-            told = [
+            logged = [
                 line for line in log.splitlines() if line.startswith(f"{process}: ") and "(handshake_failures)" in line
             ]
-            assert 1 <= len(told) <= 2 * 3, "each reason once at each socket, however often somebody comes"
+            assert 1 <= len(logged) <= 2 * 3, "each reason once at each socket, however often somebody comes"
         # One who has the key, and says what nobody can read, or too much of it.
         with knocking(stranger, ports, member) as knocks:
             for one in knocks:

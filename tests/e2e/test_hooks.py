@@ -11,7 +11,7 @@ from omnipipeline_spec.pipeline import PipelineConfig, StageConfig
 from stage_runtime.processes.local import LocalPipeline
 from tests.e2e.local_pipelines import SPREAD, TOGETHER, Client, at_rest, diamond, eventually, running
 
-#: What the request asks to fail -> the stage and hook that the client must be told.
+#: What the request makes fail -> the stage and hook that the client's error must name.
 HOOKS = {
     "take": ("take", "run"),
     "route_fn": ("take", "route_fn"),
@@ -39,7 +39,7 @@ async def test_a_hook_that_raises_fails_its_request_with_its_place_and_no_other(
     stage, name = HOOKS[hook]
     error = broken["error"]
     assert (error["code"], error["stage"], error.get("hook")) == ("stage_failed", stage, name)
-    assert f"Broken: {hook} was told to" in error["message"]
+    assert f"Broken: {hook} fails on request" in error["message"]
     assert [other["text"] for other in others] == [f"other {index}" for index in range(8)]
     assert shared.pids() == before
     await at_rest(client)

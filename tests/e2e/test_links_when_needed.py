@@ -27,10 +27,10 @@ async def connections(client: Client) -> dict[str, float]:
 async def test_instances_are_connected_by_the_first_request_that_is_bound_to_both(base: Path) -> None:
     async with running(diamond(APART), base) as pipeline, Client(pipeline.url) as client:
 
-        async def told() -> bool:
+        async def all_connected() -> bool:
             return all(count for count in (await connections(client)).values())
 
-        await eventually(told)
+        await eventually(all_connected)
         assert set((await connections(client)).values()) == {1.0}, "to the coordinator alone"
         await client.answer("the first one")
 

@@ -115,7 +115,7 @@ async def test_a_torch_trace_of_every_process_is_written_where_the_template_says
 
 
 @pytest.mark.parametrize(
-    ("path", "body", "status", "told"),
+    ("path", "body", "status", "expected"),
     [
         ("/start_profile", {"trace_path_template": "{oops}"}, 400, "{oops} is no placeholder; there are {run_id}"),
         ("/start_profile", {"trace_path_template": "{stage"}, 400, "trace_path_template: "),
@@ -155,11 +155,11 @@ async def test_a_torch_trace_of_every_process_is_written_where_the_template_says
     ],
 )
 async def test_what_cannot_be_done_is_refused_by_name(
-    refusing: httpx.AsyncClient, path: str, body: Any, status: int, told: str
+    refusing: httpx.AsyncClient, path: str, body: Any, status: int, expected: str
 ) -> None:
     answer = await post(refusing, path, body)
     assert answer.status_code == status, answer.text
-    assert told in answer.json()["error"]["message"]
+    assert expected in answer.json()["error"]["message"]
 
 
 @pytest.fixture(scope="module")

@@ -150,8 +150,8 @@ async def test_a_reader_that_never_reads_costs_its_own_request_only(pipeline: Lo
         while await holds(client, "speaker", 1):
             assert await ask(client, to=["pa"], chunks=3, wait=["reader"]) == {"reader": {"a": 3, "b": 0}}
         assert await ask(client, to=["speaker"], chunks=3, wait=["speaker"]) == {"speaker": "said"}
-        told = await asyncio.to_thread(rest_of, deaf, 0.0)
-        assert b'"deadline"' in told[-1000:], "it ended by its deadline alone"
+        answer = await asyncio.to_thread(rest_of, deaf, 0.0)
+        assert b'"deadline"' in answer[-1000:], "it ended by its deadline alone"
     assert pipeline.pids() == before, "nobody was ended"
 
 
@@ -186,8 +186,8 @@ async def test_readers_that_stop_reading_hold_up_no_other_request(pipeline: Loca
         assert await ask(client, to=["speaker"], chunks=3, wait=["speaker"]) == {"speaker": "said"}
         grown = {name: now - memory[name] for name, now in resident(pipeline.pids()).items()}
         assert max(grown.values()) < 256 << 20, grown
-        told = await asyncio.to_thread(rest_of, readers[0], 0.0)
-        assert b"its client does not read" in told[-1000:]
+        answer = await asyncio.to_thread(rest_of, readers[0], 0.0)
+        assert b"its client does not read" in answer[-1000:]
     assert pipeline.pids() == before, "nobody was ended"
     await at_rest(client)
 
@@ -200,10 +200,10 @@ async def test_a_slow_reader_gets_its_whole_answer_while_another_request_is_serv
     async with readers_that_stop(pipeline.url, 1, chunks=chunks, size=10_000) as [slow]:
         await eventually(lambda: holds(client, "speaker", 1))
         assert await ask(client, to=["speaker"], chunks=3, wait=["speaker"]) == {"speaker": "said"}
-        told = await asyncio.to_thread(rest_of, slow, 0.001)
-    numbers = [json.loads(number) for number in re.findall(rb'"number": ?(\d+)', told)]
+        answer = await asyncio.to_thread(rest_of, slow, 0.001)
+    numbers = [json.loads(number) for number in re.findall(rb'"number": ?(\d+)', answer)]
     assert numbers == list(range(chunks))
-    assert b'"said"' in told
+    assert b'"said"' in answer
     await at_rest(client)
 
 

@@ -69,7 +69,7 @@ async def test_a_request_is_a_trace_of_its_stages_and_hops_and_a_child_of_its_cl
         assert root.start_time_unix_nano - slack_ns <= span.start_time_unix_nano <= span.end_time_unix_nano
         assert span.end_time_unix_nano <= root.end_time_unix_nano + slack_ns
     assert collector.attributes(children["left"].attributes)["omni.stage"] == "left"
-    assert (broken.status.code, "left was told to" in broken.status.message) == (2, True)
+    assert (broken.status.code, "left fails on request" in broken.status.message) == (2, True)
     [failed] = [span for span in taking.spans if span.parent_span_id == broken.span_id and span.name == "left"]
     assert failed.status.code == 2
     assert taking.resources[0]["service.name"] == "diamond"
@@ -86,9 +86,9 @@ async def test_pods_send_spans_of_authors_too_and_keep_the_clients_tracestate(ba
     )
     headers = {"traceparent": f"00-{TRACE}-{PARENT}-01", "tracestate": "vendor=1,other=a b"}
     with collector.running() as taking:
-        told = launching.tracing(Tracing(endpoint=taking.url, sample_ratio=0.0))
+        tracing = launching.tracing(Tracing(endpoint=taking.url, sample_ratio=0.0))
         environments = {
-            name: {**told, "OMNI_PROFILE_ROOT": str(base / "disks" / name)} for name in ("coordinator", "one", "two")
+            name: {**tracing, "OMNI_PROFILE_ROOT": str(base / "disks" / name)} for name in ("coordinator", "one", "two")
         }
         async with (
             pods(spec, base, environments=environments) as running_pods,

@@ -1,4 +1,4 @@
-"""The other end of `test_relay_processes`: a process with relays of its own, told what to do on stdin."""
+"""The other end of `test_relay_processes`: a process with relays of its own, which takes commands on stdin."""
 
 from __future__ import annotations
 

@@ -29,18 +29,18 @@ SMALL = RelaySettings(arena_bytes=64 * MIB, prefault_bytes=0, piece_bytes=MIB, w
 
 
 class Pair:
-    """``a`` and ``b`` of one process; what one releases is told to the other at once."""
+    """``a`` and ``b`` of one process; what one releases is reported to the other at once."""
 
     def __init__(self, backend: str, settings: RelaySettings = SMALL, security: CurveSecurity | None = None) -> None:
         self.backend = backend
-        self.told: list[tuple[str, str, int]] = []
+        self.released: list[tuple[str, str, int]] = []
         self.ends: dict[str, Relays] = {}
         settings = msgspec.structs.replace(settings, asked=frozenset({backend}))
         for name in "ab":
             self.ends[name] = Relays(
                 loop=asyncio.get_running_loop(),
                 incarnation=name,
-                on_release=functools.partial(self._tell, name),
+                on_release=functools.partial(self._record_release, name),
                 settings=settings,
                 security=security,
                 table=TABLE,
@@ -49,8 +49,8 @@ class Pair:
         assert backend in self.a.open("b", self.b.facts())
         assert backend in self.b.open("a", self.a.facts())
 
-    def _tell(self, receiver: str, sender: str, transfer: int) -> None:
-        self.told.append((receiver, sender, transfer))
+    def _record_release(self, receiver: str, sender: str, transfer: int) -> None:
+        self.released.append((receiver, sender, transfer))
         self.ends[sender].released(receiver, transfer)
 
     def put(self, value: Any, request_id: str = "r", **options: Any) -> tuple[Extracted, Put]:
@@ -102,7 +102,7 @@ def pair(backend: str, **options: Any) -> Iterator[Pair]:
 
 
 class FarEnd:
-    """`far_end.py` as a process: it does what it is told, one line at a time."""
+    """`far_end.py` as a process: it obeys commands, one line at a time."""
 
     def __init__(self, bind: str = "tcp://127.0.0.1:*", name: str = "far", *options: str) -> None:
         self.process = subprocess.Popen(
@@ -125,7 +125,7 @@ class FarEnd:
         self._commands.write(msgspec.json.encode(command) + b"\n")
 
     def end_input(self) -> None:
-        """It ends when it has done what it was told."""
+        """It ends when it has obeyed all commands."""
         self._commands.close()
 
     def answer(self) -> Any:

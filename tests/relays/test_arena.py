@@ -236,7 +236,7 @@ def test_whatever_happens_slots_do_not_overlap_and_all_are_free_at_the_end(steps
 
 
 def test_a_pinned_arena_gives_no_page_back(arena: Arena) -> None:
-    """A device reads and writes the pages that were there when it was told of them, and no later ones."""
+    """A device reads and writes the pages that were there at registration, and no later ones."""
     slot = allocated(arena, 6 * MIB)
     arena.write(slot, 0, memoryview(bytes(6 * MIB)))
     assert arena.drop(slot)

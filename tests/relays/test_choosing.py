@@ -153,8 +153,8 @@ def test_facts_of_a_peer_are_read_or_count_as_not_said(said: Any) -> None:
 
 
 def test_facts_survive_the_wire() -> None:
-    told = msgspec.msgpack.decode(msgspec.msgpack.encode(msgspec.to_builtins(HERE)))
-    assert choosing.process_facts({choosing.PROCESS: told}) == HERE
+    received = msgspec.msgpack.decode(msgspec.msgpack.encode(msgspec.to_builtins(HERE)))
+    assert choosing.process_facts({choosing.PROCESS: received}) == HERE
 
 
 def test_after_a_failure_the_next_relay_is_chosen_until_the_peer_is_forgotten() -> None:

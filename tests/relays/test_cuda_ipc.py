@@ -102,7 +102,7 @@ async def test_a_transfer_is_not_released_before_a_wait_for_the_gpu_has_succeede
     value = restored(extracted, fetch(both, put.metadata))
     del value
     await both.until(lambda: memory.failed > 1)
-    assert (both.told, put.done()) == ([], False)
+    assert (both.released, put.done()) == ([], False)
     memory.fails = None
     await put.wait_for_completion(PATIENCE_S)
     assert memory.waited == ["cuda:0"] and memory.entered == 1
@@ -235,7 +235,7 @@ async def test_a_peer_that_is_gone_gives_the_gpu_s_memory_back(both: Pair) -> No
     assert put.done() and both.a.stats()["cuda_ipc_gpu_bytes_in_use"] == 0
     assert torch.equal(value[0], TENSOR)
     del value
-    assert both.told == []
+    assert both.released == []
 
 
 def changed(**changes: Any) -> dict[str, Any]:

@@ -66,17 +66,17 @@ TABLE: Mapping[str, RelayEntry] = {
 
 
 class Two:
-    """``a`` and ``b`` in this process; a failure that one reports is told to the other at once."""
+    """``a`` and ``b`` in this process; a failure that one reports reaches the other at once."""
 
     def __init__(self) -> None:
-        self.told: list[tuple[str, str]] = []
+        self.failed_over: list[tuple[str, str]] = []
         self.a, self.b = (self._end(name, other) for name, other in ("ab", "ba"))
         self.a.open("b", self.b.facts())
         self.b.open("a", self.a.facts())
 
     def _end(self, name: str, other: str) -> Relays:
         def failed(peer: str, relay: str, reason: str) -> None:
-            self.told.append((name, relay))
+            self.failed_over.append((name, relay))
             {"a": self.a, "b": self.b}[peer].fail(name, relay, reason, notify=False)
 
         return Relays(
@@ -107,7 +107,7 @@ async def test_a_put_that_fails_goes_by_the_next_relay_and_both_ends_know(caplog
         view = await two.b.get(put.metadata, request_id="r", peer="a").wait_for_completion(PATIENCE_S)
         assert bytes(view) == ARRAY.tobytes()
         assert (two.a.choose("b", "refusing"), two.b.choose("a", "refusing")) == ("shm", "shm")
-        assert two.told == [("a", "refusing")]
+        assert two.failed_over == [("a", "refusing")]
         for _ in range(3):
             two.put("refusing")
         async with asyncio.timeout(PATIENCE_S):
@@ -133,7 +133,7 @@ async def test_bytes_that_do_not_come_fail_their_request_and_the_next_one_goes_b
         fetch(put.metadata)
         failure = await asyncio.wait_for(over, PATIENCE_S)
         assert isinstance(failure, TransferError) and "without progress" in str(failure)
-        assert two.told == [("b", "silent")]
+        assert two.failed_over == [("b", "silent")]
         over = asyncio.get_running_loop().create_future()
         fetch(two.put("silent").metadata)
         fetched = await asyncio.wait_for(over, PATIENCE_S)
@@ -150,7 +150,7 @@ async def test_the_last_relay_is_never_given_up(caplog: pytest.LogCaptureFixture
         for relay in ("shm", "tcp", "tcp"):
             two.a.fail("b", relay, "it stalled")
         assert two.a.choose("b") == "tcp"
-        assert two.told == [("a", "shm")]
+        assert two.failed_over == [("a", "shm")]
         assert "relay tcp to b failed: it stalled; there is no other" in caplog.text
     finally:
         two.close()

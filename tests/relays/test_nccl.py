@@ -213,8 +213,8 @@ async def test_facts_that_are_none_do_not_reach(changes: dict[str, Any]) -> None
 )
 async def test_who_is_nobody_s_receiver_is_sent_nothing(said: Any) -> None:
     with pair("nccl") as both:
-        told = both.a.facts()["nccl"]
-        with socket.create_connection((told["host"], told["orders"])) as stranger:
+        facts = both.a.facts()["nccl"]
+        with socket.create_connection((facts["host"], facts["orders"])) as stranger:
             if isinstance(said, bytes):
                 with contextlib.suppress(OSError):  # it has closed it already
                     stranger.sendall(said)

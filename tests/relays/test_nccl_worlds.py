@@ -106,7 +106,7 @@ def test_torch_s_watchdog_ends_no_process_for_a_world_that_stalls(
     assert {name: os.environ.get(name) for name in WATCHED} == dict.fromkeys(WATCHED, author)
 
 
-def test_a_peer_is_told_before_a_world_that_stalls_is_aborted(
+def test_a_peer_is_disconnected_before_a_world_that_stalls_is_aborted(
     connection: tuple[socket.socket, socket.socket],
 ) -> None:
     """An abort that comes first is an error in the peer's library, which may end the peer."""

@@ -160,9 +160,9 @@ async def test_a_process_that_takes_a_new_incarnation_is_reached_again() -> None
 async def test_peers_cost_no_connection_before_something_moves() -> None:
     with pair("nixl") as both:
         before = len(os.listdir("/proc/self/fd"))
-        told = both.b.facts()["nixl"]
+        facts = both.b.facts()["nixl"]
         for number in range(3000):
-            assert both.a.open(f"p{number}", {"nixl": {**told, "agent": f"p{number}"}}) == ("nixl",)
+            assert both.a.open(f"p{number}", {"nixl": {**facts, "agent": f"p{number}"}}) == ("nixl",)
         await both.carry(np.ones(9000))
         assert len(os.listdir("/proc/self/fd")) - before < 50
 
@@ -188,13 +188,13 @@ async def test_facts_that_are_none_do_not_reach(changes: dict[str, Any]) -> None
 
 async def test_metadata_that_nixl_does_not_know_fails_the_transfer_alone() -> None:
     with pair("nixl") as both:
-        told = both.b.facts()["nixl"]
+        facts = both.b.facts()["nixl"]
         both.b.open("c", {"nixl": {**both.a.facts()["nixl"], "agent": "c", "metadata": "00" * 200}})
         _, operation = both.put(np.ones(9000))
         with pytest.raises(TransferError, match="not reached"):
             await both.b.get(operation.metadata, request_id="r", peer="c").wait_for_completion(PATIENCE_S)
         assert (await both.carry(np.arange(9000)))[-1] == 8999
-        assert told
+        assert facts
 
 
 def notices(token: bytes, transfer: int) -> list[bytes]:
@@ -215,10 +215,10 @@ async def test_what_anybody_may_notify_is_counted_and_changes_nothing() -> None:
         intruder = Agent("intruder")
         intruder.load("a", bytes.fromhex(both.a.facts()["nixl"]["metadata"]))
         garbage = [b"", b"\xff" * 100, b"\x96\x01", *notices(b"", operation.transfer)]
-        told = [*garbage, *notices(bytes(16), operation.transfer), *notices(token, operation.transfer)]
-        for message in told:
+        notices_sent = [*garbage, *notices(bytes(16), operation.transfer), *notices(token, operation.transfer)]
+        for message in notices_sent:
             intruder.notify("a", message)
-        await both.until(lambda: both.a.stats()["nixl_stray_notices"] == len(told))
+        await both.until(lambda: both.a.stats()["nixl_stray_notices"] == len(notices_sent))
         intruder.close()
         assert bytes(await both.get(operation)) == np.ones(9000).tobytes()
 
@@ -361,7 +361,7 @@ def test_what_ucx_may_use_follows_from_its_environment(set_by_author: dict[str, 
         ("tcp://0.0.0.0:*", "no.such.host.invalid", None),
     ],
 )
-def test_ucx_uses_the_interface_that_peers_are_told(bind: str, host: str | None, device: str | None) -> None:
+def test_ucx_uses_the_interface_whose_address_peers_receive(bind: str, host: str | None, device: str | None) -> None:
     found: dict[str, str] = {}
     environment.prepare(bind, host, found)
     assert found.get("UCX_NET_DEVICES") == device
@@ -386,7 +386,7 @@ async def test_nixl_s_own_count_has_all_bytes_that_were_moved() -> None:
         assert counted() < 4 * MIB
 
 
-async def test_the_medium_is_not_rdma_where_ucx_is_told_to_use_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_medium_is_not_rdma_where_ucx_is_set_to_use_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
     """An author's ``UCX_TLS`` is left as it is, whatever devices there are."""
     monkeypatch.setenv("UCX_TLS", "tcp")
     monkeypatch.setenv("UCX_MODULES", "^ib")

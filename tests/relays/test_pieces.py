@@ -55,7 +55,7 @@ async def test_what_is_larger_than_a_slot_arrives_and_every_piece_is_released(na
         restored = encoding.restore(extracted.value_bytes, extracted.refs, view)
         assert np.array_equal(restored[0], np.arange(3 * MIB + 17, dtype=np.uint8))
         await both.until(lambda: both.held() == 0)
-        assert sorted(transfer for _, _, transfer in both.told) == sorted(put.transfers)
+        assert sorted(transfer for _, _, transfer in both.released) == sorted(put.transfers)
         assert put.done()
         await put.wait_for_completion(PATIENCE_S)
 

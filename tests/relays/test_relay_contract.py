@@ -83,12 +83,12 @@ async def test_a_put_is_complete_when_the_last_view_at_the_receiver_dies(both: P
     view = arrived["t"][5:]
     del arrived
     await asyncio.sleep(0.02)
-    assert not operation.done() and both.told == []
+    assert not operation.done() and both.released == []
     with pytest.raises(TransferError, match="not complete after"):
         await operation.wait_for_completion(0.01)
     del view
     await operation.wait_for_completion(PATIENCE_S)
-    assert both.told == [("b", "a", operation.transfer)]
+    assert both.released == [("b", "a", operation.transfer)]
     del extracted
     await both.until(lambda: both.held() == 0)
 
@@ -173,7 +173,7 @@ async def test_a_stranger_is_neither_sent_to_nor_fetched_from(both: Pair) -> Non
         both.b.get(operation.metadata, request_id="r", peer="c")
 
 
-async def test_a_thousand_aborted_puts_that_nobody_was_told_of_leave_nothing(both: Pair) -> None:
+async def test_a_thousand_aborted_puts_that_were_never_announced_leave_nothing(both: Pair) -> None:
     for number in range(1000):
         extracted = encoding.extract(np.ones(MIB, np.uint8))
         assert both.a.put(extracted, request_id=f"r{number}", peer="b", backend=both.backend) is not None
@@ -229,7 +229,7 @@ async def test_forgetting_a_peer_frees_what_it_held_and_fails_who_waits(both: Pa
     assert bytes(buffer[:8]) == np.float64(1).tobytes()  # views of the dead stay readable
     del buffer
     await asyncio.sleep(0.02)
-    assert both.told == []
+    assert both.released == []
 
 
 async def test_forgetting_again_and_forgetting_strangers_changes_nothing(both: Pair) -> None:
@@ -321,7 +321,7 @@ async def test_room_that_comes_back_without_a_release_is_reported_once_to_who_wa
 
 
 async def test_room_is_looked_for_where_nothing_reports_it() -> None:
-    """An author's tensor dies: nobody is told."""
+    """An author's tensor dies: nothing reports that."""
     with pair("shm", settings=settings_with(SMALL, arena_bytes=4 * MIB)) as both:
         tensors = [both.a.allocate((3 * MIB,), torch.uint8)]
         extracted = encoding.extract(np.ones(2 * MIB, np.uint8))

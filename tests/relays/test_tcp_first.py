@@ -36,7 +36,7 @@ async def test_a_peer_is_connected_to_before_anything_is_put_where_that_is_expec
 
 
 async def test_a_transfer_that_is_here_before_its_sender_is_known_is_kept_for_it() -> None:
-    """Its connection may be faster than the message by which the receiver is told of the sender."""
+    """Its connection may be faster than the message that introduces the sender to the receiver."""
     with pair("tcp") as both:
         newcomer = Relays(
             loop=asyncio.get_running_loop(),

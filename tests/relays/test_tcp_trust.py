@@ -112,7 +112,7 @@ async def test_a_lost_piece_fails_the_transfer_at_once_and_releases_it(both: Pai
     forger.send(forger.header(nbytes=300, offset=200), b"x" * 100)
     with pytest.raises(TransferError, match="a piece of it was lost"):
         await fetching.wait_for_completion(PATIENCE_S)
-    await both.until(lambda: ("b", "a", 77) in both.told)
+    await both.until(lambda: ("b", "a", 77) in both.released)
     assert both.b.stats()["tcp_dropped_transfers"] == 1
 
 
@@ -122,7 +122,7 @@ async def test_a_transfer_that_broke_before_it_was_announced_is_refused_when_it_
     await both.until(lambda: both.b.stats()["tcp_dropped_transfers"] == 1)
     with pytest.raises(TransferError, match="a piece of it was lost"):
         both.b.get(b"tcp:" + msgspec.msgpack.encode([77, 300]), request_id="r", peer="a")
-    assert ("b", "a", 77) in both.told
+    assert ("b", "a", 77) in both.released
     assert both.b.stats()["tcp_unclaimed_bytes"] == 0
 
 
@@ -156,7 +156,7 @@ async def test_an_aborted_request_s_transfers_are_dropped_and_its_waiters_fail(b
     both.b.cleanup("r")
     with pytest.raises(TransferError, match="aborted"):
         await waiting.wait_for_completion(PATIENCE_S)
-    assert ("b", "a", 77) in both.told
+    assert ("b", "a", 77) in both.released
     forger.send(forger.header(), b"late" * 25)
     forger.send(forger.header(transfer=79), b"y" * 100)
     await both.until(lambda: both.b.stats()["tcp_received_transfers"] == 2)
@@ -216,7 +216,7 @@ async def test_an_address_that_is_taken_is_a_fault_of_the_configuration(both: Pa
         ("tcp://127.0.0.1:*", None, "tcp://127.0.0.1:"),
     ],
 )
-async def test_peers_are_told_the_advertised_host(bind: str, host: str, wanted: str) -> None:
+async def test_peers_receive_the_advertised_host(bind: str, host: str, wanted: str) -> None:
     with pair("shm", settings=msgspec.structs.replace(SMALL, bind=bind, advertise_host=host)) as both:
         endpoint = both.a.facts()["tcp"]["endpoint"]
         assert endpoint.startswith(wanted) and int(endpoint.removeprefix(wanted)) > 0

@@ -216,7 +216,7 @@ def test_load_takes_a_request_out_of_its_subset() -> None:
     assert all(made.bind()[1]["b"] in idle for _ in range(30))
 
 
-def test_a_retry_avoids_whom_it_was_told_to_avoid_even_a_whole_subset() -> None:
+def test_a_retry_avoids_the_instances_given_even_a_whole_subset() -> None:
     made = fleet(60)
     everyone = {name for name, one in made.instances.items() if one.member.group == "b"}
     spared = sorted(everyone)[7]

@@ -99,7 +99,7 @@ class Node:
         self.stream_to: list[int] = draw(some)
         self.routes: list[int] = draw(st.lists(st.sampled_from(self.next), unique=True)) if self.next else []
         self.chunks: dict[int, int] = {target: draw(st.integers(0, 2)) for target in self.stream_to}
-        self.told = draw(st.lists(st.sampled_from(self.stream_to), unique=True)) if self.stream_to else []
+        self.explicit_ends = draw(st.lists(st.sampled_from(self.stream_to), unique=True)) if self.stream_to else []
         self.joins: bool = draw(st.booleans())
         self.leaves_early: bool = draw(st.booleans())
         self.state = "waiting"
@@ -138,7 +138,7 @@ def test_every_stage_ends_or_is_skipped_in_any_graph_and_any_order_of_events(nod
         for target in node.next:
             under_way.append((node.name, target, "payload" if done and target in node.routes else "skip"))
         for target in node.stream_to:
-            ends = "end" if done and target in node.told else "close"
+            ends = "end" if done and target in node.explicit_ends else "close"
             under_way.extend((node.name, target, "chunk") for _ in range(node.chunks[target] if done else 0))
             under_way.append((node.name, target, ends))
 

@@ -86,7 +86,7 @@ def test_an_unexpected_or_second_payload_is_an_error_and_changes_nothing() -> No
 
 
 @given(st.permutations(SOURCES))
-def test_a_wait_for_fn_that_says_none_to_the_last_is_told_so(order: list[str]) -> None:
+def test_a_wait_for_fn_that_returns_none_for_the_last_input_fails_with_the_reason(order: list[str]) -> None:
     """Nobody would ask it again, and the request would wait for its deadline."""
     gathering = Gathering("join", SOURCES, static=False)
     for source in order[:-1]:

@@ -325,7 +325,7 @@ def test_a_failed_row_leaves_nothing_in_the_prefix_cache() -> None:
     assert scheduler.pool.cached == 0
 
 
-def test_the_runner_is_not_told_of_an_end_whose_id_is_in_use_again() -> None:
+def test_the_runner_gets_no_notice_of_an_end_whose_id_is_in_use_again() -> None:
     scheduler = make()
     ask(scheduler, "a", [1])
     ask(scheduler, "b", [1])

@@ -13,7 +13,7 @@ INSTANCES = {"a": ["a1", "a2"], "b": ["b1", "b2", "ab"], "c": ["c1", "c2"]}
 BINDINGS = st.fixed_dictionaries({}, optional={stage: st.sampled_from(names) for stage, names in INSTANCES.items()})
 
 
-def test_a_pair_is_told_once_and_brought_along_while_it_is_fresh() -> None:
+def test_a_pair_is_introduced_once_and_brought_along_while_it_is_fresh() -> None:
     made = Introductions()
     first = made.bind(EDGES, {"a": "a1", "b": "b1"}, 0.0)
     assert (first.introduced, first.along) == ({"a1": ["b1"], "b1": ["a1"]}, {"a1", "b1"})
@@ -27,7 +27,7 @@ def test_stages_of_one_instance_and_stages_that_are_not_bound_introduce_nobody()
     assert Introductions().bind(EDGES, {"a": "a1", "x": "x1"}, 0.0) is NOTHING
 
 
-def test_a_pair_without_a_connection_is_told_once_more_and_hears_of_departures_as_before() -> None:
+def test_a_pair_without_a_connection_is_introduced_once_more_and_learns_of_departures_as_before() -> None:
     made = Introductions()
     made.bind(EDGES, {"a": "a1", "b": "b1", "c": "c1"}, 0.0)
     made.lost("b1", "a1")
@@ -42,7 +42,7 @@ def test_a_pair_without_a_connection_is_told_once_more_and_hears_of_departures_a
     assert made.leave("a1") == ["c1"]
 
 
-def test_a_pair_of_another_coordinator_s_hears_of_departures_and_is_told_by_the_next_request() -> None:
+def test_a_pair_of_another_coordinator_learns_of_departures_and_is_introduced_by_the_next_request() -> None:
     made = Introductions()
     made.adopt("a1", "b1")
     made.bind(EDGES, {"a": "a2", "b": "b1"}, 0.0)
@@ -60,41 +60,45 @@ def test_each_hears_of_exactly_those_it_shares_edges_with_and_of_their_departure
     events: list[dict[str, str] | str],
 ) -> None:
     made = Introductions()
-    told: dict[str, set[str]] = {}  #: What each instance has heard and not heard the end of.
+    introduced: dict[str, set[str]] = {}  #: What each instance has heard and not heard the end of.
     now = 0.0
     for event in events:
         now += 1.0
         if isinstance(event, str):
-            assert set(made.leave(event)) == {one for one, known in told.items() if event in known}
-            told.pop(event, None)
-            for known in told.values():
+            assert set(made.leave(event)) == {one for one, known in introduced.items() if event in known}
+            introduced.pop(event, None)
+            for known in introduced.values():
                 known.discard(event)
             continue
         news = made.bind(EDGES, event, now)
         for one, others in news.introduced.items():
             assert len(set(others)) == len(others)
-            assert told.setdefault(one, set()).isdisjoint(others), "nobody is told twice"
-            told[one].update(others)
+            assert introduced.setdefault(one, set()).isdisjoint(others), "each pair is introduced once"
+            introduced[one].update(others)
         wanted = {
             (event[source], event[target])
             for source, target, _ in EDGES
             if source in event and target in event and event[source] != event[target]
         }
         for one, other in wanted:
-            assert other in told[one] and one in told[other]
+            assert other in introduced[one] and one in introduced[other]
             assert made.known(one, other) and made.known(other, one)
         assert set(news.introduced) <= news.along <= {name for pair in wanted for name in pair}
 
 
 @given(st.lists(st.integers(0, 30_000), min_size=1))
 def test_beats_cost_at_most_their_share_and_their_time_changes_seldom(sizes: list[int]) -> None:
-    told, changes = 0.0, 0
+    interval, changes = 0.0, 0
     for members in sizes:
-        before, told = told, beats.interval_s(members, told)
-        changes += told != before
-        load = members * beats.BEAT_COST_S / told if told else members * beats.BEAT_COST_S / beats.SHORTEST_S * 0.05
-        assert load <= beats.SHARE or told == beats.LONGEST_S
-        assert told <= beats.LONGEST_S
+        before, interval = interval, beats.interval_s(members, interval)
+        changes += interval != before
+        load = (
+            members * beats.BEAT_COST_S / interval
+            if interval
+            else members * beats.BEAT_COST_S / beats.SHORTEST_S * 0.05
+        )
+        assert load <= beats.SHARE or interval == beats.LONGEST_S
+        assert interval <= beats.LONGEST_S
     assert beats.interval_s(10) == 0.0
 
 

@@ -26,7 +26,9 @@ def test_a_pool_holds_its_items_in_the_order_of_their_names(events: list[tuple[b
 
 
 @given(st.lists(st.tuples(ITEMS, st.one_of(st.none(), st.integers(0, 2)))))
-def test_each_item_stands_in_one_pool_and_a_change_of_emptiness_is_told(events: list[tuple[str, int | None]]) -> None:
+def test_each_item_stands_in_one_pool_and_a_change_of_emptiness_is_returned(
+    events: list[tuple[str, int | None]],
+) -> None:
     pools, model = Pools[int, str](), dict[str, int]()
     for name, kind in events:
         filled = set(model.values())

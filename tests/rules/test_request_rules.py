@@ -194,7 +194,7 @@ def test_a_request_is_complete_with_its_last_terminal() -> None:
 def test_a_lost_instance_costs_the_one_retry_and_the_second_the_request() -> None:
     one = bound()
     assert one.handle(InstanceLost("voice", 1)) == (ABORT, REBIND)
-    assert one.handle(InstanceLost("voice", 1)) == ()  # told twice of the first
+    assert one.handle(InstanceLost("voice", 1)) == ()  # the first loss is reported twice
     one.handle(AttemptBegan(2))
     assert one.handle(InstanceLost("voice", 1)) == ()  # and once more
     assert one.handle(InstanceLost("voice", 2)) == (ABORT, FAIL)

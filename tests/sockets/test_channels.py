@@ -257,7 +257,7 @@ async def test_what_was_said_on_the_link_before_is_not_heard_again_on_the_next_o
         late.send(frame("bb", "aa", Deregister("old")))
         await a.listener.until(lambda: a.channels.counters["stale_sessions"] >= 1)
         late.close()
-        await b.listener.until(lambda: [peer for peer, _ in b.listener.lost_peers] == ["aa"])  # it is told
+        await b.listener.until(lambda: [peer for peer, _ in b.listener.lost_peers] == ["aa"])  # it is notified
         b.channels.connect("aa", a.endpoint)
         b.send("aa", "new")
         await a.listener.until(lambda: a.listener.received_words == ["old", "new"])
@@ -360,11 +360,11 @@ async def test_a_message_that_cannot_be_read_is_skipped_reported_and_logged_once
         odd.close()
 
 
-async def test_a_request_whose_message_could_not_be_dealt_with_is_told(short_path: Path) -> None:
+async def test_a_request_whose_message_could_not_be_dealt_with_is_reported(short_path: Path) -> None:
     a, b = End("aa", place("ipc", short_path, "a")), End("bb", place("ipc", short_path, "b"))
     async with ends(a, b):
         introduce(a, b)
-        b.listener.raises = ValueError("as told")
+        b.listener.raises = ValueError("on purpose")
         a.channels.send("bb", Consumed("r1", 2, "cc", "s", "t", 1))
         a.send("bb", "next")
         await b.listener.until(lambda: b.listener.received_words == ["next"])

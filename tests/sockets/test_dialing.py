@@ -1,4 +1,4 @@
-"""Outgoing connections over real sockets: many to one socket, shared by endpoint, told apart in events."""
+"""Outgoing connections over real sockets: many to one socket, shared by endpoint, distinct in events."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ async def test_a_name_is_connected_to_as_well_as_an_address() -> None:
         await leaf.listener.until(lambda: leaf.listener.received_words == ["by name"])
 
 
-async def test_a_lost_peer_is_told_apart_from_its_neighbours(folder: Path) -> None:
+async def test_a_lost_peer_is_distinguished_from_its_neighbours(folder: Path) -> None:
     hub = End("hub", f"ipc://{folder}/hub")
     leaves = [End(f"p{number}", f"ipc://{folder}/{number}") for number in range(5)]
     async with ends(hub, *leaves):
@@ -152,7 +152,7 @@ def test_whoever_is_checked_waits_longer_for_a_heartbeat_than_they_are_apart(
 
 @pytest.mark.parametrize("dead_after_s", [3.0, 4.7, 18.0, 30.0, 49.1, 49.3, 60.0, 600.0, 86_400.0])
 @pytest.mark.parametrize("factor", [1.0, 4.0, 8.0, 40.0])
-def test_no_time_is_told_that_the_other_end_s_libzmq_takes_for_a_shorter_one(
+def test_no_time_is_announced_that_the_other_end_s_libzmq_takes_for_a_shorter_one(
     dead_after_s: float, factor: float
 ) -> None:
     """Its milliseconds have 16 bits: 80,000 were 14,464, and each heartbeat ended the connection."""

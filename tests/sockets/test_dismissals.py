@@ -1,4 +1,4 @@
-"""Processes that were declared dead or are refused are told so soon, however many they are."""
+"""Processes that were declared dead or are refused learn that soon, however many they are."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def folder() -> Iterator[str]:
     shutil.rmtree(path)
 
 
-async def test_a_hundred_that_are_declared_dead_at_once_are_all_told_and_come_back(
+async def test_a_hundred_that_are_declared_dead_at_once_all_learn_it_and_come_back(
     folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A place is free when the message is sent: by time alone, it would take for ever here."""

@@ -14,13 +14,13 @@ def merge_all(inputs: dict[str, omni.StagePayload]) -> dict[str, Any]:
     return {source: payload.data["id"] for source, payload in inputs.items()}
 
 
-def bad_if_told(request_id: str) -> None:
+def bad_on_request(request_id: str) -> None:
     if request_id.startswith("bad"):
-        raise ValueError("as told")
+        raise ValueError("on purpose")
 
 
 def bad_route(request_id: str, output: Any) -> str:
-    bad_if_told(request_id)
+    bad_on_request(request_id)
     return "b"
 
 
@@ -33,7 +33,7 @@ def own_data(request_id: str, output: Any) -> omni.Routed:
 
 
 def bad_project(payload: omni.StagePayload) -> Any:
-    bad_if_told(payload.request.id)
+    bad_on_request(payload.request.id)
     return payload
 
 
@@ -46,7 +46,7 @@ def for_c(payload: omni.StagePayload) -> Any:
 
 
 def bad_done(request_id: str, output: Any) -> list[str]:
-    bad_if_told(request_id)
+    bad_on_request(request_id)
     return ["b"]
 
 
@@ -55,7 +55,7 @@ def nobody(request_id: str, output: Any) -> None:
 
 
 def bad_wait(request_id: str, source: str, payload: omni.StagePayload) -> list[str]:
-    bad_if_told(request_id)
+    bad_on_request(request_id)
     return ["a", "b"]
 
 
@@ -77,13 +77,13 @@ def written_into(payload: omni.StagePayload) -> Any:
 
 
 def bad_merge(inputs: dict[str, omni.StagePayload]) -> Any:
-    bad_if_told(next(iter(inputs.values())).request.id)
+    bad_on_request(next(iter(inputs.values())).request.id)
     return merge_all(inputs)
 
 
 def exits(request_id: str, output: Any) -> str:
     if request_id.startswith("bad"):
-        raise SystemExit("as told")
+        raise SystemExit("on purpose")
     return "b"
 
 
@@ -91,17 +91,17 @@ merging, merge_on = threading.Event(), threading.Event()
 
 
 def held_merge(inputs: dict[str, omni.StagePayload]) -> Any:
-    """Stays until it is told to go on."""
+    """Blocks until a test lets it go on."""
     merging.set()
     assert merge_on.wait(60)
     return merge_all(inputs)
 
 
-def as_told(request_id: str, output: Any) -> Any:
+def routes_as_requested(request_id: str, output: Any) -> Any:
     return output["to"]
 
 
-def ends_as_told(request_id: str, output: Any) -> Any:
+def ends_as_requested(request_id: str, output: Any) -> Any:
     return output["done"]
 
 
@@ -146,31 +146,31 @@ def async_merge(inputs: dict[str, omni.StagePayload]) -> Any:
 REFUSED = omni.InvalidRequest("no speech", param="audio")  # one for all hooks, as an author may keep one
 
 
-def refused_if_told(request_id: str) -> None:
+def refused_on_request(request_id: str) -> None:
     if request_id.startswith("bad"):
         raise REFUSED
 
 
 def refusing_route_fn(request_id: str, output: Any) -> str:
-    refused_if_told(request_id)
+    refused_on_request(request_id)
     return "b"
 
 
 def refusing_project_payload(payload: omni.StagePayload) -> Any:
-    refused_if_told(payload.request.id)
+    refused_on_request(payload.request.id)
     return payload
 
 
 def refusing_stream_done_to_fn(request_id: str, output: Any) -> list[str]:
-    refused_if_told(request_id)
+    refused_on_request(request_id)
     return ["b"]
 
 
 def refusing_wait_for_fn(request_id: str, source: str, payload: omni.StagePayload) -> list[str]:
-    refused_if_told(request_id)
+    refused_on_request(request_id)
     return ["a", "b"]
 
 
 def refusing_merge_fn(inputs: dict[str, omni.StagePayload]) -> Any:
-    refused_if_told(next(iter(inputs.values())).request.id)
+    refused_on_request(next(iter(inputs.values())).request.id)
     return merge_all(inputs)

@@ -182,7 +182,7 @@ async def test_inputs_that_wait_at_a_busy_fan_in_are_freed_with_their_request() 
     stage_functions.merging.clear()
     stage_functions.merge_on.clear()
     plans = [
-        plan("give", entry=True, next=("other", "take"), route_fn="stage_functions:as_told", relay=MANY),
+        plan("give", entry=True, next=("other", "take"), route_fn="stage_functions:routes_as_requested", relay=MANY),
         plan("other", inputs_from=("give",), next=("take",)),
         plan(
             "take",
@@ -294,7 +294,7 @@ async def test_a_request_that_fails_at_a_busy_stage_lets_go_of_what_waits_of_it(
         for _ in range(3):
             yield omni.Chunk(np.zeros(LARGE, np.uint8))
         if payload.request.id != "busy":
-            raise RequestError("stage_failed", "as told")
+            raise RequestError("stage_failed", "on purpose")
 
     async def take(session: omni.Session) -> AsyncIterator[Any]:
         async for _ in session.chunks():

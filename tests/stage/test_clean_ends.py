@@ -134,7 +134,7 @@ async def test_late_messages_of_attempts_that_a_coordinator_has_ended_meanwhile_
         assert begun == ["next"]
 
 
-@pytest.mark.parametrize("kind", ["waits for chunks", "is told"])
+@pytest.mark.parametrize("kind", ["waits for chunks", "gets an abort"])
 def test_a_follower_whose_leader_is_gone_or_has_aborted_runs_finally_blocks(kind: str) -> None:
     begun, ended = threading.Event(), threading.Event()
 
@@ -156,7 +156,7 @@ def test_a_follower_whose_leader_is_gone_or_has_aborted_runs_finally_blocks(kind
     thread.start()
     inbox.follow(events.ChunkIn("r1", omni.Chunk(1, source="a", request=OmniRequest(id="r1")), work_of(follower)))
     assert begun.wait(PATIENCE_S)
-    if kind == "is told":
+    if kind == "gets an abort":
         follower.work(RankWork(0, "abort", "r1", OWNER, 1), None)
     else:
         follower.abort_all()

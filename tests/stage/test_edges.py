@@ -69,7 +69,7 @@ def test_instances_that_come_and_go_are_forgotten() -> None:
     assert edges.to("b", "other") is not first
 
 
-def test_that_a_stage_waits_for_its_target_is_told_where_the_target_is() -> None:
+def test_that_a_stage_waits_for_its_target_is_reported_where_the_target_is() -> None:
     edges, _, b, channels = made()
     edges.stalled("b", "me", True)
     edges.stalled("b", "other", True)

@@ -118,7 +118,7 @@ def test_only_the_runtime_opens_a_gate() -> None:
 
 
 def exits(future: Any) -> None:
-    raise SystemExit("as told")
+    raise SystemExit("on purpose")
 
 
 @pytest.mark.parametrize("meddle", [lambda gate: gate.set_result(None), lambda gate: gate.add_done_callback(exits)])

@@ -1,6 +1,6 @@
 """Errors that are hostile objects themselves: they fail their request like any other, whichever engine meets them.
 
-And threads of a stage that end: that is told, and ends the process. Real stages and engines, the wire's own codec.
+And threads of a stage that end: that is reported, and ends the process. Real stages and engines, the wire's own codec.
 """
 
 from __future__ import annotations
@@ -229,7 +229,7 @@ def test_a_refused_value_is_logged_in_one_line_and_an_authors_exception_with_its
     assert failed.startswith("request r failed in a.run: KeyError: 'x'\nTraceback")
 
 
-def test_an_error_keeps_what_of_it_can_be_told() -> None:
+def test_an_error_keeps_what_of_it_can_be_printed() -> None:
     assert failure_of(ERRORS["a param that is a path"](), "a", "run") == Failure(
         "invalid_request", "no", "a", "run", "a/b"
     )
@@ -249,7 +249,7 @@ class Unsent:
     def copy_out(self) -> None: ...
 
     def discard(self) -> None:
-        raise MemoryError("as told")
+        raise MemoryError("on purpose")
 
 
 def hold(made: World, name: str, *, concurrency: int) -> tuple[Callable[[omni.StagePayload], Any], dict[str, Any]]:
@@ -354,7 +354,7 @@ class Opened:
 
 
 @pytest.mark.parametrize("waits", [True, False], ids=["get", "get_nowait"])
-def test_what_the_ranks_cannot_be_told_fails_its_request_and_rank_0_takes_the_next(waits: bool) -> None:
+def test_what_cannot_be_sent_to_the_ranks_fails_its_request_and_rank_0_takes_the_next(waits: bool) -> None:
     """What a merge gave has not travelled yet, and need not be able to."""
     failed: list[str] = []
     said: list[tuple[str, str]] = []

@@ -168,7 +168,7 @@ async def test_streams_of_one_id_keep_their_chunks_apart_and_a_failure_ends_its_
         for number in range(4):
             yield omni.Chunk([payload.data, number])
         if payload.data == "theirs":
-            raise ValueError("told to")
+            raise ValueError("on purpose")
         yield omni.Result(payload.data)
 
     async with world(seed=3) as made:
@@ -182,7 +182,7 @@ async def test_streams_of_one_id_keep_their_chunks_apart_and_a_failure_ends_its_
             assert [made.opened(one.body, "s")["data"] for one in streamed] == [[value, n] for n in range(4)]
         ends = {to: one.failure for to, one in made.received_by if isinstance(one, Complete)}
         assert ends[OWNER] is None
-        assert ends[OTHER] == Failure("stage_failed", "ValueError: told to", "s", "run")
+        assert ends[OTHER] == Failure("stage_failed", "ValueError: on purpose", "s", "run")
 
 
 @pytest.mark.parametrize("reborn", [False, True])

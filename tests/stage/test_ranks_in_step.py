@@ -244,7 +244,7 @@ def test_a_follower_that_is_through_with_an_aborted_request_begins_it_no_second_
 
 
 def test_a_request_aborted_before_its_turn_is_never_begun_on_any_rank() -> None:
-    begun, told = threading.Event(), list[tuple[str, str]]()
+    begun, calls = threading.Event(), list[tuple[str, str]]()
     loop: list[asyncio.AbstractEventLoop] = []
     go = asyncio.Event()
 
@@ -253,13 +253,13 @@ def test_a_request_aborted_before_its_turn_is_never_begun_on_any_rank() -> None:
         begun.set()
         await go.wait()
 
-    def tell(kind: str, work: Any = None, fields: dict[str, Any] | None = None) -> None:
-        told.append((kind, work.request_id))
+    def record_call(kind: str, work: Any = None, fields: dict[str, Any] | None = None) -> None:
+        calls.append((kind, work.request_id))
 
     engine = as_engine(omni.Simple(compute, concurrency=1), sources=())
     couple(engine, "a")
     outbox, stop = Recorder(), threading.Event()
-    inbox = LeaderInbox(lambda work, error: outbox.fail(work, error), tell)
+    inbox = LeaderInbox(lambda work, error: outbox.fail(work, error), record_call)
     thread = threading.Thread(target=engine.run, args=(inbox, outbox, stop), daemon=True)
     thread.start()
     works = {name: OneWork(name) for name in ("r1", "r2", "r3")}
@@ -274,4 +274,4 @@ def test_a_request_aborted_before_its_turn_is_never_begun_on_any_rank() -> None:
     stop.set()
     inbox.close()
     thread.join(PATIENCE_S)
-    assert told == [("start", "r1"), ("start", "r3")]
+    assert calls == [("start", "r1"), ("start", "r3")]

@@ -58,10 +58,15 @@ LAZY = "is async or a generator; a hook is a plain function that returns"
 @pytest.mark.parametrize(
     ("fields", "function", "hook", "message"),
     [
-        ({"route_fn": "stage_functions:bad_route"}, echo, "route_fn", "ValueError: as told"),
-        ({"route_fn": "stage_functions:exits"}, echo, "route_fn", "SystemExit: as told"),
+        ({"route_fn": "stage_functions:bad_route"}, echo, "route_fn", "ValueError: on purpose"),
+        ({"route_fn": "stage_functions:exits"}, echo, "route_fn", "SystemExit: on purpose"),
         ({"route_fn": "stage_functions:nowhere"}, echo, "route_fn", "names ['ghost'], not in next; it declares ['b']"),
-        ({"project_payload": {"b": "stage_functions:bad_project"}}, echo, "project_payload[b]", "ValueError: as told"),
+        (
+            {"project_payload": {"b": "stage_functions:bad_project"}},
+            echo,
+            "project_payload[b]",
+            "ValueError: on purpose",
+        ),
         ({"project_payload": {"b": "stage_functions:async_project"}}, echo, "project_payload[b]", LAZY),
         ({"route_fn": "stage_functions:async_route"}, echo, "route_fn", LAZY),
         ({"route_fn": "stage_functions:lazy_route"}, echo, "route_fn", LAZY),
@@ -69,7 +74,7 @@ LAZY = "is async or a generator; a hook is a plain function that returns"
             {"stream_to": ("b",), "stream_done_to_fn": "stage_functions:bad_done"},
             streams,
             "stream_done_to_fn",
-            "ValueError: as told",
+            "ValueError: on purpose",
         ),
     ],
 )
@@ -92,9 +97,9 @@ async def test_a_hook_that_raises_fails_its_request_with_its_name(
         (
             {"wait_for_fn": "stage_functions:bad_wait", "merge_fn": "stage_functions:merge_all"},
             "wait_for_fn",
-            "ValueError: as told",
+            "ValueError: on purpose",
         ),
-        ({"merge_fn": "stage_functions:bad_merge"}, "merge_fn", "ValueError: as told"),
+        ({"merge_fn": "stage_functions:bad_merge"}, "merge_fn", "ValueError: on purpose"),
         ({"merge_fn": "stage_functions:async_merge"}, "merge_fn", LAZY),
     ],
 )
@@ -166,7 +171,7 @@ def raises(error: BaseException) -> Any:
     ],
     ids=["error", "exit", "invalid request", "unknown code", "surrogate", "megabytes"],
 )
-async def test_what_a_function_raises_is_told_whatever_its_words(error: BaseException, failure: Failure) -> None:
+async def test_what_a_function_raises_is_reported_whatever_its_words(error: BaseException, failure: Failure) -> None:
     async with world() as made:
         two_stages(made, raises(error))
         made.submit("bad", "a", "x")

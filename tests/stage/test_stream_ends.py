@@ -128,8 +128,14 @@ async def test_a_terminal_stage_streams_to_its_client_and_to_another_stage(to: s
 async def test_a_route_round_a_streams_source_ends_that_stream(to: list[str], apart: bool) -> None:
     """Where nothing begins b, it is skipped, and so is what comes after it."""
     plans = [
-        plan("r", entry=True, next=("a", "b"), route_fn="stage_functions:as_told"),
-        plan("a", next=("c",), stream_to=("b",), inputs_from=("r",), stream_done_to_fn="stage_functions:ends_as_told"),
+        plan("r", entry=True, next=("a", "b"), route_fn="stage_functions:routes_as_requested"),
+        plan(
+            "a",
+            next=("c",),
+            stream_to=("b",),
+            inputs_from=("r",),
+            stream_done_to_fn="stage_functions:ends_as_requested",
+        ),
         plan("b", next=("d",), inputs_from=("r",), stream_from=("a",)),
         plan("c", terminal=True, inputs_from=("a",)),
         plan("d", terminal=True, inputs_from=("b",)),
@@ -139,16 +145,16 @@ async def test_a_route_round_a_streams_source_ends_that_stream(to: list[str], ap
         place(made, plans, functions, apart=apart)
         made.submit("silent", "r", {"to": to, "chunks": 0, "done": None})
         made.submit("some", "r", {"to": to, "chunks": 2, "done": None})
-        made.submit("told", "r", {"to": to, "chunks": 0, "done": ["b"]})
+        made.submit("explicit", "r", {"to": to, "chunks": 0, "done": ["b"]})
         await made.until(lambda: len(made.received) == 6)
         assert all(one.failure is None for one in made.received if isinstance(one, Complete)), made.received
         begun = {"silent"} if "b" in to else set()
-        begun |= {"some", "told"} if "a" in to or "b" in to else set()
+        begun |= {"some", "explicit"} if "a" in to or "b" in to else set()
         assert made.results().keys() >= begun
         assert sorted(given_by(made, "d"), key=len) == ([[], [], []] if "a" not in to else
                                                         [[], [], [0, 1]] if "b" in to else [[], [0, 1]])  # fmt: skip
         assert {request for request, source in skipped(made) if source == "c"} == (
-            set() if "a" in to else {"silent", "some", "told"}
+            set() if "a" in to else {"silent", "some", "explicit"}
         )
         assert ("silent", "d") in skipped(made) or "b" in to
         await made.until(lambda: all(host.idle for host in made.hosts.values()))
@@ -157,7 +163,7 @@ async def test_a_route_round_a_streams_source_ends_that_stream(to: list[str], ap
 @APART
 async def test_of_several_streams_those_that_are_skipped_are_not_waited_for(apart: bool) -> None:
     plans = [
-        plan("r", entry=True, next=("a", "b", "c"), route_fn="stage_functions:as_told"),
+        plan("r", entry=True, next=("a", "b", "c"), route_fn="stage_functions:routes_as_requested"),
         plan("a", next=("c",), stream_to=("c",), inputs_from=("r",)),
         plan("b", next=("c",), stream_to=("c",), inputs_from=("r",)),
         plan("c", terminal=True, inputs_from=("r", "a", "b"), stream_from=("a", "b")),
@@ -192,7 +198,7 @@ async def test_a_stream_without_chunks_and_without_a_payload_brings_its_request(
 @APART
 async def test_waiting_for_a_payload_that_went_elsewhere_fails_at_once(apart: bool) -> None:
     plans = [
-        plan("a", entry=True, next=("b", "c"), stream_to=("b",), route_fn="stage_functions:as_told"),
+        plan("a", entry=True, next=("b", "c"), stream_to=("b",), route_fn="stage_functions:routes_as_requested"),
         plan("b", terminal=True, inputs_from=("a",), stream_from=("a",)),
         plan("c", terminal=True, inputs_from=("a",)),
     ]
@@ -209,7 +215,7 @@ async def test_waiting_for_a_payload_that_went_elsewhere_fails_at_once(apart: bo
 @APART
 async def test_a_fan_in_that_lacks_a_skipped_source_is_skipped_itself(apart: bool) -> None:
     plans = [
-        plan("r", entry=True, next=("a", "b"), route_fn="stage_functions:as_told"),
+        plan("r", entry=True, next=("a", "b"), route_fn="stage_functions:routes_as_requested"),
         plan("a", next=("j",), inputs_from=("r",)),
         plan("b", next=("j",), inputs_from=("r",)),
         plan("j", terminal=True, inputs_from=("a", "b"), wait_for=("a", "b"), merge_fn="stage_functions:merge_all"),

@@ -210,7 +210,7 @@ async def test_an_engine_that_waits_for_input_of_a_request_that_it_has_begun_doe
         await made.until(lambda: made.hosts["pc"].idle)
 
 
-async def test_a_coordinator_is_told_that_clients_hold_a_stage_up_while_others_wait_for_it_only() -> None:
+async def test_a_coordinator_is_notified_that_clients_hold_a_stage_up_only_while_others_wait_for_it() -> None:
     def sent() -> list[bool]:
         return [one.stalled for one in made.received if isinstance(one, StreamStalled) and one.target == "coordinator"]
 

@@ -53,7 +53,7 @@ class Relays:
 
 
 async def fetched(operation: Operation, then: Any) -> list[Exception]:
-    """What the request was told."""
+    """The failures that the request received."""
     failures: list[Exception] = []
     fetching = Fetching(Relays(operation), asyncio.get_running_loop())  # type: ignore[arg-type]
     fetching.fetch("peer", Body(transfer=b"here"), "r#1", then, failures.append)
@@ -64,17 +64,17 @@ async def fetched(operation: Operation, then: Any) -> list[Exception]:
 
 
 def raises(got: Fetched) -> None:
-    raise KeyError("as told")
+    raise KeyError("on purpose")
 
 
 @pytest.mark.parametrize("later", [False, True], ids=["here", "comes later"])
-async def test_a_transfer_that_fails_is_told_the_request(later: bool) -> None:
+async def test_a_transfer_that_fails_fails_its_request(later: bool) -> None:
     error = TransferError("gone")
     assert await fetched(Operation(later=later, error=error), lambda got: None) == [error]
 
 
 @pytest.mark.parametrize("error", [OSError(12, "Cannot allocate memory"), MemoryError(), KeyError("x")], ids=repr)
-async def test_a_payload_that_comes_late_and_finds_no_memory_is_told_the_request(
+async def test_a_payload_that_comes_late_and_finds_no_memory_fails_its_request(
     error: Exception, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Of one that is here at once, the loop over messages tells the request."""
@@ -84,7 +84,7 @@ async def test_a_payload_that_comes_late_and_finds_no_memory_is_told_the_request
     assert "what came for request r#1 could not be fetched" in caplog.text
 
 
-async def test_a_payload_that_came_late_and_could_not_be_dealt_with_is_told_the_request(
+async def test_a_payload_that_came_late_and_could_not_be_dealt_with_fails_its_request(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     (error,) = await fetched(Operation(later=True, error=None), raises)

@@ -115,7 +115,7 @@ async def test_what_does_not_move_any_more_fails_alone(begun: bool) -> None:
 
 
 async def test_what_was_lost_with_a_connection_fails_while_later_transfers_come() -> None:
-    """The sender's socket connects again and goes on behind what was under way. Nobody is told that it is lost."""
+    """The sender's socket connects again and goes on behind what was under way. Nothing reports the loss."""
     both = Pair("tcp")
     facts = both.b.facts()
     proxy = Proxy(facts["tcp"]["endpoint"])
