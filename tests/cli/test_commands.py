@@ -177,7 +177,7 @@ def test_the_pages_example_of_explain_is_what_it_prints(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(
-    ("path", "told"),
+    ("path", "explanation"),
     [
         ("stages.aa.gpu", "--explain stages.aa.gpu: 'aa' is no stage; did you mean a?"),
         ("relayBackand", "--explain relayBackand: 'relayBackand' is no key of the spec; did you mean relayBackend?"),
@@ -186,12 +186,12 @@ def test_the_pages_example_of_explain_is_what_it_prints(monkeypatch: pytest.Monk
         ("processGroups.p.replicas", "--explain processGroups.p.replicas: nothing is there"),
     ],
 )
-def test_a_path_that_names_nothing_is_explained_by_what_is_there(path: str, told: str, tmp_path: Path) -> None:
+def test_a_path_that_names_nothing_is_explained_by_what_is_there(path: str, explanation: str, tmp_path: Path) -> None:
     file = tmp_path / "said.yaml"
     file.write_text(EXPLAINED)
     done = omni("plan", "-f", file, "--explain", path)
     assert (done.exit_code, done.stdout) == (1, "")
-    assert told in done.stderr
+    assert explanation in done.stderr
 
 
 def test_plan_says_by_reference_once_stages_share_a_process() -> None:

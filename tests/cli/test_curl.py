@@ -106,14 +106,14 @@ def test_a_key_is_asked_for_by_every_route_that_is_not_a_probe(base: Path) -> No
     with up(base, file=file) as run:
         url = run.wait_for(r"answers at (http://\S+)")[1]
         for path, code in (("v1/models", "401"), ("status", "401"), ("readyz", "200")):
-            told = subprocess.run(
+            finished = subprocess.run(
                 ["curl", "-s", "-o", "/dev/null", "-w", "%{http_code}", f"{url}/{path}"],
                 capture_output=True,
                 text=True,
                 timeout=PATIENCE_S,
                 check=True,
             )
-            assert told.stdout == code, path
+            assert finished.stdout == code, path
 
 
 def test_omni_up_refuses_to_listen_for_everybody_without_a_key(base: Path) -> None:

@@ -59,7 +59,7 @@ def serving(status: int, content: bytes, asked: list[str] | None = None) -> Iter
         server.server_close()
 
 
-def told(done: Result) -> str:
+def error_line(done: Result) -> str:
     """Its one line."""
     assert done.exit_code == 1
     assert isinstance(done.exception, SystemExit), repr(done.exception)
@@ -87,7 +87,7 @@ def test_an_answer_of_another_program_is_said_to_be_one(
     if content == b"{}" and "--json" in command:
         return  # it is printed as it is
     with serving(status, content) as url:
-        line = told(omni(*command, "--url", url))
+        line = error_line(omni(*command, "--url", url))
     assert line.startswith(f"error: {url}")
     assert problem in line
 
@@ -105,7 +105,7 @@ def test_an_answer_of_another_program_is_said_to_be_one(
 )
 def test_a_url_or_a_key_that_cannot_be_is_named(options: tuple[str, ...], problem: str) -> None:
     for command in (("top", "--once"), ("trace", "x"), ("profile", "list")):
-        assert problem in told(omni(*command, *options))
+        assert problem in error_line(omni(*command, *options))
 
 
 @pytest.mark.parametrize("proxy", ["http", "socks5"])

@@ -1,4 +1,4 @@
-"""What people do wrong is told in one line that names the place, with an exit code for scripts, and no traceback."""
+"""A mistake is reported in one line that names the place, with an exit code for scripts, and no traceback."""
 
 from __future__ import annotations
 
@@ -211,14 +211,14 @@ def test_an_interrupt_is_no_traceback_whether_a_command_has_begun_or_not(tmp_pat
         "import click\nfrom stage_runtime.cli import options\n@click.command()\ndef command():\n"
         f"    with options.errors_as_messages():\n        {interrupts}"
     )
-    told = {}
+    outcomes = {}
     for module in ("early", "late"):
         program = f"from stage_runtime import cli; cli.COMMANDS['x'] = ({module!r}, ''); cli.main(['x'])"
         environ = {**os.environ, "PYTHONPATH": str(tmp_path)}
         command = [sys.executable, "-P", "-c", program]
         done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=100, check=False)
-        told[module] = (done.returncode, done.stderr)
-    assert told == {"early": (-signal.SIGINT, ""), "late": (130, "interrupted\n")}
+        outcomes[module] = (done.returncode, done.stderr)
+    assert outcomes == {"early": (-signal.SIGINT, ""), "late": (130, "interrupted\n")}
 
 
 @pytest.mark.parametrize("command", [("up", "-f"), ("validate", "-f"), ("validate", "--imports", "-f")])

@@ -219,7 +219,7 @@ def test_a_factory_that_raises_is_shown_with_its_traceback_and_exit_code_1(base:
     assert runs(base) == []
 
 
-def test_a_misspelt_factory_is_told_in_one_line_with_the_nearest_name(base: Path) -> None:
+def test_a_misspelt_factory_is_reported_in_one_line_with_the_nearest_name(base: Path) -> None:
     with up(base, "--set", "stages.shout.factory=hello:shuot") as run:
         assert run.program.wait(PATIENCE_S) == 1
         said = [line for line in run.text.splitlines() if "shuot" in line]

@@ -39,7 +39,7 @@ def with_stage(**fields: object) -> Document:
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("given", "fault"),
     [
         ({"stages": [{"nme": "a"}] * 65}, "stages: has 65 entries; at most 64 are allowed"),
         (pair(env=[{"nme": "a"}] * 257), "env: has 257 entries; at most 256 are allowed"),
@@ -49,10 +49,10 @@ def with_stage(**fields: object) -> Document:
     ],
     ids=["stages", "variables", "a map", "targets", "a text"],
 )
-def test_what_is_beyond_its_bound_is_refused_before_anything_in_it_is_looked_at(given: object, told: str) -> None:
+def test_what_is_beyond_its_bound_is_refused_before_anything_in_it_is_looked_at(given: object, fault: str) -> None:
     error = error_of(of_resource(given))
     assert isinstance(error, InvalidPipeline)
-    assert [str(fault) for fault in error.faults] == [told]
+    assert [str(each) for each in error.faults] == [fault]
 
 
 def test_the_work_of_reading_a_file_grows_as_its_length_does() -> None:

@@ -1,4 +1,4 @@
-"""From a spec to what every process is told."""
+"""From a spec to the plan that every process gets."""
 
 from __future__ import annotations
 
@@ -295,7 +295,7 @@ def test_a_plan_has_the_given_name_or_one_made_of_the_model() -> None:
     assert planning.plan(config).coordinator.model == "Org/Some_Model-7B"
 
 
-def test_a_bad_name_and_the_specs_faults_are_told_together() -> None:
+def test_a_bad_name_and_the_specs_faults_are_reported_together() -> None:
     config = PipelineConfig(stages=[StageConfig(name="a", factory="w:m", terminal=True)])
     with pytest.raises(InvalidPipeline) as raised:
         planning.plan(config, name="x-peers")

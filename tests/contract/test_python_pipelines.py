@@ -422,7 +422,9 @@ raise Silent
         (FAMILY + "    def __post_init__(self):\n        raise SystemExit(3)\npipeline = Mine()\n", "SystemExit: 3"),
     ],
 )
-def test_whatever_a_module_does_while_it_is_loaded_is_told_in_one_line(tmp_path: Path, text: str, said: str) -> None:
+def test_whatever_a_module_does_while_it_is_loaded_is_reported_in_one_line(
+    tmp_path: Path, text: str, said: str
+) -> None:
     """A module that ends the program would end `omni up` without a word, and with its own exit code."""
     file = written(tmp_path, text)
     plain = written(tmp_path, "config_cls: family:Mine\n", "p.yaml")

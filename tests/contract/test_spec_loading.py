@@ -286,11 +286,11 @@ def test_a_file_beats_its_class_and_the_command_line_beats_both() -> None:
     assert loaded.spec.stage("a").factory_args == {"x": 1, "w": 2, "z": 3}
     assert loaded.spec.gpu_memory_limit == 0.5
     assert loaded.spec.stage("b").terminal
-    told = {each.path: each.source for each in loading.explain(loaded)}
-    assert told["modelPath"] == "f.yaml, line 2"
-    assert told["gpuMemoryLimit"] == f"default of {__name__}:Voice"
-    assert told["stages[1].terminal"] == f"default of {__name__}:Voice"
-    assert told["relayBackend"] == "default"
+    explained = {each.path: each.source for each in loading.explain(loaded)}
+    assert explained["modelPath"] == "f.yaml, line 2"
+    assert explained["gpuMemoryLimit"] == f"default of {__name__}:Voice"
+    assert explained["stages[1].terminal"] == f"default of {__name__}:Voice"
+    assert explained["relayBackend"] == "default"
     assert loaded.sources["stages[0].factoryArgs.x"] == f"default of {__name__}:Voice"
     assert loaded.sources["stages[0].factoryArgs.w"] == "f.yaml, line 5"
     assert loaded.sources["stages[0].factoryArgs.z"] == "--set stages.a.factoryArgs.z=3"
@@ -321,10 +321,10 @@ def test_an_override_reaches_the_place_its_path_names(
     text: str, overrides: list[str], path: str, value: object
 ) -> None:
     loaded = loading.loads(text, overrides=overrides)
-    told = {each.path: each for each in loading.explain(loaded)}
-    assert told[path].value == value
+    explained = {each.path: each for each in loading.explain(loaded)}
+    assert explained[path].value == value
     if value is not None:
-        assert "--set" in told[path].source
+        assert "--set" in explained[path].source
 
 
 @pytest.mark.parametrize(

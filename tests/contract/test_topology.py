@@ -616,8 +616,8 @@ CASES: dict[str, tuple[Document, list[str]]] = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_every_fault_is_named_with_its_path(name: str) -> None:
-    document, told = CASES[name]
-    assert faults(document) == told
+    document, expected = CASES[name]
+    assert faults(document) == expected
 
 
 def test_a_fault_carries_the_names_involved() -> None:

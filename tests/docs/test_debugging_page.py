@@ -102,7 +102,7 @@ def test_pytest_opens_the_debugger_where_the_function_raised(folder: Path) -> No
     assert "> captions.py(9)caption()" in TEXT
 
 
-async def test_a_failed_request_is_told_to_the_client_and_in_the_log(folder: Path) -> None:
+async def test_a_failed_request_is_reported_to_the_client_and_in_the_log(folder: Path) -> None:
     async with running(folder, PIPELINE.format(factory="captions:load")) as pipeline:
         answer = await pipeline.ask({"tokens": [9]})
         [shown] = blocks(PAGE, "json")

@@ -36,10 +36,10 @@ def test_the_hosted_workflow_names_tests_that_exist_and_every_folder_with_cluste
     comment = "".join(line for line in (ROOT / WORKFLOW).read_text().splitlines() if line.startswith("#"))
     named = set(re.findall(r"tests/[\w/.]+", steps()))
     assert [path for path in sorted(named) if not (ROOT / path).exists()] == []
-    told = named | set(re.findall(r"tests/[\w/]+(?:\.py)?", comment))
+    paths = named | set(re.findall(r"tests/[\w/]+(?:\.py)?", comment))
     marked = [path for path in (ROOT / "tests").rglob("test_*.py") if "pytest.mark.cluster" in path.read_text()]
     here = {path.relative_to(ROOT).as_posix() for path in marked} - {"tests/docs/test_developer_files.py"}
-    assert {path for path in here if not {path, path.rpartition("/")[0]} & told} == set()
+    assert {path for path in here if not {path, path.rpartition("/")[0]} & paths} == set()
 
 
 def test_the_hooks_are_what_make_check_runs() -> None:

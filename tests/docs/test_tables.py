@@ -92,7 +92,7 @@ class Asked(dict[str, str]):
 
 
 @pytest.fixture
-def told(tmp_path: Path) -> Iterator[tuple[PipelinePlan, dict[str, str]]]:
+def planned(tmp_path: Path) -> Iterator[tuple[PipelinePlan, dict[str, str]]]:
     """A plan with a TP stage, and an environment in which every role would start."""
     stage = StageConfig(name="big", factory="m:f", gpu=[0, 1], tp_size=2, terminal=True)
     plan = planning.plan(PipelineConfig(name="p", stages=[stage]))
@@ -114,9 +114,9 @@ def told(tmp_path: Path) -> Iterator[tuple[PipelinePlan, dict[str, str]]]:
 
 
 def test_every_variable_that_a_process_reads_stands_in_the_table(
-    told: tuple[PipelinePlan, dict[str, str]], tmp_path: Path
+    planned: tuple[PipelinePlan, dict[str, str]], tmp_path: Path
 ) -> None:
-    _, environment = told
+    _, environment = planned
     stage, coordinator = Asked(environment), Asked({**environment, "OMNI_PLAN": str(tmp_path / "coordinator")})
     settings.stage(stage)
     settings.coordinator(coordinator)
@@ -200,7 +200,7 @@ def _anchors(document: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def test_a_plan_is_encoded_in_one_way(told: tuple[PipelinePlan, dict[str, str]]) -> None:
+def test_a_plan_is_encoded_in_one_way(planned: tuple[PipelinePlan, dict[str, str]]) -> None:
     """As decisions.md has it: the same plan gives the same bytes, whoever encodes it."""
-    plan, _ = told
+    plan, _ = planned
     assert canonical.encode(plan) == canonical.encode(msgspec.json.decode(canonical.encode(plan), type=PipelinePlan))

@@ -27,9 +27,9 @@ def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_the_test_that_it_shows_passes(written: Path) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_captions.py"]
-    told = subprocess.run(command, cwd=written, capture_output=True, text=True, timeout=100)
-    assert told.returncode == 0, told.stdout
-    assert "2 passed" in told.stdout
+    finished = subprocess.run(command, cwd=written, capture_output=True, text=True, timeout=100)
+    assert finished.returncode == 0, finished.stdout
+    assert "2 passed" in finished.stdout
 
 
 def test_its_streaming_stage_speaks_every_word(written: Path) -> None:

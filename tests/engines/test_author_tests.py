@@ -104,7 +104,7 @@ def test_what_a_function_gets_shares_no_container_with_the_test() -> None:
     assert given == {"list": [1]}
 
 
-def test_a_factory_gets_a_context_and_its_mistakes_are_told() -> None:
+def test_a_factory_gets_a_context_and_its_mistakes_are_reported() -> None:
     def make(context: omni.StageContext, tp_size: int) -> Callable[[omni.StagePayload], Any]:
         return lambda payload: [context.name, context.device, tp_size]
 
@@ -120,7 +120,7 @@ def test_chunks_for_a_function_that_takes_none_are_refused() -> None:
     assert "takes no chunks" in str(one.error)
 
 
-def test_an_engine_that_crashes_fails_its_requests_and_one_that_never_answers_is_told_apart() -> None:
+def test_an_engine_that_crashes_fails_its_requests_and_one_that_never_answers_is_distinguished() -> None:
     class Crashes:
         def run(self, inbox: Any, outbox: Any, stop: Event) -> None:
             raise RuntimeError("out of memory")
@@ -189,7 +189,7 @@ def test_a_whole_request_can_be_given() -> None:
 def test_the_light_import_stays_light() -> None:
     """``omni.testing`` is there when it is asked for, and costs nothing before."""
     script = "import sys, stage_runtime; print({'torch', 'zmq', 'fastapi', 'numpy', 'uvloop'} & set(sys.modules))"
-    told = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=True)
-    assert told.stdout.strip() == "set()"
+    finished = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=True)
+    assert finished.stdout.strip() == "set()"
     with pytest.raises(AttributeError, match="no attribute 'tseting'"):
         getattr(omni, "tseting")  # noqa: B009

@@ -16,7 +16,7 @@ Payload = omni.StagePayload
 
 
 class Doubling:
-    """Doubles; holds its first batch until told, so that the next ones gather company."""
+    """Doubles; holds its first batch until `go` is set, so that the next requests gather in one batch."""
 
     def __init__(self) -> None:
         self.batches: list[list[Any]] = []
@@ -162,7 +162,7 @@ def test_a_list_that_is_not_what_it_says_fails_its_batch_alone(results: list[Any
         assert rig.outbox.several(2) == [("r1", "failed", said), ("r2", "done", "good")]
 
 
-def test_a_batch_function_that_gives_a_coroutine_is_told_that_it_must_not() -> None:
+def test_a_batch_function_that_gives_a_coroutine_fails_with_the_reason() -> None:
     async def results() -> list[Any]:
         return [1]
 

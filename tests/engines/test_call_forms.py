@@ -118,7 +118,7 @@ def test_the_chat_template_says_which_form_a_model_writes(template: str | None, 
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_model_whose_template_takes_no_tools_is_told_the_form_that_is_read(form: str) -> None:
+def test_a_model_whose_template_takes_no_tools_is_prompted_with_the_form_that_is_read(form: str) -> None:
     sample = FORMS[form].sample
     name = "function's name"
     _text, [call] = tools_of(form, sample, name)

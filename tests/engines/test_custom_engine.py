@@ -69,10 +69,10 @@ def test_what_names_no_request_reaches_none(said: Any) -> None:
     def step(event: Any, outbox: Any) -> None:
         try:
             outbox.put(said)
-            told = "discarded"
+            outcome = "discarded"
         except TypeError as error:
-            told = str(error)
-        outbox.put(events.Done(event.request_id, told))
+            outcome = str(error)
+        outbox.put(events.Done(event.request_id, outcome))
 
     words = (
         "discarded"
@@ -85,11 +85,11 @@ def test_what_names_no_request_reaches_none(said: Any) -> None:
 
 
 def test_an_event_that_is_no_answer_fails_its_request_and_not_the_loop() -> None:
-    told: list[str] = []
+    aborted: list[str] = []
 
     def step(event: Any, outbox: Any) -> None:
         if isinstance(event, events.Abort):
-            told.append(event.request_id)
+            aborted.append(event.request_id)
         else:
             outbox.put(event)
             outbox.put(events.Done(event.request_id, "late"))
@@ -100,7 +100,7 @@ def test_an_event_that_is_no_answer_fails_its_request_and_not_the_loop() -> None
             said = (request_id, "failed", "TypeError: outbox.put takes Emit, Done or Failed, not Start")
             assert rig.outbox.next() == said
     assert rig.outbox.said.empty()
-    assert told == ["r1", "r2"]
+    assert aborted == ["r1", "r2"]
 
 
 def test_a_chunk_that_cannot_be_sent_fails_its_request_and_not_the_loop() -> None:
@@ -114,7 +114,7 @@ def test_a_chunk_that_cannot_be_sent_fails_its_request_and_not_the_loop() -> Non
 
 
 def test_a_loop_hears_of_the_abort_of_a_request_whose_chunk_cannot_be_sent() -> None:
-    """It keeps the state of its requests until it has ended them or is told."""
+    """It keeps the state of its requests until it has ended them or is sent an Abort."""
     states: dict[str, Any] = {}
 
     def step(event: Any, outbox: Any) -> None:
@@ -136,7 +136,7 @@ def test_a_loop_hears_of_the_abort_of_a_request_whose_chunk_cannot_be_sent() -> 
     assert rig.outbox.said.empty()
 
 
-def test_a_loop_is_told_when_a_consumer_lags() -> None:
+def test_a_loop_is_notified_when_a_consumer_lags() -> None:
     seen: list[Any] = []
 
     def step(event: Any, outbox: Any) -> None:
@@ -271,7 +271,7 @@ def test_a_loop_may_poll() -> None:
         assert rig.outbox.next() == ("r1", "done", "polled")
 
 
-def test_a_loop_that_returns_before_it_is_told_has_crashed() -> None:
+def test_a_loop_that_returns_before_it_is_stopped_has_crashed() -> None:
     class Ends:
         def run(self, inbox: Any, outbox: Any, stop: Event) -> None: ...
 

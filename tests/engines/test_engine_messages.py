@@ -153,7 +153,7 @@ def test_a_buffer_is_lent_again_only_when_its_message_is_sent() -> None:
     assert (pool.free, pool.pending) == (0, 0)
 
 
-def test_a_pool_keeps_no_more_than_it_is_told() -> None:
+def test_a_pool_keeps_no_more_than_its_bound() -> None:
     pool = BufferPool(most=2)
     for one in [pool.take() for _ in range(5)]:
         pool.sent(None, one)

@@ -264,7 +264,7 @@ def test_an_engine_that_fails_exits_though_its_factory_has_left_a_thread() -> No
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGABRT])
-async def test_every_waiter_is_told_when_an_engine_is_killed(number: int) -> None:
+async def test_every_waiter_fails_when_an_engine_is_killed(number: int) -> None:
     async with await make_async_client(LAUNCH, multiprocess_mode=True) as client:
         await client.add_request_async(ask("stuck", SLOW - 1))  # the second step never ends
         assert (await asyncio.wait_for(client.get_output_async(), PATIENCE_S)).outputs[0].new_token_ids == (SLOW,)

@@ -191,7 +191,7 @@ def test_log_probabilities_of_the_prompt_are_in_one_delta_or_in_every_later_outp
     )
 
 
-def test_a_stop_string_across_tokens_ends_the_text_and_the_core_is_told_once() -> None:
+def test_a_stop_string_across_tokens_ends_the_text_and_the_core_is_notified_once() -> None:
     processor = OutputProcessor(decode)
     processor.add_request("a", SamplingParams(stop=("END",)), 1)
     processor.add_request("b", SamplingParams(), 1)

@@ -1,4 +1,4 @@
-"""Threads of a stage compute on the stage's GPU. torch.cuda is one that only writes down what it is told."""
+"""Threads of a stage compute on the stage's GPU. torch.cuda is a fake that records its calls."""
 
 from __future__ import annotations
 

@@ -46,17 +46,17 @@ def test_a_torch_without_cuda_has_nothing_to_cap(monkeypatch: pytest.MonkeyPatch
     gpumemory.keep([stage("a", share=0.5)], 0)
 
 
-def test_torch_is_told_the_share_of_the_process_on_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[tuple[float, int]] = []
+def test_torch_is_given_the_share_of_the_process_on_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: list[tuple[float, int]] = []
     torch = _torch(
         built=True,
         get_device_properties=lambda _device: SimpleNamespace(total_memory=40 * GIB),
-        set_per_process_memory_fraction=lambda share, device: told.append((share, device)),
+        set_per_process_memory_fraction=lambda share, device: limits.append((share, device)),
     )
     monkeypatch.setitem(sys.modules, "torch", torch)
     gpumemory.keep([stage("a", nbytes=10 * GIB)], 1)
     gpumemory.keep([stage("a", share=0.5), stage("b")], 1)
-    assert told == [(0.25, 1)]
+    assert limits == [(0.25, 1)]
 
 
 @pytest.mark.parametrize(("stages", "gpu_id"), [([stage("a", share=0.5)], None), ([stage("a")], 0)])

@@ -129,7 +129,7 @@ def test_a_factory_that_returns_nothing_runnable_is_blamed() -> None:
         ("deaf", "returned a function that cannot be called with the payload alone: too many positional arguments"),
     ],
 )
-def test_what_is_named_instead_of_a_factory_is_told_what_a_factory_does(factory: str, problem: str) -> None:
+def test_what_is_named_instead_of_a_factory_is_refused_with_what_a_factory_does(factory: str, problem: str) -> None:
     with pytest.raises(ConfigurationError, match=problem):
         create(plan(f"factories:{factory}"), Here())
 
@@ -191,7 +191,7 @@ def test_an_engine_that_would_never_run_anything_is_refused(made: Any, said: str
         as_engine(made)
 
 
-def test_a_factory_is_told_the_model_and_its_revision() -> None:
+def test_a_factory_is_given_the_model_and_its_revision() -> None:
     engine = create(plan("factories:pinned"), Here(), model_path="org/model", model_revision="abc")
     with running(engine) as rig:
         rig.start("r1", "data")

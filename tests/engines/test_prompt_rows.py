@@ -198,7 +198,7 @@ def test_rows_cross_a_process_boundary_both_ways_and_a_prompt_grows_there() -> N
                 left -= {one.request_id} if one.finish is not None else set()
             left -= {one.request_id for one in outputs.refused}
             refused.update({one.request_id: one.message for one in outputs.refused})
-        client.extend_request("grown", Extension(last=True))  # it has ended: nobody is told
+        client.extend_request("grown", Extension(last=True))  # it has ended: no error, no output
         assert client.call_utility("stats", timeout_s=PATIENCE_S)[5] == 0
     expected = alone("llama", prompt, 12)
     assert given == {"whole": expected, "grown": expected, "bad": []}

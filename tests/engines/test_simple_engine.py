@@ -206,7 +206,7 @@ def returns_coroutine(payload: Payload) -> Any:
         (returns_coroutine, "declare it with async def"),
     ],
 )
-def test_a_function_that_breaks_its_contract_fails_the_request_and_is_told_how(fn: Any, problem: str) -> None:
+def test_a_function_that_breaks_its_contract_fails_the_request_with_the_reason(fn: Any, problem: str) -> None:
     with running(as_engine(fn)) as rig:
         rig.start("r1")
         kind, message = rig.outbox.next()[1:]

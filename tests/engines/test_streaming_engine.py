@@ -102,7 +102,7 @@ def test_a_function_that_waits_for_the_payload_first_does_not_hold_up_its_produc
         rig.done("r1")
         assert rig.outbox.several(300) == [("r1", "chunk", 1000 + index) for index in range(300)]
         assert rig.outbox.next() == ("r1", "done")
-        assert len(rig.outbox.taken) == 300  # and each is told once
+        assert len(rig.outbox.taken) == 300  # and each is reported once
 
 
 async def gives_up(session: omni.Session) -> None:
@@ -250,7 +250,7 @@ def test_the_request_is_known_before_the_payload_from_the_first_chunk() -> None:
         assert rig.outbox.several(2) == [("r1", "chunk", "r1"), ("r1", "done")]
 
 
-def test_a_plain_coroutine_in_place_of_a_generator_is_told_apart() -> None:
+def test_a_plain_coroutine_in_place_of_a_generator_is_distinguished() -> None:
     async def fn(session: omni.Session) -> None: ...
 
     with running(streaming(lambda session: fn(session))) as rig:  # without the lambda it is refused when it is loaded

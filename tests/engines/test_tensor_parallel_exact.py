@@ -98,7 +98,7 @@ def test_the_other_rank_says_that_one_has_ended_and_ends(tmp_path: Path, dying: 
 
 
 class Fixed:
-    """As many ranks as it is told, of which none is asked for anything."""
+    """Ranks of a given number, none of which is ever called."""
 
     def __init__(self, size: int) -> None:
         self.rank, self.size = 0, size

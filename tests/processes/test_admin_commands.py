@@ -87,8 +87,8 @@ async def fickle(base: Path, *overrides: str, environ: dict[str, str] | None = N
     mood, file = base / "mood", base / "fickle.yaml"
     mood.write_text("good")
     file.write_text(FICKLE.replace("MOOD", str(mood)))
-    told = [f"endpoints.basePath={base / 'runs'}", *overrides]
-    async with LocalPipeline(file, overrides=told, options=LocalOptions(port=0), environ=environ) as running:
+    all_overrides = [f"endpoints.basePath={base / 'runs'}", *overrides]
+    async with LocalPipeline(file, overrides=all_overrides, options=LocalOptions(port=0), environ=environ) as running:
         yield Fickle(running, mood)
 
 

@@ -57,7 +57,7 @@ def launch(
     return [command.env for command in spec.commands()]
 
 
-def test_every_rank_reads_back_what_it_was_told(tmp_path: Path) -> None:
+def test_every_rank_reads_back_the_environment_made_for_it(tmp_path: Path) -> None:
     first, second = (settings.stage(env) for env in launch(tmp_path, "thinker", {"PATH": "/bin"}, gpus=("2", "5")))
     assert (first.process, second.process) == ("thinker_tp0", "thinker_tp1")
     assert first.tp_endpoints == second.tp_endpoints == (second.listen,)

@@ -254,7 +254,9 @@ def test_a_start_that_hangs_says_so_by_its_exit_code_and_message(tmp_path: Path)
 
 
 @pytest.mark.parametrize(("role", "cause"), [("coordinator", "OMNI_PLAN is not set"), ("supervisor", "OMNI_PLAN")])
-def test_a_program_that_is_told_nonsense_says_so_to_the_kubelet(tmp_path: Path, role: str, cause: str) -> None:
+def test_a_program_with_a_nonsensical_environment_reports_that_to_the_kubelet(
+    tmp_path: Path, role: str, cause: str
+) -> None:
     log = tmp_path / "termination-log"
     with process(role, {"OMNI_TERMINATION_LOG": str(log)}) as running:
         assert running.wait(PATIENCE_S) == 1

@@ -166,8 +166,8 @@ def test_a_key_that_the_spec_asks_for_and_nobody_need_send_is_named(tmp_path: Pa
         "coordinator.http.apiKeySecretRef: no key is required, there is no Secret 'k' here: "
         "put it into the pipeline's file, or use --api-key-file",
     )
-    told = keyed(tmp_path, KEYED + SECRET, no_auth=True).notices
-    assert told == ("coordinator.http.apiKeySecretRef: no key is required, --no-auth",)
+    notices = keyed(tmp_path, KEYED + SECRET, no_auth=True).notices
+    assert notices == ("coordinator.http.apiKeySecretRef: no key is required, --no-auth",)
 
 
 @pytest.mark.parametrize(

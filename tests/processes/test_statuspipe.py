@@ -112,12 +112,12 @@ def test_a_signal_handler_may_report_while_its_thread_reports() -> None:
         assert statuspipe.parse(lines.readline()) == statuspipe.Draining()
 
 
-def test_what_is_wrong_with_a_configuration_is_told_in_one_line_without_our_traceback() -> None:
+def test_what_is_wrong_with_a_configuration_is_reported_in_one_line_without_our_traceback() -> None:
     try:
         loading.resolve("json:lodas", field="stages.a.factory")
     except ConfigurationError as error:
-        told = statuspipe.failed(error, stage="a")
-    assert told == statuspipe.Failed(stage="a", error="stages.a.factory: 'json' has no 'lodas'; did you mean loads?")
+        failure = statuspipe.failed(error, stage="a")
+    assert failure == statuspipe.Failed(stage="a", error="stages.a.factory: 'json' has no 'lodas'; did you mean loads?")
 
 
 def test_an_author_s_traceback_begins_with_their_own_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,12 +126,12 @@ def test_an_author_s_traceback_begins_with_their_own_code(tmp_path: Path, monkey
     caught: list[BaseException] = []
     resolve = functools.partial(loading.resolve, "authors_module:fn", field="x")
     threads.start("as a stage's", resolve, crashed=caught.append).join()  # no frame of a test's before ours
-    told = statuspipe.failed(caught[0])
-    frames = [line for line in told.traceback.splitlines() if line.startswith("  File")]
+    failure = statuspipe.failed(caught[0])
+    frames = [line for line in failure.traceback.splitlines() if line.startswith("  File")]
     assert [Path(line.split('"')[1]).name for line in frames][:2] == ["authors_module.py", "__init__.py"]
     assert frames[-1].startswith(f'  File "{tmp_path}/authors_module.py", line 5')  # of both exceptions of the chain
-    assert "stage_runtime" not in told.traceback
-    assert "importlib" not in told.traceback
+    assert "stage_runtime" not in failure.traceback
+    assert "importlib" not in failure.traceback
 
 
 def test_a_traceback_of_ours_alone_is_whole() -> None:

@@ -313,7 +313,7 @@ def lives(flag: Path, later: Command) -> InstanceSpec:
 GIVES_UP = RestartPolicy(startup_s=PATIENCE_S, grace_s=PATIENCE_S, give_up_after=2)
 
 
-async def test_a_restart_that_never_gets_ready_again_is_given_up_when_told_so(tmp_path: Path) -> None:
+async def test_a_restart_that_never_gets_ready_again_is_given_up_on_request(tmp_path: Path) -> None:
     async with supervised() as supervisor:
         never_ready = Command(name="voice", argv=(sys.executable, "-c", "raise SystemExit(9)"), env=dict(os.environ))
         supervisor.add(lives(tmp_path / "first", never_ready), GIVES_UP)

@@ -1,4 +1,4 @@
-"""A task of a process's own that ends before it is told to is heard of, whatever ends it."""
+"""A task of a process's own that ends too early is reported, whatever ends it."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ async def test_a_task_that_ends_by_itself_is_reported_with_its_name_and_reason(
     assert (name, type(error), str(error)) == ("beat", kind, text)
 
 
-async def test_one_that_may_return_is_told_of_only_when_it_fails() -> None:
+async def test_one_that_may_return_is_reported_only_when_it_fails() -> None:
     heard = Heard()
     with Tasks(heard) as tasks:
         tasks.start_finite("drain", returns())

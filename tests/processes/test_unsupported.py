@@ -163,7 +163,7 @@ CHANGES: Mapping[str, tuple[str, ...]] = {
     "control.heartbeatSeconds": ("control.heartbeatSeconds=2",),
     "control.deadAfterSeconds": ("control.deadAfterSeconds=7",),
 }
-#: What they do is done before a process is told anything: a limit that the spec is checked by, a class that it is
+#: They act before any process starts: a limit that the spec is checked by, a class that it is
 #: laid over, the entry that all stages must be reached from.
 BEFORE_ALL = {"gpuMemoryLimit", "configCls", "entryStage"}
 BESIDE = (
@@ -174,8 +174,8 @@ BESIDE = (
 )
 
 
-def told(*changes: str) -> object:
-    """All that the processes of `omni up` are told, and what is said of the rest."""
+def settings(*changes: str) -> object:
+    """All that the processes of `omni up` get, and the notices about the rest."""
     loaded = loading.loads(BASE, overrides=changes)
     found = references.resolve(loaded.spec, BESIDE, {}, namespace=None)
     plan = planning.plan(loaded.spec, name=loaded.name)
@@ -199,7 +199,7 @@ def test_for_every_honoured_field_there_is_a_change_of_it() -> None:
 
 @pytest.mark.parametrize("field", CHANGES)
 def test_a_change_of_an_honoured_field_reaches_the_processes(field: str) -> None:
-    assert told(*CHANGES[field]) != told()
+    assert settings(*CHANGES[field]) != settings()
 
 
 STAGES = (

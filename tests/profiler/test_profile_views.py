@@ -33,7 +33,7 @@ def test_one_opener_closes_in_each_of_its_pairs(tmp_path: Path) -> None:
     ]
 
 
-def test_concurrent_encoders_of_one_request_are_told_apart_by_modality(tmp_path: Path) -> None:
+def test_concurrent_encoders_of_one_request_are_distinguished_by_modality(tmp_path: Path) -> None:
     write(
         tmp_path / "e.jsonl",
         line("r", "enc", "encoder_start", 0, modality="image"),
@@ -45,7 +45,7 @@ def test_concurrent_encoders_of_one_request_are_told_apart_by_modality(tmp_path:
     assert (found["count"], found["p50_ms"], found["max_ms"]) == (2, 1.0, 5.0)
 
 
-def test_ranks_of_one_stage_are_told_apart(tmp_path: Path) -> None:
+def test_ranks_of_one_stage_are_distinguished(tmp_path: Path) -> None:
     for rank in (0, 1):
         write(
             tmp_path / f"events_thinker_{rank}.jsonl",
@@ -186,7 +186,7 @@ def test_the_slowest_requests_come_first(tmp_path: Path) -> None:
     assert reading.slowest(reading.read(tmp_path), 2) == ["r4", "r3"]
 
 
-def test_chunks_in_a_queue_and_transfers_are_told_apart_whatever_their_order(tmp_path: Path) -> None:
+def test_chunks_in_a_queue_and_transfers_are_distinguished_whatever_their_order(tmp_path: Path) -> None:
     def queued(name: str, at_ms: int, chunk_id: int) -> dict[str, object]:
         return line("r", "s", name, at_ms * 1_000_000, kind="chunk", from_stage="a", chunk_id=chunk_id, depth=at_ms)
 

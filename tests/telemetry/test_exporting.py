@@ -58,8 +58,8 @@ def test_spans_arrive_as_they_were_made() -> None:
         for number in (1, 2):
             sending.add(lambda number=number: spans(number))  # type: ignore[misc]
         sending.close(within_s=PATIENCE_S)
-        told = {tuple(each.items()) for each in taking.resources}  # of one batch or of two
-        assert told == {(("service.name", "own"), ("service.instance.id", "i"))}
+        resources = {tuple(each.items()) for each in taking.resources}  # of one batch or of two
+        assert resources == {(("service.name", "own"), ("service.instance.id", "i"))}
         assert (taking.headers[0]["tenant"], taking.headers[0]["content-type"]) == ("a", "application/x-protobuf")
         first, second = taking.spans
     assert (first.trace_id, first.span_id, first.name) == (bytes(15) + b"\1", bytes(7) + b"\1", "request 1")

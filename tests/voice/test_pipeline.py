@@ -297,10 +297,10 @@ def test_a_fact_written_while_it_runs_is_known(pipeline: Pipeline) -> None:
 def test_the_demo_writes_the_answer_down(pipeline: Pipeline, tmp_path: Path) -> None:
     out = tmp_path / "answer.wav"
     command = [sys.executable, str(EXAMPLE / "demo.py"), "--url", pipeline.url, "--out", str(out)]
-    told = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
-    assert "heard    What is the name of the lighthouse keeper?" in told
-    assert all(re.search(rf"^  {stage} +\d+ ms +\d+ ms$", told, re.M) for stage in STAGES)
-    assert "curl" in told
+    output = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    assert "heard    What is the name of the lighthouse keeper?" in output
+    assert all(re.search(rf"^  {stage} +\d+ ms +\d+ ms$", output, re.M) for stage in STAGES)
+    assert "curl" in output
     with wave.open(str(out)) as sound:
         assert sound.getframerate() == demo.PCM_RATE
         assert sound.getnframes() > demo.PCM_RATE // 3

@@ -349,7 +349,7 @@ def narrow(running: Running) -> socket.socket:
     return client
 
 
-async def test_more_connections_than_there_may_be_are_told_to_come_again() -> None:
+async def test_more_connections_than_there_may_be_are_asked_to_come_again() -> None:
     limits = ConnectionLimits(connections=3)
     async with start(OK, limits=limits) as running:
         async with connected(running), connected(running), connected(running):

@@ -248,30 +248,30 @@ class Checked:
 
     async def check(self, raw: bytes) -> None:
         """Send ``raw``; then an innocent request on a connection of its own."""
-        self.seen[judge(await self._told(raw), raw)] += 1
+        self.seen[judge(await self._answer_to(raw), raw)] += 1
         status = 0
         for _ in range(3):  # a busy machine may let the short time for a head pass
-            status = status or judge(await self._told(INNOCENT), INNOCENT)
+            status = status or judge(await self._answer_to(INNOCENT), INNOCENT)
         assert status == 200
 
-    async def _told(self, raw: bytes) -> bytes:
+    async def _answer_to(self, raw: bytes) -> bytes:
         """All that is answered: one whole answer, or up to the connection's end."""
         reader, writer = await asyncio.open_connection("127.0.0.1", self._server.port)
-        told = b""
+        answer = b""
         try:
             writer.write(raw)
             async with asyncio.timeout(PATIENCE_S):
-                while not is_whole(told, raw) and (piece := await reader.read(65_536)):
-                    told += piece
+                while not is_whole(answer, raw) and (piece := await reader.read(65_536)):
+                    answer += piece
         except ConnectionError:
             pass  # closed on us in mid-writing
         finally:
             writer.transport.abort()
-        return told
+        return answer
 
 
-def is_whole(told: bytes, raw: bytes) -> bool:
-    head, ended, body = told.partition(b"\r\n\r\n")
+def is_whole(answer: bytes, raw: bytes) -> bool:
+    head, ended, body = answer.partition(b"\r\n\r\n")
     if head.startswith(b"HTTP/1.1 100"):
         return is_whole(body, raw)
     length = re.search(rb"content-length: (\d+)", head.lower())
@@ -280,17 +280,17 @@ def is_whole(told: bytes, raw: bytes) -> bool:
     return len(body) >= int(length[1]) if length else body.endswith(b"0\r\n\r\n")
 
 
-def judge(told: bytes, raw: bytes) -> int:
+def judge(answer: bytes, raw: bytes) -> int:
     """The answer's status; 0: there is none, as what was sent is no whole request."""
-    while told.startswith(b"HTTP/1.1 100"):
-        told = told.partition(b"\r\n\r\n")[2]
-    if not told:
+    while answer.startswith(b"HTTP/1.1 100"):
+        answer = answer.partition(b"\r\n\r\n")[2]
+    if not answer:
         return 0
-    head, _, body = told.partition(b"\r\n\r\n")
+    head, _, body = answer.partition(b"\r\n\r\n")
     status = int(head.split(b" ")[1])
     assert status in STATUSES, (status, body[:300], raw[:300])
     if status >= 400 and not raw.startswith(b"HEAD"):
-        assert b"application/json" in head, (told[:500], raw[:500])
+        assert b"application/json" in head, (answer[:500], raw[:500])
         error = msgspec.json.decode(body[: int(head.lower().split(b"content-length: ")[1].split(b"\r")[0])])["error"]
         assert error["code"] in CODES, error
         assert error["code"] != "stage_failed" and len(body) < 20_000, error

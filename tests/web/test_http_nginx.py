@@ -74,7 +74,7 @@ async def test_each_token_passes_before_the_next_is_made(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(("head", "passes"), [(b"", False), (b"x-accel-buffering: no\r\n", True)])
-async def test_nginx_holds_an_answer_back_unless_it_is_told_not_to(head: bytes, passes: bool, tmp_path: Path) -> None:
+async def test_nginx_buffers_an_answer_unless_a_header_forbids_it(head: bytes, passes: bool, tmp_path: Path) -> None:
     """The control: what this set-up does to an answer that is not chunked, with and without the header we send."""
     gate = asyncio.Event()
     apart_s = 0.0

@@ -50,7 +50,7 @@ async def test_what_is_open_after_the_drain_is_cut_off_and_aborted() -> None:
     assert manager.in_flight == {}
 
 
-async def test_a_drain_is_cut_short_by_a_second_stop_and_who_waits_is_told() -> None:
+async def test_a_drain_is_cut_short_by_a_second_stop_and_waiting_requests_fail() -> None:
     manager = ScriptedManager(play(asyncio.Event()))
     server = Server(make_app(manager, ALL, codecs=CodecPool()), port=0, drain_s=60)
     async with server, httpx.AsyncClient(base_url=server.url, timeout=PATIENCE_S) as client:
@@ -77,7 +77,7 @@ async def test_a_port_that_is_taken_is_named() -> None:
                 pass
 
 
-async def test_it_stops_once_however_often_it_is_told() -> None:
+async def test_it_stops_once_however_often_it_is_asked() -> None:
     server = Server(make_app(ScriptedManager(play()), ALL, codecs=CodecPool()), port=0)
     async with server:
         await server.stop()
