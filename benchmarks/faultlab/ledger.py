@@ -110,10 +110,10 @@ class Ledger:
                     self._event(entry, words, name, json.loads(line.removeprefix("data: ")))
 
     @staticmethod
-    def _event(entry: Entry, words: list[str], name: str, said: dict[str, object]) -> None:
+    def _event(entry: Entry, words: list[str], name: str, fields: dict[str, object]) -> None:
         wanted = entry.text.upper().split()
         if name == "chunk":
-            words.append(str(said["data"]))
+            words.append(str(fields["data"]))
             if words != wanted[: len(words)]:
                 entry.outcome = "wrong"
             return
@@ -121,11 +121,11 @@ class Ledger:
         if entry.outcome == "wrong":
             return
         if name == "error":
-            error = said["error"]
+            error = fields["error"]
             assert isinstance(error, dict)
             entry.outcome, entry.message = error["code"], error["message"]
         else:
-            right = words == wanted and said["data"] == {"hash": graph.answer_hash(entry.text)}
+            right = words == wanted and fields["data"] == {"hash": graph.answer_hash(entry.text)}
             entry.outcome = "completed" if right else "wrong"
 
     # --- what it says -------------------------------------------------------------------------------------------

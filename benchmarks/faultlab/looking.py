@@ -50,14 +50,14 @@ async def metrics(http: httpx.AsyncClient) -> dict[str, float]:
 
 async def under_way(http: httpx.AsyncClient) -> dict[str, float]:
     """Everything that is not at rest; empty when all is."""
-    said = await status(http)
-    found: dict[str, float] = {name: said[name] for name in ("in_flight", "awaiting_instance") if said[name]}
-    for one in said["instances"]:
+    current = await status(http)
+    found: dict[str, float] = {name: current[name] for name in ("in_flight", "awaiting_instance") if current[name]}
+    for one in current["instances"]:
         numbers = {"waiting": one["waiting"], "running": one["running"], "bound": one["bound"], **one["gauges"]}
         for name in ("waiting", "running", "bound", *AT_REST):
             if numbers.get(name):
                 found[f"{one['group']}.{name}"] = numbers[name]
-    own = {**said["gauges"], "retained_body_bytes": (await metrics(http))["omnipipeline_retained_body_bytes"]}
+    own = {**current["gauges"], "retained_body_bytes": (await metrics(http))["omnipipeline_retained_body_bytes"]}
     for name in ("retained_body_bytes", *AT_REST):
         if own.get(name):
             found[f"coordinator.{name}"] = own[name]

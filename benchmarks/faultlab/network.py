@@ -147,8 +147,8 @@ class NetPipeline:
         try:
             async with asyncio.timeout(LIMIT_S), httpx.AsyncClient(base_url=self.url) as http:
                 while not ready >= wanted:
-                    said = (await looking.status(http))["instances"]
-                    ready = Counter(one["group"] for one in said if one["ready"] and not one["draining"])
+                    instances = (await looking.status(http))["instances"]
+                    ready = Counter(one["group"] for one in instances if one["ready"] and not one["draining"])
                     await asyncio.sleep(0.05)
         except TimeoutError:
             raise TimeoutError(f"not ready within {LIMIT_S:g} s: {wanted - ready}") from None

@@ -71,9 +71,9 @@ async def ready() -> AsyncIterator[Ground]:
     kit = Path(os.environ.get("OMNI_CLUSTER_KIT", REPOSITORY.parent / "shared" / "cluster" / "cluster"))
     state = Path(os.environ.get("CLUSTER_DIR", "/run/omni-cluster"))
     was_up = "apiserver  up" in subprocess.run([kit, "status"], stdout=subprocess.PIPE, text=True).stdout
-    said = subprocess.run([kit, "up", "--no-node"], stdout=subprocess.PIPE, text=True, check=True).stdout
-    found = re.search(r"export KUBECONFIG=(\S+) PATH=(\S+?):\$PATH", said)
-    assert found is not None, said
+    output = subprocess.run([kit, "up", "--no-node"], stdout=subprocess.PIPE, text=True, check=True).stdout
+    found = re.search(r"export KUBECONFIG=(\S+) PATH=(\S+?):\$PATH", output)
+    assert found is not None, output
     os.environ |= {"KUBECONFIG": found[1], "PATH": f"{found[2]}:{os.environ['PATH']}"}
     await kubernetes_config.load_kube_config(config_file=found[1])  # Client.connect: KUBECONFIG as of its import
     async with Client(kubernetes_client.ApiClient(), Unbounded(), lambda *_: None) as admin:
