@@ -263,15 +263,15 @@ def test_validate_imports_what_is_named_in_a_process_of_its_own_and_names_all_th
     command = [sys.executable, "-P", "-m", "stage_runtime", "validate", "--imports", "-f", str(file)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert (done.returncode, done.stdout) == (1, "")
-    said = dict(line.removeprefix(f"{file}: ").split(": ", 1) for line in done.stderr.splitlines() if ": " in line)
-    assert said["stages.b.factory"] == "importing 'dies:create' ends the process (killed by SIGABRT)"
-    assert said["stages.c.factoryArgs"].startswith("good:run: missing a required argument: 'payload'")
-    assert said["stages.d.factory"].startswith("importing 'needs:create' raises ModuleNotFoundError: ")
-    assert said["stages.d.factory"].endswith("needs.py:1)")
-    assert said["stages.a.routeFn"] == "'good' has no 'ruote'; did you mean route?"
-    assert said["terminalStagesFn"].startswith("importing 'leaves:create' raises SystemExit: 0")
+    faults = dict(line.removeprefix(f"{file}: ").split(": ", 1) for line in done.stderr.splitlines() if ": " in line)
+    assert faults["stages.b.factory"] == "importing 'dies:create' ends the process (killed by SIGABRT)"
+    assert faults["stages.c.factoryArgs"].startswith("good:run: missing a required argument: 'payload'")
+    assert faults["stages.d.factory"].startswith("importing 'needs:create' raises ModuleNotFoundError: ")
+    assert faults["stages.d.factory"].endswith("needs.py:1)")
+    assert faults["stages.a.routeFn"] == "'good' has no 'ruote'; did you mean route?"
+    assert faults["terminalStagesFn"].startswith("importing 'leaves:create' raises SystemExit: 0")
     assert done.stderr.splitlines()[-1] == "5 faults"
-    assert "stages.a.factory" not in said
+    assert "stages.a.factory" not in faults
 
 
 def test_validate_imports_of_a_sound_pipeline_says_so() -> None:

@@ -222,8 +222,8 @@ def test_a_factory_that_raises_is_shown_with_its_traceback_and_exit_code_1(base:
 def test_a_misspelt_factory_is_reported_in_one_line_with_the_nearest_name(base: Path) -> None:
     with up(base, "--set", "stages.shout.factory=hello:shuot") as run:
         assert run.program.wait(PATIENCE_S) == 1
-        said = [line for line in run.text.splitlines() if "shuot" in line]
-        assert said == [
+        lines = [line for line in run.text.splitlines() if "shuot" in line]
+        assert lines == [
             "voice (stage shout) did not start: stages.shout.factory: 'hello' has no 'shuot'; did you mean shout?"
         ]
         assert "Traceback" not in run.text

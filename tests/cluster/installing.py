@@ -163,9 +163,9 @@ def wait_ready(cluster: Cluster, namespace: str, name: str, *, timeout_s: int = 
         ["kubectl", *arguments], env=cluster.environment, capture_output=True, text=True, timeout=timeout_s + 10
     )
     if done.returncode:
-        said = cluster.kubectl("-n", namespace, "get", resource, "-o", "jsonpath={.status}", check=False).stdout
+        status = cluster.kubectl("-n", namespace, "get", resource, "-o", "jsonpath={.status}", check=False).stdout
         pods = cluster.kubectl("-n", namespace, "get", "pods", check=False).stdout
-        raise AssertionError(f"{name} is not Ready: {done.stderr}\n{said}\n{pods}")
+        raise AssertionError(f"{name} is not Ready: {done.stderr}\n{status}\n{pods}")
 
 
 def url(cluster: Cluster, namespace: str, name: str) -> str:

@@ -91,8 +91,8 @@ class _Failed(Exception):
 
 def _is_answer(text: str, words: list[str]) -> bool:
     """Its own words, complete and in order: an answer never holds another request's content."""
-    said = text.split()
-    return said[:-2] == [word.upper() for word in words] and said[-2] == "--"
+    answer = text.split()
+    return answer[:-2] == [word.upper() for word in words] and answer[-2] == "--"
 
 
 async def _ask(client: httpx.AsyncClient, words: list[str], streamed: bool) -> str:

@@ -43,8 +43,8 @@ def test_the_example_answers_curl_and_the_openai_client_through_its_service(hell
         stream = client.chat.completions.create(
             model="hello", messages=[{"role": "user", "content": "one two three"}], stream=True
         )
-        said = [chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices]
-    assert "".join(said) == "ONE!! TWO!! THREE!! "
+        words = [chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices]
+    assert "".join(words) == "ONE!! TWO!! THREE!! "
 
 
 def test_every_pod_talks_by_curve_and_none_holds_a_token(installed: Installed, hello: str) -> None:

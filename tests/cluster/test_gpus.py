@@ -69,8 +69,8 @@ def test_groups_that_share_a_gpu_share_a_pod_and_a_surge_without_room_is_explain
     assert hosts == [pod["metadata"]["name"]] * 2 and one != other
 
     installed.apply(_duet([0, 1, 2, 3]))
-    said = wait_for("no room", lambda: _reason(installed, "Progressing", "InsufficientCapacity"), timeout_s=120)
-    assert "Insufficient nvidia.com/gpu" in said["message"] and "Recreate" in said["message"]
+    condition = wait_for("no room", lambda: _reason(installed, "Progressing", "InsufficientCapacity"), timeout_s=120)
+    assert "Insufficient nvidia.com/gpu" in condition["message"] and "Recreate" in condition["message"]
     assert "Insufficient nvidia.com/gpu" in installed.condition("duet", "Scheduled")["message"]
     assert installed.condition("duet", "Available")["status"] == "True"
     shown = installed.plugin("status", "duet")

@@ -89,11 +89,11 @@ finally:
     ],
 )
 def test_the_cause_of_a_real_program_s_end_is_found(program: str, cause: str) -> None:
-    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stderr
-    assert crashes.cause(said).startswith(cause), said
-    tail = said.encode()[-2048:].decode(errors="replace")  # what the kubelet keeps of a log
+    stderr = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stderr
+    assert crashes.cause(stderr).startswith(cause), stderr
+    tail = stderr.encode()[-2048:].decode(errors="replace")  # what the kubelet keeps of a log
     assert crashes.cause(tail).startswith(cause)
-    ranks = "\n".join(f"[rank1]: {line}" for line in said.splitlines())
+    ranks = "\n".join(f"[rank1]: {line}" for line in stderr.splitlines())
     assert crashes.cause(ranks).startswith(cause)
 
 

@@ -109,8 +109,8 @@ def _until_served(api: client.ApiClient, crd: dict[str, Any], deadline_s: float 
     """Until the API server enforces this schema: it answers with the rule for names, which all of them have."""
     group = crd["spec"]["group"]
     ends = time.monotonic() + deadline_s
-    while (said := _refusal(api, group, pair(), name="x-peers")) is None or "end in -peers" not in said:
-        assert time.monotonic() < ends, f"{group} is not served: {said}"
+    while (refusal := _refusal(api, group, pair(), name="x-peers")) is None or "end in -peers" not in refusal:
+        assert time.monotonic() < ends, f"{group} is not served: {refusal}"
         time.sleep(0.1)
 
 
@@ -147,8 +147,8 @@ def test_each_rule_takes_the_good_and_refuses_the_bad_and_offline_agrees(
 ) -> None:
     good, bad = CASES[key]
     assert _refusal(api, GROUP, good) is None
-    said = _refusal(api, GROUP, bad)
-    assert said is not None and key[1] in said and said.count("Invalid value") == 1
+    refusal = _refusal(api, GROUP, bad)
+    assert refusal is not None and key[1] in refusal and refusal.count("Invalid value") == 1
     assert offline_faults(good) == ()
     assert offline_faults(bad) != ()
 
@@ -180,8 +180,8 @@ def offline_faults(spec: Document) -> tuple[errors.Fault, ...]:
     ],
 )
 def test_a_pipelines_name_leaves_room_for_its_pods(name: str, taken: bool, api: client.ApiClient, crd: None) -> None:
-    said = _refusal(api, GROUP, pair(), name=name)
-    assert (said is None) is taken, said
+    refusal = _refusal(api, GROUP, pair(), name=name)
+    assert (refusal is None) is taken, refusal
 
 
 def test_without_the_roots_rule_a_long_name_is_taken(api: client.ApiClient) -> None:
@@ -194,17 +194,17 @@ def test_without_the_roots_rule_a_long_name_is_taken(api: client.ApiClient) -> N
     extensions.create_custom_resource_definition(crd)
     try:
         ends = time.monotonic() + 30
-        while (said := _refusal(api, "root.omnipipeline.test", pair(), name="voice-peers")) == "not served":
+        while (refusal := _refusal(api, "root.omnipipeline.test", pair(), name="voice-peers")) == "not served":
             assert time.monotonic() < ends
             time.sleep(0.1)
-        assert said is None
+        assert refusal is None
     finally:
         extensions.delete_custom_resource_definition(crd["metadata"]["name"])
 
 
 def test_a_stage_rule_names_its_stage(api: client.ApiClient, crd: None) -> None:
-    said = _refusal(api, GROUP, pair({"gpuMemory": {"fraction": 0.5}}))
-    assert said is not None and "stage a has gpuMemory, but no gpu" in said
+    refusal = _refusal(api, GROUP, pair({"gpuMemory": {"fraction": 0.5}}))
+    assert refusal is not None and "stage a has gpuMemory, but no gpu" in refusal
 
 
 def test_the_largest_pipeline_is_within_the_cost_limit(api: client.ApiClient, crd: None) -> None:
@@ -231,14 +231,16 @@ def test_the_largest_pipeline_is_within_the_cost_limit(api: client.ApiClient, cr
 
 
 def test_an_unknown_key_is_refused_when_the_client_asks_for_strictness(api: client.ApiClient, crd: None) -> None:
-    said = _refusal(api, GROUP, pair(modelpath="x"))
-    assert said is not None and "modelpath" in said
+    refusal = _refusal(api, GROUP, pair(modelpath="x"))
+    assert refusal is not None and "modelpath" in refusal
     assert _refusal(api, GROUP, pair(modelpath="x"), strict=False) is None  # pruned in silence
 
 
 def test_kubectl_takes_the_file_as_it_is_shipped(api_server: Cluster, crd: None) -> None:
-    said = api_server.kubectl("apply", "--server-side", "--force-conflicts", "--dry-run=server", "-f", str(schema.PATH))
-    assert "serverside-applied" in said.stdout
+    applied = api_server.kubectl(
+        "apply", "--server-side", "--force-conflicts", "--dry-run=server", "-f", str(schema.PATH)
+    )
+    assert "serverside-applied" in applied.stdout
 
 
 def test_a_pipeline_means_the_same_through_kubectl_and_offline(api_server: Cluster, crd: None) -> None:

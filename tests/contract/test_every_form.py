@@ -132,14 +132,14 @@ def test_an_instance_has_its_own_values_and_its_class_s_for_the_rest(
     of_class = {key: of_class[key] for key in of_class if key in DEFAULTS}
     inherited = data.draw(st.sets(st.sampled_from(sorted(own))))
     defaults = {**of_class, **{key: own[key] for key in inherited}}
-    said = {key: held for key, held in own.items() if key not in inherited or data.draw(st.booleans())}
+    written = {key: held for key, held in own.items() if key not in inherited or data.draw(st.booleans())}
     cleared = {key: DEFAULTS[key] for key in set(defaults) - set(own) if data.draw(st.booleans())}
-    wanted = planned(of_resource({key: held for key, held in {**defaults, **said}.items() if key not in cleared}))
+    wanted = planned(of_resource({key: held for key, held in {**defaults, **written}.items() if key not in cleared}))
     with tempfile.TemporaryDirectory() as root:
         folder = Folder(root)
         body = [": Any = ".join(field_in_python(defaults, key)) for key in defaults] or ["pass"]
         lines = [f"{IMPORTS}class Mine(PipelineConfig):", *(f"    {line}" for line in body)]
-        arguments = ["=".join(field_in_python(said, key)) for key in said]
+        arguments = ["=".join(field_in_python(written, key)) for key in written]
         arguments += [f"{name}={default!r}" for name, default in cleared.values()]
         module = folder.write("\n".join([*lines, f"pipeline = Mine({', '.join(arguments)})", ""]), ".py", "family")
         loaded = loading.load(module)

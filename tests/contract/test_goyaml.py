@@ -79,7 +79,7 @@ def test_a_scalar_is_what_go_makes_of_it(text: str, value: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("a: 1\na: 2", "line 2: a is written twice"),
         ("a: {b: 1,\n  b: 2}", "line 2: a.b is written twice"),
@@ -108,11 +108,11 @@ def test_a_scalar_is_what_go_makes_of_it(text: str, value: Any) -> None:
         ("<<: 1", "<< takes a map"),
     ],
 )
-def test_what_could_be_read_in_two_ways_is_refused_with_its_line(text: str, said: str) -> None:
+def test_what_could_be_read_in_two_ways_is_refused_with_its_line(text: str, message: str) -> None:
     with pytest.raises(UnreadableSpec) as raised:
         goyaml.documents(text, "file.yaml")
     assert str(raised.value).startswith("file.yaml, line ")
-    assert said in str(raised.value)
+    assert message in str(raised.value)
 
 
 def test_a_small_text_cannot_grow_without_end() -> None:

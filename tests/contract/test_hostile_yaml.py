@@ -54,7 +54,7 @@ def chain(first: str, then: str, links: int) -> str:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         (chain("{}", "{<<: [@, @]}", 40), "aliases expand the document beyond 200000 values"),
         (chain("{}", "{<<: @}", 500), "values are nested deeper than 128 levels"),
@@ -70,11 +70,11 @@ def chain(first: str, then: str, links: int) -> str:
     ],
     ids=["merges", "merge chain", "map chain", "list chain", "escape", "large escape", "version", "long key"],
 )
-def test_a_small_text_cannot_hang_or_break_the_reader(text: str, said: str) -> None:
+def test_a_small_text_cannot_hang_or_break_the_reader(text: str, message: str) -> None:
     with pytest.raises(UnreadableSpec) as raised, at_most(8_000_000):
         goyaml.documents(text, "f.yaml")
     assert str(raised.value).startswith("f.yaml, line ")
-    assert said in str(raised.value)
+    assert message in str(raised.value)
 
 
 def test_a_large_map_is_not_copied_for_each_map_that_is_merged_with_it() -> None:

@@ -11,7 +11,7 @@ STAGE = "name: a\nstages:\n- {name: a, process: a, factory: 'w:m', terminal: tru
 
 
 @pytest.mark.parametrize(
-    ("text", "overrides", "said"),
+    ("text", "overrides", "message"),
     [
         (STAGE, ["stages[0]=foo", "stages.a.process=x"], "'a' is no stage"),
         (STAGE, ["stages=foo", "stages.a.process=x"], "stages is 'foo', which is neither a map nor a list"),
@@ -28,8 +28,8 @@ STAGE = "name: a\nstages:\n- {name: a, process: a, factory: 'w:m', terminal: tru
         (STAGE, [f"stages.a.factoryArgs{'.k' * 5000}=1"], "names more than 128 levels"),
     ],
 )
-def test_an_odd_override_is_refused_with_a_message(text: str, overrides: list[str], said: str) -> None:
+def test_an_odd_override_is_refused_with_a_message(text: str, overrides: list[str], message: str) -> None:
     with pytest.raises(SpecError) as raised:
         loading.loads(text, overrides=overrides)
-    assert said in str(raised.value)
+    assert message in str(raised.value)
     str(raised.value).encode()

@@ -114,7 +114,7 @@ def test_an_odd_value_in_any_field_is_planned_or_refused(path: tuple[str, ...], 
 
 
 @pytest.mark.parametrize(
-    ("what", "said"),
+    ("what", "message"),
     [
         ("a null key", "stages[0].factoryArgs.k: the key None is of type NoneType; keys are strings"),
         ("bytes as key", "stages[0].factoryArgs.k: the key b'x' is of type bytes; keys are strings"),
@@ -127,10 +127,10 @@ def test_an_odd_value_in_any_field_is_planned_or_refused(path: tuple[str, ...], 
         ("another struct", "stages[0].factoryArgs.k: Foreign(x=1) is of type Foreign; a spec holds JSON values only"),
     ],
 )
-def test_an_odd_value_is_named_with_its_path(what: str, said: str) -> None:
+def test_an_odd_value_is_named_with_its_path(what: str, message: str) -> None:
     with pytest.raises(InvalidPipeline) as raised:
         _loaded(PipelineConfig(name="p", stages=[stage(factory_args={"k": ODD[what]()})]))
-    assert said in str(raised.value)
+    assert message in str(raised.value)
 
 
 def test_all_odd_values_of_a_pipeline_are_named_at_once() -> None:

@@ -221,7 +221,7 @@ def test_a_class_inside_a_package_beside_the_file_is_found(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "message"),
     [
         ("Mine", "config_cls Mine: write it as package.module:Class; did you mean family:Mine"),
         ("PipelineConfig", f"write it as package.module:Class; did you mean {BASE}"),
@@ -238,14 +238,14 @@ def test_a_class_inside_a_package_beside_the_file_is_found(tmp_path: Path) -> No
         (["a:B"], "configCls: must be a string, not a list"),
     ],
 )
-def test_a_class_that_is_not_there_is_refused_with_the_nearest_name(tmp_path: Path, name: object, said: str) -> None:
+def test_a_class_that_is_not_there_is_refused_with_the_nearest_name(tmp_path: Path, name: object, message: str) -> None:
     written(tmp_path, FAMILY)
     written(tmp_path, "1 / 0\n", "broken.py")
     written(tmp_path, "import not_here\n", "needs.py")
     file = written(tmp_path, f"config_cls: {json.dumps(name)}\nmodel_path: org/model\n", "p.yaml")
     with pytest.raises((UnreadableSpec, InvalidPipeline)) as raised:
         loading.load(file)
-    assert said in str(raised.value)
+    assert message in str(raised.value)
 
 
 def test_a_text_imports_nothing_unless_a_folder_is_given(tmp_path: Path) -> None:
@@ -412,7 +412,7 @@ raise Silent
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("raise SystemExit(0)\n", "SystemExit: 0"),
         (SILENT, "Silent"),
@@ -423,7 +423,7 @@ raise Silent
     ],
 )
 def test_whatever_a_module_does_while_it_is_loaded_is_reported_in_one_line(
-    tmp_path: Path, text: str, said: str
+    tmp_path: Path, text: str, message: str
 ) -> None:
     """A module that ends the program would end `omni up` without a word, and with its own exit code."""
     file = written(tmp_path, text)
@@ -431,5 +431,5 @@ def test_whatever_a_module_does_while_it_is_loaded_is_reported_in_one_line(
     for path in (file, plain):
         with pytest.raises(UnreadableSpec) as raised:
             loading.load(path)
-        assert said in str(raised.value)
+        assert message in str(raised.value)
         assert "\n" not in str(raised.value)

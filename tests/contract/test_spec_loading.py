@@ -219,7 +219,7 @@ def test_the_resource_holds_lists_and_its_name_in_the_metadata() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("", "the file is empty"),
         ("- a", "a pipeline is a map with stages"),
@@ -229,10 +229,10 @@ def test_the_resource_holds_lists_and_its_name_in_the_metadata() -> None:
         ("a: [", "f.yaml, line 1"),
     ],
 )
-def test_what_is_no_pipeline_is_said_to_be_none(text: str, said: str) -> None:
+def test_what_is_no_pipeline_is_said_to_be_none(text: str, message: str) -> None:
     with pytest.raises(UnreadableSpec) as raised:
         loading.loads(text, source="f.yaml")
-    assert said in str(raised.value)
+    assert message in str(raised.value)
 
 
 def test_a_resource_may_stand_among_others() -> None:
@@ -241,7 +241,7 @@ def test_a_resource_may_stand_among_others() -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "said"),
+    ("path", "message"),
     [
         ("missing.yaml", "No such file"),
         ("missing.py", "No such file"),
@@ -253,7 +253,7 @@ def test_a_resource_may_stand_among_others() -> None:
         (".", "Is a directory"),
     ],
 )
-def test_a_file_that_cannot_be_read_says_why(tmp_path: Path, path: str, said: str) -> None:
+def test_a_file_that_cannot_be_read_says_why(tmp_path: Path, path: str, message: str) -> None:
     stages = 'stages=[StageConfig(name="a", process="a", factory="w:m", terminal=True)]'
     (tmp_path / "empty.py").write_text("x = 1\n")
     (tmp_path / "broken.py").write_text("1 / 0\n")
@@ -264,7 +264,7 @@ def test_a_file_that_cannot_be_read_says_why(tmp_path: Path, path: str, said: st
     text = path if path.startswith("no_such") else str(tmp_path / path)
     with pytest.raises(UnreadableSpec) as raised:
         loading.load(text)
-    assert said in str(raised.value)
+    assert message in str(raised.value)
     assert str(path).split(":")[0].lstrip(".") in str(raised.value)
 
 
@@ -328,7 +328,7 @@ def test_an_override_reaches_the_place_its_path_names(
 
 
 @pytest.mark.parametrize(
-    ("overrides", "said"),
+    ("overrides", "message"),
     [
         (["stages.a.gpu=1", "stages[0].gpu=2"], f"{GPU}: is set twice: --set stages.a.gpu=1 and --set {GPU}=2"),
         (["modelPath=x", "model_path=x"], "modelPath: is set twice: --set modelPath=x and --set model_path=x"),
@@ -344,8 +344,8 @@ def test_an_override_reaches_the_place_its_path_names(
         (["stages.a.tpSize=two"], "stages[0].tpSize: 'two' must be a whole number (from --set stages.a.tpSize=two)"),
     ],
 )  # fmt: skip
-def test_an_override_that_leads_nowhere_is_refused(overrides: list[str], said: str) -> None:
-    assert said in refused(PLAIN, *overrides)
+def test_an_override_that_leads_nowhere_is_refused(overrides: list[str], message: str) -> None:
+    assert message in refused(PLAIN, *overrides)
 
 
 @pytest.mark.parametrize("text", ["modelPath", "=1", "stages[x].gpu=1", "stages.a..gpu=1"])

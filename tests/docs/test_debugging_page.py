@@ -184,13 +184,13 @@ async def test_a_stage_that_writes_into_what_it_got_is_named(folder: Path) -> No
         "- {name: first, process: front, factory: 'writers:first', next: second}\n"
         "- {name: second, process: back, factory: 'writers:second', terminal: true}\n"
     )
-    said = (
+    line = (
         "stage 'second' wrote into payload.data['x'], which it got from 'first': it is read-only; use payload.detach()"
     )
     async with running(folder, spec, debug_values=True) as pipeline:
         await pipeline.ask(1)
-        await pipeline.printed("back | ", said)
-    assert said in TEXT
+        await pipeline.printed("back | ", line)
+    assert line in TEXT
 
 
 async def test_a_chat_that_is_answered_with_a_str_says_what_to_wrap(folder: Path) -> None:

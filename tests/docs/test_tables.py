@@ -46,8 +46,8 @@ def named(cell: str) -> list[str]:
 
 
 def test_every_message_stands_in_the_table_with_its_tag_and_fields() -> None:
-    said = {row[1].strip("`"): (int(row[0]), named(row[2])) for row in table("messages")}
-    assert said == {
+    documented = {row[1].strip("`"): (int(row[0]), named(row[2])) for row in table("messages")}
+    assert documented == {
         kind.__name__: (kind.__struct_config__.tag, list(kind.__struct_fields__))
         for kind in typing.get_args(messages.Message)
     }
@@ -153,16 +153,16 @@ def rooms(package: Path) -> Iterator[str]:
 
 def test_the_house_has_the_rooms_that_it_is_said_to_have() -> None:
     house = next(block for block in blocks("docs/architecture.md", "") if "THE CONTRACT" in block)
-    said: dict[str, set[str]] = {}
+    documented: dict[str, set[str]] = {}
     for line in house.splitlines():
         if not line.startswith(" "):
             current = line.split()[0]
             continue
         words = re.split(r"\s{4,}", line.strip())[0].split()
-        said.setdefault(current, set()).update(words)
+        documented.setdefault(current, set()).update(words)
     for package in PACKAGES:
         there = set(rooms(package))
-        stated = said[f"{package.relative_to(ROOT)}/"]
+        stated = documented[f"{package.relative_to(ROOT)}/"]
         assert stated == there, f"{package.name}: {sorted(stated ^ there)}"
 
 

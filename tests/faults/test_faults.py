@@ -127,7 +127,7 @@ async def test_scaling_and_restarting_a_running_omni_up_loses_no_request(base: P
         await omni("scale", "consumer", "3")
         await ledger.sent(len(ledger.entries) + 100)
         async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as http:
-            said = (await looking.status(http))["instances"]
+            instances = (await looking.status(http))["instances"]
         await omni("restart", "entry")
         await omni("scale", "consumer", "1")
         await ledger.sent(len(ledger.entries) + 50)
@@ -135,7 +135,7 @@ async def test_scaling_and_restarting_a_running_omni_up_loses_no_request(base: P
         await load
     assert ledger.faults() == []
     assert ledger.failed() == {}
-    served = [one["bound_total"] for one in said if one["group"] == "consumer"]
+    served = [one["bound_total"] for one in instances if one["group"] == "consumer"]
     assert len(served) == 3
     assert min(served) > 0
 
@@ -195,12 +195,12 @@ def test_the_ledger_finds_what_may_never_happen(changes: dict[str, object]) -> N
 
 
 def test_another_request_s_words_or_hash_are_seen() -> None:
-    for words, said in (["A", "C"], {}), (["A", "B"], {"hash": graph.answer_hash("a c")}):
+    for words, data in (["A", "C"], {}), (["A", "B"], {"hash": graph.answer_hash("a c")}):
         one = entry(stream=True, outcome="lost", ends=0)
         heard: list[str] = []
         for word in words:
             Ledger._event(one, heard, "chunk", {"data": word})
-        Ledger._event(one, heard, "result", {"data": said})
+        Ledger._event(one, heard, "result", {"data": data})
         assert one.outcome == "wrong"
 
 

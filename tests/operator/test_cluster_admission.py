@@ -27,12 +27,12 @@ def enforcing(prepared: tuple[Cluster, Path], kube: Kube) -> Iterator[None]:
     cluster, folder = prepared
     command = [f"{part},{PLUGIN}" if part.startswith(FLAG) else part for part in kill_api_server(cluster)]
     assert any(PLUGIN in part for part in command), command
-    said = folder / "apiserver.log"
-    with said.open("ab") as log:
+    log_file = folder / "apiserver.log"
+    with log_file.open("ab") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log)
 
     def answers() -> bool:
-        assert process.poll() is None, said.read_text()[-2000:]
+        assert process.poll() is None, log_file.read_text()[-2000:]
         return cluster.kubectl("get", "--raw", "/readyz", check=False).returncode == 0
 
     try:

@@ -39,8 +39,10 @@ def test_undo_goes_back_to_what_served_and_keeps_the_scale(kube: Kube, operator:
     eventually(lambda: len(recorded(kube)) == 2, what="the second revision is recorded")
     kube.apply(pipeline(envDefaults={"GREETING": "howdy"}, processGroups=[{"name": "first", "replicas": 2}]))
     kube.wait_ready("duo")
-    said = omni(kube, "history", "duo")
-    assert "envDefaults" in said.stdout and said.stdout.count("(current)") == 1, said.stdout + said.stderr
+    finished = omni(kube, "history", "duo")
+    assert "envDefaults" in finished.stdout and finished.stdout.count("(current)") == 1, (
+        finished.stdout + finished.stderr
+    )
     assert len(recorded(kube)) == 2, "scaling is no revision"
 
     went = omni(kube, "undo", "duo")

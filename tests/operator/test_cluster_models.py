@@ -125,8 +125,8 @@ def test_a_claim_grows_where_its_class_allows_it_and_a_refusal_is_quoted(kube: K
     larger = cached("some/model", prefetch=False)
     larger["spec"]["modelCache"]["size"] = "2Gi"
     kube.apply(larger)
-    said = eventually(lambda: "grow" in (message := kube.condition("duo", "Accepted")["message"]) and message)
-    assert "claim duo-models cannot grow from 1Gi to 2Gi: " in said and "resize" in said
+    message = eventually(lambda: "grow" in (message := kube.condition("duo", "Accepted")["message"]) and message)
+    assert "claim duo-models cannot grow from 1Gi to 2Gi: " in message and "resize" in message
     expandable = {"provisioner": "nobody", "allowVolumeExpansion": True, "metadata": {"name": "by-hand"}}
     kube.apply({"apiVersion": "storage.k8s.io/v1", "kind": "StorageClass", **expandable})
     try:
@@ -179,6 +179,6 @@ def test_a_claim_that_several_pods_cannot_share_is_reported(kube: Kube, operator
     }
     assert mounts == {"first": True, "coordinator": False}
     kube.apply(cached("some/model", stages=[one], processGroups=[{"name": "first", "replicas": 2}]))
-    said = eventually(lambda: "claim" in (message := kube.condition("duo", "Accepted")["message"]) and message)
-    assert "claim duo-models is ReadWriteOnce: its 2 pods can start on one node only" in said
+    message = eventually(lambda: "claim" in (message := kube.condition("duo", "Accepted")["message"]) and message)
+    assert "claim duo-models is ReadWriteOnce: its 2 pods can start on one node only" in message
     kube("delete", "persistentvolume", made["metadata"]["name"], "--wait=false")

@@ -86,8 +86,8 @@ def test_missing_references_are_reported_and_the_pods_start_when_they_appear(
     )
     desired["spec"]["coordinator"]["http"] = {"apiKeySecretRef": {"name": "keys", "key": "key"}}
     kube.apply(desired)
-    said = wait_reason(kube, "Ready", "ReferenceNotFound")
-    assert "ConfigMap my-code (code.configMapRef)" in said["message"]
+    condition = wait_reason(kube, "Ready", "ReferenceNotFound")
+    assert "ConfigMap my-code (code.configMapRef)" in condition["message"]
     assert "Secret keys (coordinator.http.apiKeySecretRef)" in unit(kube, "coordinator")["message"]
     assert "Secret hub (envFrom[0])" in unit(kube, "first")["message"]
     assert "Secret o" not in unit(kube, "first")["message"]

@@ -85,8 +85,8 @@ CONTAINERD = (
 def test_a_crash_has_one_reason_and_message_in_all_its_phases(ended: dict[str, Any], reason: str, message: str) -> None:
     observed = {(each.reason, each.message) for each in phases(ended)}
     assert len(observed) == 1
-    [(found, said)] = observed
-    assert found == reason and message in said and said.startswith("container stage: ")
+    [(found, text)] = observed
+    assert found == reason and message in text and text.startswith("container stage: ")
 
 
 @pytest.mark.parametrize(
@@ -189,10 +189,10 @@ def test_the_same_diagnostic_with_other_numbers_keeps_its_message() -> None:
 
 def test_a_refusal_does_not_name_the_attempted_pod() -> None:
     refused = 'pods "duo-first-x-{}" is forbidden: exceeded quota: few'
-    said = set()
+    diagnosed = set()
     for attempt in ("a1", "b2"):
         workload = Workload(unit="f", revision="r", name="duo", uid="u", replicas=1, refused=refused.format(attempt))
-        said.add(diagnostics.of_workload(workload, startup_deadline_s=60, now=0.0))
-    assert said == {
+        diagnosed.add(diagnostics.of_workload(workload, startup_deadline_s=60, now=0.0))
+    assert diagnosed == {
         Diagnostic(unit="f", reason="QuotaExceeded", message="duo: pods are forbidden: exceeded quota: few")
     }

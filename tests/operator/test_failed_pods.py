@@ -88,9 +88,9 @@ def test_an_eviction_is_reported_twice_as_long_as_the_pod_lived_within_limits(li
     assert reason(evicted, LOADS, after_s=reported_s + 1) is None
 
 
-@pytest.mark.parametrize("said, word", [("OutOfnvidia.com/gpu", "OutOfnvidia_com_gpu"), ("OutOfcpu", "OutOfcpu")])
-def test_the_kubelets_reason_becomes_one_that_a_condition_may_have(said: str, word: str) -> None:
-    assert reason(failed("p", said)) == word
+@pytest.mark.parametrize("kubelets, word", [("OutOfnvidia.com/gpu", "OutOfnvidia_com_gpu"), ("OutOfcpu", "OutOfcpu")])
+def test_the_kubelets_reason_becomes_one_that_a_condition_may_have(kubelets: str, word: str) -> None:
+    assert reason(failed("p", kubelets)) == word
 
 
 def test_hundreds_of_refused_pods_change_the_message_a_few_times() -> None:

@@ -66,7 +66,7 @@ def test_a_job_that_has_not_ended_and_has_no_pod_is_found(status: Any, pods_of: 
 
 
 @pytest.mark.parametrize(
-    "modes, phase, pods, surge, said",
+    "modes, phase, pods, surge, problem",
     [
         (["ReadWriteMany"], "Pending", 1, 0, f"claim {NAME} (ReadWriteMany) has no volume yet"),
         (["ReadWriteMany"], "Bound", 9, 3, None),
@@ -90,11 +90,11 @@ def test_a_job_that_has_not_ended_and_has_no_pod_is_found(status: Any, pods_of: 
     ],
 )
 def test_a_claim_that_pods_cannot_share_is_remarked_on_a_roll_outs_pods_included(
-    modes: list[str], phase: str, pods: int, surge: int, said: str | None
+    modes: list[str], phase: str, pods: int, surge: int, problem: str | None
 ) -> None:
     snapshot = cast(Snapshot, Claims(modes, phase))
     created = [{"kind": "PersistentVolumeClaim", "metadata": {"name": NAME}}]
-    assert model_cache.shared_claim(snapshot, created, pods, surge=surge) == said
+    assert model_cache.shared_claim(snapshot, created, pods, surge=surge) == problem
 
 
 BOUND = {"phase": "Bound"}
@@ -154,7 +154,7 @@ async def test_a_refusal_to_grow_is_quoted_and_the_rest_of_the_spec_is_carried_o
 
 
 @pytest.mark.parametrize(
-    "status, edit, said",
+    "status, edit, remark",
     [
         (BOUND, cache("10Gi", "fast"), ""),
         (BOUND, cache("10240Mi"), ""),
@@ -163,11 +163,11 @@ async def test_a_refusal_to_grow_is_quoted_and_the_rest_of_the_spec_is_carried_o
         ({"phase": "Pending"}, cache("20Gi"), f"claim {NAME} (ReadWriteMany) has no volume yet"),
     ],
 )
-async def test_what_a_claim_cannot_become_is_remarked(status: Any, edit: dict[str, Any], said: str) -> None:
+async def test_what_a_claim_cannot_become_is_remarked(status: Any, edit: dict[str, Any], remark: str) -> None:
     operator = await claimed(**status)
     operator.edit(operator.live(PIPELINE, "duo"), **edit)
     assert [write for write in await operator.reconcile() if write[1] == CLAIM.name] == []
-    assert note(operator).partition("; ")[0] == said
+    assert note(operator).partition("; ")[0] == remark
 
 
 # --- the Job ----------------------------------------------------------------------------------------------------

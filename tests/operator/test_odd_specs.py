@@ -244,7 +244,7 @@ CONTEXT = "processGroups[a].podTemplate.spec.containers[stage].securityContext"
 
 
 @pytest.mark.parametrize(
-    "template, said",
+    "template, problem",
     [
         (
             {"spec": {"volumes": [{"name": {"a": 1}}]}},
@@ -274,14 +274,14 @@ CONTEXT = "processGroups[a].podTemplate.spec.containers[stage].securityContext"
         ),
     ],
 )
-def test_a_value_of_another_type_is_refused_with_its_place(template: Any, said: str) -> None:
+def test_a_value_of_another_type_is_refused_with_its_place(template: Any, problem: str) -> None:
     with pytest.raises((SpecError, NotAllowed)) as refused:
         made({**pipeline({}), "processGroups": [{"name": "a", "podTemplate": template}]}, allow_privileged=False)
-    assert said in str(refused.value)
+    assert problem in str(refused.value)
 
 
 @pytest.mark.parametrize(
-    "field, spec, said",
+    "field, spec, problem",
     [
         ("sharedMemory", {"sharedMemory": 0}, "processGroups[0].sharedMemory: '0' must be more than 0 bytes"),
         ("sharedMemory", {"sharedMemory": "0Mi"}, "processGroups[0].sharedMemory: '0Mi' must be more than 0 bytes"),
@@ -294,7 +294,9 @@ def test_a_value_of_another_type_is_refused_with_its_place(template: Any, said: 
         ),
     ],
 )
-def test_an_amount_that_pods_cannot_have_is_refused_with_its_place(field: str, spec: dict[str, Any], said: str) -> None:
+def test_an_amount_that_pods_cannot_have_is_refused_with_its_place(
+    field: str, spec: dict[str, Any], problem: str
+) -> None:
     with pytest.raises(SpecError) as refused:
         made(pipeline({}, **spec), allow_privileged=False)
-    assert field in str(refused.value) and said in str(refused.value)
+    assert field in str(refused.value) and problem in str(refused.value)

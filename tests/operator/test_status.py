@@ -75,7 +75,7 @@ def inputs(*observed: Workload, **more: Any) -> StatusInputs:
     )
 
 
-def said(given: StatusInputs, before: dict[str, Any] | None = None) -> dict[str, tuple[str, str]]:
+def conditions_of(given: StatusInputs, before: dict[str, Any] | None = None) -> dict[str, tuple[str, str]]:
     _, found = status.summarise(given, before or {}, generation=1, now=NOW)
     return {each.type: (each.status, each.reason) for each in found}
 
@@ -87,7 +87,7 @@ RUNNING = (*all_of(PLAN, READY), coordinator(READY))
 def test_all_ready_is_ready_and_the_crd_takes_the_status() -> None:
     made, _ = status.summarise(inputs(*RUNNING), {}, generation=4, now=NOW)
     msgspec.convert(made, PipelineStatus)
-    assert said(inputs(*RUNNING)) == {
+    assert conditions_of(inputs(*RUNNING)) == {
         "Accepted": ("True", "Valid"),
         "Ready": ("True", "Serving"),
         "Available": ("True", "Serving"),
@@ -128,12 +128,12 @@ def test_a_roll_of_the_coordinator_is_late_only_when_it_has_made_no_progress_for
     old = workload(COORDINATOR, "old", READY)
     for age, reason in ((20, "RollingOut"), (4000, "ProgressDeadlineExceeded")):
         made = msgspec.structs.replace(coordinator(pod()), created_at=NOW - age)
-        assert said(inputs(*units, old, made))["Progressing"][1] == reason
+        assert conditions_of(inputs(*units, old, made))["Progressing"][1] == reason
 
 
 def test_a_paused_roll_of_the_coordinator_alone_is_reported_as_paused() -> None:
     old = workload(COORDINATOR, "old", READY)
-    found = said(inputs(*all_of(PLAN, READY), old, paused=True))
+    found = conditions_of(inputs(*all_of(PLAN, READY), old, paused=True))
     assert (found["Ready"], found["Progressing"]) == (("False", "Paused"), ("Unknown", "Paused"))
     assert found["Available"] == ("True", "Serving")
 
@@ -147,12 +147,12 @@ def test_the_same_facts_give_the_same_status_at_any_time() -> None:
 
 
 def test_without_a_coordinator_nothing_is_available() -> None:
-    found = said(inputs(*all_of(PLAN, READY), coordinator(pod())))
+    found = conditions_of(inputs(*all_of(PLAN, READY), coordinator(pod())))
     assert (found["Available"], found["Ready"]) == (("False", "Starting"), ("False", "Starting"))
 
 
 def test_with_only_the_old_revision_ready_requests_are_answered_but_it_is_not_ready() -> None:
-    found = said(inputs(*all_of(PLAN, pod()), *all_of(OLD, READY), coordinator(READY)))
+    found = conditions_of(inputs(*all_of(PLAN, pod()), *all_of(OLD, READY), coordinator(READY)))
     assert found["Available"] == ("True", "Serving")
     assert found["Ready"] == ("False", "RollingOut")
     assert found["Progressing"] == ("True", "RollingOut")
@@ -161,13 +161,13 @@ def test_with_only_the_old_revision_ready_requests_are_answered_but_it_is_not_re
 def test_incomplete_sets_of_two_revisions_do_not_make_a_complete_one() -> None:
     new, old = all_of(PLAN), all_of(OLD)
     observed = (workload("first", new[0].revision, READY), workload("last", old[1].revision, READY), coordinator(READY))
-    assert said(inputs(*observed))["Available"][0] == "False"
+    assert conditions_of(inputs(*observed))["Available"][0] == "False"
 
 
 def test_a_new_revision_is_not_ready_while_old_pods_still_take_requests() -> None:
-    assert said(inputs(*RUNNING, *all_of(OLD, READY)))["Ready"][0] == "False"
+    assert conditions_of(inputs(*RUNNING, *all_of(OLD, READY)))["Ready"][0] == "False"
     leaving = all_of(OLD, pod(ready=True, terminating=True), replicas=0)
-    assert said(inputs(*RUNNING, *leaving))["Ready"] == ("True", "Serving")
+    assert conditions_of(inputs(*RUNNING, *leaving))["Ready"] == ("True", "Serving")
 
 
 def test_the_worst_diagnostic_names_its_pod_and_cause() -> None:
@@ -181,20 +181,20 @@ def test_the_worst_diagnostic_names_its_pod_and_cause() -> None:
     ready = next(each for each in found if each.type == "Ready")
     assert ready.reason == "ImagePullBackOff"
     assert ready.message == "unit first: pod duo-first-x: container stage: no such image"
-    assert said(given)["Scheduled"] == ("False", "Unschedulable")
+    assert conditions_of(given)["Scheduled"] == ("False", "Unschedulable")
     assert [each.get("reason") for each in made["units"]] == ["ImagePullBackOff", "Unschedulable", None]
 
 
 def test_a_pod_that_loads_for_too_long_is_reported() -> None:
     slow = ObservedPod(name="slow", created_at=NOW - PLAN.units[0].startup_deadline_s - 1)
-    assert said(inputs(*all_of(PLAN, slow), coordinator(READY)))["Ready"][1] == "StartupDeadlineExceeded"
+    assert conditions_of(inputs(*all_of(PLAN, slow), coordinator(READY)))["Ready"][1] == "StartupDeadlineExceeded"
 
 
 def test_a_roll_without_capacity_is_reported_but_not_with_recreate() -> None:
     unplaced = pod("new", reason="Unschedulable", message="0/3 nodes: Insufficient nvidia.com/gpu", unschedulable=True)
     observed = (*all_of(PLAN, unplaced), *all_of(OLD, READY), coordinator(READY))
-    assert said(inputs(*observed))["Progressing"] == ("False", "InsufficientCapacity")
-    assert said(inputs(*observed, strategy="Recreate"))["Progressing"][1] != "InsufficientCapacity"
+    assert conditions_of(inputs(*observed))["Progressing"] == ("False", "InsufficientCapacity")
+    assert conditions_of(inputs(*observed, strategy="Recreate"))["Progressing"][1] != "InsufficientCapacity"
 
 
 def test_a_quota_that_has_no_room_for_the_surge_is_insufficient_capacity_and_says_what_helps() -> None:
@@ -214,9 +214,9 @@ def test_a_quota_that_has_no_room_for_the_surge_is_insufficient_capacity_and_say
     assert squeezed.message.endswith("raise the quota, lower its replicas, or choose rollout.strategy: Recreate")
     assert by_type["Ready"].message == squeezed.message
     assert (by_type["Scheduled"].reason, by_type["Available"].status) == ("QuotaExceeded", "True")
-    assert said(inputs(*observed, strategy="Recreate"))["Progressing"][1] != "InsufficientCapacity"
+    assert conditions_of(inputs(*observed, strategy="Recreate"))["Progressing"][1] != "InsufficientCapacity"
     alone = inputs(*observed[:2], coordinator(READY))
-    assert said(alone)["Progressing"][1] == "Starting", "nothing is replaced"
+    assert conditions_of(alone)["Progressing"][1] == "Starting", "nothing is replaced"
 
 
 def test_the_coordinators_surge_is_not_helped_by_recreate() -> None:
@@ -232,7 +232,7 @@ def test_the_coordinators_surge_is_not_helped_by_recreate() -> None:
 
 def test_no_progress_for_too_long_is_reported_and_the_old_revision_serves() -> None:
     observed = (*all_of(PLAN, pod()), *all_of(OLD, READY), coordinator(READY))
-    found = said(inputs(*observed, progress_deadline_s=15.0))
+    found = conditions_of(inputs(*observed, progress_deadline_s=15.0))
     assert found["Progressing"] == ("False", "ProgressDeadlineExceeded")
     assert found["Available"] == ("True", "Serving")
 
@@ -271,7 +271,7 @@ def test_a_refused_spec_keeps_the_rest_of_the_status() -> None:
 def test_a_suspended_pipeline_has_no_warning() -> None:
     _, found = status.summarise(inputs(coordinator(), suspended=True), {}, generation=1, now=NOW)
     assert not [each for each in found if conditions.is_bad(each) and each.type != "Available"]
-    assert said(inputs(coordinator(), suspended=True))["Ready"] == ("False", "Suspended")
+    assert conditions_of(inputs(coordinator(), suspended=True))["Ready"] == ("False", "Suspended")
 
 
 def test_registered_counts_what_the_coordinator_reports_when_it_answers() -> None:

@@ -220,7 +220,7 @@ def test_a_spec_in_python_needs_no_file() -> None:
 
 
 async def test_a_task_that_ends_is_logged_and_its_process_is_started_again(base: Path) -> None:
-    said: list[tuple[str, str]] = []
+    lines: list[tuple[str, str]] = []
     spec = PipelineConfig(
         name="fatal",
         stages=[StageConfig(name="only", process="only", factory="fatal:stage", terminal=True)],
@@ -229,7 +229,7 @@ async def test_a_task_that_ends_is_logged_and_its_process_is_started_again(base:
     )
     path = os.pathsep.join(filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH"))))
     environ = {**os.environ, "PYTHONPATH": path}
-    up = LocalPipeline(spec, options=ANY_PORT, environ=environ, on_line=lambda name, line: said.append((name, line)))
+    up = LocalPipeline(spec, options=ANY_PORT, environ=environ, on_line=lambda name, line: lines.append((name, line)))
 
     async with up:
         for task, process in (
@@ -244,19 +244,19 @@ async def test_a_task_that_ends_is_logged_and_its_process_is_started_again(base:
             await eventually(lambda: up.pids().get(process, before[process]) != before[process])  # noqa: B023
             assert {name for name, pid in up.pids().items() if pid != before[name]} == {process}
             ended = f"the task '{task}' has ended"
-            await eventually(lambda: any(name == process and ended in line for name, line in said))  # noqa: B023
+            await eventually(lambda: any(name == process and ended in line for name, line in lines))  # noqa: B023
             await serves(up.url)
 
 
 async def test_a_process_that_is_over_exits_whatever_threads_and_processes_its_author_has_left(base: Path) -> None:
-    said: list[tuple[str, str]] = []
-    async with lingering(base, "stage", said) as up:
+    lines: list[tuple[str, str]] = []
+    async with lingering(base, "stage", lines) as up:
         for task, process in (("beat", "only"), ("watch of revisions.json", "coordinator")):
             before = up.pids()
             with contextlib.suppress(httpx.HTTPError):  # its process may end before the answer
                 await ask(up.url, task)
             await eventually(lambda: up.pids().get(process, before[process]) != before[process])  # noqa: B023
-            assert any(name == process and "lingering.py" in line for name, line in said), "its stacks are in the log"
+            assert any(name == process and "lingering.py" in line for name, line in lines), "its stacks are in the log"
             await serves(up.url)
         drained = up.pids()
     assert {name: psutil.pid_exists(pid) for name, pid in drained.items()} == dict.fromkeys(drained, False)
@@ -287,7 +287,7 @@ async def test_whoever_is_cancelled_while_a_run_is_given_up_is_so_when_its_folde
     assert os.listdir(base) == []
 
 
-def lingering(base: Path, factory: str, said: list[tuple[str, str]]) -> LocalPipeline:
+def lingering(base: Path, factory: str, lines: list[tuple[str, str]]) -> LocalPipeline:
     spec = PipelineConfig(
         name="lingering",
         stages=[
@@ -298,4 +298,4 @@ def lingering(base: Path, factory: str, said: list[tuple[str, str]]) -> LocalPip
     )
     path = os.pathsep.join(filter(None, (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH"))))
     environ = {**os.environ, "PYTHONPATH": path}
-    return LocalPipeline(spec, options=ANY_PORT, environ=environ, on_line=lambda name, line: said.append((name, line)))
+    return LocalPipeline(spec, options=ANY_PORT, environ=environ, on_line=lambda name, line: lines.append((name, line)))

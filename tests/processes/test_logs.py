@@ -50,8 +50,8 @@ def test_the_facts_of_a_request_are_fields_of_their_own() -> None:
 
 def test_a_field_never_replaces_what_every_line_has() -> None:
     facts = {"process": 3, "message": "x", 7: "seven"}
-    said = line("done", extra={"level": "mine", "logger": "x", "time": "now", "traceback": "none", "facts": facts})
-    assert said == COMMON | {
+    entry = line("done", extra={"level": "mine", "logger": "x", "time": "now", "traceback": "none", "facts": facts})
+    assert entry == COMMON | {
         "extra.level": "mine",
         "extra.logger": "x",
         "extra.time": "now",
@@ -77,18 +77,18 @@ LOOP.append(LOOP)
     "value", [Unprintable(), LOOP, float("nan"), 1 << 80, "\ud800", b"\xff", {1: 2}, {(1, 2): 3}, object]
 )
 def test_whatever_a_field_holds_the_line_is_json(value: Any) -> None:
-    said = line("done", extra={"value": value, "inside": {"value": value}, "after": 1})
-    assert said["after"] == 1
-    assert said.keys() == COMMON.keys() | {"value", "inside", "after"}
+    entry = line("done", extra={"value": value, "inside": {"value": value}, "after": 1})
+    assert entry["after"] == 1
+    assert entry.keys() == COMMON.keys() | {"value", "inside", "after"}
 
 
 def test_a_message_with_broken_text_and_an_exception_are_one_line_too() -> None:
     try:
         raise ValueError("two\nlines")
     except ValueError:
-        said = line("a\nb \ud800", exc_info=True)
-    assert said["message"] == "a\nb \\ud800"
-    assert said["traceback"].endswith("ValueError: two\nlines\n")
+        entry = line("a\nb \ud800", exc_info=True)
+    assert entry["message"] == "a\nb \\ud800"
+    assert entry["traceback"].endswith("ValueError: two\nlines\n")
 
 
 def test_without_an_exception_exc_info_adds_nothing() -> None:
@@ -149,8 +149,8 @@ def test_nothing_that_authors_do_to_logging_reaches_the_records_of_the_runtime(d
     file.write_text(PROGRAM % DONE_TO_LOGGING[done])
     ended = subprocess.run([sys.executable, str(file)], capture_output=True, text=True, check=False)
     assert ended.stdout == "went on\n", ended.stderr
-    said = [line.partition(" ")[2] for line in ended.stderr.splitlines() if " that of " in line]
-    assert said == [
+    reports = [line.partition(" ")[2] for line in ended.stderr.splitlines() if " that of " in line]
+    assert reports == [
         "INFO    stage_runtime.stage: that of stage_runtime.stage",
         "INFO    uvicorn.error: that of uvicorn.error",
         "INFO    asyncio: that of asyncio",

@@ -278,25 +278,25 @@ def test_a_coordinator_whose_control_port_is_taken_ends_with_a_line_that_names_i
         with coordinator(tmp_path, ports, OMNI_TERMINATION_LOG=str(log)) as running:
             assert running.wait(PATIENCE_S) == 1
             assert running.stdout is not None
-            said = f"cannot start: cannot listen at tcp://127.0.0.1:{getattr(ports, port)}: Address already in use"
-            assert said in running.stdout.read().splitlines()
-    assert log.read_text().splitlines()[0] == said
+            cause = f"cannot start: cannot listen at tcp://127.0.0.1:{getattr(ports, port)}: Address already in use"
+            assert cause in running.stdout.read().splitlines()
+    assert log.read_text().splitlines()[0] == cause
 
 
 def test_a_stage_whose_control_port_is_taken_ends_its_pod_with_a_line_that_names_it(tmp_path: Path) -> None:
     ports = Ports()
     with socket.create_server(("0.0.0.0", ports.stage)), stage_pod(tmp_path, ports, "create") as running:
         assert running.wait(PATIENCE_S) == 1
-    said = f"echo: cannot listen at tcp://0.0.0.0:{ports.stage}: Address already in use"
-    assert (tmp_path / "termination-log").read_text().splitlines()[0] == said
+    cause = f"echo: cannot listen at tcp://0.0.0.0:{ports.stage}: Address already in use"
+    assert (tmp_path / "termination-log").read_text().splitlines()[0] == cause
 
 
 def test_a_pod_whose_probe_port_is_taken_ends_with_a_line_that_names_it(tmp_path: Path) -> None:
     ports = Ports()
     with socket.create_server(("127.0.0.1", ports.probe)), stage_pod(tmp_path, ports, "create") as running:
         assert running.wait(PATIENCE_S) == 1
-    said = (tmp_path / "termination-log").read_text().splitlines()[0]
-    assert said.startswith(f"cannot start: cannot listen on 127.0.0.1:{ports.probe}: ") and "already in use" in said
+    cause = (tmp_path / "termination-log").read_text().splitlines()[0]
+    assert cause.startswith(f"cannot start: cannot listen on 127.0.0.1:{ports.probe}: ") and "already in use" in cause
 
 
 @pytest.mark.parametrize(

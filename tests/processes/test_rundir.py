@@ -38,10 +38,10 @@ def age_empty_folders(base: Path) -> None:
 
 
 def test_a_sweep_at_any_step_of_making_a_run_costs_it_nothing(base: Path) -> None:
-    said, _ = program("every-step", str(base)).communicate(timeout=60)
-    steps = int(said.split()[0])
+    output, _ = program("every-step", str(base)).communicate(timeout=60)
+    steps = int(output.split()[0])
     assert steps >= 4, "the steps were not seen"
-    assert said == f"{steps} steps, lost []\n"
+    assert output == f"{steps} steps, lost []\n"
 
 
 def test_runs_that_start_and_sweep_at_the_same_time_leave_each_other_alone(base: Path) -> None:
@@ -129,9 +129,9 @@ def test_a_folder_on_the_way_that_others_may_write_is_refused_with_its_name_and_
         return
     with pytest.raises(ConfigurationError) as caught:
         rundir.check_access(str(shared / below))
-    said = str(caught.value)
-    assert said.startswith(f"endpoints.basePath: {shared / below}".rstrip("/"))
-    assert f"{shared} may be written by {refused}: chmod go-w it" in said
+    message = str(caught.value)
+    assert message.startswith(f"endpoints.basePath: {shared / below}".rstrip("/"))
+    assert f"{shared} may be written by {refused}: chmod go-w it" in message
 
 
 def test_the_folder_of_somebody_else_is_refused_and_roots_is_not() -> None:

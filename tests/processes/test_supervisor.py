@@ -281,8 +281,8 @@ async def test_a_second_life_that_does_not_come_about_is_followed_by_a_third(sec
         os.kill(first, signal.SIGKILL)
         await eventually(lambda: supervisor.views()[0].restarts == 2 and supervisor.views()[0].state == "ready")
         assert supervisor.failure is None
-        said = [view.message for view in supervisor.changes if view.state == "restarting"]
-        assert any("no progress for" in one or "temporarily unavailable" in one for one in said)
+        messages = [view.message for view in supervisor.changes if view.state == "restarting"]
+        assert any("no progress for" in one or "temporarily unavailable" in one for one in messages)
 
 
 async def test_what_is_waited_for_is_what_was_named_and_a_failure_goes_with_its_instance() -> None:

@@ -233,8 +233,8 @@ def test_one_line_per_reason_names_all_fields_that_are_set_in_vain() -> None:
 
 def test_what_a_cluster_does_is_not_named_for_it() -> None:
     spec = PipelineConfig(stages=STAGES, image="registry/omni:1")
-    said = unsupported.notices(spec, local=False)
-    assert said == ()
+    notices = unsupported.notices(spec, local=False)
+    assert notices == ()
 
 
 def test_what_is_as_by_default_is_not_named() -> None:

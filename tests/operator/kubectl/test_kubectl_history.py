@@ -27,7 +27,7 @@ def entry(number: int, *, current: bool = False) -> Entry:
 
 
 @pytest.mark.parametrize(
-    "old, new, said",
+    "old, new, expected",
     [
         (spec(), spec(), ()),
         (spec(image="x:1"), spec(image="x:2"), ("image",)),
@@ -45,8 +45,8 @@ def entry(number: int, *, current: bool = False) -> Entry:
         (spec(), spec(processGroups=[{"name": "p", "replicas": 3, "sharedMemory": "1Gi"}]), ("processGroups",)),
     ],
 )
-def test_a_difference_is_named_by_its_field(old: Any, new: Any, said: tuple[str, ...]) -> None:
-    assert history.differences(old, new) == said
+def test_a_difference_is_named_by_its_field(old: Any, new: Any, expected: tuple[str, ...]) -> None:
+    assert history.differences(old, new) == expected
 
 
 def test_what_was_scaled_suspended_or_paused_since_then_stays_so() -> None:

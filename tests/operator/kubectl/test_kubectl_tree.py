@@ -81,15 +81,15 @@ def test_pods_of_a_unit_that_the_spec_no_longer_has_are_shown_too() -> None:
 
 
 @pytest.mark.parametrize(
-    ("status", "said"),
+    ("status", "title"),
     [
         ({}, "no operator has reconciled it yet"),
         ({"observedGeneration": 1}, "the operator has not reconciled the last change yet"),
         ({"observedGeneration": 2, "revision": {"current": "aa", "update": "bb"}}, "revision aa → bb"),
     ],
 )
-def test_the_title_shows_when_the_status_is_older_than_the_spec(status: dict[str, Any], said: str) -> None:
-    assert said in shown(pipeline(**status))[0]
+def test_the_title_shows_when_the_status_is_older_than_the_spec(status: dict[str, Any], title: str) -> None:
+    assert title in shown(pipeline(**status))[0]
 
 
 def test_draining_selects_pods_that_match_all_conditions_and_are_neither_terminating_nor_ended() -> None:
