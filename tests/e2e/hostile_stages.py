@@ -242,10 +242,10 @@ PLACES = (
 def _encode_unchecked(frame: frames.Frame) -> bytes:
     """`codec.encode` without its check of fields."""
     numbers = (frame.session, frame.ack_session, frame.seq, frame.ack)
-    said = codec._encoder.encode(frame.message)
+    encoded = codec._encoder.encode(frame.message)
     request = codec.REQUEST_OF[type(frame.message)](frame.message)
     data = codec._encoder.encode(
-        frames.Envelope(frame.protocol, frame.sender, frame.receiver, *numbers, request, memoryview(said))
+        frames.Envelope(frame.protocol, frame.sender, frame.receiver, *numbers, request, memoryview(encoded))
     )
     if len(data) > frames.FRAME_LIMIT:
         raise errors.ValueRefused("message", "over the limit")

@@ -111,15 +111,15 @@ async def test_clients_that_stop_reading_hold_back_their_own_streams_alone(flood
     """8 clients ask for 500 GiB each and read nothing of it. Each is a window behind: 16 MiB."""
     where = urlsplit(flooded.url)
     body = {"inputs": {"to": "fine", "size": 10, "gush": 500_000, "piece": 1 << 20}, "stream": True}
-    said = json.dumps(body).encode()
+    encoded = json.dumps(body).encode()
     head = "POST /v1/pipeline HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-    head += f"Content-Length: {len(said)}\r\n\r\n"
+    head += f"Content-Length: {len(encoded)}\r\n\r\n"
     async with Client(flooded.url, connections=40) as client:
         before = footprint(flooded)
         with contextlib.ExitStack() as stack:
             for _ in range(8):
                 deaf = stack.enter_context(socket.create_connection((where.hostname or "", where.port or 0)))
-                deaf.sendall(head.encode() + said)
+                deaf.sendall(head.encode() + encoded)
             await watched(flooded, client, before)
             assert (await client.status())["in_flight"] >= 8
         await at_rest(client)

@@ -133,8 +133,8 @@ class Attacker:
 
     def case(self, case: dict[str, Any], *, stream: bool, chat: bool) -> None:
         if chat:
-            said = {"role": "user", "content": json.dumps(case)}
-            self.send("POST", "/v1/chat/completions", json={"model": "m", "messages": [said], "stream": stream})
+            message = {"role": "user", "content": json.dumps(case)}
+            self.send("POST", "/v1/chat/completions", json={"model": "m", "messages": [message], "stream": stream})
         else:
             self.send("POST", "/v1/pipeline", json={"inputs": case, "stream": stream})
 

@@ -135,9 +135,9 @@ async def test_a_reader_that_never_reads_costs_its_own_request_only(pipeline: Lo
     before = dict(pipeline.pids())
     where = urlsplit(pipeline.url)
     body = {"inputs": {"to": ["speaker"], "wait": ["speaker"], "chunks": 1_000_000, "size": 10_000}, "stream": True}
-    said = json.dumps(body).encode()
+    encoded = json.dumps(body).encode()
     head = "POST /v1/pipeline HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-    head += f"Content-Length: {len(said)}\r\n"
+    head += f"Content-Length: {len(encoded)}\r\n"
     head += f"Connection: close\r\nX-Request-Timeout: {STUCK_AFTER_S * 2}\r\n\r\n"
     known = await bound_so_far(client, "speaker")
 
@@ -145,7 +145,7 @@ async def test_a_reader_that_never_reads_costs_its_own_request_only(pipeline: Lo
         return await bound_so_far(client, "speaker") == known + 1
 
     with socket.create_connection((where.hostname or "", where.port or 0)) as deaf:
-        deaf.sendall(head.encode() + said)
+        deaf.sendall(head.encode() + encoded)
         await eventually(bound)
         while await holds(client, "speaker", 1):
             assert await ask(client, to=["pa"], chunks=3, wait=["reader"]) == {"reader": {"a": 3, "b": 0}}
@@ -159,16 +159,16 @@ async def test_a_reader_that_never_reads_costs_its_own_request_only(pipeline: Lo
 async def readers_that_stop(url: str, count: int, **inputs: Any) -> AsyncIterator[list[socket.socket]]:
     """Clients that ask the speaker for a stream and read none of it; their kernels take little."""
     where = urlsplit(url)
-    said = json.dumps({"inputs": {"to": ["speaker"], "wait": ["speaker"], **inputs}, "stream": True}).encode()
+    encoded = json.dumps({"inputs": {"to": ["speaker"], "wait": ["speaker"], **inputs}, "stream": True}).encode()
     head = "POST /v1/pipeline HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-    head += f"Connection: close\r\nContent-Length: {len(said)}\r\n\r\n"
+    head += f"Connection: close\r\nContent-Length: {len(encoded)}\r\n\r\n"
     with contextlib.ExitStack() as stack:
         readers = []
         for _ in range(count):
             reader = stack.enter_context(socket.socket())
             reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 16 << 10)
             reader.connect((where.hostname or "", where.port or 0))
-            reader.sendall(head.encode() + said)
+            reader.sendall(head.encode() + encoded)
             readers.append(reader)
         yield readers
 

@@ -17,7 +17,7 @@ from tests.engines.generation_kit import alone, tiny_model, tiny_tokenizer, tran
 TEXTS = ["a", "the quick brown fox", "the quick brown cat", "zzz" * 9]
 
 
-def said(text: str) -> list[int]:
+def spoken(text: str) -> list[int]:
     """By transformers alone: the thinker's answer, its hidden rows, the talker's answer to them."""
     prompt = tiny_tokenizer()(text)["input_ids"]
     thinker, talker = tiny_model("llama"), tiny_model("qwen2")
@@ -64,7 +64,7 @@ async def test_a_talker_continues_from_the_hidden_rows_of_its_thinker(
     checkpoints(tmp_path)
     async with running(pipeline_of(tmp_path, streams, settings), base) as pipeline, Client(pipeline.url) as client:
         bodies = await asyncio.gather(*(client.ask(text) for text in TEXTS * 3))
-    assert [body.get("results", body).get("talker", body) for body in bodies] == [said(text) for text in TEXTS * 3]
+    assert [body.get("results", body).get("talker", body) for body in bodies] == [spoken(text) for text in TEXTS * 3]
 
 
 @pytest.mark.timeout(300)
@@ -73,4 +73,4 @@ async def test_a_talker_of_two_ranks_continues_from_the_stream_of_its_thinker(ba
     spec = pipeline_of(tmp_path, True, {}, gpu=[0, 1], tp_size=2)
     async with running(spec, base, cpu=True) as pipeline, Client(pipeline.url) as client:
         bodies = await asyncio.gather(*(client.ask(text) for text in TEXTS * 3))
-    assert [body.get("results", body).get("talker", body) for body in bodies] == [said(text) for text in TEXTS * 3]
+    assert [body.get("results", body).get("talker", body) for body in bodies] == [spoken(text) for text in TEXTS * 3]

@@ -50,7 +50,7 @@ class Recorder:
     """`engines.base.Outbox`: what an engine said, in order. A chunk is given one of ``gates``, if any is left."""
 
     def __init__(self) -> None:
-        self.said: SimpleQueue[tuple[Any, ...]] = SimpleQueue()
+        self.outputs: SimpleQueue[tuple[Any, ...]] = SimpleQueue()
         self.gates: list[Gate] = []
         self.taken: list[tuple[str, str]] = []  #: (request, source) of every chunk consumed
         self.began_ids: list[str] = []
@@ -60,20 +60,20 @@ class Recorder:
     def emit(self, work: Work, chunk: Any) -> Gate | None:
         if self.refuses is not None:
             raise self.refuses
-        self.said.put((work.request_id, "chunk", chunk.data))
+        self.outputs.put((work.request_id, "chunk", chunk.data))
         return self.gates.pop(0) if self.gates else None
 
     def done(self, work: Work, data: Any, *, has_data: bool = True) -> None:
         assert isinstance(work, OneWork)
         if not work.over:
             work.over = True
-            self.said.put((work.request_id, "done", data) if has_data else (work.request_id, "done"))
+            self.outputs.put((work.request_id, "done", data) if has_data else (work.request_id, "done"))
 
     def fail(self, work: Work, error: BaseException, *, hook: str = "run") -> None:
         assert isinstance(work, OneWork)
         if not work.over:
             work.over = True
-            self.said.put((work.request_id, "failed", f"{type(error).__name__}: {error}"))
+            self.outputs.put((work.request_id, "failed", f"{type(error).__name__}: {error}"))
 
     def letting_go(self) -> None: ...
 
@@ -93,7 +93,7 @@ class Recorder:
         self.crashes.append(error)
 
     def next(self) -> tuple[Any, ...]:
-        return self.said.get(timeout=PATIENCE_S)
+        return self.outputs.get(timeout=PATIENCE_S)
 
     def several(self, count: int) -> list[tuple[Any, ...]]:
         return [self.next() for _ in range(count)]

@@ -208,9 +208,9 @@ def test_a_stage_with_one_engine_takes_a_pin_and_its_own_rank_alone() -> None:
     with running(stage.engine) as rig:
         rig.start("own", {"tokens": [1], "data_parallel_rank": 0})
         rig.start("other", {"tokens": [1], "data_parallel_rank": 1})
-        said = {one[0]: one[1:] for one in rig.outbox.several(6)}
-        assert said["other"] == ("failed", "InvalidRequest: data_parallel_rank is 1; the only engine is 0")
-        assert said["own"][0] == "done"
+        outputs = {one[0]: one[1:] for one in rig.outbox.several(6)}
+        assert outputs["other"] == ("failed", "InvalidRequest: data_parallel_rank is 1; the only engine is 0")
+        assert outputs["own"][0] == "done"
     stage.at_rest(rig)
 
 
@@ -266,11 +266,11 @@ def test_an_engine_that_ends_waits_for_readers_that_lag() -> None:
         rig.outbox.next()
         rig.inbox.close()
         threading.Timer(0, held.set_result, [None]).start()
-        said = [rig.outbox.next()]
-        while said[-1][1] == "chunk":
-            said.append(rig.outbox.next())
-    assert [token for one in said[:-1] for token in one[2]] == [8, 9]
-    assert said[-1] == ("a", "done", {"finish": "length", "tokens": 2})
+        outputs = [rig.outbox.next()]
+        while outputs[-1][1] == "chunk":
+            outputs.append(rig.outbox.next())
+    assert [token for one in outputs[:-1] for token in one[2]] == [8, 9]
+    assert outputs[-1] == ("a", "done", {"finish": "length", "tokens": 2})
 
 
 class GatedTokenizer:
@@ -336,10 +336,10 @@ def test_a_long_grammar_is_compiled_while_other_requests_are_computed() -> None:
     with running(AutoregressiveEngine(spec, core, tiny_tokenizer(), None)) as rig:
         rig.start("long", 5000)
         rig.start("free", 0)
-        said = [rig.outbox.next()]
-        while said[-1][1] == "chunk":
-            said.append(rig.outbox.next())
-        assert {one[0] for one in said} == {"free"}
+        outputs = [rig.outbox.next()]
+        while outputs[-1][1] == "chunk":
+            outputs.append(rig.outbox.next())
+        assert {one[0] for one in outputs} == {"free"}
         released.set()
         assert rig.outbox.next() == ("long", "failed", "InvalidRequest: no grammar")
 
@@ -357,13 +357,13 @@ def test_an_aborted_request_is_computed_no_further_and_its_id_may_come_again() -
         stage.executor.during = abort
         rig.start("a", {"tokens": [7], "max_tokens": 50})
         rig.start("b", {"tokens": [40], "max_tokens": 8})
-        said = [rig.outbox.next()]
-        while said[-1][:2] != ("b", "done"):
-            said.append(rig.outbox.next())
+        outputs = [rig.outbox.next()]
+        while outputs[-1][:2] != ("b", "done"):
+            outputs.append(rig.outbox.next())
         del rig.works["a"]
         rig.start("a", {"tokens": [90], "max_tokens": 1})
         again = rig.outbox.several(3)
-    assert [one[2] for one in said if one[0] == "a"][1:] == [[8], [9], [10]]
+    assert [one[2] for one in outputs if one[0] == "a"][1:] == [[8], [9], [10]]
     assert max(start for name, start in computed if name == "a") == 3
     assert [one[1:] for one in again] == [
         ("chunk", {"prompt": 1}),

@@ -67,20 +67,20 @@ def batch_of(fn: Any, data: list[Any]) -> list[tuple[Any, ...]]:
     [([], "returned 0 results"), ([1], "returned 1 results"), ((1, 2), "returned tuple"), (None, "NoneType")],
 )
 def test_a_wrong_number_of_results_fails_the_batch(returned: Any, got: str) -> None:
-    said = batch_of(lambda payloads: returned, [1, 2])
-    assert [one[:2] for one in said] == [("r0", "failed"), ("r1", "failed")]
-    assert all(got in one[2] and "a batch of 2" in one[2] for one in said)
+    outputs = batch_of(lambda payloads: returned, [1, 2])
+    assert [one[:2] for one in outputs] == [("r0", "failed"), ("r1", "failed")]
+    assert all(got in one[2] and "a batch of 2" in one[2] for one in outputs)
 
 
 def test_an_exception_in_one_slot_fails_that_request_alone() -> None:
-    said = batch_of(lambda payloads: ["ok", ValueError("bad voice"), "fine"], [1, 2, 3])
-    assert said == [("r0", "done", "ok"), ("r1", "failed", "ValueError: bad voice"), ("r2", "done", "fine")]
+    outputs = batch_of(lambda payloads: ["ok", ValueError("bad voice"), "fine"], [1, 2, 3])
+    assert outputs == [("r0", "done", "ok"), ("r1", "failed", "ValueError: bad voice"), ("r2", "done", "fine")]
 
 
 def test_a_chunk_in_one_slot_fails_that_request_alone() -> None:
-    said = batch_of(lambda payloads: [omni.Chunk(1), omni.Result("fine")], [1, 2])
-    assert said[0][:2] == ("r0", "failed")
-    assert said[1] == ("r1", "done", "fine")
+    outputs = batch_of(lambda payloads: [omni.Chunk(1), omni.Result("fine")], [1, 2])
+    assert outputs[0][:2] == ("r0", "failed")
+    assert outputs[1] == ("r1", "done", "fine")
 
 
 @pytest.mark.parametrize("error", [ValueError("no"), SystemExit("no")])
@@ -139,7 +139,7 @@ class Unreadable(list[Any]):
 
 
 @pytest.mark.parametrize(
-    ("results", "said"),
+    ("results", "failure"),
     [
         (
             LyingLength(),
@@ -152,14 +152,14 @@ class Unreadable(list[Any]):
         (Unreadable([1]), "SystemExit: not to be read"),
     ],
 )
-def test_a_list_that_is_not_what_it_says_fails_its_batch_alone(results: list[Any], said: str) -> None:
+def test_a_list_that_is_not_what_it_says_fails_its_batch_alone(results: list[Any], failure: str) -> None:
     def fn(payloads: list[Payload]) -> list[Any]:
         return results if payloads[0].data == "bad" else [payload.data for payload in payloads]
 
     with running(as_engine(omni.Batched(fn, max_batch=1))) as rig:
         rig.start("r1", "bad")
         rig.start("r2", "good")
-        assert rig.outbox.several(2) == [("r1", "failed", said), ("r2", "done", "good")]
+        assert rig.outbox.several(2) == [("r1", "failed", failure), ("r2", "done", "good")]
 
 
 def test_a_batch_function_that_gives_a_coroutine_fails_with_the_reason() -> None:

@@ -57,11 +57,11 @@ def test_a_blocking_call_in_an_async_function_is_named_with_stage_function_and_l
 
     with running(as_engine(run)) as rig:
         rig.start("r1", "a")
-        ((request_id, word, said),) = rig.outbox.several(1)
+        ((request_id, word, message),) = rig.outbox.several(1)
     assert (request_id, word) == ("r1", "done")
-    assert f"next ({__file__}:" in said  # the author's innermost frame
-    assert "return self._new.get(timeout=PATIENCE_S)" in said
-    assert said.startswith("stage ")
+    assert f"next ({__file__}:" in message  # the author's innermost frame
+    assert "return self._new.get(timeout=PATIENCE_S)" in message
+    assert message.startswith("stage ")
 
 
 def test_one_in_a_streaming_stage_is_named_too_and_waiting_is_not(warnings: Warnings) -> None:
@@ -70,9 +70,9 @@ def test_one_in_a_streaming_stage_is_named_too_and_waiting_is_not(warnings: Warn
     async def run(session: Any) -> AsyncIterator[Any]:
         payload = await session.payload()
         if payload.data == "block":
-            said = helper(warnings)
+            message = helper(warnings)
             blocked.set()
-            yield omni.Result(said)
+            yield omni.Result(message)
         else:
             await asyncio.wait_for(blocked.wait(), PATIENCE_S)
             yield omni.Result(len(warnings.all))
@@ -80,9 +80,9 @@ def test_one_in_a_streaming_stage_is_named_too_and_waiting_is_not(warnings: Warn
     with running(as_engine(omni.Streaming(run))) as rig:
         rig.start("waits", "wait")
         rig.start("blocks", "block")
-        said = {one[0]: one[2] for one in rig.outbox.several(2)}
-    assert "blocks the event loop" in said["blocks"]
-    assert said["waits"] == 1
+        outputs = {one[0]: one[2] for one in rig.outbox.several(2)}
+    assert "blocks the event loop" in outputs["blocks"]
+    assert outputs["waits"] == 1
 
 
 def test_a_coroutine_that_swallows_its_cancellation_is_named_with_its_line(warnings: Warnings) -> None:
@@ -105,11 +105,11 @@ def test_a_coroutine_that_swallows_its_cancellation_is_named_with_its_line(warni
         rig.start("r1", "a")
         assert gone_on.wait(PATIENCE_S)
         rig.abort("r1")
-        said = warnings.next()
+        warning = warnings.next()
         released.set()
-    assert "request r1 was aborted" in said
-    assert f"stubborn ({__file__}:" in said
-    assert "caught asyncio.CancelledError" in said
+    assert "request r1 was aborted" in warning
+    assert f"stubborn ({__file__}:" in warning
+    assert "caught asyncio.CancelledError" in warning
 
 
 class Looked:

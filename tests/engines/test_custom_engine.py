@@ -44,11 +44,11 @@ def test_a_loop_takes_starts_and_chunks_and_says_emits_and_dones() -> None:
         assert rig.outbox.began_ids == ["r1"]
 
 
-@pytest.mark.parametrize(("error", "said"), [(ValueError("no"), "ValueError: no"), ("no", "RuntimeError: no")])
-def test_a_loop_may_fail_a_request_with_an_exception_or_words(error: Any, said: str) -> None:
+@pytest.mark.parametrize(("error", "message"), [(ValueError("no"), "ValueError: no"), ("no", "RuntimeError: no")])
+def test_a_loop_may_fail_a_request_with_an_exception_or_words(error: Any, message: str) -> None:
     with running(as_engine(Loop(lambda event, outbox: outbox.put(events.Failed(event.request_id, error))))) as rig:
         rig.start("r1")
-        assert rig.outbox.next() == ("r1", "failed", said)
+        assert rig.outbox.next() == ("r1", "failed", message)
 
 
 def test_what_is_said_of_a_request_that_is_over_or_unknown_goes_nowhere() -> None:
@@ -61,14 +61,14 @@ def test_what_is_said_of_a_request_that_is_over_or_unknown_goes_nowhere() -> Non
     with running(as_engine(Loop(step))) as rig:
         rig.start("r1")
         assert rig.outbox.next() == ("r1", "done", 1)
-    assert rig.outbox.said.empty()
+    assert rig.outbox.outputs.empty()
 
 
-@pytest.mark.parametrize("said", [None, "r1", events.Done(["r1"]), events.Done(1)])  # type: ignore[arg-type]
-def test_what_names_no_request_reaches_none(said: Any) -> None:
+@pytest.mark.parametrize("named", [None, "r1", events.Done(["r1"]), events.Done(1)])  # type: ignore[arg-type]
+def test_what_names_no_request_reaches_none(named: Any) -> None:
     def step(event: Any, outbox: Any) -> None:
         try:
-            outbox.put(said)
+            outbox.put(named)
             outcome = "discarded"
         except TypeError as error:
             outcome = str(error)
@@ -76,8 +76,8 @@ def test_what_names_no_request_reaches_none(said: Any) -> None:
 
     words = (
         "discarded"
-        if isinstance(said, events.Done)
-        else f"outbox.put takes Emit, Done or Failed, not {type(said).__name__}"
+        if isinstance(named, events.Done)
+        else f"outbox.put takes Emit, Done or Failed, not {type(named).__name__}"
     )
     with running(as_engine(Loop(step))) as rig:
         rig.start("r1")
@@ -97,9 +97,9 @@ def test_an_event_that_is_no_answer_fails_its_request_and_not_the_loop() -> None
     with running(as_engine(Loop(step))) as rig:
         for request_id in ("r1", "r2"):
             rig.start(request_id)
-            said = (request_id, "failed", "TypeError: outbox.put takes Emit, Done or Failed, not Start")
-            assert rig.outbox.next() == said
-    assert rig.outbox.said.empty()
+            failed = (request_id, "failed", "TypeError: outbox.put takes Emit, Done or Failed, not Start")
+            assert rig.outbox.next() == failed
+    assert rig.outbox.outputs.empty()
     assert aborted == ["r1", "r2"]
 
 
@@ -133,7 +133,7 @@ def test_a_loop_hears_of_the_abort_of_a_request_whose_chunk_cannot_be_sent() -> 
             assert rig.outbox.next()[:2] == ("r1", "failed")
             del rig.works["r1"]
     assert states == {}
-    assert rig.outbox.said.empty()
+    assert rig.outbox.outputs.empty()
 
 
 def test_a_loop_is_notified_when_a_consumer_lags() -> None:

@@ -106,15 +106,15 @@ def test_in_a_storm_only_the_requests_concerned_end_and_all_blocks_come_back(
                     if one in rig.works:
                         rig.abort(one)
         while len(ends) < len(names) - len(aborted):
-            name, what, *said = rig.outbox.said.get(timeout=PATIENCE_S)
+            name, what, *output = rig.outbox.outputs.get(timeout=PATIENCE_S)
             if what == "chunk":
-                given[name] += said[0]
+                given[name] += output[0]
             elif name not in aborted:
-                ends[name] = what if what == "done" else said[0]
+                ends[name] = what if what == "done" else output[0]
         for one in aborted:
             rig.abort(one)
         rig.start("last", {"tokens": whole, "max_tokens": 2})  # needs every block
-        while (found := rig.outbox.said.get(timeout=PATIENCE_S))[:2] != ("last", "done"):
+        while (found := rig.outbox.outputs.get(timeout=PATIENCE_S))[:2] != ("last", "done"):
             given.setdefault(found[0], []).extend(found[2])
     assert given["last"] == alone("llama", whole, 2)
     assert {name: given[name] for name in sound} == {name: expected[name][1] for name in sound}

@@ -141,10 +141,10 @@ def test_an_aborted_request_ends_and_the_next_one_is_served(checkpoint: Path) ->
     with running(engine) as rig:
         rig.start("first", {"tokens": [1, 2], "params": {"max_tokens": LONG}})
         rig.start("second", {"tokens": [3, 4]})
-        said: list[tuple[Any, ...]] = []
-        while not said or said[-1][:2] != ("second", "done"):
-            said.append(rig.outbox.next())
-        tokens = [token for one in said if one[:2] == ("second", "chunk") for token in one[2]]
+        outputs: list[tuple[Any, ...]] = []
+        while not outputs or outputs[-1][:2] != ("second", "done"):
+            outputs.append(rig.outbox.next())
+        tokens = [token for one in outputs if one[:2] == ("second", "chunk") for token in one[2]]
         assert tokens == alone_with(rounded(), [3, 4], 12)
     assert rig.inbox.gauges["generated_tokens_total"] < LONG
 

@@ -98,7 +98,7 @@ class Stage:
         """Take its next output. Returns: of which request."""
         while True:
             try:
-                name, kind, *rest = self.rig.outbox.said.get(timeout=1)
+                name, kind, *rest = self.rig.outbox.outputs.get(timeout=1)
                 break
             except Empty:
                 assert self.rig.thread.is_alive(), self.rig.crash
@@ -193,7 +193,7 @@ def test_log_probabilities_are_those_of_the_own_engine(stage: Stage, checkpoint:
     rig.start("own", {"tokens": [5, 6, 7, 8], "params": asked})
     outputs: list[tuple[Any, ...]] = []
     while not outputs or outputs[-1][1] == "chunk":
-        outputs.append(rig.outbox.said.get(timeout=PATIENCE_S))
+        outputs.append(rig.outbox.outputs.get(timeout=PATIENCE_S))
     rig.close()
     for at, count in ((1, 4), (2, 3)):
         expected = [one for _name, kind, *rest in outputs if kind == "chunk" for one in rest[0][at]]

@@ -107,9 +107,9 @@ def test_a_stage_that_ends_fails_requests_whose_streams_have_not_ended() -> None
         rig.done("y", "b")
         assert rig.outbox.next() == ("y", "done", [2, 3])
         rig.inbox.close()
-        name, what, said = rig.outbox.next()
+        name, what, message = rig.outbox.next()
         assert (name, what) == ("x", "failed")
-        assert said.startswith("RequestError: the stage ends")
+        assert message.startswith("RequestError: the stage ends")
     stage.at_rest(rig)
 
 
@@ -136,10 +136,10 @@ def test_what_is_wrong_with_a_stream_fails_its_request_alone_wherever_it_is() ->
         rig.done("sound", "b")
         found = {one[0]: one[1:] for one in rig.outbox.several(8)}
     assert found.pop("sound") == ("done", [2, 3])
-    assert {name: said[0] for name, said in found.items()} == dict.fromkeys(
+    assert {name: output[0] for name, output in found.items()} == dict.fromkeys(
         ["raises", "words", "unknown", "rows", "long", "grows", "failed"], "failed"
     )
-    blamed = {name: said[1].partition(":")[0] for name, said in found.items()}
+    blamed = {name: output[1].partition(":")[0] for name, output in found.items()}
     assert blamed == {
         "raises": "KeyError",
         "failed": "RequestError",

@@ -179,15 +179,15 @@ def test_each_kind_of_stage_function_has_its_engine(made: Any, kind: type) -> No
 
 
 @pytest.mark.parametrize(
-    ("made", "said"),
+    ("made", "message"),
     [
         (omni.Simple(factories.plain(), concurrency=0), r"omni.Simple\(concurrency=0\): at least 1"),
         (omni.Batched(lambda payloads: payloads, max_batch=0), r"omni.Batched\(max_batch=0\): at least 1"),
         (omni.Streaming(lambda session: session.chunks(), concurrency=0), r"omni.Streaming\(concurrency=0\)"),
     ],
 )
-def test_an_engine_that_would_never_run_anything_is_refused(made: Any, said: str) -> None:
-    with pytest.raises(ConfigurationError, match=said):
+def test_an_engine_that_would_never_run_anything_is_refused(made: Any, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
         as_engine(made)
 
 
@@ -242,7 +242,7 @@ class Lazy:
 
 
 @pytest.mark.parametrize(
-    ("made", "said"),
+    ("made", "message"),
     [
         (untyped.Batched(coroutine), "omni.Batched of an async function: the function of a batch is a plain one"),
         (untyped.Batched(async_generator), "omni.Batched of an async function"),
@@ -258,8 +258,8 @@ class Lazy:
         (WithRun, r"the class WithRun; expected an object of it: WithRun\(…\)"),
     ],
 )
-def test_what_would_fail_every_request_is_refused_when_it_is_loaded(made: Any, said: str) -> None:
-    with pytest.raises(ConfigurationError, match=f"^the factory returned {said}"):
+def test_what_would_fail_every_request_is_refused_when_it_is_loaded(made: Any, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"^the factory returned {message}"):
         as_engine(made)
 
 

@@ -74,7 +74,7 @@ def until(true: Callable[[], bool]) -> None:
 
 
 def answers(rig: Rig, count: int) -> dict[str, tuple[Any, ...]]:
-    return {said[0]: said[1:] for said in rig.outbox.several(count)}
+    return {output[0]: output[1:] for output in rig.outbox.several(count)}
 
 
 @pytest.fixture(scope="session")
@@ -121,7 +121,7 @@ def test_what_is_wrong_with_a_request_fails_it_alone_and_the_engines_numbers_are
         until(lambda: rig.inbox.gauges.get("steps_total", 0) >= 3)
         assert set(rig.inbox.gauges) == set(catalog.ENGINE)
         assert rig.outbox.began_ids == ["d", "e"]
-    assert {name: said[0] for name, said in found.items()} == {**dict.fromkeys("abcd", "failed"), "e": "done"}
+    assert {name: output[0] for name, output in found.items()} == {**dict.fromkeys("abcd", "failed"), "e": "done"}
     assert found["a"][1].startswith("RequestError: the prompt has 600 tokens")
     assert found["e"] == ("done", ["length", 3])
 
@@ -194,9 +194,9 @@ def test_one_of_two_engines_that_ends_takes_its_requests_alone_and_is_replaced(n
         dead, alive = client.reqs_in_flight["a"], client.reqs_in_flight["b"]
         pids = client.pids
         os.kill(client._engines[dead].pid, number)
-        name, *said = rig.outbox.next()
-        assert (name, said[0]) == ("a", "failed")
-        assert said[1].startswith(f"RequestError: engine {dead} ")
+        name, *output = rig.outbox.next()
+        assert (name, output[0]) == ("a", "failed")
+        assert output[1].startswith(f"RequestError: engine {dead} ")
         until(lambda: len(client.pids) == 2 and not client.lost)
         assert client.reqs_in_flight == {"b": alive}
         rig.start("c", {"tokens": [7]})

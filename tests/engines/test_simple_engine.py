@@ -81,8 +81,8 @@ def returns_wrapped(payload: Payload) -> Generator[Any, None, Any]:
 def test_what_a_generator_returns_is_its_result(fn: Any, chunks: list[str]) -> None:
     with running(as_engine(fn)) as rig:
         rig.start("r1", {"n": 1})
-        said = rig.outbox.several(len(chunks) + 1)
-        assert said == [*(("r1", "chunk", chunk) for chunk in chunks), ("r1", "done", {"n": 1})]
+        outputs = rig.outbox.several(len(chunks) + 1)
+        assert outputs == [*(("r1", "chunk", chunk) for chunk in chunks), ("r1", "done", {"n": 1})]
 
 
 @pytest.mark.parametrize("sync", [True, False])
@@ -159,8 +159,8 @@ def test_whatever_user_code_raises_fails_its_request_and_the_next_one_is_served(
     with running(as_engine(fn_async if is_coroutine else fn)) as rig:
         rig.start("r1", "bad")
         rig.start("r2", "good")
-        said = [one for one in rig.outbox.several(3 if index == 2 else 2) if one[1] != "chunk"]
-        assert said == [("r1", "failed", f"{type(error).__name__}: no"), ("r2", "done", "good")]
+        outputs = [one for one in rig.outbox.several(3 if index == 2 else 2) if one[1] != "chunk"]
+        assert outputs == [("r1", "failed", f"{type(error).__name__}: no"), ("r2", "done", "good")]
 
 
 def late_chunk(payload: Payload) -> Iterator[Any]:
@@ -229,7 +229,7 @@ def test_a_lagging_consumer_holds_the_generator_until_its_gate_opens(fn: Any) ->
         rig.start("r1", "xy")
         assert rig.outbox.next() == ("r1", "chunk", "x")
         with pytest.raises(queue.Empty):
-            rig.outbox.said.get(timeout=0.1)
+            rig.outbox.outputs.get(timeout=0.1)
         closed.set_result(None)
         assert rig.outbox.several(2) == [("r1", "chunk", "y"), ("r1", "done", 2)]
 
@@ -290,7 +290,7 @@ def test_an_aborted_coroutine_is_cancelled_and_its_place_given_on() -> None:
         rig.abort("r1")
         assert rig.outbox.next() == ("r2", "done", "fine")
     assert ended == ["r1"]
-    assert rig.outbox.said.empty()
+    assert rig.outbox.outputs.empty()
 
 
 def test_an_aborted_generator_stops_at_its_next_chunk_and_is_closed() -> None:
@@ -395,7 +395,7 @@ async def cancel_all_others() -> None:
 
 
 @pytest.mark.parametrize(
-    ("hostile", "said"),
+    ("hostile", "failure"),
     [
         (gather_one_that_exits, ("failed", "SystemExit: 3")),
         (leave_one_that_exits, ("done", "through")),
@@ -405,7 +405,7 @@ async def cancel_all_others() -> None:
     ],
 )
 def test_what_a_request_does_to_the_event_loop_does_not_end_the_stage(
-    hostile: Callable[[], Awaitable[None]], said: tuple[str, str]
+    hostile: Callable[[], Awaitable[None]], failure: tuple[str, str]
 ) -> None:
     async def fn(payload: omni.StagePayload) -> str:
         if payload.data == "hostile":
@@ -415,7 +415,7 @@ def test_what_a_request_does_to_the_event_loop_does_not_end_the_stage(
     with running(as_engine(omni.Simple(fn, concurrency=1))) as rig:
         for once in ("a", "b"):
             rig.start(f"{once}1", "hostile")
-            assert rig.outbox.next() == (f"{once}1", *said)
+            assert rig.outbox.next() == (f"{once}1", *failure)
             rig.start(f"{once}2", "good")
             assert rig.outbox.next() == (f"{once}2", "done", "through")
         assert rig.thread.is_alive()

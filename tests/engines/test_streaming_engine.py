@@ -267,9 +267,9 @@ def test_a_hundred_sessions_at_once_stay_apart() -> None:
         for index in range(100):
             rig.start(f"r{index}", f"sum{index}")
             rig.done(f"r{index}")
-        said = rig.outbox.several(200)
+        outputs = rig.outbox.several(200)
         for index in range(100):
-            mine = [one[1:] for one in said if one[0] == f"r{index}"]
+            mine = [one[1:] for one in outputs if one[0] == f"r{index}"]
             assert mine == [("chunk", f"a{index}"), ("done", f"sum{index}")]
 
 

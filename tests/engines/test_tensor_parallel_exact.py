@@ -58,7 +58,7 @@ def ranks(folder: Path, kind: str, kernels: str, **dies: str) -> Iterator[list[s
             process.communicate()
 
 
-def said(output: str) -> list[Any]:
+def printed(output: str) -> list[Any]:
     return [json.loads(line) for line in output.splitlines()]
 
 
@@ -76,7 +76,7 @@ def test_two_ranks_give_the_tokens_of_one_each_with_half_of_the_heads(tmp_path: 
     with ranks(tmp_path, kind, kernels) as (first, second):
         output, errors = first.communicate(json.dumps(asked), timeout=WAIT_S)
         assert first.returncode == 0, errors
-        facts, answers = said(output)
+        facts, answers = printed(output)
         assert answers == {name: alone(kind, prompt, 12) for name, prompt in asked.items()}
         assert facts["kv_heads"] * 2 == (4 if kind in ("gpt_neox",) else 2)
         _output, errors = second.communicate(timeout=WAIT_S)
@@ -93,7 +93,7 @@ def test_the_other_rank_says_that_one_has_ended_and_ends(tmp_path: Path, dying: 
         survivor = both[1 - dying]
         output, errors = survivor.communicate(timeout=WAIT_S)
         assert survivor.returncode == 3, errors
-        assert f"tensor-parallel rank {1 - dying} of 2" in said(output)[-1]["lost"]
+        assert f"tensor-parallel rank {1 - dying} of 2" in printed(output)[-1]["lost"]
         assert both[dying].wait(WAIT_S) == 9
 
 

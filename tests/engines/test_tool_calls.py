@@ -150,8 +150,8 @@ def test_a_developer_s_message_reaches_a_template_that_knows_the_role_or_not(tem
     tokenizer.chat_template = template
 
     def prompt(role: str) -> str:
-        said = [{"role": role, "content": "Answer in French."}, {"role": "user", "content": "hi"}]
-        request = OmniRequest(id="r", kind="chat", inputs={"messages": said})
+        messages = [{"role": role, "content": "Answer in French."}, {"role": "user", "content": "hi"}]
+        request = OmniRequest(id="r", kind="chat", inputs={"messages": messages})
         tokens, _rows = prompting.encode(prompting.default_prompt(StagePayload(request=request)), tokenizer)
         return str(tokenizer.decode(tokens))
 
@@ -160,8 +160,8 @@ def test_a_developer_s_message_reaches_a_template_that_knows_the_role_or_not(tem
 
 
 def chat_with(calls: Any, content: str = "") -> StagePayload:
-    said = {"role": "assistant", "content": [{"type": "text", "text": content}], "tool_calls": calls}
-    return StagePayload(request=OmniRequest(id="r", kind="chat", inputs={"messages": [said]}), data=None)
+    message = {"role": "assistant", "content": [{"type": "text", "text": content}], "tool_calls": calls}
+    return StagePayload(request=OmniRequest(id="r", kind="chat", inputs={"messages": [message]}), data=None)
 
 
 def test_arguments_of_earlier_calls_have_together_as_many_values_as_a_body() -> None:

@@ -113,8 +113,8 @@ async def test_a_put_that_fails_goes_by_the_next_relay_and_both_ends_know(caplog
         async with asyncio.timeout(PATIENCE_S):
             while not two.a.stats()["refusing_failovers"]:
                 await asyncio.sleep(0.01)
-        said = [record.message for record in caplog.records if "refusing to b failed" in record.message]
-        assert said == ["relay refusing to b failed: its socket is closed; using shm"]
+        logged = [record.message for record in caplog.records if "refusing to b failed" in record.message]
+        assert logged == ["relay refusing to b failed: its socket is closed; using shm"]
         del view
     finally:
         two.close()

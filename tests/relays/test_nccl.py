@@ -201,7 +201,7 @@ async def test_facts_that_are_none_do_not_reach(changes: dict[str, Any]) -> None
 
 
 @pytest.mark.parametrize(
-    "said",
+    "first_message",
     [
         b"",
         b"\xff\xff\xff\xff" + b"x" * 100,
@@ -211,16 +211,16 @@ async def test_facts_that_are_none_do_not_reach(changes: dict[str, Any]) -> None
     ],
     ids=str,
 )
-async def test_who_is_nobody_s_receiver_is_sent_nothing(said: Any) -> None:
+async def test_who_is_nobody_s_receiver_is_sent_nothing(first_message: Any) -> None:
     with pair("nccl") as both:
         facts = both.a.facts()["nccl"]
         with socket.create_connection((facts["host"], facts["orders"])) as stranger:
-            if isinstance(said, bytes):
+            if isinstance(first_message, bytes):
                 with contextlib.suppress(OSError):  # it has closed it already
-                    stranger.sendall(said)
+                    stranger.sendall(first_message)
                     stranger.shutdown(socket.SHUT_WR)
             else:
-                messages.send(stranger, said)
+                messages.send(stranger, first_message)
             with contextlib.suppress(ConnectionResetError):
                 assert await asyncio.to_thread(stranger.recv, 1) == b""
         assert (await both.carry(np.arange(9000)))[-1] == 8999

@@ -182,8 +182,8 @@ async def test_a_message_about_a_slot_that_has_another_use_is_refused(both: Pair
 )
 async def test_metadata_that_points_elsewhere_is_refused(both: Pair, lie: Any) -> None:
     _, operation = both.put(np.ones(9000))
-    said = msgspec.msgpack.decode(operation.metadata.removeprefix(b"shm:"), type=ShmMetadata)
-    forged = b"shm:" + msgspec.msgpack.encode(msgspec.structs.replace(said, **lie))
+    metadata = msgspec.msgpack.decode(operation.metadata.removeprefix(b"shm:"), type=ShmMetadata)
+    forged = b"shm:" + msgspec.msgpack.encode(msgspec.structs.replace(metadata, **lie))
     with pytest.raises(TransferError):
         both.b.get(forged, request_id="r", peer="a")
     assert len(await both.get(operation)) == 72_000
@@ -211,8 +211,8 @@ async def test_a_large_copy_lies_half_a_page_beside_its_source(both: Pair) -> No
     for skip in (0, 64, 1000, 4000):
         source = np.ones(16 * MIB + 4096, np.uint8)[skip : skip + 16 * MIB]
         _, operation = both.put(source)
-        said = msgspec.msgpack.decode(operation.metadata.removeprefix(b"shm:"), type=ShmMetadata)
-        apart = (both.a.arena._address + said.offset - source.ctypes.data) % 4096
+        metadata = msgspec.msgpack.decode(operation.metadata.removeprefix(b"shm:"), type=ShmMetadata)
+        apart = (both.a.arena._address + metadata.offset - source.ctypes.data) % 4096
         assert 2048 - 64 < apart <= 2048
         both.a.discard(operation)
         await asyncio.sleep(0)

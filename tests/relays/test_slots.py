@@ -52,9 +52,9 @@ class ExtentsMachine(RuleBasedStateMachine):
 
     @invariant()
     def what_is_free_is_exactly_what_is_not_used(self) -> None:
-        said = self.extents.free_extents()
-        assert {unit for start, end in said for unit in range(start // 64, end // 64)} == self.free
-        assert all(before[1] < after[0] for before, after in itertools.pairwise(said))  # merged, ascending
+        extents = self.extents.free_extents()
+        assert {unit for start, end in extents for unit in range(start // 64, end // 64)} == self.free
+        assert all(before[1] < after[0] for before, after in itertools.pairwise(extents))  # merged, ascending
 
     def teardown(self) -> None:
         for start, size in self.used.items():

@@ -36,8 +36,8 @@ class Forger:
         self.socket.connect(facts["endpoint"])
 
     def header(self, **changes: Any) -> bytes:
-        said = {"token": self.token, "sender": "a", "transfer": 77, "request_id": "r", "nbytes": 100, "offset": 0}
-        return msgspec.msgpack.encode(FrameHeader(**{**said, **changes}))
+        fields = {"token": self.token, "sender": "a", "transfer": 77, "request_id": "r", "nbytes": 100, "offset": 0}
+        return msgspec.msgpack.encode(FrameHeader(**{**fields, **changes}))
 
     def send(self, *frames: bytes) -> None:
         self.socket.send_multipart(frames)

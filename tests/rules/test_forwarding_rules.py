@@ -27,7 +27,7 @@ def test_one_owner_that_has_aborted_is_enough_and_no_is_said_only_when_all_have_
 ) -> None:
     """answers: what the owners say that each instance has asked."""
     inquiry = Inquiry(answers)
-    coming = [(instance, one) for instance, said in answers.items() for one in said]
+    coming = [(instance, one) for instance, answers_of_it in answers.items() for one in answers_of_it]
     random.shuffle(coming)  # type: ignore[attr-defined]
     for number, (instance, aborted) in enumerate(coming, 1):
         inquiry.answered(instance, aborted=aborted, owners=len(answers[instance]))

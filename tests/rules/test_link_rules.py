@@ -21,13 +21,13 @@ class Wire:
         self.under_way: deque[tuple[int, bytes]] = deque()
         self.acks: deque[tuple[int, bool]] = deque()
         self.delivered: list[bytes] = []
-        self.said: list[bytes] = []
+        self.sent: list[bytes] = []
 
     def say(self) -> None:
         seq = self.outgoing.number()
         frame = b"%d" % seq
         self.outgoing.keep(seq, frame)
-        self.said.append(frame)
+        self.sent.append(frame)
 
     def flush(self) -> None:
         while (frame := self.outgoing.next()) is not None:
@@ -84,7 +84,7 @@ def test_every_message_is_delivered_once_and_in_order_whatever_is_lost(steps: li
     wire = Wire()
     for step in steps:
         getattr(wire, step)()
-        assert wire.delivered == wire.said[: len(wire.delivered)]
+        assert wire.delivered == wire.sent[: len(wire.delivered)]
     for _ in range(3):  # the connection holds at last; the timer sends again what nobody has heard
         wire.outgoing.rewind()
         wire.flush()
@@ -92,7 +92,7 @@ def test_every_message_is_delivered_once_and_in_order_whatever_is_lost(steps: li
             wire.hear()
         while wire.acks:
             wire.acknowledge()
-    assert wire.delivered == wire.said
+    assert wire.delivered == wire.sent
     assert (wire.outgoing.unacked, wire.outgoing.backlog) == (0, 0)
 
 
@@ -130,12 +130,12 @@ def test_frames_outside_the_order_are_always_delivered_and_owe_nothing() -> None
 
 
 @given(st.integers(0, 5), st.integers(6, 2**63))
-def test_an_ack_of_what_was_never_said_frees_nothing(said: int, ack: int) -> None:
+def test_an_ack_of_what_was_never_said_frees_nothing(sent: int, ack: int) -> None:
     outgoing = Outgoing()
-    for seq in range(1, said + 1):
+    for seq in range(1, sent + 1):
         outgoing.keep(seq, b"x")
     assert outgoing.acked(ack) is False
-    assert outgoing.backlog == said
+    assert outgoing.backlog == sent
 
 
 def test_an_ack_may_be_for_a_frame_that_waits_to_be_sent_again() -> None:
@@ -202,15 +202,15 @@ class End:
     def __init__(self) -> None:
         self.session = 1
         self.incoming = Incoming(1)
-        self.said: list[tuple[int, int]] = []  #: (session, ack_session) of what may be said again, late.
+        self.sent: list[tuple[int, int]] = []  #: (session, ack_session) of what may be said again, late.
 
     def renew(self) -> None:
         self.session += 1
         self.incoming = Incoming(self.session, self.incoming)
 
     def word(self) -> tuple[int, int]:
-        self.said.append((self.session, self.incoming.peer_session))
-        return self.said[-1]
+        self.sent.append((self.session, self.incoming.peer_session))
+        return self.sent[-1]
 
 
 STEPS = ["renew a", "renew b", "a speaks", "b speaks", "a again", "b again"]
@@ -243,9 +243,9 @@ def test_two_ends_that_gave_up_apart_come_together_again(
                 speak(a, b)
             case "b speaks":
                 speak(b, a)
-            case "a again" if a.said:
-                speak(a, b, a.said[which % len(a.said)])
-            case "b again" if b.said:
-                speak(b, a, b.said[which % len(b.said)])
+            case "a again" if a.sent:
+                speak(a, b, a.sent[which % len(a.sent)])
+            case "b again" if b.sent:
+                speak(b, a, b.sent[which % len(b.sent)])
     assert [speak(a, b), speak(b, a)] == [Standing.CURRENT] * 2
     assert (a.incoming.peer_session, b.incoming.peer_session) == (b.session, a.session)

@@ -463,12 +463,12 @@ async def test_broadcast_aborts_are_heard_and_nothing_else_is(short_path: Path) 
         publisher = a.channels.bind_publisher(f"ipc://{short_path}/pub")
         b.channels.subscribe(publisher)
         b.channels.subscribe(publisher)  # once is enough
-        said = Abort("r1", 1, "aa", "cancelled")
+        published = Abort("r1", 1, "aa", "cancelled")
         while not b.listener.messages:
             a.channels.publish(Deregister("not for broadcast"))
-            a.channels.publish(said)
+            a.channels.publish(published)
             await asyncio.sleep(0.02)
-        assert {message for _, message in b.listener.messages} == {said}
+        assert {message for _, message in b.listener.messages} == {published}
         b.channels.unsubscribe(publisher)
 
 

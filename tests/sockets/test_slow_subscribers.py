@@ -27,7 +27,7 @@ def short_path() -> Iterator[Path]:
     shutil.rmtree(path)
 
 
-def said(number: int) -> Abort:
+def numbered_abort(number: int) -> Abort:
     return Abort(f"r{number}", 1, "hub", FILLER)
 
 
@@ -55,13 +55,13 @@ async def test_who_does_not_read_broadcasts_loses_its_own_and_no_other_waits(sho
                 return {int(one.request_id[1:]) for _, one in reader.listener.messages if isinstance(one, Abort)}
 
             while not (heard() and slow.poll(0)):  # both have subscribed; from here on, the slow one does not read
-                hub.channels.publish(said(number := number + 1))
+                hub.channels.publish(numbered_abort(number := number + 1))
                 await asyncio.sleep(0.01)
             most = 4 * opening.BUFFERED
             while number < most:
                 batch = set(range(number + 1, number + BATCH + 1))
                 for one in sorted(batch):
-                    hub.channels.publish(said(one))
+                    hub.channels.publish(numbered_abort(one))
                 number += BATCH
                 await reader.listener.until(lambda batch=batch: batch <= heard())  # type: ignore[misc]
                 hub.send("reader", f"after {number}")
@@ -73,7 +73,7 @@ async def test_who_does_not_read_broadcasts_loses_its_own_and_no_other_waits(sho
                 while slow.poll(0):
                     last = number_of(slow.recv())
                     kept += last <= most
-                hub.channels.publish(said(number := number + 1))
+                hub.channels.publish(numbered_abort(number := number + 1))
                 await asyncio.sleep(0.01)
             assert 0 < kept < most - opening.BUFFERED, "what did not fit into its queue was kept for it"
             assert hub.listener.lost_peers == reader.listener.lost_peers == []

@@ -104,12 +104,12 @@ async def test_a_member_that_says_hello_without_end_is_answered_now_and_then_and
         assert link is not None
         plan = plan_of(loud.member.group)
         hello = Hello(loud.member, edges.of_process([plan]), PIPELINE, made.endpoint)
-        began, welcomes, said = asyncio.get_running_loop().time(), loud.heard["Welcome"], 0
+        began, welcomes, sent = asyncio.get_running_loop().time(), loud.heard["Welcome"], 0
         await made.coordinator.begin_load(4)
-        while said < 2000:
+        while sent < 2000:
             for _ in range(50):
                 link.send_unordered(hello)
-            said += 50
+            sent += 50
             await asyncio.sleep(0)
         outcome = await made.coordinator.end_load()
         assert (outcome["failed"], outcome["requests"] > 0) == ({}, True)

@@ -357,16 +357,16 @@ class Opened:
 def test_what_cannot_be_sent_to_the_ranks_fails_its_request_and_rank_0_takes_the_next(waits: bool) -> None:
     """What a merge gave has not travelled yet, and need not be able to."""
     failed: list[str] = []
-    said: list[tuple[str, str]] = []
+    sent: list[tuple[str, str]] = []
 
     def tell(kind: str, work: Any = None, fields: dict[str, Any] | None = None) -> None:
         if work.request_id == "bad":
             raise ValueRefused("payload.data", "object of type object")
-        said.append((kind, work.request_id))
+        sent.append((kind, work.request_id))
 
     inbox = LeaderInbox(lambda work, error: failed.append(work.request_id), tell)
     for request_id in ("bad", "good"):
         inbox.put(Opened(Work(request_id), object()))
     event = inbox.get(1.0) if waits else inbox.get_nowait()
     assert isinstance(event, events.Start) and event.request_id == "good"
-    assert (failed, said) == (["bad"], [("start", "good")])
+    assert (failed, sent) == (["bad"], [("start", "good")])

@@ -86,7 +86,7 @@ class Made:
 
     def __init__(self, slots: int = 100, *, shared_nbytes: int = 0) -> None:
         self.relays = Relays(slots)
-        self.said: list[str] = []
+        self.sent: list[str] = []
         self.copied: list[str] = []  #: Of them, those that the receiver must copy at once.
         self.lost: dict[str, BaseException] = {}
         self.refuses: Callable[[str], None] = lambda request_id: None
@@ -96,7 +96,7 @@ class Made:
         assert isinstance(message, Submit)
         codec.check(message)  # as a link does
         self.refuses(message.header.request_id)
-        self.said.append(message.header.request_id)
+        self.sent.append(message.header.request_id)
         if message.body.copy_now:
             self.copied.append(message.header.request_id)
         return True
@@ -128,9 +128,9 @@ def test_small_payloads_take_no_credit_while_their_bytes_fit() -> None:
     made = Made(shared_nbytes=2 * len(LARGE))
     for number in range(5):
         made.ship(str(number), credits=2)
-    assert (made.said, made.copied) == (["0", "1", "2", "3"], ["3"]), "two share the bytes, two have a credit"
+    assert (made.sent, made.copied) == (["0", "1", "2", "3"], ["3"]), "two share the bytes, two have a credit"
     made.send_queues.released("peer", (1,))
-    assert (made.said, made.copied) == (["0", "1", "2", "3", "4"], ["3"])
+    assert (made.sent, made.copied) == (["0", "1", "2", "3", "4"], ["3"])
     made.send_queues.released("peer", (2, 3, 4, 5))
     made.ship("larger than all that is shared", np.zeros(3 * len(LARGE), np.uint8))
     assert made.copied == ["3"], "one credit of two"
@@ -161,7 +161,7 @@ def test_a_message_over_the_limit_is_refused_before_it_waits(waits: bool) -> Non
     assert made.relays.free == (99 if waits else 100)
     made.ship("next")
     made.send_queues.released("peer", (1,))
-    assert made.said == (["first", "next"] if waits else ["next"])
+    assert made.sent == (["first", "next"] if waits else ["next"])
 
 
 FAULTS = [ValueRefused("Submit", "too large"), MemoryError(), OSError(28, "no space"), SystemExit(1), KeyError("x")]
@@ -180,10 +180,10 @@ def test_the_head_of_a_send_queue_never_blocks_it(error: BaseException, where: s
 
     made.relays.before, made.refuses = (fault, made.refuses) if where == "in the relay" else (made.relays.before, fault)
     made.send_queues.released("peer", (1,))
-    assert made.said == ["first", "next"]
+    assert made.sent == ["first", "next"]
     assert made.lost == {"bad": error}, "its request learns of it"
     made.send_queues.released("peer", (2 if where == "in the relay" else 3,))
-    assert made.said == ["first", "next", "last"]
+    assert made.sent == ["first", "next", "last"]
     assert made.relays.free == 99, "no slot and no credit is lost with it"
 
 
@@ -199,7 +199,7 @@ def test_what_nothing_reaches_any_more_makes_room_for_the_next() -> None:
 
     made.relays.before = unreachable
     made.send_queues.released("peer", (1,))
-    assert made.said == ["first", "next"]
+    assert made.sent == ["first", "next"]
     assert made.lost == {}
 
 
@@ -216,7 +216,7 @@ def test_a_slot_that_is_released_while_a_lane_asks_for_one_is_not_missed() -> No
 
     made.relays.refused = release_in_between
     made.ship("second")
-    assert made.said == ["first", "second"]
+    assert made.sent == ["first", "second"]
 
 
 @pytest.mark.parametrize("waits_for", ["a credit", "a slot", "its turn"])
@@ -233,7 +233,7 @@ def test_what_is_larger_than_a_relay_ever_carries_fails_at_once_whatever_it_woul
     made.ship("next")
     for transfer in (1, 2, 3):
         made.send_queues.released("peer", (transfer,))
-    assert made.said == ["first", *(["second"] if waiting else []), "next"]
+    assert made.sent == ["first", *(["second"] if waiting else []), "next"]
 
 
 def test_what_is_found_too_large_while_it_waits_makes_room_for_the_next() -> None:
@@ -249,7 +249,7 @@ def test_what_is_found_too_large_while_it_waits_makes_room_for_the_next() -> Non
 
     made.relays.before = put
     made.send_queues.released("peer", (1,))
-    assert (made.said, made.lost) == (["first", "next"], {"large": refused})
+    assert (made.sent, made.lost) == (["first", "next"], {"large": refused})
 
 
 @pytest.mark.parametrize("attempts", [1, 2])
@@ -265,9 +265,9 @@ def test_behind_a_head_that_is_aborted_the_next_one_goes(attempts: int) -> None:
     made.relays.before = room
     made.ship("large", np.zeros(sizes["large"], np.uint8), attempt=attempts)
     made.ship("next")
-    assert (made.said, made.send_queues.queued) == (["first"], 2)
+    assert (made.sent, made.send_queues.queued) == (["first"], 2)
     made.send_queues.abort("cc", "large", attempts)
-    assert (made.said, made.send_queues.queued) == (["first", "next"], 0)
+    assert (made.sent, made.send_queues.queued) == (["first", "next"], 0)
 
 
 def test_a_release_of_what_was_sent_before_a_connection_broke_makes_room_for_what_is_sent_since() -> None:
@@ -275,9 +275,9 @@ def test_a_release_of_what_was_sent_before_a_connection_broke_makes_room_for_wha
     made.ship("before")
     made.send_queues.cut("peer")
     made.ship("since")
-    assert made.said == ["before"]
+    assert made.sent == ["before"]
     made.send_queues.released("peer", (1,))
-    assert (made.said, made.send_queues.queued) == (["before", "since"], 0)
+    assert (made.sent, made.send_queues.queued) == (["before", "since"], 0)
 
 
 def test_edges_that_wait_for_a_slot_take_turns() -> None:
@@ -287,7 +287,7 @@ def test_edges_that_wait_for_a_slot_take_turns() -> None:
         made.ship(request_id, credits=9, source=request_id[0])
     for transfer in range(1, 7):
         made.send_queues.released("peer", (transfer,))
-    assert made.said == ["a0", "a1", "b0", "c0", "a2", "b1", "a3"]
+    assert made.sent == ["a0", "a1", "b0", "c0", "a2", "b1", "a3"]
 
 
 def test_an_edge_goes_on_when_another_one_s_request_cannot_be_failed() -> None:
@@ -306,7 +306,7 @@ def test_an_edge_goes_on_when_another_one_s_request_cannot_be_failed() -> None:
     made.relays.before, made.lost = fault, Unfailing()
     for transfer in (1, 2):
         made.send_queues.released("peer", (transfer,))
-    assert made.said == ["first", "next", "other"]
+    assert made.sent == ["first", "next", "other"]
 
 
 def test_what_its_link_does_not_take_is_not_counted_as_sent() -> None:
@@ -334,7 +334,7 @@ def test_room_that_comes_back_without_a_release_is_used() -> None:
         made.relays.free += free
         again, made.relays.again = made.relays.again, lambda: None
         again()
-    assert (made.said, made.send_queues.queued) == (["first", "second"], 1)
+    assert (made.sent, made.send_queues.queued) == (["first", "second"], 1)
     assert made.send_queues._starved == {}, "the third waits for a credit: no room is looked for"
 
 

@@ -61,9 +61,9 @@ def facts_with(puzzle: Puzzle, others: str) -> str:
     return "\n".join(kept) + "\n"
 
 
-def word_error_rate(said: str, understood: str) -> float:
+def word_error_rate(spoken: str, understood: str) -> float:
     """Insertions, deletions and substitutions per word that was said; case and punctuation do not count."""
-    wanted, got = words(said), words(understood)
+    wanted, got = words(spoken), words(understood)
     row = list(range(len(got) + 1))
     for index, word in enumerate(wanted, start=1):
         previous, row[0] = row[0], index

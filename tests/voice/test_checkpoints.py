@@ -51,9 +51,9 @@ def slow_copy(source: Path, made: Path, say: checkpoints.Say) -> None:
 
 
 def want_it(source: Path, root: Path, found: multiprocessing.Queue[tuple[str, list[str]]]) -> None:
-    said: list[str] = []
-    made = checkpoints.kept(source, key="k", convert=slow_copy, say=said.append, root=root)
-    found.put(((made / "model").read_text(), said))
+    progress: list[str] = []
+    made = checkpoints.kept(source, key="k", convert=slow_copy, say=progress.append, root=root)
+    found.put(((made / "model").read_text(), progress))
 
 
 def test_two_processes_that_want_it_at_once_make_it_once(tmp_path: Path) -> None:

@@ -217,12 +217,12 @@ def test_greedy_answers_repeat_and_max_tokens_cuts_them(pipeline: Pipeline) -> N
 
 
 def test_a_text_is_read_aloud_and_understood_again(pipeline: Pipeline) -> None:
-    said = "The museum opens at ten in the morning."
-    wav = pipeline.client.audio.speech.create(model="voice", voice="joe", input=said, response_format="wav").read()
+    sentence = "The museum opens at ten in the morning."
+    wav = pipeline.client.audio.speech.create(model="voice", voice="joe", input=sentence, response_format="wav").read()
     heard = pipeline.client.audio.transcriptions.create(model="voice", file=("said.wav", wav)).text
-    assert questions.word_error_rate(said, heard) <= 0.2
+    assert questions.word_error_rate(sentence, heard) <= 0.2
     fast = pipeline.client.audio.speech.create(
-        model="voice", voice="joe", input=said, response_format="wav", speed=2.0
+        model="voice", voice="joe", input=sentence, response_format="wav", speed=2.0
     ).read()
     assert len(fast) < 0.7 * len(wav)
 

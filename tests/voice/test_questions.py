@@ -6,7 +6,7 @@ from tests.voice import questions
 
 
 @pytest.mark.parametrize(
-    ("said", "understood", "expected"),
+    ("spoken", "understood", "expected"),
     [
         ("What is it?", "what is it", 0.0),
         ("a b c d", "a x c d", 0.25),
@@ -15,8 +15,8 @@ from tests.voice import questions
         ("a b", "", 1.0),
     ],
 )
-def test_the_word_error_rate_counts_changes_per_word_said(said: str, understood: str, expected: float) -> None:
-    assert questions.word_error_rate(said, understood) == expected
+def test_the_word_error_rate_counts_changes_per_word_said(spoken: str, understood: str, expected: float) -> None:
+    assert questions.word_error_rate(spoken, understood) == expected
 
 
 def test_a_seed_always_gives_the_same_question_and_seeds_differ() -> None:

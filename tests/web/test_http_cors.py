@@ -50,12 +50,12 @@ async def test_a_browser_that_asks_for_a_listed_page_is_answered_before_a_key_is
     assert (given.status_code, given.content) == (204, b"")
     assert given.headers["vary"] == "Origin"
     assert "content-length" not in given.headers
-    said = cors(given)
-    allowed = said.pop("access-control-allow-headers").split(", ")
+    headers = cors(given)
+    allowed = headers.pop("access-control-allow-headers").split(", ")
     assert {"authorization", "content-type", "x-request-id", "x-request-timeout"} <= set(allowed)
     assert [name for name in allowed if "stainless" in name] == ["x-stainless-lang", "x-stainless-retry-count"]
     assert "x-evil" not in allowed
-    assert said == {
+    assert headers == {
         "access-control-allow-origin": PAGE,
         "access-control-allow-methods": "GET, POST, DELETE",
         "access-control-expose-headers": "x-request-id, retry-after, x-should-retry",

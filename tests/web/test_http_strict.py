@@ -193,8 +193,8 @@ def test_the_fields_of_a_form_together_have_as_many_values_as_a_body(value: byte
 def test_a_field_that_a_form_does_not_have_is_refused_before_it_is_read() -> None:
     with pytest.raises(InvalidRequest) as caught:
         pipelines.from_form([field("imputs", b"[" + b"[]," * 200_000 + b"1]")])
-    said = "imputs: unknown parameter; did you mean 'inputs'?; a form's fields are JSON, its files need a file name"
-    assert (caught.value.message, caught.value.param) == (said, "imputs")
+    message = "imputs: unknown parameter; did you mean 'inputs'?; a form's fields are JSON, its files need a file name"
+    assert (caught.value.message, caught.value.param) == (message, "imputs")
 
 
 @pytest.mark.parametrize(
@@ -228,6 +228,6 @@ def test_a_format_of_audio_that_is_none_is_refused(format: str) -> None:
 
 @pytest.mark.parametrize("words", ["x" * (1 << 20), "\ud800", "\x00", ""])
 def test_an_error_is_short_and_can_be_said_whatever_it_quotes(words: str) -> None:
-    said = errors.encoded(InvalidRequest(words, param=words), "r")
-    assert len(said) < 4000
-    assert msgspec.json.decode(said)["error"]["code"] == "invalid_request"
+    encoded = errors.encoded(InvalidRequest(words, param=words), "r")
+    assert len(encoded) < 4000
+    assert msgspec.json.decode(encoded)["error"]["code"] == "invalid_request"

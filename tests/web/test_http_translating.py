@@ -54,17 +54,17 @@ def test_a_stream_says_what_the_whole_answer_says(events: list[AnswerEvent], mod
     facts: dict[str, Any] = {"request_id": "r", "model": "m", "created": 1}
     whole, chunks = Completion(call=whole_call, **facts), CompletionChunks(call=stream_call, **facts)
     file, made = encoding.Whole("pcm"), encoding.encoder("pcm")
-    said: list[dict[str, Any]] = []
+    payloads: list[dict[str, Any]] = []
     for event in events:
         whole.add(event)
         for shown in chunks.add(event):
-            said += chunks.sound(made.write(samples.flat(shown))) if isinstance(shown, Audio) else [shown]
-    said += chunks.finish(made.close())
+            payloads += chunks.sound(made.write(samples.flat(shown))) if isinstance(shown, Audio) else [shown]
+    payloads += chunks.finish(made.close())
     for _, sound in whole.audio:
         file.write(samples.flat(sound))
     answer = whole.finish(file.close() if whole.audio else None)
 
-    *pieces, last = said
+    *pieces, last = payloads
     choices = [piece["choices"][0] for piece in pieces]
     message, deltas = answer["choices"][0]["message"], [choice["delta"] for choice in choices]
     assert deltas[0]["role"] == "assistant"
@@ -151,8 +151,8 @@ VALUES = st.recursive(
 @settings(max_examples=examples(100), deadline=None)
 @given(value=VALUES)
 def test_any_value_of_the_wire_can_be_said_in_json(value: Any) -> None:
-    said = msgspec.json.decode(msgspec.json.encode(jsonable.plain(value)))
-    assert type(said) is type(jsonable.plain(value)) or isinstance(value, float | int)
+    decoded = msgspec.json.decode(msgspec.json.encode(jsonable.plain(value)))
+    assert type(decoded) is type(jsonable.plain(value)) or isinstance(value, float | int)
 
 
 def test_fields_that_clients_of_other_servers_send_inside_messages_are_skipped() -> None:

@@ -123,9 +123,9 @@ def test_an_oversized_frame_is_not_said() -> None:
 def test_another_protocol_is_named(version: int) -> None:
     same_shape = msgpack.packb([version, "a", "b", 1, 0, 1, 0, None, READY])
     other_shape = msgpack.packb([version, {"sender": "a"}])
-    for said in (same_shape, other_shape):
+    for encoded in (same_shape, other_shape):
         with pytest.raises(OtherProtocol, match=f"protocol {version}, not {PROTOCOL}"):
-            codec.decode(said)
+            codec.decode(encoded)
 
 
 @pytest.mark.parametrize(
@@ -210,10 +210,10 @@ def test_any_value_of_a_field_is_refused_at_the_sender_or_read_by_the_receiver(
     if fields:
         fields[data.draw(st.sampled_from(sorted(fields)))] = data.draw(FIELDS)
     try:
-        said = codec.encode(Frame(PROTOCOL, "a", "b", 1, 0, 1, 0, type(message)(**fields)))
+        encoded = codec.encode(Frame(PROTOCOL, "a", "b", 1, 0, 1, 0, type(message)(**fields)))
     except ValueRefused:
         return
-    codec.decode(said)
+    codec.decode(encoded)
 
 
 @pytest.mark.parametrize("value", [object(), "\udcff", 2**64], ids=["object", "surrogate", "too large"])

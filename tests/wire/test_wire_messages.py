@@ -51,9 +51,9 @@ def test_every_message_comes_back_as_it_was_said(message: Message, _plain: list[
 
 @pytest.mark.parametrize(("message", "plain"), SAMPLES, ids=name)
 def test_msgpack_reads_every_message_field_by_field(message: Message, plain: list[Any]) -> None:
-    *head, said = msgpack.unpackb(codec.encode(framed(message)))
+    *head, body = msgpack.unpackb(codec.encode(framed(message)))
     assert head == [PROTOCOL, "sender", "receiver", 11, 10, 9, 8, request_of(plain)]
-    assert msgpack.unpackb(said) == plain
+    assert msgpack.unpackb(body) == plain
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 255, 256, 65_535, 65_536, INLINE_LIMIT])
@@ -70,9 +70,9 @@ def test_the_bytes_of_a_payload_lie_in_the_frame_that_brought_them(nbytes: int) 
 
 @pytest.mark.parametrize(("message", "plain"), SAMPLES, ids=name)
 def test_what_msgpack_writes_is_understood(message: Message, plain: list[Any]) -> None:
-    said = msgpack.packb([PROTOCOL, "sender", "receiver", 11, 10, 9, 8, request_of(plain), msgpack.packb(plain)])
-    assert codec.decode(said) == framed(message)
-    assert codec.read(codec.opened(said)) == message
+    encoded = msgpack.packb([PROTOCOL, "sender", "receiver", 11, 10, 9, 8, request_of(plain), msgpack.packb(plain)])
+    assert codec.decode(encoded) == framed(message)
+    assert codec.read(codec.opened(encoded)) == message
 
 
 def test_the_table_has_every_message_there_is_once() -> None:
@@ -92,8 +92,8 @@ def test_no_two_messages_share_a_tag() -> None:
 
 
 def test_trailing_fields_that_a_peer_leaves_out_have_their_defaults() -> None:
-    said = msgpack.packb([PROTOCOL, "sender", "receiver", 11, 10, 9, 8, None, msgpack.packb([60])])
-    assert codec.decode(said).message.gap is False  # type: ignore[union-attr]
+    encoded = msgpack.packb([PROTOCOL, "sender", "receiver", 11, 10, 9, 8, None, msgpack.packb([60])])
+    assert codec.decode(encoded).message.gap is False  # type: ignore[union-attr]
     assert codec.decode(msgpack.packb([PROTOCOL, "a", "", 1, 0, 0, 0, None, msgpack.packb([24])])) == Frame(
         PROTOCOL, "a", "", 1, 0, 0, 0, Ready()
     )
