@@ -31,8 +31,8 @@ def command(stage: str, operation: str, arguments: str, timeout: float, **which:
         body = operations.body(stage, operation, operations.arguments(arguments), timeout_s=timeout)
     except ValueError as error:
         raise click.BadParameter(str(error), param_hint="--arguments") from None
-    with server(**which) as asked:
-        answer = asked.post(operations.ROUTE, body, timeout_s=timeout + operations.ANSWER_S)
+    with server(**which) as client:
+        answer = client.post(operations.ROUTE, body, timeout_s=timeout + operations.ANSWER_S)
         lines = list(operations.lines(answer))
         for line in lines:
             click.echo(line.text, err=line.failed)

@@ -27,8 +27,8 @@ def command() -> None:
 @server_options
 def start(run_id: str | None, torch: bool, max_seconds: int | None, **which: Any) -> None:
     """Begin to record events on every process of the pipeline."""
-    with server(**which) as asked:
-        answer = asked.post("/start_profile", _start_body(run_id, torch, max_seconds))
+    with server(**which) as client:
+        answer = client.post("/start_profile", _start_body(run_id, torch, max_seconds))
         _show_states(answer)
         click.echo(f"recording {answer['run_id']}; `omni profile stop` ends it")
 
@@ -38,8 +38,8 @@ def start(run_id: str | None, torch: bool, max_seconds: int | None, **which: Any
 @server_options
 def stop(run_id: str | None, **which: Any) -> None:
     """End a run."""
-    with server(**which) as asked:
-        answer = asked.post("/stop_profile", {"run_id": run_id})
+    with server(**which) as client:
+        answer = client.post("/stop_profile", {"run_id": run_id})
         _show_states(answer)
         click.echo(f"{answer['run_id'] or 'nothing'} was recorded")
 
@@ -48,8 +48,8 @@ def stop(run_id: str | None, **which: Any) -> None:
 @server_options
 def list_(**which: Any) -> None:
     """Show the runs, newest first."""
-    with server(**which) as asked:
-        for run in asked.json("/profiles")["runs"]:
+    with server(**which) as client:
+        for run in client.json("/profiles")["runs"]:
             begun = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(run["started_at"]))
             click.echo(f"{run['run_id']}  {begun}  {'recording' if run['recording'] else 'stopped'}")
 
@@ -62,8 +62,8 @@ def list_(**which: Any) -> None:
 def report(run_id: str | None, form: str, out: Path | None, **which: Any) -> None:
     """Show a run: as a table, a page for the browser (html), a trace for ui.perfetto.dev, or all its files (tar)."""
     _check_out(out)
-    with server(**which) as asked:
-        _report(asked, run_id, form, out)
+    with server(**which) as client:
+        _report(client, run_id, form, out)
 
 
 @command.command("run")
@@ -75,14 +75,14 @@ def report(run_id: str | None, form: str, out: Path | None, **which: Any) -> Non
 def run(seconds: float, torch: bool, form: str, out: Path | None, **which: Any) -> None:
     """Record for a while, then show the report."""
     _check_out(out)
-    with server(**which) as asked:
-        answer = asked.post("/start_profile", _start_body(None, torch, None))
+    with server(**which) as client:
+        answer = client.post("/start_profile", _start_body(None, torch, None))
         try:
             _show_states(answer)
             time.sleep(seconds)
         finally:  # ^C ends the run early, and shows what there is
-            asked.post("/stop_profile", {"run_id": answer["run_id"]})
-        _report(asked, answer["run_id"], form, out)
+            client.post("/stop_profile", {"run_id": answer["run_id"]})
+        _report(client, answer["run_id"], form, out)
 
 
 def _check_out(out: Path | None) -> None:
@@ -102,14 +102,14 @@ def _show_states(answer: dict[str, Any]) -> None:
             click.echo(f"{each['stage']} ({each['instance']}): {each['state']}: {each['error']}", err=True)
 
 
-def _report(asked: CoordinatorClient, run_id: str | None, form: str, out: Path | None) -> None:
+def _report(client: CoordinatorClient, run_id: str | None, form: str, out: Path | None) -> None:
     if run_id is None:
-        known = asked.json("/profiles")["runs"]
+        known = client.json("/profiles")["runs"]
         if not known:
             raise ConfigurationError("no profile has been taken: omni profile start")
         run_id = known[0]["run_id"]
     path = f"/profiles/{run_id}"
-    content = asked.get(path if form == "tar" else f"{path}/report?format={form}")
+    content = client.get(path if form == "tar" else f"{path}/report?format={form}")
     if out is None:
         sys.stdout.buffer.write(content)
         sys.stdout.buffer.flush()

@@ -90,14 +90,14 @@ def server(
     url: str | None, api_key: str | None, pipeline: str | None, pid: int | None, base_path: str | None
 ) -> Iterator[CoordinatorClient]:
     with options.errors_as_messages():
-        asked = CoordinatorClient(url or runs.url(pipeline=pipeline, pid=pid, base_path=base_path), api_key)
+        client = CoordinatorClient(url or runs.url(pipeline=pipeline, pid=pid, base_path=base_path), api_key)
         try:
-            yield asked
+            yield client
         except UnicodeEncodeError as error:
             if error.reason == "surrogates not allowed":  # text of another program
-                raise asked.foreign("") from error
+                raise client.foreign("") from error
             raise  # our output's, not the answer's
         except (LookupError, TypeError, ValueError, AttributeError) as error:  # JSON of another program
-            raise asked.foreign("") from error
+            raise client.foreign("") from error
         finally:
-            asked.close()
+            client.close()

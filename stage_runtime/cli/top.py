@@ -38,19 +38,19 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
 @server_options
 def command(every: float, once: bool, **which: Any) -> None:
     """Show the graph of a running pipeline: what waits, what runs, how many requests a second, how long they take."""
-    with server(**which) as asked:
+    with server(**which) as client:
         console = Console(highlight=False)
         if once or not console.is_terminal:
-            samples = _samples(asked, every)
+            samples = _samples(client, every)
             before = next(samples)
             wide = console if console.is_terminal else Console(highlight=False, width=WIDTH_WITHOUT_TERMINAL)
             wide.print(draw(before, next(samples), width=wide.width))
             return
-        _show(asked, console, every)
+        _show(client, console, every)
 
 
-def _show(asked: CoordinatorClient, console: Console, every: float) -> None:
-    samples = _samples(asked, every)
+def _show(client: CoordinatorClient, console: Console, every: float) -> None:
+    samples = _samples(client, every)
     before = next(samples)
     with Live(draw(before, before, width=console.width), console=console, screen=True, auto_refresh=False) as live:
         try:
@@ -61,10 +61,10 @@ def _show(asked: CoordinatorClient, console: Console, every: float) -> None:
             return
 
 
-def _samples(asked: CoordinatorClient, every: float) -> Iterator[Sample]:
+def _samples(client: CoordinatorClient, every: float) -> Iterator[Sample]:
     while True:
-        status = asked.json("/status")
-        yield Sample(at=time.monotonic(), status=status, series=parse(asked.get("/metrics").decode()))
+        status = client.json("/status")
+        yield Sample(at=time.monotonic(), status=status, series=parse(client.get("/metrics").decode()))
         time.sleep(every)
 
 

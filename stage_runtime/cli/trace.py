@@ -29,8 +29,8 @@ def command(request_id: str, as_json: bool, **which: Any) -> None:
 
     ID is the answer's `x-request-id`. The last 4096 requests are known.
     """
-    with server(**which) as asked:
-        record = asked.json(f"/v1/requests/{quote(request_id, safe='', errors='replace')}")
+    with server(**which) as client:
+        record = client.json(f"/v1/requests/{quote(request_id, safe='', errors='replace')}")
         if as_json:
             click.echo(json.dumps(record, indent=2))
             return

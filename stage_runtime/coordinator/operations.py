@@ -40,7 +40,7 @@ class OperationResults(msgspec.Struct, frozen=True, kw_only=True):
     results: list[OperationResult]
 
 
-class _Asked(NamedTuple):
+class _Target(NamedTuple):
     """One process, for one of its stages. Rank 0 passes the operation on to ranks 1.., which are no members."""
 
     instance: str
@@ -68,7 +68,7 @@ class Operations:
         self._stages = stages
         self._send = send
         self._loop = loop
-        self._calls: dict[str, dict[_Asked, asyncio.Future[_Answer]]] = {}
+        self._calls: dict[str, dict[_Target, asyncio.Future[_Answer]]] = {}
 
     async def ask(
         self, operation: str, stages: Sequence[str], arguments: Mapping[str, Any], *, timeout_s: float
@@ -81,17 +81,17 @@ class Operations:
         members = dict(self._members())
         self._check(stages, members)
         call_id = uuid.uuid4().hex
-        asked = [
-            _Asked(instance, stage, rank)
+        targets = [
+            _Target(instance, stage, rank)
             for stage in dict.fromkeys(stages)
             for instance, member in sorted(members.items())
             if stage in member.stages
             for rank in range(member.ranks)
         ]
-        answers: dict[_Asked, asyncio.Future[_Answer]]
-        answers = self._calls[call_id] = {one: self._loop.create_future() for one in asked}
+        answers: dict[_Target, asyncio.Future[_Answer]]
+        answers = self._calls[call_id] = {one: self._loop.create_future() for one in targets}
         try:
-            for one in asked:
+            for one in targets:
                 question = AdminCall(call_id, one.stage, operation, dict(arguments))
                 if not one.rank and not self._send(one.instance, question):
                     self.lost(one.instance)
@@ -99,22 +99,22 @@ class Operations:
         finally:
             del self._calls[call_id]
         late = f"no answer within {timeout_s:g} s"
-        results = [_result(one, members[one.instance], answers[one], late) for one in asked]
+        results = [_result(one, members[one.instance], answers[one], late) for one in targets]
         return OperationResults(
             operation=operation, failed=sum(one.error is not None for one in results), results=results
         )
 
     def replied(self, sender: str, message: AdminReply) -> None:
         """A rank of this process has answered."""
-        asked = self._calls.get(message.call_id, {})
-        answer = asked.get(_Asked(sender, message.stage, message.rank))
+        targets = self._calls.get(message.call_id, {})
+        answer = targets.get(_Target(sender, message.stage, message.rank))
         if answer is not None and not answer.done():
             answer.set_result(_Answer(message.value, message.error))
 
     def lost(self, instance: str) -> None:
         """A process is gone: nobody waits for its answer."""
-        for asked in self._calls.values():
-            for one, answer in asked.items():
+        for targets in self._calls.values():
+            for one, answer in targets.items():
                 if one.instance == instance and not answer.done():
                     answer.set_result(_Answer(None, GONE))
 
@@ -128,7 +128,7 @@ class Operations:
                 raise RequestError("unavailable", f"stage {stage!r} has no instance now")
 
 
-def _result(one: _Asked, member: Member, answer: asyncio.Future[_Answer], late: str) -> OperationResult:
+def _result(one: _Target, member: Member, answer: asyncio.Future[_Answer], late: str) -> OperationResult:
     value, error = answer.result() if answer.done() else (None, late)
     return OperationResult(
         stage=one.stage, group=member.group, instance=one.instance, rank=one.rank, value=value, error=error

@@ -101,11 +101,11 @@ class Questions:
         return states
 
     async def replies(
-        self, asked: Sequence[AskedProcess], make: Callable[[str], Question]
+        self, processes: Sequence[AskedProcess], make: Callable[[str], Question]
     ) -> dict[AskedProcess, ProfilerReply | str]:
         """Each process's answer, or why there is none."""
-        answers = await asyncio.gather(*(self.call(process, make) for process in asked))
-        return dict(zip(asked, answers, strict=True))
+        answers = await asyncio.gather(*(self.call(process, make) for process in processes))
+        return dict(zip(processes, answers, strict=True))
 
     async def call(self, process: AskedProcess, make: Callable[[str], Question]) -> ProfilerReply | str:
         call_id = f"profile-{next(self._numbers)}"
@@ -138,8 +138,8 @@ class Questions:
 
     def lost(self, instance: str) -> None:
         """A process is gone: nobody waits for its answer."""
-        for call_id, (asked, _, future) in list(self._calls.items()):
-            if asked.instance == instance:
+        for call_id, (process, _, future) in list(self._calls.items()):
+            if process.instance == instance:
                 del self._calls[call_id]
                 if not future.done():
                     future.set_exception(ConfigurationError("the process is gone"))

@@ -341,8 +341,8 @@ def _start_message(call_id: str, settings: ProfileSettings) -> ProfilerStart:
     )
 
 
-def _seconds(asked: int | None, usual: int) -> int:
-    return usual if asked is None else asked
+def _seconds(requested_s: int | None, default_s: int) -> int:
+    return default_s if requested_s is None else requested_s
 
 
 def check_config(config: Mapping[str, Any]) -> dict[str, bool]:

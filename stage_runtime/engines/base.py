@@ -125,7 +125,7 @@ class Inbox:
         self._forget: Callable[[Work], None] | None = None
         self.parking = Parking()  #: The engine's workers, as far as they wait for others.
         self.taken = 0  #: Events handed to the engine: its sign of progress.
-        self.asked = 0  #: How often the engine has polled: the sign of life of a loop that has nothing to do.
+        self.polls = 0  #: How often the engine has polled: the sign of life of a loop that has nothing to do.
         self.gauges: dict[str, float] = {}  #: What the engine reports of itself; replaced whole, in its thread.
         self.dropped = 0  #: Requests that ended while something of them waited.
 
@@ -189,7 +189,7 @@ class Inbox:
 
     def _next(self, timeout: float | None) -> events.Incoming | None:
         while True:
-            self.asked += 1
+            self.polls += 1
             if timeout == 0.0:
                 item = self._backlog.take_nowait()
             else:

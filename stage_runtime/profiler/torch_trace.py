@@ -27,10 +27,10 @@ SWITCHES: Final = {
 _PREFIXES: Final = ("OMNI_TORCH_PROFILER_", "SGLANG_TORCH_PROFILER_")
 
 
-def switches(asked: Mapping[str, bool], environ: Mapping[str, str] = os.environ) -> dict[str, bool]:
+def switches(options: Mapping[str, bool], environ: Mapping[str, str] = os.environ) -> dict[str, bool]:
     """The switches of a run: as requested, else as in the environment (``OMNI_TORCH_PROFILER_WITH_STACK=1``)."""
     return {
-        name: asked.get(name, any(environ.get(prefix + name.upper()) == "1" for prefix in _PREFIXES))
+        name: options.get(name, any(environ.get(prefix + name.upper()) == "1" for prefix in _PREFIXES))
         for name in SWITCHES
     }
 

@@ -88,7 +88,7 @@ class Stage:
     def steps(self) -> int:
         """Grows with all that the engine asks for, takes or gives, and while its event loop turns."""
         engine = self.input.engine
-        return self.inbox.asked + self.inbox.taken + self.output.given + (engine.ticks if engine is not None else 0)
+        return self.inbox.polls + self.inbox.taken + self.output.given + (engine.ticks if engine is not None else 0)
 
     @property
     def busy(self) -> bool:

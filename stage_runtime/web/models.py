@@ -24,7 +24,7 @@ class Models:
         await exchange.reply(msgspec.json.encode({"object": "list", "data": [self._model]}))
 
     async def one(self, exchange: Exchange) -> None:
-        asked = exchange.scope["path_params"]["id"]
-        if asked != self._model["id"]:
-            raise RequestError("not_found", f"no model {asked!r}; there is {self._model['id']!r}", param="model")
+        model_id = exchange.scope["path_params"]["id"]
+        if model_id != self._model["id"]:
+            raise RequestError("not_found", f"no model {model_id!r}; there is {self._model['id']!r}", param="model")
         await exchange.reply(msgspec.json.encode(self._model))

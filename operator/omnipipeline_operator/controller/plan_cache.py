@@ -31,15 +31,15 @@ class PlanCache:
         Raises:  SpecError.
         """
         metadata = resource["metadata"]
-        key, asked = (metadata["namespace"], metadata["name"]), (metadata["uid"], metadata["generation"], rekeyed)
+        key, version = (metadata["namespace"], metadata["name"]), (metadata["uid"], metadata["generation"], rekeyed)
         made = self._made.get(key)
-        if made is None or made[0] != asked:
+        if made is None or made[0] != version:
             spec = loading.from_resource(resource).spec
             if rekeyed is not None:
                 spec = msgspec.structs.replace(spec, restarted_at=f"{spec.restarted_at or ''}+{rekeyed}")
             planned = planning.plan(spec, name=metadata["name"])
             topology.check_on_cluster(spec)
-            made = self._made[key] = (asked, spec, planned)
+            made = self._made[key] = (version, spec, planned)
         return made[1], made[2]
 
     def forget(self, key: PipelineKey) -> None:

@@ -156,11 +156,11 @@ def voice_name(voice: str | schemas.VoiceId | None) -> str | None:
 
 
 def _audio_format(body: schemas.ChatBody) -> str:
-    asked = body.audio.format if body.audio is not None else None
+    audio_format = body.audio.format if body.audio is not None else None
     if not body.stream:
-        return formats.check(asked or "wav", param="audio.format")
-    if asked not in (None, "pcm16", "pcm"):
-        raise InvalidRequest(f"audio.format: a stream's audio is 'pcm16', not {asked!r}", param="audio.format")
+        return formats.check(audio_format or "wav", param="audio.format")
+    if audio_format not in (None, "pcm16", "pcm"):
+        raise InvalidRequest(f"audio.format: a stream's audio is 'pcm16', not {audio_format!r}", param="audio.format")
     return "pcm"
 
 

@@ -94,12 +94,12 @@ def _kind(init: Init) -> type[EngineCoreProc]:
 
 
 def _run(proc: EngineCoreProc) -> None:
-    asked = 0
+    signals = 0
 
     def shut_down(number: int, frame: Any) -> None:
-        nonlocal asked
-        asked += 1
-        proc.request_shutdown(drain=asked == 1)
+        nonlocal signals
+        signals += 1
+        proc.request_shutdown(drain=signals == 1)
 
     signal.signal(signal.SIGTERM, shut_down)
     try:
