@@ -126,12 +126,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--users", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=500)
-    asked = parser.parse_args()
-    found = asyncio.run(measure(asked.rounds, asked.users, asked.tokens))
+    arguments = parser.parse_args()
+    found = asyncio.run(measure(arguments.rounds, arguments.users, arguments.tokens))
     for name, value in found.items():
         print(f"{name:>26} {value:12.1f}")
-    if asked.json:
-        asked.json.write_text(json.dumps(found, indent=1) + "\n")
+    if arguments.json:
+        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

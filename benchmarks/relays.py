@@ -134,7 +134,7 @@ def far_process(names: Sequence[str], *, curve: bool) -> Iterator[tuple[Control,
 def met(control: Control, names: Sequence[str], security: CurveSecurity | None) -> Relays:
     """The relays of this process, which the other one has opened."""
     loop = uvloop.new_event_loop()  # never runs: what is sent needs none
-    settings = RelaySettings(asked=frozenset(names))
+    settings = RelaySettings(named=frozenset(names))
     relays = Relays(
         loop=loop, incarnation="near", on_release=lambda peer, transfer: None, settings=settings, security=security
     )
@@ -288,7 +288,7 @@ def send_raw(control: Control, connection: socket.socket, source: np.ndarray[Any
 async def far(control: Control, names: Sequence[str], security: CurveSecurity | None) -> None:
     """The other process: obeys commands, and sends the time at which each was done (the machine's monotonic clock)."""
     loop = asyncio.get_running_loop()
-    settings = RelaySettings(asked=frozenset(names))
+    settings = RelaySettings(named=frozenset(names))
     relays = Relays(
         loop=loop,
         incarnation="far",

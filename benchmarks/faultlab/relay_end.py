@@ -44,7 +44,7 @@ class End:
             incarnation=name,
             on_release=lambda peer, transfer: tell(event="release", peer=peer, transfer=transfer),
             settings=RelaySettings(
-                asked=frozenset({relay}), arena_bytes=ARENA_NBYTES, prefault_bytes=0, bind=f"tcp://{address}:*"
+                named=frozenset({relay}), arena_bytes=ARENA_NBYTES, prefault_bytes=0, bind=f"tcp://{address}:*"
             ),
         )
         self.views: dict[int, memoryview] = {}

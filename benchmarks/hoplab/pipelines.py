@@ -91,7 +91,7 @@ async def running(plan: PipelinePlan, *, tcp: bool, curve: bool) -> AsyncIterato
             on_release=coordinator.release,
             security=security,
             settings=RelaySettings(
-                asked=frozenset([plan.coordinator.relay_backend]) - {"auto"},
+                named=frozenset([plan.coordinator.relay_backend]) - {"auto"},
                 coordinator=True,
                 bind="tcp://127.0.0.1:*" if tcp else f"ipc://{root}/c.data",
             ),

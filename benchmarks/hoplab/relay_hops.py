@@ -33,11 +33,11 @@ async def hops(names: Sequence[str], sizes: Sequence[int], rounds: int) -> dict[
                 started[name][stages] = await stack.enter_async_context(running(plan, tcp=True, curve=False))
         for size in sizes:
             given = tensor(size)
-            asked = ASKED if size < LARGE_NBYTES else ASKED // 4
+            count = ASKED if size < LARGE_NBYTES else ASKED // 4
             for turn in range(rounds + 1):
                 for name, both in started.items():
                     short, long = [
-                        await visits(functools.partial(one.once, given), one.pids, asked) for one in both.values()
+                        await visits(functools.partial(one.once, given), one.pids, count) for one in both.values()
                     ]
                     if turn:  # the first one warms up
                         times[name][size].append((long.wall_us - short.wall_us, long.cpu_us))

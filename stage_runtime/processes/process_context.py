@@ -65,7 +65,7 @@ def rank_addresses(settings: StageSettings) -> tuple[str, str, RelaySettings]:
         advertise = listen
     arena = max(relays.arena_bytes // 4, min(relays.arena_bytes, 64 << 20))  # steps are released as they are taken
     settled = msgspec.structs.replace(
-        relays, bind=bind, advertise_host=None, arena_bytes=arena, prefault_bytes=0, asked=frozenset()
+        relays, bind=bind, advertise_host=None, arena_bytes=arena, prefault_bytes=0, named=frozenset()
     )
     return listen, advertise, settled
 
@@ -81,7 +81,7 @@ def relay_settings(settings: StageSettings | CoordinatorSettings) -> RelaySettin
         host = settings.advertise.removeprefix("tcp://").rpartition(":")[0]
     arena = settings.arena_bytes or min(defaults.arena_bytes, int(memory_limit() * ARENA_SHARE))
     return RelaySettings(
-        asked=_asked(settings),
+        named=_named_relays(settings),
         allow_tcp=not isinstance(settings, StageSettings) or settings.plan.allow_tcp,
         mooncake_protocol=settings.plan.mooncake_protocol if isinstance(settings, StageSettings) else None,
         rank=_declared(settings, lambda relay: relay.rank),
@@ -96,7 +96,7 @@ def relay_settings(settings: StageSettings | CoordinatorSettings) -> RelaySettin
     )
 
 
-def _asked(settings: StageSettings | CoordinatorSettings) -> frozenset[str]:
+def _named_relays(settings: StageSettings | CoordinatorSettings) -> frozenset[str]:
     """The relays that the plan names for what this process sends."""
     if isinstance(settings, StageSettings):
         return frozenset(stage.relay.backend for stage in settings.stages()) - {"auto"}

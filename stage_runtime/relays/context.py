@@ -30,7 +30,7 @@ class SocketSecurity(Protocol):
 class RelaySettings(msgspec.Struct, frozen=True, kw_only=True):
     """Sizes and addresses of this process's relays."""
 
-    asked: frozenset[str] = frozenset()  #: Relays that the pipeline names; opened beside those of `auto`.
+    named: frozenset[str] = frozenset()  #: Relays that the pipeline names; opened beside those of `auto`.
     allow_tcp: bool = True  #: False: what only the network's sockets could carry is refused.
     mooncake_protocol: Literal["tcp", "rdma"] | None = None  #: None: what there is a device for.
     rank: int | None = None  #: In the NCCL world that the pipeline's author laid out.

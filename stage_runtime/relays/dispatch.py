@@ -60,7 +60,7 @@ class Relays:
         """
         settings = settings or RelaySettings()
         here = _process_facts(incarnation, settings)
-        names = registry.to_open(settings.asked, table, has=here.has)
+        names = registry.to_open(settings.named, table, has=here.has)
         locks = [name for name in names if table[name].needs == "rdma" and here.rdma]
         lock = msgspec.structs.replace(settings.memory_lock or locking.of_process(), relays=len(locks))
         arena_bytes = lock.arena_nbytes(settings.arena_bytes)
@@ -95,7 +95,7 @@ class Relays:
         self._waiting: Callable[[], None] | None = None  #: What `when_room` is to call.
         self._looking: asyncio.TimerHandle | None = None
         try:
-            for name in sorted(settings.asked - table.keys()):
+            for name in sorted(settings.named - table.keys()):
                 registry.load(name, table)  # raises
             for name in names:
                 if table[name].needs == "gpu" and not here.gpus:
@@ -372,7 +372,7 @@ class Relays:
         try:
             self._relays[name] = registry.load(name, self._table)(context)
         except ConfigurationError as error:
-            if name in context.settings.asked or self._table[name].extra is None:
+            if name in context.settings.named or self._table[name].extra is None:
                 raise
             self._refused[name] = str(error)
             log.info("relay %s is not used by auto: %s", name, error)

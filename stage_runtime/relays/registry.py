@@ -68,7 +68,7 @@ RELAYS: Final[Mapping[str, RelayEntry]] = {
 
 
 def to_open(
-    asked: Collection[str],
+    named: Collection[str],
     table: Mapping[str, RelayEntry] = RELAYS,
     *,
     has: Callable[[Need], bool] = lambda need: False,
@@ -77,7 +77,7 @@ def to_open(
     return tuple(
         name
         for name, entry in table.items()
-        if name in asked or (entry.auto and (entry.needs is None or has(entry.needs)))
+        if name in named or (entry.auto and (entry.needs is None or has(entry.needs)))
     )
 
 

@@ -29,7 +29,7 @@ async def main() -> None:
         incarnation=sys.argv[2],
         on_release=lambda peer, transfer: released.append(transfer),
         settings=RelaySettings(
-            asked=frozenset(RELAYS),
+            named=frozenset(RELAYS),
             arena_bytes=256 << 20,
             prefault_bytes=0,
             bind=sys.argv[1],

@@ -39,7 +39,7 @@ class Near:
             loop=asyncio.get_running_loop(),
             incarnation="near",
             on_release=lambda peer, transfer: self.released.append((peer, transfer)),
-            settings=RelaySettings(asked=frozenset({backend}), arena_bytes=256 * MIB, prefault_bytes=0),
+            settings=RelaySettings(named=frozenset({backend}), arena_bytes=256 * MIB, prefault_bytes=0),
         )
         self.meet(far, "far")
 

@@ -35,7 +35,7 @@ class Pair:
         self.backend = backend
         self.released: list[tuple[str, str, int]] = []
         self.ends: dict[str, Relays] = {}
-        settings = msgspec.structs.replace(settings, asked=frozenset({backend}))
+        settings = msgspec.structs.replace(settings, named=frozenset({backend}))
         for name in "ab":
             self.ends[name] = Relays(
                 loop=asyncio.get_running_loop(),

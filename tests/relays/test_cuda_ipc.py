@@ -324,7 +324,7 @@ async def test_processes_that_share_no_gpu_use_another_relay(gpus: tuple[int, ..
             loop=asyncio.get_running_loop(),
             incarnation=name,
             on_release=lambda peer, transfer: None,
-            settings=msgspec.structs.replace(SMALL, asked=frozenset({"cuda_ipc"}), gpus=own),
+            settings=msgspec.structs.replace(SMALL, named=frozenset({"cuda_ipc"}), gpus=own),
             table=TABLE if own else RELAYS,
         )
 
@@ -347,7 +347,7 @@ def relays_named(name: str) -> Relays:
         loop=asyncio.get_running_loop(),
         incarnation=name,
         on_release=lambda peer, transfer: None,
-        settings=msgspec.structs.replace(SMALL, asked=frozenset({"cuda_ipc"}), gpu_bytes=8 * MIB),
+        settings=msgspec.structs.replace(SMALL, named=frozenset({"cuda_ipc"}), gpu_bytes=8 * MIB),
         table=TABLE,
     )
 
@@ -438,7 +438,7 @@ def near_end(far: FarEnd, settings: RelaySettings, *, real: bool = False) -> Rel
     return relays
 
 
-SETTINGS = RelaySettings(asked=frozenset({"cuda_ipc"}), arena_bytes=64 * MIB, prefault_bytes=0)
+SETTINGS = RelaySettings(named=frozenset({"cuda_ipc"}), arena_bytes=64 * MIB, prefault_bytes=0)
 
 
 async def test_another_process_reads_what_lies_on_the_gpu_and_its_death_gives_it_back(far: FarEnd) -> None:

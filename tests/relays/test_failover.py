@@ -84,7 +84,7 @@ class Two:
             incarnation=name,
             on_release=lambda peer, transfer: self.a.released("b", transfer),
             on_failed=failed,
-            settings=msgspec.structs.replace(SMALL, asked=frozenset({"refusing", "silent"})),
+            settings=msgspec.structs.replace(SMALL, named=frozenset({"refusing", "silent"})),
             table=TABLE,
         )
 
@@ -164,7 +164,7 @@ async def test_a_library_that_cannot_reach_a_living_peer_is_replaced(backend: st
         loop=asyncio.get_running_loop(),
         incarnation="near",
         on_release=lambda peer, transfer: None,
-        settings=msgspec.structs.replace(SMALL, asked=frozenset({backend})),
+        settings=msgspec.structs.replace(SMALL, named=frozenset({backend})),
     )
     try:
         facts = dict(far.facts)

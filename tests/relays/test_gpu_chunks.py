@@ -19,10 +19,10 @@ class Counting(StandIn):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self.asked = list[int]()
+        self.allocated = list[int]()
 
     def allocate(self, device: str, nbytes: int) -> torch.Tensor:
-        self.asked.append(nbytes)
+        self.allocated.append(nbytes)
         return super().allocate(device, nbytes)
 
 
@@ -31,11 +31,11 @@ def test_a_full_gpu_is_asked_for_memory_once_in_30_seconds() -> None:
     memory, now = Counting(offers=False), [0.0]
     chunks = Chunks(memory, 512 * MIB, clock=lambda: now[0])
     assert [chunks.place(SMALL, 4096) for _ in range(100)] == [None] * 100
-    assert memory.asked == [64 * MIB]
+    assert memory.allocated == [64 * MIB]
     now[0] = 29.9
-    assert chunks.place(SMALL, 4096) is None and len(memory.asked) == 1
+    assert chunks.place(SMALL, 4096) is None and len(memory.allocated) == 1
     now[0], memory.offers = 30.0, True
-    assert chunks.place(SMALL, 4096) is not None and len(memory.asked) == 2
+    assert chunks.place(SMALL, 4096) is not None and len(memory.allocated) == 2
     memory.close()
 
 
@@ -43,8 +43,8 @@ def test_the_first_chunk_is_taken_before_the_stages_take_the_rest() -> None:
     memory = Counting()
     chunks = Chunks(memory, 512 * MIB, ["cuda:0", "cuda:1"])
     memory.offers = False
-    assert memory.asked == [64 * MIB, 64 * MIB]
-    assert chunks.place(SMALL, 4096) is not None and len(memory.asked) == 2
+    assert memory.allocated == [64 * MIB, 64 * MIB]
+    assert chunks.place(SMALL, 4096) is not None and len(memory.allocated) == 2
     memory.close()
 
 
@@ -58,5 +58,5 @@ def test_a_small_share_is_one_chunk() -> None:
     chunks = Chunks(memory, 8 * MIB, ["cuda:0"])
     large = OnDevice("cuda:0", 0, [torch.zeros(9 * MIB, dtype=torch.uint8)], [0])
     assert chunks.place(large, 9 * MIB) is None and chunks.place(SMALL, 4096) is not None
-    assert memory.asked == [8 * MIB]
+    assert memory.allocated == [8 * MIB]
     memory.close()

@@ -59,11 +59,11 @@ async def test_a_relay_that_may_not_lock_its_memory_names_the_limit_and_the_capa
 ) -> None:
     for name in ("UCX_TLS", "UCX_MODULES", "UCX_NET_DEVICES"):
         monkeypatch.delenv(name, raising=False)
-    asked = msgspec.structs.replace(
-        SETTINGS, asked=frozenset({relay}), memory_lock=CONTAINERD, mooncake_protocol="rdma"
+    locked = msgspec.structs.replace(
+        SETTINGS, named=frozenset({relay}), memory_lock=CONTAINERD, mooncake_protocol="rdma"
     )
     with pytest.raises(ConfigurationError) as refused:
-        Relays(loop=asyncio.get_running_loop(), incarnation="x", on_release=lambda *_: None, settings=asked)
+        Relays(loop=asyncio.get_running_loop(), incarnation="x", on_release=lambda *_: None, settings=locked)
     assert str(refused.value) == (
         f"relay '{relay}': with RDMA it locks 1024 MiB of memory, and may lock 0: RLIMIT_MEMLOCK is 8.0 MiB, and "
         "CapEff has no IPC_LOCK. Raise LimitMEMLOCK of the container runtime on the nodes with RDMA devices, or lower "

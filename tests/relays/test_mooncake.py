@@ -40,7 +40,7 @@ from tests.relays.near_end import (
 )
 from tests.relays.relay_pairs import MIB, PATIENCE_S, SMALL, FarEnd, pair
 
-ASKED = RelaySettings(asked=frozenset({"mooncake"}), arena_bytes=256 * MIB, prefault_bytes=0)
+ASKED = RelaySettings(named=frozenset({"mooncake"}), arena_bytes=256 * MIB, prefault_bytes=0)
 
 
 @pytest.fixture
@@ -93,10 +93,10 @@ async def test_the_memory_of_a_frozen_sender_comes_back_when_it_is_killed(near: 
 async def test_of_peers_that_answer_nothing_each_is_looked_for_once_at_a_time() -> None:
     """A look takes a second then, and one is asked for each second and peer: they would pile up."""
     loop = asyncio.get_running_loop()
-    asked, answer = list[str](), threading.Semaphore(0)
+    sessions, answer = list[str](), threading.Semaphore(0)
 
     def listens(session: str) -> bool:
-        asked.append(session)
+        sessions.append(session)
         answer.acquire()
         return True
 
@@ -116,8 +116,8 @@ async def test_of_peers_that_answer_nothing_each_is_looked_for_once_at_a_time() 
             for _ in range(20):
                 reader._ask()
             answer.release(3)
-            await until(lambda turn=turn: len(asked) == turn and not reader._looked_for)  # type: ignore[misc]
-            assert sorted(asked) == sorted(["host:1", "host:2", "host:3"] * (turn // 3))
+            await until(lambda turn=turn: len(sessions) == turn and not reader._looked_for)  # type: ignore[misc]
+            assert sorted(sessions) == sorted(["host:1", "host:2", "host:3"] * (turn // 3))
         assert len(reader._gets.quarantined) == 3
     finally:
         answer.release(99)
@@ -211,7 +211,7 @@ async def test_a_process_with_nothing_to_move_uses_next_to_no_processor_time(nea
 
 async def test_what_is_missing_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mooncake.engine", None)
-    settings = RelaySettings(asked=ASKED.asked, arena_bytes=SMALL.arena_bytes, bind="tcp://127.0.0.9:*")
+    settings = RelaySettings(named=ASKED.named, arena_bytes=SMALL.arena_bytes, bind="tcp://127.0.0.9:*")
     with pytest.raises(
         ConfigurationError, match=r"^relay 'mooncake' cannot be loaded .*omnipipeline\[mooncake\].*libnuma1"
     ):

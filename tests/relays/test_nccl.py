@@ -241,7 +241,7 @@ async def test_a_process_with_nothing_to_move_uses_next_to_no_processor_time(nea
 
 async def test_what_is_missing_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch.distributed", None)
-    settings = msgspec.structs.replace(SMALL, asked=frozenset({"nccl"}))
+    settings = msgspec.structs.replace(SMALL, named=frozenset({"nccl"}))
     with pytest.raises(
         ConfigurationError, match=r"^relay 'nccl' cannot be loaded .*pip install 'omnipipeline\[runtime\]'$"
     ):
@@ -249,6 +249,6 @@ async def test_what_is_missing_is_said_in_one_line(monkeypatch: pytest.MonkeyPat
 
 
 async def test_an_address_that_is_not_here_is_named() -> None:
-    settings = RelaySettings(asked=frozenset({"nccl"}), arena_bytes=MIB, bind="tcp://192.0.2.1:*")
+    settings = RelaySettings(named=frozenset({"nccl"}), arena_bytes=MIB, bind="tcp://192.0.2.1:*")
     with pytest.raises(ConfigurationError, match=r"relay 'nccl': 192\.0\.2\.1"):
         Relays(loop=asyncio.get_running_loop(), incarnation="x", on_release=lambda *_: None, settings=settings)

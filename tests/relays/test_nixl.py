@@ -32,7 +32,7 @@ from tests.relays.near_end import (
 )
 from tests.relays.relay_pairs import MIB, PATIENCE_S, SMALL, FarEnd, Pair, pair
 
-ASKED = RelaySettings(asked=frozenset({"nixl"}), arena_bytes=256 * MIB, prefault_bytes=0)
+ASKED = RelaySettings(named=frozenset({"nixl"}), arena_bytes=256 * MIB, prefault_bytes=0)
 
 
 @pytest.fixture

@@ -44,12 +44,12 @@ AUTO = registry.to_open(())
 MISSING = RelayEntry(factory="there_is_no_such_package:relay", extra="pigeon")
 
 
-def relays(incarnation: str, table: Mapping[str, RelayEntry], *asked: str) -> Relays:
+def relays(incarnation: str, table: Mapping[str, RelayEntry], *named: str) -> Relays:
     return Relays(
         loop=asyncio.get_running_loop(),
         incarnation=incarnation,
         on_release=lambda peer, transfer: None,
-        settings=msgspec.structs.replace(SMALL, asked=frozenset(asked)),
+        settings=msgspec.structs.replace(SMALL, named=frozenset(named)),
         table=table,
     )
 

@@ -38,7 +38,7 @@ async def near(far: FarEnd) -> AsyncIterator[Relays]:
         loop=asyncio.get_running_loop(),
         incarnation="near",
         on_release=lambda peer, transfer: None,
-        settings=RelaySettings(asked=frozenset(RELAYS), arena_bytes=256 * MIB, prefault_bytes=0),
+        settings=RelaySettings(named=frozenset(RELAYS), arena_bytes=256 * MIB, prefault_bytes=0),
         table=TABLE,
     )
     assert relays.open("far", far.facts) == tuple(RELAYS)

@@ -42,7 +42,7 @@ async def test_a_transfer_that_is_here_before_its_sender_is_known_is_kept_for_it
             loop=asyncio.get_running_loop(),
             incarnation="new",
             on_release=lambda peer, transfer: both.b.released("new", transfer),
-            settings=msgspec.structs.replace(SMALL, asked=frozenset({"tcp"})),
+            settings=msgspec.structs.replace(SMALL, named=frozenset({"tcp"})),
         )
         try:
             both.b.open("new", newcomer.facts())
