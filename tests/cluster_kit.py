@@ -60,13 +60,13 @@ def _run(program: Path, *arguments: str) -> str:
 def _answers(kubeconfig: Path, environment: dict[str, str]) -> bool:
     if not kubeconfig.is_file():
         return False
-    asked = subprocess.run(
+    finished = subprocess.run(
         ["kubectl", "--request-timeout=3s", "get", "--raw", "/readyz"],
         env=environment,
         capture_output=True,
         timeout=COMMAND_S,
     )
-    return asked.returncode == 0
+    return finished.returncode == 0
 
 
 def _cluster_of(printed: str) -> Cluster:

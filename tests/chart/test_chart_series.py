@@ -39,9 +39,9 @@ def test_whatever_the_chart_asks_for_is_served() -> None:
     live = metrics.series(
         [*catalog.COORDINATOR, *catalog.SERVICE, *catalog.PLANES, *catalog.PROCESSES, *OPERATOR, *STATUS]
     )
-    asked = list(expressions())
+    queries = list(expressions())
     missing = []
-    for expression in asked:
+    for expression in queries:
         for name, selector in NAME.findall(expression):
             if name in ADDED:
                 continue
@@ -50,7 +50,7 @@ def test_whatever_the_chart_asks_for_is_served() -> None:
             unknown = sorted(desired - ADDED - live.get(name, frozenset()))
             if name not in live or unknown:
                 missing.append(f"{name}: {unknown or 'nobody serves it'}")
-    assert len(asked) > 15 and missing == []
+    assert len(queries) > 15 and missing == []
 
 
 def test_the_monitor_of_pipelines_asks_a_port_and_copies_labels_that_all_their_pods_have() -> None:

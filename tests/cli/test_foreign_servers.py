@@ -29,13 +29,13 @@ def omni(*arguments: str, env: dict[str, str] | None = None) -> Result:
 
 
 @contextmanager
-def serving(status: int, content: bytes, asked: list[str] | None = None) -> Iterator[str]:
+def serving(status: int, content: bytes, paths: list[str] | None = None) -> Iterator[str]:
     """A server that gives every request the same answer."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            if asked is not None:
-                asked.append(self.path)
+            if paths is not None:
+                paths.append(self.path)
             self.rfile.read(int(self.headers.get("content-length", 0)))
             self.send_response(status)
             self.send_header("location", "http://192.0.2.1/")

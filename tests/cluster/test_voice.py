@@ -51,16 +51,18 @@ def resource() -> str:
 def test_the_example_hears_answers_and_speaks(voice: str) -> None:
     question = (EXAMPLE / "question.wav").read_bytes()
     with httpx.Client(base_url=voice, timeout=120) as client:
-        heard = client.post("/v1/audio/transcriptions", data={"model": "voice"}, files={"file": ("q.wav", question)})
-        assert heard.status_code == 200, heard.text
-        assert "lighthouse" in heard.json()["text"].lower()
+        transcription = client.post(
+            "/v1/audio/transcriptions", data={"model": "voice"}, files={"file": ("q.wav", question)}
+        )
+        assert transcription.status_code == 200, transcription.text
+        assert "lighthouse" in transcription.json()["text"].lower()
         body = {"model": "voice", "voice": "joe", "response_format": "wav", "input": "Hello. How are you?"}
         spoken = client.post("/v1/audio/speech", json=body)
         assert spoken.status_code == 200, spoken.text
         with wave.open(io.BytesIO(spoken.content)) as sound:
             assert sound.getnframes() / sound.getframerate() > 0.5
-        asked = {"model": "voice", "messages": [{"role": "user", "content": "What is for lunch?"}]}
-        answered = client.post("/v1/chat/completions", json=asked)
+        chat = {"model": "voice", "messages": [{"role": "user", "content": "What is for lunch?"}]}
+        answered = client.post("/v1/chat/completions", json=chat)
         assert answered.status_code == 200, answered.text
         assert answered.json()["choices"][0]["message"]["content"].strip()
 

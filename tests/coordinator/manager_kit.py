@@ -228,7 +228,7 @@ async def error_of(handle: RequestHandle) -> RequestError:
     raise AssertionError("the request did not fail")
 
 
-def asked(request_id: str = "r1", *, stream: bool = False, inputs: Any = "hello") -> OmniRequest:
+def new_request(request_id: str = "r1", *, stream: bool = False, inputs: Any = "hello") -> OmniRequest:
     return OmniRequest(id=request_id, inputs=inputs, stream=stream)
 
 

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from stage_runtime.wire.messages import ForwardAbort, ForwardAbortReply
-from tests.coordinator.manager_kit import ME, CoordinatorHarness, asked, coordinator_harness, error_of
+from tests.coordinator.manager_kit import ME, CoordinatorHarness, coordinator_harness, error_of, new_request
 
 
 def questions(made: CoordinatorHarness, incarnation: str) -> list[ForwardAbort]:
@@ -22,7 +22,7 @@ async def caller(made: CoordinatorHarness, request_id: str = "theirs") -> asynci
 
 async def test_an_abort_that_another_coordinator_passes_on_ends_the_request_and_says_so() -> None:
     async with coordinator_harness() as made:
-        handle = made.manager.admit(asked("mine"))
+        handle = made.manager.admit(new_request("mine"))
         made.coordinator.received("f1", ForwardAbort("mine", "other", "DELETE"))
         assert made.channels.sent["f1"][-1] == ForwardAbortReply("mine", "other", True)
         assert (await error_of(handle)).code == "cancelled"

@@ -14,7 +14,7 @@ from stage_runtime.coordinator import membership
 from stage_runtime.errors import RequestError
 from stage_runtime.metrics import catalog
 from stage_runtime.wire.messages import Beat, Deregister, Detour, Members, PeerUnreachable, Ready, Rejected, Welcome
-from tests.coordinator.manager_kit import REVISION, SCHEMAS, CoordinatorHarness, asked, came, coordinator_harness
+from tests.coordinator.manager_kit import REVISION, SCHEMAS, CoordinatorHarness, came, coordinator_harness, new_request
 
 
 def sent(made: CoordinatorHarness, incarnation: str, kind: type) -> list[object]:
@@ -51,7 +51,7 @@ async def test_a_bound_request_tells_its_instances_of_each_other_once_and_brings
     async with coordinator_harness() as made:
         made.join("v2", "voice")
         for number in range(4):
-            made.manager.admit(asked(f"r{number}"))
+            made.manager.admit(new_request(f"r{number}"))
         assert announced(made, "f1") in ([["v1"], ["v2"]], [["v2"], ["v1"]])
         assert announced(made, "v1") == announced(made, "v2") == [["f1"]]
         for one in made.submitted("f1"):
@@ -60,11 +60,11 @@ async def test_a_bound_request_tells_its_instances_of_each_other_once_and_brings
 
 async def test_instances_that_have_no_connection_are_introduced_again_by_the_next_request() -> None:
     async with coordinator_harness() as made:
-        made.manager.admit(asked("r1"))
+        made.manager.admit(new_request("r1"))
         made.coordinator.received("f1", PeerUnreachable("v1"))
         made.coordinator.received("f1", PeerUnreachable("unknown"))
-        made.manager.admit(asked("r2"))
-        made.manager.admit(asked("r3"))
+        made.manager.admit(new_request("r2"))
+        made.manager.admit(new_request("r3"))
         assert announced(made, "f1") == [["v1"], ["v1"]]
         assert announced(made, "v1") == [["f1"], ["f1"]]
 
@@ -115,7 +115,7 @@ async def test_of_a_departure_only_those_hear_who_shared_requests_and_once_for_a
         made.join("v2", "voice")
         made.join("v3", "voice")
         for number in range(24):
-            made.manager.admit(asked(f"r{number}"))
+            made.manager.admit(new_request(f"r{number}"))
         knew = {name: {one for names in announced(made, name) for one in names} for name in ("f1", "f2")}
         made.coordinator.lost("v1")
         made.coordinator.lost("v2")
@@ -180,7 +180,7 @@ async def test_who_declares_other_edges_than_its_revision_has_gets_no_request_an
     async with coordinator_harness() as made:
         made.join("v2", "voice", edges=SCHEMAS["front"])
         for number in range(4):
-            made.manager.admit(asked(f"r{number}"))
+            made.manager.admit(new_request(f"r{number}"))
         assert {one.header.bindings["shout"] for one in made.submitted("f1")} == {"v1"}
         reasons = {one["incarnation"]: one["ineligible_reason"] for one in made.manager.status()["instances"]}
         assert reasons == {
@@ -194,7 +194,7 @@ async def test_who_was_declared_dead_and_says_hello_is_taken_back_and_hears_whic
     """It says Hello when it has lost this coordinator, too: then it has dropped all that was bound to it."""
     async with coordinator_harness() as made:
         for number in range(3):
-            made.manager.admit(asked(f"r{number}"))
+            made.manager.admit(new_request(f"r{number}"))
         last = made.submitted("f1")[-1].header.attempt
         made.coordinator.lost("v1")
         await came(lambda: sent(made, "f1", Members)[-1] == Members(gone=("v1",)))
@@ -216,10 +216,10 @@ async def test_who_was_declared_dead_and_says_hello_is_taken_back_and_hears_whic
 async def test_who_comes_back_at_once_is_introduced_after_its_departure_was_reported() -> None:
     """Departures wait for others of the same moment; sent after the return, they would remove it for good."""
     async with coordinator_harness() as made:
-        made.manager.admit(asked("r1"))
+        made.manager.admit(new_request("r1"))
         made.coordinator.lost("v1")
         made.join("v1", "voice")
-        made.manager.admit(asked("r2"))
+        made.manager.admit(new_request("r2"))
         await came(lambda: any(news.gone for news in sent(made, "f1", Members)))  # type: ignore[attr-defined]
         await asyncio.sleep(2 * membership.TICK_S)
         news = [([one.incarnation for one in each.joined], each.gone) for each in sent(made, "f1", Members)]  # type: ignore[attr-defined]
@@ -259,7 +259,7 @@ async def test_a_fenced_instance_that_still_sends_is_notified() -> None:
 
 async def test_another_life_at_the_same_endpoint_buries_the_one_before_and_its_requests_move() -> None:
     async with coordinator_harness() as made:
-        made.manager.admit(asked())
+        made.manager.admit(new_request())
         made.join("v2", "voice", endpoint="ipc:///v1")
         assert set(made.membership.state.instances) == {"f1", "v2"}
         assert made.submitted("f1")[-1].header.bindings["shout"] == "v2"
@@ -271,7 +271,7 @@ async def test_an_instance_is_bound_only_once_it_is_ready() -> None:
         made.join("f1", "front")
         assert made.hello("v1", "voice")
         with pytest.raises(RequestError, match="voice"):
-            made.manager.admit(asked())
+            made.manager.admit(new_request())
         assert made.manager.status()["missing_groups"] == ["voice"]
 
 
@@ -330,14 +330,14 @@ async def test_a_request_never_mixes_revisions_in_a_roll(newer: PipelineRevision
     async with coordinator_harness(max_in_flight=100) as made:
         made.join("w1", "voice", revision="v2")
         for number in range(10):
-            made.manager.admit(asked(f"a{number}"))
+            made.manager.admit(new_request(f"a{number}"))
         assert {one.header.bindings["shout"] for one in made.submitted("f1")} == {"v1"}
         made.coordinator.update_revisions((REVISION, newer))
         for number in range(10):
-            made.manager.admit(asked(f"b{number}"))
+            made.manager.admit(new_request(f"b{number}"))
         bound = [one.header.bindings["shout"] for one in made.submitted("f1")[10:]]
         assert sorted(bound) == ["v1"] * 5 + ["w1"] * 5
         made.coordinator.update_revisions((newer,))
         for number in range(10):
-            made.manager.admit(asked(f"c{number}"))
+            made.manager.admit(new_request(f"c{number}"))
         assert {one.header.bindings["shout"] for one in made.submitted("f1")[20:]} == {"w1"}

@@ -39,14 +39,14 @@ class Stages:
     def __init__(self, root: Path) -> None:
         self.session = ProfileSession(root, ["coordinator"], incarnation=lambda: "cc", recorder=Recorder())
         self.noted: list[tuple[str, str | None]] = []
-        self.asked: list[Message] = []
+        self.requests: list[Message] = []
         self.states = STOPPED  #: What a stop is answered.
         self.loop = cast(Any, Loop())
         self.profiling = PipelineProfiling(self.session, lambda: {"aa": MEMBER}, self._take, self.loop, Clocks())
 
     def _take(self, instance: str, message: Message) -> bool:
         states = {}
-        self.asked.append(message)
+        self.requests.append(message)
         if isinstance(message, ProfilerStart | ProfilerStop):
             self.noted.append((type(message).__name__, self.session.recording))
             state = STARTED if isinstance(message, ProfilerStart) else self.states
@@ -63,11 +63,11 @@ class Stages:
 
     async def joined(self) -> Message:
         """What a process is asked that joins now."""
-        self.asked.clear()
+        self.requests.clear()
         self.profiling.joined("aa")
-        while not self.asked:
+        while not self.requests:
             await asyncio.sleep(0)
-        return self.asked[0]
+        return self.requests[0]
 
     def runs(self) -> dict[str, bool]:
         return {run.run_id: run.recording for run in self.profiling.runs()}
@@ -123,8 +123,8 @@ async def test_a_process_that_joins_records_for_the_time_that_is_left(
     stages = Stages(tmp_path)
     await stages.start(max_seconds=60)
     stages.loop.later_s = later_s
-    asked = await stages.joined()
-    assert (asked.max_seconds if isinstance(asked, ProfilerStart) else None) == left
+    requests = await stages.joined()
+    assert (requests.max_seconds if isinstance(requests, ProfilerStart) else None) == left
     stages.session.close()
 
 
@@ -132,8 +132,8 @@ async def test_a_process_that_joins_a_run_without_an_end_records_without_one(tmp
     stages = Stages(tmp_path)
     await stages.start()
     stages.loop.later_s = 1e6
-    asked = await stages.joined()
-    assert isinstance(asked, ProfilerStart) and (asked.run_id, asked.max_seconds) == ("run", 0)
+    requests = await stages.joined()
+    assert isinstance(requests, ProfilerStart) and (requests.run_id, requests.max_seconds) == ("run", 0)
     stages.session.close()
 
 

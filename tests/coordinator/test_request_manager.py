@@ -39,11 +39,11 @@ from stage_runtime.wire.values import OmniRequest, RawTensor
 from tests.coordinator.manager_kit import (
     REVISION,
     CoordinatorHarness,
-    asked,
     came,
     coordinator_harness,
     error_of,
     events_of,
+    new_request,
     read,
     request_of,
 )
@@ -57,7 +57,7 @@ def only(made: CoordinatorHarness, incarnation: str = "f1") -> Any:
 
 async def test_a_request_goes_to_the_entry_stage_with_its_bindings_and_deadline() -> None:
     async with coordinator_harness(request_timeout_s=60.0) as made:
-        made.manager.admit(asked(inputs={"text": "hi"}), timeout_s=5.0, trace="00-ab-cd-01")
+        made.manager.admit(new_request(inputs={"text": "hi"}), timeout_s=5.0, trace="00-ab-cd-01")
         sent = only(made)
         assert sent.target == "split"
         assert sent.header.bindings == {"split": "f1", "shout": "v1", "write": "v1"}
@@ -68,13 +68,13 @@ async def test_a_request_goes_to_the_entry_stage_with_its_bindings_and_deadline(
 
 async def test_a_client_may_shorten_the_pipelines_deadline_and_not_lengthen_it() -> None:
     async with coordinator_harness(request_timeout_s=2.0) as made:
-        made.manager.admit(asked(), timeout_s=900.0)
+        made.manager.admit(new_request(), timeout_s=900.0)
         assert only(made).header.remaining_ms <= 2000
 
 
 async def test_a_request_is_complete_when_all_its_terminals_are() -> None:
     async with coordinator_harness() as made:
-        handle = made.manager.admit(asked())
+        handle = made.manager.admit(new_request())
         sent = only(made)
         made.complete(sent, "write", "text")
         assert made.record("r1").waiting_for == ("shout",)
@@ -91,7 +91,7 @@ async def test_a_request_is_complete_when_all_its_terminals_are() -> None:
 
 async def test_a_subset_of_terminals_is_waited_for_and_others_are_ignored() -> None:
     async with coordinator_harness(terminal_stages=lambda request: ["write"]) as made:
-        handle = made.manager.admit(asked())
+        handle = made.manager.admit(new_request())
         sent = only(made)
         made.complete(sent, "shout", "nobody asked")
         made.chunk(sent, "shout", 0, "nobody asked")
@@ -108,7 +108,7 @@ async def test_a_wrong_subset_is_refused_before_anything_is_sent(returned: Any) 
 
     async with coordinator_harness(terminal_stages=choose) as made:
         with pytest.raises(RequestError) as caught:
-            made.manager.admit(asked())
+            made.manager.admit(new_request())
         assert (caught.value.code, caught.value.hook) == ("stage_failed", "terminal_stages_fn")
         assert made.submitted("f1") == []
         assert made.manager.in_flight == 0
@@ -117,7 +117,7 @@ async def test_a_wrong_subset_is_refused_before_anything_is_sent(returned: Any) 
 
 async def test_chunks_are_read_in_order_before_the_result_whatever_came_first() -> None:
     async with coordinator_harness(terminal_stages=lambda request: ["shout"]) as made:
-        handle = made.manager.admit(asked(stream=True))
+        handle = made.manager.admit(new_request(stream=True))
         sent = only(made)
         made.complete(sent, "shout", "end", chunks=3)  # short messages overtake long ones
         made.chunk(sent, "shout", 2, "c")
@@ -135,15 +135,15 @@ async def test_chunks_are_read_in_order_before_the_result_whatever_came_first() 
 @pytest.mark.parametrize(("again", "code"), [(True, "duplicate_request"), (False, None)])
 async def test_an_id_is_refused_while_it_is_in_flight_and_welcome_afterwards(again: bool, code: str | None) -> None:
     async with coordinator_harness(terminal_stages=lambda request: ["shout"]) as made:
-        handle = made.manager.admit(asked())
+        handle = made.manager.admit(new_request())
         first = only(made)
         if again:
             with pytest.raises(RequestError) as caught:
-                made.manager.admit(asked())
+                made.manager.admit(new_request())
             assert caught.value.code == code
         made.complete(first, "shout", "one")
         assert await read(handle) == [ResultEvent(stage="shout", data="one")]
-        second = made.manager.admit(asked())
+        second = made.manager.admit(new_request())
         sent = made.submitted("f1")[-1]
         assert sent.header.attempt > first.header.attempt  # or stages would take it for the dead one
         made.complete(first, "shout", "late")
@@ -153,13 +153,13 @@ async def test_an_id_is_refused_while_it_is_in_flight_and_welcome_afterwards(aga
 
 async def test_admission_is_capped_before_anything_is_sent() -> None:
     async with coordinator_harness(max_in_flight=2) as made:
-        made.manager.admit(asked("r1"))
-        made.manager.admit(asked("r2"))
+        made.manager.admit(new_request("r1"))
+        made.manager.admit(new_request("r2"))
         with pytest.raises(RequestError) as caught:
-            made.manager.admit(asked("r3"))
+            made.manager.admit(new_request("r3"))
         assert (caught.value.code, caught.value.retry_after_s) == ("rate_limited", 1.0)
         made.manager.abort("r1", "enough")
-        made.manager.admit(asked("r3"))
+        made.manager.admit(new_request("r3"))
         assert len(made.submitted("f1")) == 3
 
 
@@ -167,7 +167,7 @@ async def test_without_an_instance_of_a_group_the_error_names_the_group() -> Non
     async with coordinator_harness(joined=False) as made:
         made.join("f1", "front")
         with pytest.raises(RequestError, match="no ready instance of voice") as caught:
-            made.manager.admit(asked())
+            made.manager.admit(new_request())
         assert (caught.value.code, caught.value.stage, caught.value.retry_after_s) == ("unavailable", "voice", 1.0)
 
 
@@ -187,11 +187,11 @@ async def test_a_request_that_does_not_need_a_stage_is_served_while_that_stage_i
     async with coordinator_harness(joined=False, revisions=(BRANCHES,), terminal_stages=terminals) as made:
         made.join("f1", "front", edges=schemas["front"])
         made.join("v1", "voice", edges=schemas["voice"])
-        handle = made.manager.admit(asked("heard", inputs="shout"))
+        handle = made.manager.admit(new_request("heard", inputs="shout"))
         [sent] = made.submitted("f1")
         assert sent.header.bindings == {"split": "f1", "shout": "v1"}
         with pytest.raises(RequestError, match="no ready instance of paper"):
-            made.manager.admit(asked("written", inputs="write"))
+            made.manager.admit(new_request("written", inputs="write"))
         made.coordinator.lost("v1")  # and the retry needs no more than the first attempt
         made.join("v2", "voice", edges=schemas["voice"])
         again = made.submitted("f1")[-1]
@@ -203,14 +203,14 @@ async def test_a_request_that_does_not_need_a_stage_is_served_while_that_stage_i
 async def test_a_value_that_cannot_travel_is_the_clients_fault() -> None:
     async with coordinator_harness() as made:
         with pytest.raises(RequestError, match=r"inputs\['x'\]") as caught:
-            made.manager.admit(asked(inputs={"x": (1, 2)}))
+            made.manager.admit(new_request(inputs={"x": (1, 2)}))
         assert caught.value.code == "invalid_request"
         assert all(one.bound == 0 for one in made.membership.state.instances.values())
 
 
 async def test_a_failed_terminal_fails_the_request_at_once_and_everybody_drops_it() -> None:
     async with coordinator_harness() as made:
-        handle = made.manager.admit(asked())
+        handle = made.manager.admit(new_request())
         sent = only(made)
         made.complete(sent, "write", "partial")
         made.fail(sent, "shout", message="ValueError: no", hook="run")
@@ -230,12 +230,12 @@ async def test_a_failed_terminal_fails_the_request_at_once_and_everybody_drops_i
 async def test_an_abort_is_published_to_a_small_fleet_and_sent_to_the_bound_in_any() -> None:
     """Beyond `PUBLISHED_MOST` instances it would wake up all of them for the few that it concerns."""
     async with coordinator_harness() as made:
-        made.manager.admit(asked("r1"))
+        made.manager.admit(new_request("r1"))
         made.manager.abort("r1", "no longer wanted")
         assert len(made.channels.published) == 1
         for number in range(PUBLISHED_MOST):
             made.join(f"more{number}", "voice")
-        bound = made.manager.admit(asked("r2")).bindings
+        bound = made.manager.admit(new_request("r2")).bindings
         made.manager.abort("r2", "no longer wanted")
         assert len(made.channels.published) == 1
         assert [name for name in set(bound.values()) if ("r2", 2) not in made.aborted(name)] == []
@@ -243,7 +243,7 @@ async def test_an_abort_is_published_to_a_small_fleet_and_sent_to_the_bound_in_a
 
 async def test_an_aborted_request_is_cancelled_once() -> None:
     async with coordinator_harness() as made:
-        handle = made.manager.admit(asked())
+        handle = made.manager.admit(new_request())
         assert made.manager.abort("r1", "enough")
         assert not made.manager.abort("r1", "again")
         assert not handle.abort("again")
@@ -256,14 +256,14 @@ async def test_an_aborted_request_is_cancelled_once() -> None:
 
 async def test_a_reader_that_goes_away_aborts_and_one_that_reads_to_the_end_does_not() -> None:
     async with coordinator_harness(terminal_stages=lambda request: ["shout"]) as made:
-        handle = made.manager.admit(asked(stream=True))
+        handle = made.manager.admit(new_request(stream=True))
         events = events_of(handle)
         made.chunk(only(made), "shout", 0, "a")
         assert (await anext(events)).data == "a"
         await events.aclose()
         assert made.record("r1").state == "cancelled"
         assert len(made.aborted("f1")) == 1
-        whole = made.manager.admit(asked("r2"))
+        whole = made.manager.admit(new_request("r2"))
         made.complete(made.submitted("f1")[-1], "shout", "all")
         await read(whole)
         assert len(made.aborted("f1")) == 1
@@ -271,7 +271,7 @@ async def test_a_reader_that_goes_away_aborts_and_one_that_reads_to_the_end_does
 
 async def test_a_cancelled_reader_aborts_the_request() -> None:
     async with coordinator_harness() as made:
-        handle = made.manager.admit(asked())
+        handle = made.manager.admit(new_request())
         reader = asyncio.create_task(read(handle))
         await asyncio.sleep(0)
         await asyncio.sleep(0)
@@ -284,7 +284,7 @@ async def test_a_cancelled_reader_aborts_the_request() -> None:
 
 async def test_a_deadline_that_passes_ends_the_request_and_names_what_it_waited_for() -> None:
     async with coordinator_harness() as made:
-        handle = made.manager.admit(asked(), timeout_s=0.02)
+        handle = made.manager.admit(new_request(), timeout_s=0.02)
         made.complete(only(made), "write", "text")
         error = await error_of(handle)
         assert error.code == "deadline"
@@ -297,7 +297,7 @@ async def test_a_deadline_that_passes_ends_the_request_and_names_what_it_waited_
 
 async def test_a_lost_instance_is_replaced_by_another_at_once() -> None:
     async with coordinator_harness(terminal_stages=lambda request: ["shout"]) as made:
-        handle = made.manager.admit(asked())
+        handle = made.manager.admit(new_request())
         first = only(made)
         made.join("v2", "voice")
         made.coordinator.lost("v1")
@@ -313,7 +313,7 @@ async def test_a_lost_instance_is_replaced_by_another_at_once() -> None:
 
 async def test_without_another_instance_a_request_waits_for_the_next_life() -> None:
     async with coordinator_harness(terminal_stages=lambda request: ["shout"]) as made:
-        handle = made.manager.admit(asked())
+        handle = made.manager.admit(new_request())
         made.coordinator.lost("v1")
         assert made.manager.status()["awaiting_instance"] == 1
         assert len(made.submitted("f1")) == 1
@@ -326,7 +326,7 @@ async def test_without_another_instance_a_request_waits_for_the_next_life() -> N
 async def test_one_that_joins_loaded_is_given_what_waits_for_an_instance() -> None:
     """It was fenced by mistake or frozen, and has its models still."""
     async with coordinator_harness() as made:
-        made.manager.admit(asked())
+        made.manager.admit(new_request())
         made.coordinator.lost("v1")
         assert made.hello("v2", "voice", ready=True)
         assert len(made.submitted("f1")) == 1, "it has not heard Welcome, and could not answer"
@@ -338,7 +338,7 @@ async def test_one_that_joins_loaded_is_given_what_waits_for_an_instance() -> No
 @pytest.mark.parametrize("end", ["abort", "deadline"])
 async def test_a_request_that_waits_for_an_instance_can_end_meanwhile(end: str) -> None:
     async with coordinator_harness() as made:
-        handle = made.manager.admit(asked(), timeout_s=0.05 if end == "deadline" else None)
+        handle = made.manager.admit(new_request(), timeout_s=0.05 if end == "deadline" else None)
         made.coordinator.lost("v1")
         if end == "abort":
             made.manager.abort("r1", "enough")
@@ -350,7 +350,7 @@ async def test_a_request_that_waits_for_an_instance_can_end_meanwhile(end: str) 
 
 async def test_a_second_loss_ends_the_request_with_its_reason() -> None:
     async with coordinator_harness() as made:
-        handle = made.manager.admit(asked())
+        handle = made.manager.admit(new_request())
         made.join("v2", "voice")
         made.coordinator.lost("v1")
         made.coordinator.lost("v2")
@@ -363,7 +363,7 @@ async def test_of_many_that_die_at_once_none_gets_what_another_had() -> None:
     async with coordinator_harness() as made:
         for name in ("v2", "v3", "v4"):
             made.join(name, "voice")
-        handles = [made.manager.admit(asked(f"r{number}")) for number in range(8)]
+        handles = [made.manager.admit(new_request(f"r{number}")) for number in range(8)]
         made.channels.interrupted = {"v1", "v2", "v3"}
         for gone in ("v1", "v2", "v3"):
             made.coordinator.lost(gone)
@@ -375,14 +375,14 @@ async def test_of_many_that_die_at_once_none_gets_what_another_had() -> None:
 async def test_an_instance_whose_connection_is_broken_serves_while_there_is_no_other() -> None:
     async with coordinator_harness() as made:
         made.channels.interrupted = {"v1"}
-        assert made.manager.admit(asked("r1")).bindings["shout"] == "v1"
+        assert made.manager.admit(new_request("r1")).bindings["shout"] == "v1"
         made.join("v2", "voice")
-        assert made.manager.admit(asked("r2")).bindings["shout"] == "v2"
+        assert made.manager.admit(new_request("r2")).bindings["shout"] == "v2"
 
 
 async def test_what_was_streamed_to_the_client_is_not_sent_again() -> None:
     async with coordinator_harness() as made:
-        handle = made.manager.admit(asked(stream=True))
+        handle = made.manager.admit(new_request(stream=True))
         made.join("v2", "voice")
         made.chunk(only(made), "shout", 0, "said")
         made.coordinator.lost("v1")
@@ -392,7 +392,7 @@ async def test_what_was_streamed_to_the_client_is_not_sent_again() -> None:
 
 async def test_a_client_that_waits_for_all_of_it_gets_one_attempts_answer_alone() -> None:
     async with coordinator_harness(terminal_stages=lambda request: ["shout"]) as made:
-        handle = made.manager.admit(asked(stream=False))
+        handle = made.manager.admit(new_request(stream=False))
         made.join("v2", "voice")
         made.chunk(only(made), "shout", 0, "of the dead")
         made.coordinator.lost("v1")
@@ -406,7 +406,7 @@ async def test_a_client_that_waits_for_all_of_it_gets_one_attempts_answer_alone(
 async def test_only_the_requests_of_a_lost_instance_notice() -> None:
     async with coordinator_harness(terminal_stages=lambda request: ["shout"]) as made:
         made.join("v2", "voice")
-        handles = [made.manager.admit(asked(f"r{number}")) for number in range(6)]
+        handles = [made.manager.admit(new_request(f"r{number}")) for number in range(6)]
         sent = made.submitted("f1")
         hurt = {one.header.request_id for one in sent if one.header.bindings["shout"] == "v1"}
         assert len(hurt) == 3
@@ -423,7 +423,7 @@ async def test_a_transfer_that_failed_is_tried_on_other_instances() -> None:
     async with coordinator_harness(terminal_stages=lambda request: ["shout"]) as made:
         made.join("f2", "front")
         made.join("v2", "voice")
-        made.manager.admit(asked())
+        made.manager.admit(new_request())
         (first,) = made.submitted("f1") + made.submitted("f2")
         made.fail(first, "shout", "transport_failed", "no connection")
         everything = made.submitted("f1") + made.submitted("f2")
@@ -433,8 +433,8 @@ async def test_a_transfer_that_failed_is_tried_on_other_instances() -> None:
 
 async def test_requests_between_two_instances_that_lost_each_other_are_retried_on_others() -> None:
     async with coordinator_harness(terminal_stages=lambda request: ["shout"]) as made:
-        stuck = made.manager.admit(asked("stuck"))
-        made.manager.admit(asked("through"))
+        stuck = made.manager.admit(new_request("stuck"))
+        made.manager.admit(new_request("through"))
         (first, second) = made.submitted("f1")
         made.join("f2", "front")
         made.join("v2", "voice")
@@ -452,7 +452,7 @@ async def test_requests_between_two_instances_that_lost_each_other_are_retried_o
 
 async def test_one_that_is_found_dead_after_another_has_lost_it_costs_one_retry() -> None:
     async with coordinator_harness(terminal_stages=lambda request: ["shout"]) as made:
-        handle = made.manager.admit(asked())
+        handle = made.manager.admit(new_request())
         made.coordinator.received("f1", PeerUnreachable("v1"))
         made.coordinator.lost("v1")
         made.join("v2", "voice")
@@ -464,7 +464,7 @@ async def test_one_that_is_found_dead_after_another_has_lost_it_costs_one_retry(
 
 async def test_a_result_that_cannot_be_fetched_counts_as_a_failed_transfer() -> None:
     async with coordinator_harness(retries=0) as made:
-        handle = made.manager.admit(asked())
+        handle = made.manager.admit(new_request())
         header = only(made).header
         made.coordinator.received("v1", Complete("r1", header.attempt, "shout", Body(transfer=b"gone")))
         error = await error_of(handle)
@@ -474,7 +474,7 @@ async def test_a_result_that_cannot_be_fetched_counts_as_a_failed_transfer() -> 
 async def test_a_body_that_cannot_be_sent_leaves_nothing_behind() -> None:
     async with coordinator_harness(retries=1) as made:
         made.relays.unreachable.add("f1")
-        handle = made.manager.admit(asked(inputs=b"x" * 100_000))
+        handle = made.manager.admit(new_request(inputs=b"x" * 100_000))
         error = await error_of(handle)
         assert (error.code, error.message) == ("transport_failed", "no relay reaches f1")
         assert made.manager.in_flight == 0
@@ -484,7 +484,7 @@ async def test_a_body_that_cannot_be_sent_leaves_nothing_behind() -> None:
 
 async def test_the_body_of_an_aborted_request_is_counted_as_quarantined_until_it_is_released() -> None:
     async with coordinator_harness() as made:
-        made.manager.admit(asked(inputs=LARGE))
+        made.manager.admit(new_request(inputs=LARGE))
         ((edge, numbers),) = made.manager.send_queues.edges().items()
         assert (numbers.in_flight, numbers.quarantined) == (1, 0)
         made.manager.abort("r1", "no longer wanted")
@@ -497,7 +497,7 @@ async def test_the_body_of_an_aborted_request_is_counted_as_quarantined_until_it
 
 async def test_a_large_body_goes_by_relay_and_is_freed_by_its_receiver() -> None:
     async with coordinator_harness() as made:
-        made.manager.admit(asked(inputs=b"x" * 100_000))
+        made.manager.admit(new_request(inputs=b"x" * 100_000))
         sent = only(made)
         assert sent.body.transfer
         assert sent.body.inline == b""
@@ -509,7 +509,7 @@ async def test_a_large_body_goes_by_relay_and_is_freed_by_its_receiver() -> None
 
 async def test_a_draining_instance_hands_back_what_it_has_not_begun_at_no_cost() -> None:
     async with coordinator_harness(retries=0, terminal_stages=lambda request: ["shout"]) as made:
-        handle = made.manager.admit(asked())
+        handle = made.manager.admit(new_request())
         made.join("f2", "front")
         made.coordinator.received("f1", HandBack("r1", only(made).header.attempt, "split"))
         made.coordinator.received("f1", Deregister("SIGTERM"))
@@ -522,18 +522,18 @@ async def test_a_draining_instance_hands_back_what_it_has_not_begun_at_no_cost()
 
 async def test_a_draining_instance_is_notified_when_nothing_is_bound_to_it_any_more() -> None:
     async with coordinator_harness(terminal_stages=lambda request: ["shout"]) as made:
-        made.manager.admit(asked())
+        made.manager.admit(new_request())
         made.coordinator.received("v1", Deregister("SIGTERM"))
         assert Unbound() not in made.channels.sent["v1"]
         with pytest.raises(RequestError, match="voice"):
-            made.manager.admit(asked("r2"))
+            made.manager.admit(new_request("r2"))
         made.complete(only(made), "shout", "done")
         assert made.channels.sent["v1"].count(Unbound()) == 1
 
 
 async def test_stages_that_may_hold_something_of_a_complete_request_learn_of_its_end() -> None:
     async with coordinator_harness(terminal_stages=lambda request: ["shout"]) as made:
-        made.manager.admit(asked())
+        made.manager.admit(new_request())
         sent = only(made)
         made.complete(sent, "shout", "done")
         async with asyncio.timeout(60):
@@ -543,7 +543,7 @@ async def test_stages_that_may_hold_something_of_a_complete_request_learn_of_its
 
 async def test_a_reader_lets_its_producer_go_on() -> None:
     async with coordinator_harness(terminal_stages=lambda request: ["shout"]) as made:
-        handle = made.manager.admit(asked(stream=True))
+        handle = made.manager.admit(new_request(stream=True))
         sent = only(made)
         for index in range(128):
             made.chunk(sent, "shout", index, index)
@@ -566,7 +566,7 @@ def taken(made: CoordinatorHarness) -> int:
 
 async def test_an_unread_window_is_taken_early_while_others_wait_and_read_in_order_later() -> None:
     async with coordinator_harness(terminal_stages=lambda request: ["shout"]) as made:
-        handle = made.manager.admit(asked(stream=True))
+        handle = made.manager.admit(new_request(stream=True))
         sent = only(made)
         made.coordinator.received("v1", StreamStalled("shout", "coordinator", True))
         nearly = STREAM_WINDOW * 3 // 4
@@ -593,7 +593,7 @@ async def test_who_holds_the_room_that_others_need_and_does_not_read_ends(comple
     """Whether it is in flight or complete and unread."""
     half = ROOM // 2
     async with coordinator_harness(terminal_stages=lambda request: ["shout"]) as made:
-        handles = [made.manager.admit(asked(name, stream=True)) for name in ("r1", "r2", "r3")]
+        handles = [made.manager.admit(new_request(name, stream=True)) for name in ("r1", "r2", "r3")]
         sents = made.submitted("f1")
         made.coordinator.received("v1", StreamStalled("shout", "coordinator", True))
         for handle, sent in zip(handles[:2], sents[:2], strict=True):
@@ -613,7 +613,7 @@ async def test_who_holds_the_room_that_others_need_and_does_not_read_ends(comple
 
 async def test_an_answer_that_is_given_as_a_whole_has_no_slow_reader() -> None:
     async with coordinator_harness(terminal_stages=lambda request: ["shout"]) as made:
-        handle = made.manager.admit(asked(stream=False))
+        handle = made.manager.admit(new_request(stream=False))
         sent = only(made)
         made.coordinator.received("v1", StreamStalled("shout", "coordinator", True))
         for index in range(ROOM + STREAM_WINDOW):
@@ -625,7 +625,7 @@ async def test_an_answer_that_is_given_as_a_whole_has_no_slow_reader() -> None:
 async def test_a_terminal_stage_that_the_request_does_not_wait_for_streams_without_a_window() -> None:
     """It also streams to a stage on the way to the terminal that is waited for: its client's window holds nobody up."""
     async with coordinator_harness(terminal_stages=lambda request: ["write"]) as made:
-        handle = made.manager.admit(asked(stream=True))
+        handle = made.manager.admit(new_request(stream=True))
         sent = only(made)
         for index in range(3):
             made.chunk(sent, "shout", index, index)
@@ -644,7 +644,7 @@ async def test_a_terminal_that_was_skipped_fails_who_waits_for_it_and_nobody_els
     async with coordinator_harness(
         terminal_stages=lambda request: ["write", "shout"] if waited_for else ["write"]
     ) as made:
-        handle = made.manager.admit(asked())
+        handle = made.manager.admit(new_request())
         sent = only(made)
         skipped = Complete(sent.header.request_id, sent.header.attempt, "shout", skipped=True)
         made.coordinator.received("v1", skipped)
@@ -658,7 +658,7 @@ async def test_a_terminal_that_was_skipped_fails_who_waits_for_it_and_nobody_els
 
 async def test_a_chunk_after_the_end_is_a_fault_of_the_stage_and_not_of_the_request_manager() -> None:
     async with coordinator_harness(retries=0) as made:
-        handle = made.manager.admit(asked())
+        handle = made.manager.admit(new_request())
         sent = only(made)
         made.complete(sent, "shout", "end", chunks=1)
         made.chunk(sent, "shout", 5, "beyond")
@@ -667,10 +667,10 @@ async def test_a_chunk_after_the_end_is_a_fault_of_the_stage_and_not_of_the_requ
 
 async def test_a_manager_that_refuses_says_why_and_one_that_fails_ends_everything() -> None:
     async with coordinator_harness() as made:
-        handles = [made.manager.admit(asked(f"r{number}")) for number in range(3)]
+        handles = [made.manager.admit(new_request(f"r{number}")) for number in range(3)]
         made.manager.refuse("shutting down")
         with pytest.raises(RequestError, match="shutting down") as caught:
-            made.manager.admit(asked("r9"))
+            made.manager.admit(new_request("r9"))
         assert caught.value.code == "unavailable"
         made.manager.fail_all("the coordinator ends")
         for handle in handles:
@@ -686,7 +686,7 @@ EVENTS = ["complete shout", "complete write", "chunk", "fail", "transport", "los
 async def live(steps: list[str], stream: bool) -> None:
     """One request under any events; at the end its deadline."""
     async with coordinator_harness() as made:
-        handle = made.manager.admit(asked(stream=stream), timeout_s=0.05)
+        handle = made.manager.admit(new_request(stream=stream), timeout_s=0.05)
         reader = asyncio.create_task(read(handle))
         born = 1
         chunks = {1: 0}
@@ -743,9 +743,9 @@ async def test_no_body_is_sent_for_an_attempt_that_was_given_up() -> None:
     """It waited for a credit of the entry instance, and the next attempt goes there too."""
     async with coordinator_harness(max_in_flight=100) as made:
         for number in range(UNRELEASED):
-            made.manager.admit(asked(f"r{number}", inputs=LARGE))
+            made.manager.admit(new_request(f"r{number}", inputs=LARGE))
         sent = made.submitted("f1")
-        made.manager.admit(asked("waits", inputs=LARGE))
+        made.manager.admit(new_request("waits", inputs=LARGE))
         assert made.manager.send_queues.queued == 1
         made.coordinator.received(
             "v1", Complete("waits", sent[-1].header.attempt + 1, "shout", failure=Failure("transport_failed", "no"))
@@ -764,18 +764,18 @@ async def test_a_body_of_more_parts_than_a_message_can_name_is_the_clients_fault
     parts = [RawTensor("uint8", (4,), b"%04d" % (index % 1000)) for index in range(25_000)]
     async with coordinator_harness(max_in_flight=100) as made:
         for number in range(UNRELEASED if busy else 0):
-            made.manager.admit(asked(f"r{number}", inputs=LARGE))
+            made.manager.admit(new_request(f"r{number}", inputs=LARGE))
         before = len(made.submitted("f1"))
-        error = await error_of(made.manager.admit(asked("bad", inputs=parts)))
+        error = await error_of(made.manager.admit(new_request("bad", inputs=parts)))
         assert (error.code, error.status) == ("invalid_request", 400)
         assert "over" in error.message and made.manager.send_queues.queued == 0
-        made.manager.admit(asked("good"))
+        made.manager.admit(new_request("good"))
         assert [one.header.request_id for one in made.submitted("f1")[before:]] == ["good"]
 
 
 async def test_an_unreadable_message_of_an_instance_ends_its_request_at_once_and_no_other() -> None:
     async with coordinator_harness() as made:
-        bad, good = made.manager.admit(asked("bad")), made.manager.admit(asked("good"))
+        bad, good = made.manager.admit(new_request("bad")), made.manager.admit(new_request("good"))
         sent = made.submitted("f1")[0]
         for attempt in (sent.header.attempt + 9, sent.header.attempt):
             assert bad.tracked.failure is None, "of another attempt: said before, and nobody waits for it"
@@ -804,7 +804,7 @@ async def test_a_client_reads_of_stages_and_groups_and_the_record_of_their_proce
     async with coordinator_harness(joined=False, retries=0, incarnation=names["own"]) as made:
         made.join("f1", "front")
         made.join(names["bound"], "voice")
-        handle = made.manager.admit(asked())
+        handle = made.manager.admit(new_request())
         made.join(names["idle"], "voice")
         message = text.format(**names)  # as stages write it, of the peers that they know
         made.fail(only(made), "shout", "transport_failed", message)
@@ -815,7 +815,7 @@ async def test_a_client_reads_of_stages_and_groups_and_the_record_of_their_proce
 
 async def test_an_illegal_event_is_logged_with_the_history_of_its_request(caplog: pytest.LogCaptureFixture) -> None:
     async with coordinator_harness() as made:
-        handle = made.manager.admit(asked())
+        handle = made.manager.admit(new_request())
         made.coordinator.lost("v1")
         handle.tracked.handle(AttemptBegan(99))  # not by the manager, which waits for an instance
         with caplog.at_level("ERROR"):

@@ -177,9 +177,9 @@ async def test_links_that_a_coordinator_has_introduced_outlive_it() -> None:
     async with fleet() as made:
         await made.serve_all(0)
         known = {one.incarnation: one.members for one in made.instances}
-        asked = made.coordinators[1]._heard
+        received = made.coordinators[1]._heard
         await made.replace([0])
-        await until(lambda: asked["Members"] == len(made.instances))
+        await until(lambda: received["Members"] == len(made.instances))
         assert await made.serve(1) == 0
         assert all(known[one.incarnation] <= one.members for one in made.instances)
 

@@ -15,15 +15,15 @@ from stage_runtime.wire.values import OmniRequest
 PATIENCE_S = 60.0
 
 
-def asked(inputs: object = "hello") -> OmniRequest:
+def new_request(inputs: object = "hello") -> OmniRequest:
     return OmniRequest(id="r", inputs=inputs)
 
 
 async def test_one_that_blocks_fails_its_own_request_and_the_loop_goes_on() -> None:
     gate = threading.Event()
     caller = TerminalStagesCaller(lambda request: gate.wait() if request.inputs == "block" else ["write"])
-    blocked = asyncio.create_task(caller.call(asked("block"), 0.3))
-    assert (await caller.call(asked(), 5.0)).value() == ["write"]
+    blocked = asyncio.create_task(caller.call(new_request("block"), 0.3))
+    assert (await caller.call(new_request(), 5.0)).value() == ["write"]
     with pytest.raises(RequestError) as failed:
         await blocked
     assert (failed.value.code, failed.value.hook) == ("deadline", "terminal_stages_fn")
@@ -38,12 +38,12 @@ async def test_hooks_that_do_not_return_are_bounded_and_free_their_places_when_t
         gate.wait()
 
     caller = TerminalStagesCaller(hook)
-    stuck = [asyncio.create_task(caller.call(asked(), 0.2)) for _ in range(AT_ONCE + 8)]
+    stuck = [asyncio.create_task(caller.call(new_request(), 0.2)) for _ in range(AT_ONCE + 8)]
     outcomes = await asyncio.gather(*stuck, return_exceptions=True)
     assert all(isinstance(one, RequestError) and one.code == "deadline" for one in outcomes)
     assert sum(began.acquire(blocking=False) for _ in stuck) == AT_ONCE
     gate.set()
-    assert (await caller.call(asked(), 5.0)).value() is None
+    assert (await caller.call(new_request(), 5.0)).value() is None
 
 
 @pytest.mark.parametrize("error", [ValueError("no"), SystemExit(3), KeyboardInterrupt()])
@@ -51,7 +51,7 @@ async def test_what_it_raises_is_its_answer(error: BaseException) -> None:
     def hook(request: OmniRequest) -> None:
         raise error
 
-    found = await TerminalStagesCaller(hook).call(asked(), 5.0)
+    found = await TerminalStagesCaller(hook).call(new_request(), 5.0)
     with pytest.raises(type(error)):
         found.value()
 
@@ -60,13 +60,13 @@ async def test_what_it_writes_into_a_request_reaches_nobody() -> None:
     def hook(request: OmniRequest) -> None:
         request.inputs["words"].append("more")
 
-    request = asked({"words": ["one"]})
+    request = new_request({"words": ["one"]})
     await TerminalStagesCaller(hook).call(request, 5.0)
     assert request.inputs == {"words": ["one"]}
 
 
 async def test_a_value_that_cannot_travel_is_left_for_admission_to_refuse() -> None:
-    assert (await TerminalStagesCaller(lambda request: ["write"]).call(asked({1, 2}), 5.0)).value() is None
+    assert (await TerminalStagesCaller(lambda request: ["write"]).call(new_request({1, 2}), 5.0)).value() is None
 
 
 class Watched:
@@ -86,7 +86,7 @@ async def test_a_call_whose_client_disconnects_is_not_waited_for() -> None:
         began.set()
         gate.wait()
 
-    call = asyncio.create_task(TerminalStagesCaller(hook).call(asked(), 3600.0, client.watch))
+    call = asyncio.create_task(TerminalStagesCaller(hook).call(new_request(), 3600.0, client.watch))
     await asyncio.to_thread(began.wait)
     client.gone()
     with pytest.raises(RequestError) as failed:
@@ -99,7 +99,7 @@ async def test_a_call_whose_client_disconnects_is_not_waited_for() -> None:
 async def test_giving_up_ends_the_calls_that_wait_for_the_hook_and_those_that_wait_for_a_place() -> None:
     gate = threading.Event()
     caller = TerminalStagesCaller(lambda request: gate.wait())
-    calls = [asyncio.create_task(caller.call(asked(), 3600.0)) for _ in range(AT_ONCE + 1)]
+    calls = [asyncio.create_task(caller.call(new_request(), 3600.0)) for _ in range(AT_ONCE + 1)]
     await asyncio.sleep(0)
     caller.give_up(lambda: RequestError("unavailable", "the coordinator is draining"))
     outcomes = await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), PATIENCE_S)

@@ -11,10 +11,10 @@ from stage_runtime.rules.readers import PATIENCE_S
 from stage_runtime.wire.messages import Submit
 from tests.coordinator.manager_kit import (
     CoordinatorHarness,
-    asked,
     coordinator_harness,
     error_of,
     events_of,
+    new_request,
     read,
 )
 
@@ -25,7 +25,7 @@ FILLS_ALL = 4 * MIB // (PIECE + EVENT_NBYTES) + 1
 
 
 def admitted(made: CoordinatorHarness, request_id: str, *, stream: bool) -> tuple[RequestHandle, Submit]:
-    handle = made.manager.admit(asked(request_id, stream=stream))
+    handle = made.manager.admit(new_request(request_id, stream=stream))
     return handle, made.submitted("f1")[-1]
 
 

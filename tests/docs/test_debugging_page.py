@@ -127,13 +127,13 @@ async def test_a_breakpoint_of_a_running_stage_is_reached_over_a_socket(
     (folder / "captions.py").write_text(stage.replace("        words", "        breakpoint()\n        words"))
     monkeypatch.setenv("PYTHONBREAKPOINT", "remote.pause")
     async with running(folder, PIPELINE.format(factory="captions:load")) as pipeline:
-        asked = asyncio.create_task(pipeline.ask({"tokens": [1, 3]}))
+        answer = asyncio.create_task(pipeline.ask({"tokens": [1, 3]}))
         reader, writer = await connected(port)
         assert "captions.py(10)caption()" in (await reader.readuntil(b"(Pdb) ")).decode()
         writer.write(b"p payload.data\n")
         assert (await reader.readuntil(b"(Pdb) ")).decode().startswith("{'tokens': [1, 3]}")
         writer.write(b"c\n")
-        assert (await asked).json()["results"] == {"captions": {"caption": "red car"}}
+        assert (await answer).json()["results"] == {"captions": {"caption": "red car"}}
         writer.close()
 
 
@@ -149,7 +149,7 @@ async def connected(port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWrit
 
 async def test_the_stacks_of_a_stage_that_hangs_are_printed_with_and_without_ending_it(folder: Path) -> None:
     async with running(folder, PIPELINE.format(factory="stuck:load")) as pipeline:
-        asked = asyncio.create_task(pipeline.ask(1))
+        answer = asyncio.create_task(pipeline.ask(1))
         pid = pipeline.pid()
         await busy(pipeline)
         os.kill(pid, signal.SIGUSR1)
@@ -158,8 +158,8 @@ async def test_the_stacks_of_a_stage_that_hangs_are_printed_with_and_without_end
         pipeline.lines.clear()
         os.kill(pid, signal.SIGABRT)
         await pipeline.printed("stuck.py", "line 13 in wait")
-        asked.cancel()
-        await asyncio.gather(asked, return_exceptions=True)
+        answer.cancel()
+        await asyncio.gather(answer, return_exceptions=True)
     assert "line 13 in wait" in TEXT
 
 

@@ -64,8 +64,8 @@ async def test_a_buffer_that_is_used_again_arrives_as_it_was_each_time(
     ]
     source = PipelineConfig(stages=stages, relay_backend=relay)
     async with running(source, base) as pipeline, Client(pipeline.url) as client:
-        asked = [client.ask("x", chunks=count) for count in (12, 1, 12, 7)]
-        for count, body in zip((12, 1, 12, 7), await asyncio.gather(*asked), strict=True):
+        answers = [client.ask("x", chunks=count) for count in (12, 1, 12, 7)]
+        for count, body in zip((12, 1, 12, 7), await asyncio.gather(*answers), strict=True):
             assert body["results"]["take"] == [*([[number], [number]] for number in range(count)), [[255], [255]]]
 
 

@@ -80,14 +80,14 @@ async def watched(pipeline: LocalPipeline, client: Client, before: dict[str, int
 @contextlib.asynccontextmanager
 async def pouring(pipeline: LocalPipeline, client: Client, count: int, **inputs: object) -> AsyncIterator[None]:
     """So many requests under way that will not end by themselves, aborted afterwards."""
-    asked = [asyncio.create_task(client.ask("", **inputs)) for _ in range(count)]
+    tasks = [asyncio.create_task(client.ask("", **inputs)) for _ in range(count)]
     try:
         yield
-        assert not any(one.done() for one in asked), "the slow one cannot be through: it was no backpressure"
+        assert not any(one.done() for one in tasks), "the slow one cannot be through: it was no backpressure"
     finally:
-        for one in asked:
+        for one in tasks:
             one.cancel()
-        await asyncio.gather(*asked, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def test_a_stream_that_is_not_read_is_held_back(flooded: LocalPipeline) -> None:

@@ -22,12 +22,12 @@ async def test_of_two_coordinators_either_cancels_the_other_s_requests_and_one_s
                 assert (await client.answer("a b"))["text"] == "a b"
 
             # a client's DELETE that reaches the coordinator which does not know its request
-            asked = asyncio.create_task(old.post({"inputs": {"text": "a b", "nap": 60}}, request_id="theirs"))
+            asking = asyncio.create_task(old.post({"inputs": {"text": "a b", "nap": 60}}, request_id="theirs"))
             await eventually(lambda: in_flight(old, 1))
             async with httpx.AsyncClient(base_url=made.url("new"), timeout=PATIENCE_S) as http:
                 gone = await http.delete("/v1/requests/theirs")
                 assert (gone.status_code, gone.json()) == (200, {"id": "theirs", "cancelled": True})
-                answer = await asked
+                answer = await asking
                 assert (answer.status_code, answer.json()["error"]["code"]) == (499, "cancelled")
                 assert (await http.delete("/v1/requests/theirs")).status_code == 404
                 assert (await http.delete("/v1/requests/nobody-s")).status_code == 404

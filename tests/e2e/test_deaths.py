@@ -113,10 +113,10 @@ async def test_without_retries_the_killed_stage_s_requests_fail_with_its_name(ba
     spec = diamond(APART, coordinator=coordinator(retries=0))
     async with running(spec, base) as pipeline, Client(pipeline.url, connections=200) as client:
         never = {"speak": str(base / "never")}
-        asked = [asyncio.create_task(client.ask("a b", until=never)) for _ in range(10)]
+        tasks = [asyncio.create_task(client.ask("a b", until=never)) for _ in range(10)]
         await eventually(lambda: holds(client, "voice", 10))
         os.kill(pipeline.pids()["voice"], signal.SIGKILL)
-        for body in await asyncio.gather(*asked):
+        for body in await asyncio.gather(*tasks):
             assert (body["error"]["code"], body["error"]["stage"]) == ("unavailable", "speak")
         await pipeline.ready()
         assert (await client.answer("a b"))["text"] == "a b"
@@ -126,14 +126,14 @@ async def test_streams_that_had_begun_end_with_an_error_and_new_ones_are_served(
     spec = diamond(APART, process_groups=replicas(voice=2))
     async with running(spec, base) as pipeline, Client(pipeline.url, connections=200) as client:
         until, came = {"speak": str(base / "go on")}, asyncio.Semaphore(0)
-        asked = [asyncio.create_task(client.streamed("one two three", came=came, until=until)) for _ in range(8)]
-        for _ in asked:
+        tasks = [asyncio.create_task(client.streamed("one two three", came=came, until=until)) for _ in range(8)]
+        for _ in tasks:
             await came.acquire()  # the first word of each; the second waits
         killed = pipeline.pids()["voice"]
         os.kill(killed, signal.SIGKILL)
         await eventually(lambda: killed not in pipeline.pids().values())
         (base / "go on").touch()
-        ends = [events[-1] for events in await asyncio.gather(*asked)]
+        ends = [events[-1] for events in await asyncio.gather(*tasks)]
         codes = sorted(last["error"]["code"] if name == "error" else name for name, last in ends)
         assert codes == ["result"] * 4 + ["unavailable"] * 4
         assert (await client.answer("next"))["text"] == "next"

@@ -16,15 +16,15 @@ MIB = 1 << 20
 
 
 async def test_a_client_that_hangs_up_before_the_answer_aborts_its_request_downstream(client: Client) -> None:
-    asked = asyncio.create_task(client.ask("a b", nap=3600, size=MIB))
+    tasks = asyncio.create_task(client.ask("a b", nap=3600, size=MIB))
 
     async def at_the_stage() -> bool:
         return "front.running" in await under_way(client)
 
     await eventually(at_the_stage)
-    asked.cancel()
+    tasks.cancel()
     with contextlib.suppress(asyncio.CancelledError):
-        await asked
+        await tasks
     await at_rest(client)  # an hour of nap was cut short
 
 
@@ -36,7 +36,7 @@ async def test_a_client_that_hangs_up_in_mid_stream_aborts_its_request_downstrea
 async def test_deleting_a_request_ends_it_everywhere_and_its_client_gets_an_error(
     shared: LocalPipeline, client: Client
 ) -> None:
-    asked = asyncio.create_task(client.post({"inputs": {"text": "a b", "nap": 3600}}, request_id="doomed"))
+    tasks = asyncio.create_task(client.post({"inputs": {"text": "a b", "nap": 3600}}, request_id="doomed"))
     async with httpx.AsyncClient(base_url=shared.url, timeout=PATIENCE_S) as other:
 
         async def known() -> bool:
@@ -44,7 +44,7 @@ async def test_deleting_a_request_ends_it_everywhere_and_its_client_gets_an_erro
 
         await eventually(known)
         assert (await other.delete("/v1/requests/doomed")).json() == {"id": "doomed", "cancelled": True}
-        answer = await asked
+        answer = await tasks
         assert (answer.status_code, answer.json()["error"]["code"]) == (499, "cancelled")
         assert (await other.delete("/v1/requests/doomed")).json() == {"id": "doomed", "cancelled": False}
     await at_rest(client)

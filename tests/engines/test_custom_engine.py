@@ -153,11 +153,11 @@ def test_a_loop_is_notified_when_a_consumer_lags() -> None:
 
 
 def test_a_loop_hears_of_an_abort() -> None:
-    heard: list[str] = []
+    events_seen: list[str] = []
 
     def step(event: Any, outbox: Any) -> None:
         if isinstance(event, events.Abort):
-            heard.append(event.request_id)
+            events_seen.append(event.request_id)
             outbox.put(events.Done(event.request_id, "too late"))
             outbox.put(events.Done("r2", "next"))
 
@@ -168,7 +168,7 @@ def test_a_loop_hears_of_an_abort() -> None:
             pass
         rig.abort("r1")
         assert rig.outbox.next() == ("r2", "done", "next")
-    assert heard == ["r1"]
+    assert events_seen == ["r1"]
 
 
 def test_two_live_requests_of_one_id_have_ids_of_their_own_and_each_gets_its_own_answer() -> None:
@@ -203,11 +203,11 @@ def test_two_live_requests_of_one_id_have_ids_of_their_own_and_each_gets_its_own
 
 
 def test_the_abort_of_one_of_two_requests_of_one_id_ends_that_one_alone() -> None:
-    heard: list[str] = []
+    events_seen: list[str] = []
 
     def step(event: Any, outbox: Any) -> None:
         if isinstance(event, events.Abort):
-            heard.append(event.request_id)
+            events_seen.append(event.request_id)
             outbox.put(events.Done("r1", "of the first"))
             outbox.put(events.Done("r1~2", "of the second"))
 
@@ -220,7 +220,7 @@ def test_the_abort_of_one_of_two_requests_of_one_id_ends_that_one_alone() -> Non
             pass
         rig.abort("r1")
         assert rig.outbox.next() == ("r1", "done", "of the second")
-    assert heard == ["r1"]
+    assert events_seen == ["r1"]
 
 
 def test_what_a_loop_still_says_of_an_aborted_request_reaches_no_later_one_of_its_id() -> None:

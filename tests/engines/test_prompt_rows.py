@@ -57,18 +57,18 @@ def test_rows_of_the_model_s_own_embedding_give_the_tokens_of_their_ids(kind: st
     answers.ask("both", **mixed(kind, third))
     answers.ask("one", [ROW], prompt_embeds=rows_of(kind, fourth))
     answers.run()
-    asked = {"ids": first, "rows": second, "both": third, "one": fourth}
-    assert answers.tokens == {name: alone(kind, prompt, 12) for name, prompt in asked.items()}
+    by_name = {"ids": first, "rows": second, "both": third, "one": fourth}
+    assert answers.tokens == {name: alone(kind, prompt, 12) for name, prompt in by_name.items()}
 
 
 def test_rows_are_kept_while_their_request_is_preempted_and_computed_again() -> None:
-    asked = {str(index): prompt for index, prompt in enumerate(prompts([20, 21, 22]))}
+    by_name = {str(index): prompt for index, prompt in enumerate(prompts([20, 21, 22]))}
     answers = Answers(core(blocks=16, prefix_caching=False))
-    for name, prompt in asked.items():
+    for name, prompt in by_name.items():
         answers.ask(name, **mixed("llama", prompt))
     answers.run()
     assert answers.engine.scheduler.stats.preemptions
-    assert answers.tokens == {name: alone("llama", prompt, 12) for name, prompt in asked.items()}
+    assert answers.tokens == {name: alone("llama", prompt, 12) for name, prompt in by_name.items()}
 
 
 def test_equal_rows_share_their_blocks_and_no_others_do() -> None:

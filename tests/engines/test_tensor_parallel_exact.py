@@ -72,12 +72,12 @@ def printed(output: str) -> list[Any]:
     ],
 )
 def test_two_ranks_give_the_tokens_of_one_each_with_half_of_the_heads(tmp_path: Path, kind: str, kernels: str) -> None:
-    asked = prompts([3, 17, 40, 9])
+    by_name = prompts([3, 17, 40, 9])
     with ranks(tmp_path, kind, kernels) as (first, second):
-        output, errors = first.communicate(json.dumps(asked), timeout=WAIT_S)
+        output, errors = first.communicate(json.dumps(by_name), timeout=WAIT_S)
         assert first.returncode == 0, errors
         facts, answers = printed(output)
-        assert answers == {name: alone(kind, prompt, 12) for name, prompt in asked.items()}
+        assert answers == {name: alone(kind, prompt, 12) for name, prompt in by_name.items()}
         assert facts["kv_heads"] * 2 == (4 if kind in ("gpt_neox",) else 2)
         _output, errors = second.communicate(timeout=WAIT_S)
         assert second.returncode == 0, errors

@@ -159,11 +159,11 @@ def test_what_is_under_way_is_finished_when_the_stage_ends() -> None:
 
 
 def test_parameters_have_the_meaning_there_that_they_have_here() -> None:
-    asked = {
+    parameters = {
         "top_p": 0, "stop_token_ids": [7], "logit_bias": {"5": -3}, "max_tokens": 9,
         "response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "integer", "x-guidance": {}}}},
     }  # fmt: skip
-    given = vllm.sampling_params(PACKAGE, from_params(asked, GREEDY))
+    given = vllm.sampling_params(PACKAGE, from_params(parameters, GREEDY))
     assert 0 < given.top_p < 1e-6
     assert (given.stop_token_ids, given.logit_bias, given.temperature, given.detokenize) == ([7], {5: -3.0}, 0.0, False)
     written = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}

@@ -152,8 +152,8 @@ async def running(file: Path, base: Path) -> AsyncIterator[tuple[str, Omni]]:
         up = await asyncio.create_subprocess_exec(*program, "up", "-f", str(file), *options, stdout=log, stderr=log)
 
         async def omni(*order: str) -> None:
-            asked = await asyncio.create_subprocess_exec(*program, *order, "--base-path", str(base), stdout=log)
-            assert await asked.wait() == 0
+            process = await asyncio.create_subprocess_exec(*program, *order, "--base-path", str(base), stdout=log)
+            assert await process.wait() == 0
 
         try:
             while (found := re.search(r"answers at (http://\S+)", (base / "log").read_text())) is None:
@@ -197,10 +197,10 @@ def test_the_ledger_finds_what_may_never_happen(changes: dict[str, object]) -> N
 def test_another_request_s_words_or_hash_are_seen() -> None:
     for words, data in (["A", "C"], {}), (["A", "B"], {"hash": graph.answer_hash("a c")}):
         one = entry(stream=True, outcome="lost", ends=0)
-        heard: list[str] = []
+        words_received: list[str] = []
         for word in words:
-            Ledger._event(one, heard, "chunk", {"data": word})
-        Ledger._event(one, heard, "result", {"data": data})
+            Ledger._event(one, words_received, "chunk", {"data": word})
+        Ledger._event(one, words_received, "result", {"data": data})
         assert one.outcome == "wrong"
 
 

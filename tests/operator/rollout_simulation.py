@@ -108,7 +108,7 @@ class RolloutSimulation:
     def ready(self, unit: str, revision: str | None = None) -> int:
         return sum(held.ready for (name, rev), held in self.held.items() if name == unit and revision in (None, rev))
 
-    def asked(self, unit: str) -> int:
+    def replicas_of(self, unit: str) -> int:
         return sum(held.replicas for (name, _), held in self.held.items() if name == unit)
 
     def staying(self, unit: str) -> int:

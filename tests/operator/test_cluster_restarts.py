@@ -96,9 +96,9 @@ def test_a_roll_goes_on_where_a_dead_operator_left_it(kube: Kube, operator: Oper
     operator.start()
     ready = kube.wait_ready("duo")
     assert ready["status"]["revision"]["current"] == ready["status"]["revision"]["update"]
-    asked = {each["metadata"]["name"]: each["spec"]["replicas"] for each in kube.all("deployments")}
+    replicas = {each["metadata"]["name"]: each["spec"]["replicas"] for each in kube.all("deployments")}
     workloads = {each["workload"]: each["replicas"] for each in ready["status"]["units"]}
-    assert {name: count for name, count in asked.items() if count} == workloads
+    assert {name: count for name, count in replicas.items() if count} == workloads
 
 
 def test_what_is_deleted_or_recreated_while_no_watch_runs_is_recognised(kube: Kube, operator: OperatorProcess) -> None:

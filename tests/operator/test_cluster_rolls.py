@@ -82,9 +82,9 @@ def test_edits_reverts_and_regroupings_in_mid_roll_never_leave_half_a_set(
         eventually(lambda: deployments(kube)["last"].get(units_of(stuck)["last"]), what="the roll begins again")
         kube.apply(two)
         kube.wait_ready("duo")
-        assert {unit: asked[units_of(two)[unit]] for unit, asked in deployments(kube).items() if unit in REPLICAS} == (
-            REPLICAS
-        )
+        assert {
+            unit: revisions[units_of(two)[unit]] for unit, revisions in deployments(kube).items() if unit in REPLICAS
+        } == (REPLICAS)
     states = list(recorder.states())
     assert len(states) > 10
     for state in states:
@@ -102,9 +102,9 @@ def test_processes_are_renamed_and_regrouped_without_a_gap(kube: Kube, operator:
         for shape in shapes[1:]:
             kube.apply(shape)
             ready = kube.wait_ready("duo")
-            asked = {unit: count for unit, counts in deployments(kube).items() if (count := sum(counts.values()))}
-            assert set(asked) == {*units_of(shape), "coordinator"}
-            assert {each["name"] for each in ready["status"]["units"]} == set(asked)
+            counted = {unit: count for unit, counts in deployments(kube).items() if (count := sum(counts.values()))}
+            assert set(counted) == {*units_of(shape), "coordinator"}
+            assert {each["name"] for each in ready["status"]["units"]} == set(counted)
     for state in recorder.states():
         assert is_whole(state, [units_of(shape) for shape in shapes]), state
 

@@ -20,20 +20,20 @@ class OneLease:
     def __init__(self) -> None:
         self.live: dict[str, Any] | None = None
         self.version = 0
-        self.asked: list[str] = []
+        self.calls: list[str] = []
 
     async def get(self, kind: Any, namespace: str, name: str) -> dict[str, Any]:
-        self.asked.append("get")
+        self.calls.append("get")
         if self.live is None:
             raise errors.NotFound("get", 404, "not found")
         return self.live
 
     async def create(self, manifest: dict[str, Any]) -> dict[str, Any]:
-        self.asked.append("create")
+        self.calls.append("create")
         return self.write(manifest)
 
     async def replace(self, manifest: dict[str, Any], *, timeout_s: float) -> dict[str, Any]:
-        self.asked.append("replace")
+        self.calls.append("replace")
         if self.live is None:
             raise errors.NotFound("replace", 404, "not found")
         if manifest["metadata"]["resourceVersion"] != self.live["metadata"]["resourceVersion"]:
@@ -56,7 +56,7 @@ async def held() -> tuple[OneLease, Lease, asyncio.Task[None]]:
     server = OneLease()
     lease = Lease(server, SETTINGS)  # type: ignore[arg-type]
     await lease.acquire()
-    server.asked.clear()
+    server.calls.clear()
     return server, lease, asyncio.create_task(lease.keep())
 
 
@@ -69,7 +69,7 @@ async def test_a_renewal_is_one_write_and_no_read() -> None:
     server, lease, keeping = await held()
     await server.renewed(5)
     await ended(keeping)
-    assert set(server.asked) == {"replace"} and lease.held
+    assert set(server.calls) == {"replace"} and lease.held
 
 
 async def test_a_lease_that_was_annotated_or_deleted_is_still_held() -> None:

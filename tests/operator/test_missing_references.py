@@ -28,18 +28,18 @@ class Server:
 
     def __init__(self, *, secret: bool | Exception = True, events: tuple[dict[str, Any], ...] = ()) -> None:
         self.secret, self.events = secret, events
-        self.asked: list[str] = []
+        self.calls: list[str] = []
 
     async def get(self, kind: Any, namespace: str, name: str) -> dict[str, Any]:
-        self.asked.append(f"{kind.name} {name}")
+        self.calls.append(f"{kind.name} {name}")
         raise errors.NotFound("GET", 404, "no")
 
     async def warnings(self, namespace: str, **about: str) -> list[Any]:
-        self.asked.append(f"events of {about}")
+        self.calls.append(f"events of {about}")
         return list(self.events)
 
     async def secret_is_missing(self, manifest: Any) -> bool:
-        self.asked.append(f"Secret {manifest['metadata']['name']}")
+        self.calls.append(f"Secret {manifest['metadata']['name']}")
         if isinstance(self.secret, Exception):
             raise self.secret
         return not self.secret
@@ -85,7 +85,7 @@ async def test_units_with_missing_references_are_held_and_each_reference_is_chec
         ("only", "ReferenceNotFound", "ConfigMap code (code.configMapRef), Secret hub (envFrom[0]) do not exist")
     ]
     assert [unit for unit, _ in found.held] == ["only"] and found.again_s == 3.0
-    assert sorted(server.asked) == ["ConfigMap code", "Secret hub"]
+    assert sorted(server.calls) == ["ConfigMap code", "Secret hub"]
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ async def test_workloads_that_have_started_are_not_checked() -> None:
         unit="only", revision="", name="d", uid="u", replicas=1, pods=(ObservedPod(name="p", started=True),)
     )
     assert await ask(server, runs, **NEEDS) == MissingReferences()
-    assert server.asked == []
+    assert server.calls == []
 
 
 async def test_of_many_waiting_pods_the_oldest_ones_newest_failure_is_reported() -> None:
@@ -117,7 +117,7 @@ async def test_of_many_waiting_pods_the_oldest_ones_newest_failure_is_reported()
     assert [(each.reason, each.message) for each in found.diagnostics] == [
         ("FailedAttachVolume", "pod p1: FailedAttachVolume because")
     ]
-    assert server.asked == ["events of {'uid': 'u1'}"]
+    assert server.calls == ["events of {'uid': 'u1'}"]
     assert found.again_s == 30.0 and found.held == frozenset()
 
 
@@ -135,14 +135,14 @@ async def test_a_job_without_pods_is_reported_with_the_last_refusal_of_one() -> 
     assert [(each.unit, each.reason, each.message) for each in found.diagnostics] == [
         ("", "QuotaExceeded", "Job fetch: pods are forbidden: exceeded quota: few, must specify limits.cpu")
     ]
-    assert (server.asked, found.again_s, found.held) == (["events of {'uid': 'j'}"], 10.0, frozenset())
+    assert (server.calls, found.again_s, found.held) == (["events of {'uid': 'j'}"], 10.0, frozenset())
     assert (await ask(Server(), podless_job=job)).diagnostics == ()
 
 
 async def test_a_pod_that_has_just_been_made_is_given_time() -> None:
     server = Server(events=(event("FailedMount", 0),))
     found = await ask(server, waiting(1))
-    assert (found.diagnostics, server.asked, found.again_s) == ((), [], 2.0)
+    assert (found.diagnostics, server.calls, found.again_s) == ((), [], 2.0)
 
 
 async def test_a_missing_pull_secret_is_named_with_the_image_that_cannot_be_pulled() -> None:

@@ -235,7 +235,7 @@ def test_several_coordinators_roll_one_at_a_time_and_are_scaled_without_a_roll()
     assert spec_of(world, COORDINATOR) == {"c": 3}
     for _ in range(10):
         world.act(wanted("c2", 3))
-        assert world.asked(COORDINATOR) <= 4
+        assert world.replicas_of(COORDINATOR) <= 4
         assert world.ready(COORDINATOR) >= 3
         world.start((COORDINATOR, "c2"))
     assert spec_of(world, COORDINATOR) == {"c": 0, "c2": 3}
@@ -309,7 +309,7 @@ def test_a_roll_is_never_below_capacity_and_never_above_its_surge(
             getattr(world, what)(key)
         for unit in UNITS:
             assert world.ready(unit) >= replicas[unit]
-            assert world.asked(unit) <= replicas[unit] + surge
+            assert world.replicas_of(unit) <= replicas[unit] + surge
             assert world.staying(unit) <= replicas[unit] + surge
         complete = [min(world.ready(unit, one[unit]) for unit in UNITS) for one in (OLD, desired)]
         assert max(complete) >= 1, "no revision has a complete set"

@@ -22,14 +22,14 @@ class Pods:
 
     def __init__(self, labels: dict[str, dict[str, str]]) -> None:
         self._labels = labels
-        self.asked: list[str] = []
+        self.addresses_called: list[str] = []
 
     def addresses(self) -> set[tuple[str, str, str]]:
         return set()
 
     async def pods_at(self, namespace: str, address: str) -> list[dict[str, Any]]:
         assert namespace == OWNER.namespace
-        self.asked.append(address)
+        self.addresses_called.append(address)
         return [{"metadata": {"labels": self._labels[address]}}] if address in self._labels else []
 
 
@@ -58,7 +58,7 @@ async def test_an_address_is_asked_for_once_whatever_is_reported_at_it() -> None
         reported("10.0.0.2", unit="last", revision="t"),
     )
     assert found == ["10.0.0.1", "10.0.0.2"], "an instance there is not what its pod is labelled as"
-    assert sorted(pods.asked) == ["10.0.0.1", "10.0.0.2"]
+    assert sorted(pods.addresses_called) == ["10.0.0.1", "10.0.0.2"]
 
 
 async def test_an_address_that_is_left_aside_stays_so_among_many_unknown_ones() -> None:
@@ -76,4 +76,4 @@ async def test_what_is_no_address_is_not_asked_for_and_of_many_addresses_only_so
     ]
     many = [f"10.0.{number // 250}.{number % 250}" for number in range(10 * MAX_ASKED)]
     assert await aside(pods, CoordinatorStatus(instances=tuple(odd)), reported(*many)) == []
-    assert len(pods.asked) == MAX_ASKED and set(pods.asked) <= set(many)
+    assert len(pods.addresses_called) == MAX_ASKED and set(pods.addresses_called) <= set(many)

@@ -106,10 +106,10 @@ class OnGpu:
 
 
 def test_a_factory_s_default_device_changes_no_copy_in_the_host_s_memory() -> None:
-    asked = AskedFor()
-    with asked, torch.device("meta"), pytest.raises(TypeError):  # no copy without a GPU
+    recording = AskedFor()
+    with recording, torch.device("meta"), pytest.raises(TypeError):  # no copy without a GPU
         tensors.host_copy(OnGpu())
-    assert asked.devices == ["cpu"]
+    assert recording.devices == ["cpu"]
 
 
 def test_a_factory_s_default_device_changes_no_tensor_that_arrives() -> None:

@@ -9,7 +9,7 @@ from stage_runtime.processes.coordinator import MAX_ANSWERS, answer_limits
 
 
 @pytest.mark.parametrize(
-    ("asked", "largest_body", "of_one", "of_all"),
+    ("configured", "largest_body", "of_one", "of_all"),
     [
         (1024 * MIB, 64 * MIB, 256 * MIB, 1024 * MIB),
         (128 * MIB, 64 * MIB, 64 * MIB, 128 * MIB),  # an answer as large as a body
@@ -17,9 +17,9 @@ from stage_runtime.processes.coordinator import MAX_ANSWERS, answer_limits
     ],
 )
 def test_one_answer_gets_a_quarter_of_the_room_or_that_of_the_largest_body(
-    asked: int, largest_body: int, of_one: int, of_all: int
+    configured: int, largest_body: int, of_one: int, of_all: int
 ) -> None:
-    assert answer_limits(asked, largest_body) == AnswerLimits(of_one=of_one, of_all=of_all)
+    assert answer_limits(configured, largest_body) == AnswerLimits(of_one=of_one, of_all=of_all)
 
 
 def test_without_a_setting_the_room_follows_from_the_memory() -> None:

@@ -62,12 +62,12 @@ async def test_what_was_unbound_from_the_incarnation_before_says_nothing_of_this
     drain = StageDrain()
     drain.unbound("c1")
     drain.reset()
-    asked = 0
+    questions = 0
 
     def idle() -> bool:
-        nonlocal asked
-        asked += 1
+        nonlocal questions
+        questions += 1
         return True
 
     await drain.run(coordinators=lambda: {"c1"}, idle=idle, most_s=0.01)
-    assert asked == 0, "c1 may have bound something to it"
+    assert questions == 0, "c1 may have bound something to it"

@@ -50,28 +50,28 @@ class Heard:
 async def test_a_task_that_ends_by_itself_is_reported_with_its_name_and_reason(
     work: Callable[[], Coroutine[Any, Any, None]], kind: type[BaseException], text: str
 ) -> None:
-    heard = Heard()
-    with Tasks(heard) as tasks:
+    listener = Heard()
+    with Tasks(listener) as tasks:
         tasks.start("beat", work())
-        await asyncio.wait_for(heard.one.wait(), 60)
-    [(name, error)] = heard.ends
+        await asyncio.wait_for(listener.one.wait(), 60)
+    [(name, error)] = listener.ends
     assert (name, type(error), str(error)) == ("beat", kind, text)
 
 
 async def test_one_that_may_return_is_reported_only_when_it_fails() -> None:
-    heard = Heard()
-    with Tasks(heard) as tasks:
+    listener = Heard()
+    with Tasks(listener) as tasks:
         tasks.start_finite("drain", returns())
         tasks.start_finite("greeting", raises())
-        await asyncio.wait_for(heard.one.wait(), 60)
-    assert [name for name, _ in heard.ends] == ["greeting"]
+        await asyncio.wait_for(listener.one.wait(), 60)
+    assert [name for name, _ in listener.ends] == ["greeting"]
 
 
 async def test_the_end_of_the_block_cancels_what_runs_and_tells_nothing() -> None:
-    heard = Heard()
-    with Tasks(heard) as tasks:
+    listener = Heard()
+    with Tasks(listener) as tasks:
         tasks.start("beat", waits())
         [running] = (task for task in asyncio.all_tasks() if task.get_name() == "beat")
     await asyncio.wait([running])
     assert running.cancelled()
-    assert heard.ends == []
+    assert listener.ends == []

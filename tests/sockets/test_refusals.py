@@ -26,9 +26,9 @@ def short_path() -> Iterator[Path]:
 
 @pytest.fixture
 async def refusals() -> AsyncIterator[Refusals]:
-    asked = Refusals(asyncio.get_running_loop())
-    yield asked
-    asked.close()
+    refusals = Refusals(asyncio.get_running_loop())
+    yield refusals
+    refusals.close()
 
 
 def bound(kind: str, folder: Path) -> tuple[socket.socket, str]:
@@ -64,10 +64,10 @@ async def test_an_end_that_listens_has_not_refused_and_the_question_leaves_no_co
     calls: list[str] = []
     with listener:
         refusals.ask(endpoint, lambda: calls.append("refused"))
-        asked, _ = await loop.sock_accept(listener)
-        with asked:
-            asked.setblocking(False)
-            assert await loop.sock_recv(asked, 1) == b""
+        connection, _ = await loop.sock_accept(listener)
+        with connection:
+            connection.setblocking(False)
+            assert await loop.sock_recv(connection, 1) == b""
     assert calls == []
 
 

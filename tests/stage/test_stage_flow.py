@@ -419,26 +419,26 @@ async def test_an_abort_for_a_request_of_another_coordinator_is_passed_on_to_it_
     async with world() as made:
         one_stage(made, echo)
         host = made.hosts["pa"]
-        asked = ForwardAbort("r1", "cc", "DELETE")
-        made.send("cc", "pa", asked)
+        forwarded = ForwardAbort("r1", "cc", "DELETE")
+        made.send("cc", "pa", forwarded)
         await made.until(lambda: made.received == [ForwardAbortReply("r1", "cc", False, 0)])  # there is no other
         made.received.clear()
         made.known.add("other")
         host.membership.registration.coordinators["other"] = None  # type: ignore[assignment]
-        made.send("cc", "pa", asked)
-        await made.until(lambda: made.received == [asked])
+        made.send("cc", "pa", forwarded)
+        await made.until(lambda: made.received == [forwarded])
         made.send("other", "pa", ForwardAbortReply("r1", "cc", True))
-        await made.until(lambda: made.received == [asked, ForwardAbortReply("r1", "cc", True, 1)])
+        await made.until(lambda: made.received == [forwarded, ForwardAbortReply("r1", "cc", True, 1)])
 
 
 async def test_a_stage_in_flight_is_not_cancelled_by_a_sibling_that_is_through() -> None:
     """Both look at one request object inside a process."""
-    asked: list[bool] = []
+    forwarded: list[bool] = []
 
     def produce(payload: omni.StagePayload) -> Iterator[Any]:
         yield omni.Chunk(1)
         assert over.wait(PATIENCE_S)
-        asked.append(payload.request.cancelled())
+        forwarded.append(payload.request.cancelled())
         yield omni.Result(None)
 
     over = threading.Event()
@@ -459,7 +459,7 @@ async def test_a_stage_in_flight_is_not_cancelled_by_a_sibling_that_is_through()
         await made.until(lambda: len(made.received) == 1)
         over.set()
         await made.until(lambda: len(made.received) == 2)
-        assert asked == [False]
+        assert forwarded == [False]
 
 
 async def test_a_draining_entry_stage_hands_back_what_it_has_not_begun() -> None:

@@ -16,7 +16,7 @@ class Collector:
         self.spans: list[Any] = []
         self.resources: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
-        self.asked = 0
+        self.requests = 0
         self.status = 200
         self.url = ""
         self.came = threading.Event()
@@ -43,7 +43,7 @@ def running(port: int = 0) -> Iterator[Collector]:
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["content-length"]))
-            collector.asked += 1
+            collector.requests += 1
             if collector.status == 200 and self.path == "/v1/traces":
                 collector.take(body, {name.lower(): value for name, value in self.headers.items()})
             self.send_response(collector.status if self.path == "/v1/traces" else 404)

@@ -101,7 +101,7 @@ def test_what_a_collector_refuses_for_good_is_dropped_and_counted(status: int) -
         sending = exporter(taking.url)
         sending.add(lambda: spans(1))
         sending.close(within_s=PATIENCE_S)
-        assert (taking.asked, sending.sent, sending.dropped) == (1, 0, 1)
+        assert (taking.requests, sending.sent, sending.dropped) == (1, 0, 1)
 
 
 def test_what_one_request_holds_costs_the_others_of_its_batch_nothing() -> None:

@@ -17,8 +17,8 @@ def test_facts_stand_right_before_the_question_the_best_last() -> None:
 
 
 def test_without_facts_the_model_is_asked_for_what_it_knows() -> None:
-    asked = [turn("user", "Who?")]
-    assert prompting.build(asked, [], max_turns=4) == [turn("system", prompting.INSTRUCTION), *asked]
+    turns = [turn("user", "Who?")]
+    assert prompting.build(turns, [], max_turns=4) == [turn("system", prompting.INSTRUCTION), *turns]
 
 
 def test_the_clients_own_instruction_takes_the_place_of_ours_and_old_turns_go_first() -> None:

@@ -17,10 +17,10 @@ class Letters:
     """Embeds a text by the letters it holds; remembers what it was asked."""
 
     def __init__(self) -> None:
-        self.asked: list[list[str]] = []
+        self.embedded: list[list[str]] = []
 
     def __call__(self, texts: Sequence[str]) -> Vectors:
-        self.asked.append(list(texts))
+        self.embedded.append(list(texts))
         counts = np.array([[text.count(letter) for letter in LETTERS] for text in texts], np.float32)
         return np.asarray(counts / np.linalg.norm(counts, axis=1, keepdims=True), np.float32)
 
@@ -46,7 +46,7 @@ def test_an_edited_file_is_read_again_and_only_new_lines_are_embedded(tmp_path: 
     file.write_text("bbb\nccc\nddd\n")
     os.utime(file, ns=(1, 1))  # a clock of another resolution must not hide the edit
     assert [fact.text for fact in book.find("ccc", limit=1, min_score=0.5)] == ["ccc"]
-    assert embed.asked == [["aaa", "bbb"], ["ccc", "ddd"], ["ccc"]]
+    assert embed.embedded == [["aaa", "bbb"], ["ccc", "ddd"], ["ccc"]]
     assert book.find("aaa", limit=3, min_score=0.5) == []
 
 

@@ -68,10 +68,10 @@ async def test_a_browser_that_asks_for_a_listed_page_is_answered_before_a_key_is
     "origin", ["https://evil.example", "null", "", "https://ui.example.evil.example", "http://[::"]
 )
 async def test_a_page_that_is_not_listed_gets_no_header(settings: WebSettings, origin: str) -> None:
-    asked = await answer("OPTIONS", "/v1/chat/completions", {**ASKS, "origin": origin}, settings)
+    preflight = await answer("OPTIONS", "/v1/chat/completions", {**ASKS, "origin": origin}, settings)
     seen = await answer("GET", "/v1/models", {"origin": origin, "authorization": "Bearer k"}, settings)
-    assert (cors(asked), cors(seen)) == ({}, {})
-    assert asked.status_code != 204
+    assert (cors(preflight), cors(seen)) == ({}, {})
+    assert preflight.status_code != 204
     assert "vary" not in seen.headers
 
 

@@ -77,10 +77,10 @@ async def test_a_spoken_answer_of_this_server_may_be_sent_back_as_history() -> N
     script = play(chunk(Text("I am Bob")), chunk(Audio(np.zeros(240, np.float32), 24_000), stage="voice"))
     async with start(script) as running:
         async with AsyncOpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0) as client:
-            asked: Any = {"model": "any", "modalities": ["audio"], "audio": {"voice": "a", "format": "wav"}}
-            first = await client.chat.completions.create(messages=USER, **asked)
+            options: Any = {"model": "any", "modalities": ["audio"], "audio": {"voice": "a", "format": "wav"}}
+            first = await client.chat.completions.create(messages=USER, **options)
             again: Any = [*USER, first.choices[0].message, *USER]
-            await client.chat.completions.create(messages=again, **asked)
+            await client.chat.completions.create(messages=again, **options)
     assert running.manager.last.request.inputs["messages"][1] == {
         "role": "assistant",
         "content": [{"type": "text", "text": "I am Bob"}],

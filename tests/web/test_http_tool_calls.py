@@ -22,11 +22,11 @@ F, G = ToolCall("c1", "f", "{}"), ToolCall("c2", "g", "[]")
 
 async def choices(running: Running, stream: bool, n: int = 1) -> list[Any]:
     """The choices, as the official client puts them together."""
-    asked: Any = {"model": "any", "messages": USER, "tools": TOOLS, "n": n}
+    options: Any = {"model": "any", "messages": USER, "tools": TOOLS, "n": n}
     async with AsyncOpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0) as client:
         if not stream:
-            return list((await client.chat.completions.create(**asked)).choices)
-        async with client.chat.completions.stream(**asked) as events:
+            return list((await client.chat.completions.create(**options)).choices)
+        async with client.chat.completions.stream(**options) as events:
             async for _ in events:
                 pass
             return list(events.current_completion_snapshot.choices)
