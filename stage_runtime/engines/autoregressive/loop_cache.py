@@ -84,6 +84,12 @@ def _key(name: str, source: bytes) -> str:
     return hashlib.sha256("\0".join(map(str, facts)).encode() + source).hexdigest()[:32]
 
 
+def features() -> str:
+    """Of the processor that code is made for, as LLVM lists them."""
+    _triple, _name, found = _codegen().magic_tuple()
+    return str(found)
+
+
 def _codegen() -> Any:
     from numba.core.registry import cpu_target
 

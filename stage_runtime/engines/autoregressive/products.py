@@ -10,7 +10,8 @@ from typing import Any, Final
 from stage_runtime.engines.autoregressive import tiles
 from stage_runtime.engines.autoregressive.kernels import f32_at, i64_at, loop, next_part
 
-ROWS_AT_ONCE: Final = 128  # as many as stay in a second-level cache beside a panel of weights
+#: Whole tiles, of as many rows as stay in a second-level cache beside a panel of weights.
+ROWS_AT_ONCE: Final = 128 // tiles.ROWS * tiles.ROWS
 
 
 @loop

@@ -11,17 +11,41 @@ the upper halves of f32's, sums are f32. Addresses are whole numbers; packed wei
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
+from stage_runtime.engines.autoregressive import loop_cache
+
 LANES: Final = 16  # outputs of a panel: one register of AVX-512, several of others
 PANELS: Final = 2
 OUTPUTS: Final = PANELS * LANES  # of a tile
-ROWS: Final = 16  # of a tile, at most
-SUMS: Final = 16  # registers: so many rows by panels are computed at once
+
+
+class Registers(NamedTuple):
+    """What a processor holds while inputs go by. rows: of a tile, at most; with so many it has one panel at a time.
+
+    sums: vectors of `LANES` beside others, for two panels of fewer rows, and for several queries of a KV head.
+    """
+
+    rows: int
+    sums: int
+
+
+WIDE: Final = Registers(rows=16, sums=16)  # 32 registers of 16 lanes
+#: 16 registers of 8 lanes (AVX2), or 32 of 4 (ARM64). With 16 rows most sums went to memory and back for every input.
+NARROW: Final = Registers(rows=6, sums=5)
+
+
+def registers(features: str) -> Registers:
+    """features: of the processor, as LLVM lists them."""
+    return WIDE if "+avx512f" in features.split(",") else NARROW
+
+
+REGISTERS: Final = registers(loop_cache.features())
+ROWS: Final = REGISTERS.rows
 AHEAD: Final = 2048  # bytes of weights: asked for so long before they are read; measured in turns with 0, 1024 and 4096
 
 _WORD: Final = ir.IntType(64)
@@ -35,8 +59,8 @@ def weight_bytes(halved: bool) -> int:
     return 2 if halved else 4
 
 
-def tile(halved: bool) -> Any:
-    """``output = x @ weights + bias`` for at most `ROWS` rows and `OUTPUTS` outputs.
+def tile(halved: bool, registers: Registers = REGISTERS) -> Any:
+    """``output = x @ weights + bias`` for at most as many rows as ``registers`` has, and `OUTPUTS` outputs.
 
     The function takes: rows; addresses of x ``[inputs, rows]``, weights, bias, output; inputs, and the output's
     distance between rows.
@@ -47,11 +71,11 @@ def tile(halved: bool) -> Any:
         def build(context, builder, signature, values):
             after = builder.append_basic_block("after")
             switch = builder.switch(values[0], after)
-            for count in range(1, ROWS + 1):
+            for count in range(1, registers.rows + 1):
                 block = builder.append_basic_block(f"rows{count}")
                 switch.add_case(_word(count), block)
                 builder.position_at_end(block)
-                panels = PANELS if count * PANELS <= SUMS else 1
+                panels = PANELS if count * PANELS <= registers.sums else 1
                 for first in range(0, PANELS, panels):
                     _product(_Code(builder), halved, count, range(first, first + panels), *values[1:])
                 builder.branch(after)
@@ -123,7 +147,7 @@ def largest(typing_context, values, count):
 
 def _portions(dim: int, group: int) -> Iterator[range]:
     """Queries whose vectors fit in registers."""
-    most = max(1, SUMS // (dim // LANES))
+    most = max(1, REGISTERS.sums // (dim // LANES))
     for first in range(0, group, most):
         yield range(first, min(group, first + most))
 
