@@ -109,7 +109,7 @@ def stage(environ: Mapping[str, str]) -> StageSettings:
 
     Raises: ConfigurationError: names the variable, and the file when it is about one.
     """
-    read = _Reader(environ)
+    read = _EnvironmentReader(environ)
     plan = _plan(read, UnitPlan)
     group = _group(plan, read.text("OMNI_GROUP"))
     listen = read.text("OMNI_LISTEN")
@@ -139,7 +139,7 @@ def coordinator(environ: Mapping[str, str]) -> CoordinatorSettings:
 
     Raises: ConfigurationError: names the variable, and the file when it is about one.
     """
-    read = _Reader(environ)
+    read = _EnvironmentReader(environ)
     plan = _plan(read, CoordinatorPlan)
     listen, publish = read.text("OMNI_LISTEN"), read.text("OMNI_PUBLISH")
     return CoordinatorSettings(
@@ -167,7 +167,7 @@ def supervisor(environ: Mapping[str, str]) -> SupervisorSettings:
 
     Raises: ConfigurationError: names the variable, and the file when it is about one.
     """
-    read = _Reader(environ)
+    read = _EnvironmentReader(environ)
     plan = _plan(read, UnitPlan)
     return SupervisorSettings(
         plan=plan,
@@ -208,7 +208,7 @@ def prepare(environ: MutableMapping[str, str], settings: StageSettings | Coordin
         os.set_inheritable(settings.status_fd, False)
 
 
-class _Reader:
+class _EnvironmentReader:
     """One environment, with errors that name the variable."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
@@ -256,7 +256,7 @@ class _Reader:
 _PASSED_ON = ("OMNI_CONTROL_KEY_FILE", "OMNI_PROFILE_ROOT", "OMNI_LOG_FORMAT", "OMNI_ARENA_MB", "OMNI_POD_UID")
 
 
-def _plan(read: _Reader, kind: type[Plan]) -> Plan:
+def _plan(read: _EnvironmentReader, kind: type[Plan]) -> Plan:
     path = read.text("OMNI_PLAN")
     try:
         plan = msgspec.json.decode(read.content("OMNI_PLAN"), type=kind)
@@ -277,7 +277,7 @@ def _group(plan: UnitPlan, name: str) -> GroupPlan:
     raise ConfigurationError(f"OMNI_GROUP: {name!r} is no process group of unit {plan.name}, which has {known}")
 
 
-def _tp_endpoints(read: _Reader, group: GroupPlan) -> tuple[str, ...]:
+def _tp_endpoints(read: _EnvironmentReader, group: GroupPlan) -> tuple[str, ...]:
     if group.tp_size == 1:
         return ()
     endpoints = read.several("OMNI_TP_ENDPOINTS")
@@ -288,7 +288,7 @@ def _tp_endpoints(read: _Reader, group: GroupPlan) -> tuple[str, ...]:
     return endpoints
 
 
-def _common(read: _Reader) -> dict[str, Any]:
+def _common(read: _EnvironmentReader) -> dict[str, Any]:
     log_format = read.optional("OMNI_LOG_FORMAT") or "text"
     if log_format not in ("text", "json"):
         raise ConfigurationError(f"OMNI_LOG_FORMAT: {log_format!r} is neither text nor json")
@@ -311,7 +311,7 @@ def default_profile_root() -> str:
     return str(Path(tempfile.gettempdir()) / "profiles")
 
 
-def _control_key(read: _Reader) -> bytes | None:
+def _control_key(read: _EnvironmentReader) -> bytes | None:
     if read.optional("OMNI_CONTROL_KEY_FILE") is None:
         return None
     key = read.content("OMNI_CONTROL_KEY_FILE")
@@ -320,7 +320,7 @@ def _control_key(read: _Reader) -> bytes | None:
     return key
 
 
-def _api_keys(read: _Reader) -> tuple[str, ...]:
+def _api_keys(read: _EnvironmentReader) -> tuple[str, ...]:
     if read.optional("OMNI_API_KEY_FILE") is None:
         return ()
     return api_keys(read.content("OMNI_API_KEY_FILE"), "OMNI_API_KEY_FILE")

@@ -125,7 +125,7 @@ class _Work:
 
 
 class _Arrival:
-    """`engines.base.Arrival`: nothing to open."""
+    """`engines.base.InboxItem`: nothing to open."""
 
     def __init__(self, work: _Work, event: events.Start | events.ChunkIn) -> None:
         self.work = work

@@ -72,7 +72,7 @@ class Screen(Protocol):
         """Call ``act`` once when that happens: now, if it has. In any thread."""
 
 
-class Lines:
+class LineScreen:
     """One line per event."""
 
     def __init__(self, console: Console, output: Output | None = None) -> None:
@@ -142,7 +142,7 @@ class Lines:
         self._console.print(text, soft_wrap=True, highlight=False, markup=False)
 
 
-class LiveTable(Lines):
+class LiveTable(LineScreen):
     """A table of processes while they start, with the newest line of what each prints; all lines once they run."""
 
     def __init__(self, console: Console, output: Output | None = None) -> None:
@@ -210,7 +210,7 @@ def choose(*, plain: bool) -> Iterator[Screen]:
     console = Console(file=file)
     screen: Screen
     if plain or not console.is_terminal:
-        screen = Lines(Console(file=file, color_system=None if not console.is_terminal else "auto"), output)
+        screen = LineScreen(Console(file=file, color_system=None if not console.is_terminal else "auto"), output)
     else:
         screen = LiveTable(console, output)
     try:

@@ -37,7 +37,7 @@ class Observed(msgspec.Struct, kw_only=True):
             self.received_us[stage, stream] = now_us
 
 
-class _Span(msgspec.Struct, frozen=True):
+class _StageSpan(msgspec.Struct, frozen=True):
     """One stage's time on the coordinator's clock, in microseconds."""
 
     start_us: int
@@ -77,7 +77,7 @@ def draw(
     return stages, tuple(sorted(hops, key=lambda hop: (hop.start_ms, hop.end_ms)))
 
 
-def _hops(observed: Observed, spans: Mapping[str, _Span]) -> Iterator[tuple[str, str, bool, int, int]]:
+def _hops(observed: Observed, spans: Mapping[str, _StageSpan]) -> Iterator[tuple[str, str, bool, int, int]]:
     """(source, target, by stream, start, end) in microseconds since the epoch."""
     entry = spans.get(observed.entry)
     if entry is not None:
@@ -94,18 +94,18 @@ def _hops(observed: Observed, spans: Mapping[str, _Span]) -> Iterator[tuple[str,
             yield terminal, COORDINATOR, stream, sent, received_us
 
 
-def _span(timing: Timing, clock_us: int) -> _Span:
+def _span(timing: Timing, clock_us: int) -> _StageSpan:
     end_us = timing.ended_us + clock_us
-    return _Span(end_us - timing.run_us - timing.queue_us, end_us, timing)
+    return _StageSpan(end_us - timing.run_us - timing.queue_us, end_us, timing)
 
 
-def _sent_us(span: _Span | None, target: str, *, stream: bool) -> int | None:
+def _sent_us(span: _StageSpan | None, target: str, *, stream: bool) -> int | None:
     if span is None or not stream:
         return None if span is None else span.end_us
     return next((span.end_us - before for name, before in span.timing.streamed if name == target), None)
 
 
-def _received_us(span: _Span | None, source: str, stream: bool, *, alone: bool) -> int | None:
+def _received_us(span: _StageSpan | None, source: str, stream: bool, *, alone: bool) -> int | None:
     """alone: it is the only input of the stage."""
     if span is None or alone:
         return None if span is None else span.start_us

@@ -47,7 +47,7 @@ class Work(Protocol):
     left_depth: int | None  #: How many waited in the queue when it left, if that is recorded when it begins.
 
 
-class Arrival(Protocol):
+class InboxItem(Protocol):
     """Something that waits in an inbox, not opened yet."""
 
     @property
@@ -129,7 +129,7 @@ class Inbox:
         self.gauges: dict[str, float] = {}  #: What the engine reports of itself; replaced whole, in its thread.
         self.dropped = 0  #: Requests that ended while something of them waited.
 
-    def put(self, arrival: Arrival | events.Incoming) -> None:
+    def put(self, arrival: InboxItem | events.Incoming) -> None:
         work = None if isinstance(arrival, _UNBOUND) else arrival.work
         self._backlog.put(arrival, work)
         if work is not None and (

@@ -41,7 +41,7 @@ class CheckFailed(Exception):
     """Inside a walk: the value at the end of the trail cannot travel."""
 
 
-class Walk:
+class ValueWalk:
     """One pass over a value. Subclasses handle the leaves.
 
     An untouched container is passed on as it is, unless ``rebuild`` wants a fresh one of each.
@@ -190,13 +190,13 @@ def _shown(step: str | int) -> str:
     return repr(step if isinstance(step, int) or len(step) <= KEY_SHOWN else step[:KEY_SHOWN] + "…")
 
 
-def check_int(_: Walk, value: int) -> int:
+def check_int(_: ValueWalk, value: int) -> int:
     if not INT_RANGE[0] <= value <= INT_RANGE[1]:
         raise CheckFailed(f"int of {value.bit_length()} bits: use at most 64, or a str")
     return value
 
 
-def check_str(_: Walk, value: str) -> str:
+def check_str(_: ValueWalk, value: str) -> str:
     if not value.isascii():
         try:
             value.encode()

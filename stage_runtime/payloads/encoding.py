@@ -27,7 +27,7 @@ STRUCT: Final = 2  # data: MessagePack of [registered name, {field: value}]
 
 # A request goes along on every hop as the client sent it, while each stage gets containers of its own around it. What
 # is sent on is kept beside them: the bytes that it came as; else a copy that is never passed on.
-_ENCODED: Final = "_encoded"  #: `_Encoded`
+_ENCODED: Final = "_encoded"  #: `_EncodedRequest`
 _ORIGINAL: Final = "_original"
 
 _encoder: Final = msgspec.msgpack.Encoder()
@@ -52,7 +52,7 @@ def extract(value: Any, *, where: str = "payload.data", as_fields: bool = False)
 
 def payload(request: values.OmniRequest, data: tuple[()] | tuple[Any]) -> Extracted:
     """As `extract`, of a stage's payload. data: empty when it is the request's inputs."""
-    known: _Encoded | None = request.__dict__.get(_ENCODED)
+    known: _EncodedRequest | None = request.__dict__.get(_ENCODED)
     if known is not None and not known.parts and (not data or type(data[0]) in _Extraction.plain):
         # The short way of what needs no walk.
         with contextlib.suppress(OverflowError, UnicodeEncodeError):  # below, with its place
@@ -96,7 +96,7 @@ def received(request: values.OmniRequest) -> None:
 
 def reissued(request: values.OmniRequest, where: str = "payload.request") -> values.OmniRequest:
     """The request for another stage of this process, as it would arrive from afar: `received`, containers fresh."""
-    encoded: _Encoded | None = request.__dict__.get(_ENCODED)
+    encoded: _EncodedRequest | None = request.__dict__.get(_ENCODED)
     if encoded is not None:
         return encoded.request()
     original = request.__dict__.get(_ORIGINAL)
@@ -106,7 +106,7 @@ def reissued(request: values.OmniRequest, where: str = "payload.request") -> val
     return fresh
 
 
-class _Encoded(msgspec.Struct, eq=False):
+class _EncodedRequest(msgspec.Struct, eq=False):
     """A request as it came: its bytes, and its parts if it has some, which are the first of the payload's."""
 
     extension: msgspec.msgpack.Ext
@@ -131,7 +131,7 @@ class _Encoded(msgspec.Struct, eq=False):
         ]
 
 
-class _Extraction(checking.Walk):
+class _Extraction(checking.ValueWalk):
     """Replaces what travels as a part by a placeholder, and Structs by their extension."""
 
     plain = frozenset([type(None), bool, int, float, str])  # the encoder itself checks ints and strs
@@ -157,7 +157,7 @@ class _Extraction(checking.Walk):
 
     def walk_request(self, value: values.OmniRequest) -> Any:
         """As it came, whatever was written into its containers since; an author's own, as it is."""
-        known: _Encoded | None = value.__dict__.get(_ENCODED)
+        known: _EncodedRequest | None = value.__dict__.get(_ENCODED)
         if known is None:
             return self.walk_struct(value.__dict__.get(_ORIGINAL, value))
         if known.parts:
@@ -228,7 +228,7 @@ def _restore_parts(
         encoded = view[refs[-1].offset : refs[-1].offset + refs[-1].nbytes]
         refs = refs[:-1]
     restored = [tensors.restored(ref, view, torch=torch) for ref in refs]
-    return msgspec.msgpack.decode(encoded, ext_hook=_Arrival(restored, refs, view, torch))
+    return msgspec.msgpack.decode(encoded, ext_hook=_IncomingValue(restored, refs, view, torch))
 
 
 def _restore_with_device(
@@ -263,7 +263,7 @@ class _Placeholders:
         return self._restored[int.from_bytes(data, "big")] if code == PART else _structure(code, data, self)
 
 
-class _Arrival(_Placeholders):
+class _IncomingValue(_Placeholders):
     """As a payload comes in: its request is kept as it came."""
 
     __slots__ = ("_met", "_refs", "_torch", "_view")
@@ -286,7 +286,7 @@ class _Arrival(_Placeholders):
         count = len(self._met)
         if first and type(found) is values.OmniRequest and self._met == set(range(count)):
             extension = msgspec.msgpack.Ext(STRUCT, bytes(data))
-            found.__dict__[_ENCODED] = _Encoded(extension, self._parts(count), self._torch)
+            found.__dict__[_ENCODED] = _EncodedRequest(extension, self._parts(count), self._torch)
         return found
 
     def _parts(self, count: int) -> list[tuple[TensorRef, memoryview]]:
@@ -301,7 +301,7 @@ class _Arrival(_Placeholders):
 def _hook(code: int, data: memoryview) -> Any:
     found = _structure(code, data, _hook)
     if type(found) is values.OmniRequest:  # it came without parts, and goes on as it came
-        found.__dict__[_ENCODED] = _Encoded(msgspec.msgpack.Ext(STRUCT, bytes(data)))
+        found.__dict__[_ENCODED] = _EncodedRequest(msgspec.msgpack.Ext(STRUCT, bytes(data)))
     return found
 
 
@@ -325,8 +325,8 @@ def _structure(code: int, data: memoryview, hook: Callable[[int, memoryview], An
 
 _Extraction.walkers.update(
     {
-        dict: checking.Walk.walk_dict,
-        list: checking.Walk.walk_list,
+        dict: checking.ValueWalk.walk_dict,
+        list: checking.ValueWalk.walk_list,
         bytes: _Extraction.walk_bytes,
         values.OmniRequest: _Extraction.walk_request,
     }

@@ -25,7 +25,7 @@ def isolate(value: Any, *, where: str = "payload.data", as_fields: bool = False)
 ITEM_NBYTES: Final = 9
 
 
-class Isolation(checking.Walk):
+class Isolation(checking.ValueWalk):
     """Gives fresh containers around leaves that share their memory."""
 
     rebuild = True
@@ -40,7 +40,7 @@ class Isolation(checking.Walk):
 
     def walk_list(self, value: list[Any]) -> list[Any]:
         self.nbytes += ITEM_NBYTES * len(value)
-        return checking.Walk.walk_list(self, value)
+        return checking.ValueWalk.walk_list(self, value)
 
     def walk_str(self, value: str) -> str:
         self.nbytes += len(value)
@@ -71,7 +71,7 @@ class Isolation(checking.Walk):
         return value
 
     walkers = {
-        dict: checking.Walk.walk_dict,
+        dict: checking.ValueWalk.walk_dict,
         list: walk_list,
         int: checking.check_int,
         str: walk_str,

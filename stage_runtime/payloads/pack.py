@@ -8,7 +8,7 @@ from typing import Any, Final
 import msgspec
 
 from stage_runtime.payloads import buffers, streams, tensors
-from stage_runtime.payloads.streams import StreamHandover, Streams
+from stage_runtime.payloads.streams import DeviceStreams, StreamHandover
 from stage_runtime.payloads.tensors import FlatPart
 from stage_runtime.wire.parts import INLINE_LIMIT
 from stage_runtime.wire.tensorrefs import TensorRef
@@ -36,7 +36,7 @@ class Arrived(msgspec.Struct, frozen=True, eq=False):
     flat: Any
     handover: StreamHandover | None = None  #: Of a copy that another thread made.
 
-    def copied(self, on: Streams = streams.CUDA) -> Arrived:
+    def copied(self, on: DeviceStreams = streams.CUDA) -> Arrived:
         """In memory of this process; who takes it calls `taken` first."""
         copy = self.flat.clone()
         return Arrived(self.start, copy, streams.given(copy, on))

@@ -16,7 +16,7 @@ import msgspec
 from stage_runtime.payloads import tensors
 
 
-class Streams(Protocol):
+class DeviceStreams(Protocol):
     """The streams that threads compute on; each has a current one for each GPU."""
 
     def in_use(self) -> bool:
@@ -63,7 +63,7 @@ class StreamHandover:
 
     __slots__ = ("_events", "_streams", "_tensors")
 
-    def __init__(self, given: list[Any], streams: Streams) -> None:
+    def __init__(self, given: list[Any], streams: DeviceStreams) -> None:
         self._streams = streams
         self._tensors = given
         self._events = {device: streams.record(device) for device in {one.device for one in given}}
@@ -77,7 +77,7 @@ class StreamHandover:
         self._tensors, self._events = [], {}
 
 
-def given(value: Any, streams: Streams = CUDA) -> StreamHandover | None:
+def given(value: Any, streams: DeviceStreams = CUDA) -> StreamHandover | None:
     """In the thread that gives a value, when it has asked for all of it. None: nothing of it lies on a GPU."""
     if not streams.in_use():
         return None

@@ -33,7 +33,7 @@ class NamedFunction(msgspec.Struct, frozen=True, kw_only=True):
     stage: StagePlan | None = None  #: Of a factory: its arguments must fit, too.
 
 
-class _Result(msgspec.Struct, frozen=True, kw_only=True):
+class _ImportOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """A line of the child. ``problem`` None: about to import it; empty: it is there."""
 
     at: int
@@ -78,7 +78,9 @@ def faults(pipeline: LocalPipeline) -> tuple[Fault, ...]:
     return tuple(found)
 
 
-def _run(wanted: Sequence[NamedFunction], environment: Mapping[str, str], answers: Path) -> tuple[list[_Result], int]:
+def _run(
+    wanted: Sequence[NamedFunction], environment: Mapping[str, str], answers: Path
+) -> tuple[list[_ImportOutcome], int]:
     answers.write_bytes(b"")
     done = subprocess.run(
         [sys.executable, "-P", "-m", "stage_runtime", "imports", str(answers)],
@@ -87,7 +89,9 @@ def _run(wanted: Sequence[NamedFunction], environment: Mapping[str, str], answer
         stdout=sys.stderr.fileno(),  # what modules print is no answer of ours
         check=False,
     )
-    return [msgspec.json.decode(line, type=_Result) for line in answers.read_bytes().splitlines()], done.returncode
+    return [
+        msgspec.json.decode(line, type=_ImportOutcome) for line in answers.read_bytes().splitlines()
+    ], done.returncode
 
 
 def answer(answers: str) -> int:
@@ -95,9 +99,9 @@ def answer(answers: str) -> int:
     faulthandler.disable()  # the parent reports which import it was
     wanted = msgspec.json.decode(sys.stdin.buffer.read(), type=tuple[NamedFunction, ...])
     for at, one in enumerate(wanted):
-        _report(answers, _Result(at=at))
+        _report(answers, _ImportOutcome(at=at))
         path, problem = _problem(one)
-        _report(answers, _Result(at=at, path=path, problem=problem))
+        _report(answers, _ImportOutcome(at=at, path=path, problem=problem))
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # threads and exit handlers of imported modules are none of ours to wait for
@@ -118,6 +122,6 @@ def _problem(one: NamedFunction) -> tuple[str, str]:
     return one.path, ""
 
 
-def _report(answers: str, result: _Result) -> None:
+def _report(answers: str, result: _ImportOutcome) -> None:
     with open(answers, "ab") as file:
         file.write(msgspec.json.encode(result) + b"\n")

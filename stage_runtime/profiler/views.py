@@ -49,7 +49,7 @@ class Hop(NamedTuple):
     processes: tuple[int, int]  #: of the source, of the destination
 
 
-class Pairs(NamedTuple):
+class PairedEvents(NamedTuple):
     """What the events of one request show. ``unpaired``: hop events without their other half, by name."""
 
     intervals: list[Interval]
@@ -101,9 +101,9 @@ def report_of(found: Events, *, timeline: bool = True) -> dict[str, Any]:
     }
 
 
-def paired(moments: Sequence[Moment]) -> Pairs:
+def paired(moments: Sequence[Moment]) -> PairedEvents:
     """Intervals and hops of one request, whose events are in order of time."""
-    return Pairs(list(_intervals(moments)), *_hops(moments))
+    return PairedEvents(list(_intervals(moments)), *_hops(moments))
 
 
 def anchor_ns(moments: Sequence[Moment]) -> int:

@@ -18,7 +18,7 @@ AGAIN_S: Final = 1.0  # after a Welcome; doubled each time
 AGAIN_MOST_S: Final = 8.0
 
 
-class _Sent(msgspec.Struct, frozen=True):
+class _SentWelcome(msgspec.Struct, frozen=True):
     hello: Hello  #: What it answered.
     at: float
     delay_s: float  #: Until it is answered again.
@@ -28,7 +28,7 @@ class Welcomes:
     """The last one to each member."""
 
     def __init__(self) -> None:
-        self._sent: dict[str, _Sent] = {}  #: By incarnation.
+        self._sent: dict[str, _SentWelcome] = {}  #: By incarnation.
 
     def due(self, member: str, hello: Hello, now: float) -> bool:
         """Whether to answer this one; then Welcome is sent. False: the last answer may be under way."""
@@ -38,7 +38,7 @@ class Welcomes:
             if now < last.at + last.delay_s:
                 return False
             delay_s = min(2 * last.delay_s, AGAIN_MOST_S)
-        self._sent[member] = _Sent(hello, now, delay_s)
+        self._sent[member] = _SentWelcome(hello, now, delay_s)
         return True
 
     def read(self, member: str) -> None:

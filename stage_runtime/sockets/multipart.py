@@ -76,7 +76,7 @@ class FrameSocket:
         self.raw.close(linger=linger_ms)
 
 
-class Context:
+class SocketContext:
     """The sockets of one process."""
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Items in a stage's inbox, decoded when the engine takes them. `engines.base.Arrival`, three kinds."""
+"""Items in a stage's inbox, decoded when the engine takes them. `engines.base.InboxItem`, three kinds."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import msgspec
 from stage_runtime.engines import events
 from stage_runtime.errors import ProtocolError
 from stage_runtime.payloads import devices, encoding, streams
-from stage_runtime.payloads.streams import Streams
+from stage_runtime.payloads.streams import DeviceStreams
 from stage_runtime.stage.work import RequestWork
 from stage_runtime.wire.values import Chunk, OmniRequest, StagePayload
 
@@ -29,7 +29,7 @@ class Passed:
 
     __slots__ = ("_handover", "_value")
 
-    def __init__(self, value: Any, on: Streams = streams.CUDA) -> None:
+    def __init__(self, value: Any, on: DeviceStreams = streams.CUDA) -> None:
         self._value = value
         self._handover = streams.given(value, on)
 
@@ -80,7 +80,7 @@ class MergedArrival:
 
     __slots__ = ("_handover", "payload", "work")
 
-    def __init__(self, work: RequestWork, payload: StagePayload, on: Streams = streams.CUDA) -> None:
+    def __init__(self, work: RequestWork, payload: StagePayload, on: DeviceStreams = streams.CUDA) -> None:
         self.work = work
         self.payload: StagePayload | None = payload
         self._handover = streams.given(payload, on)

@@ -31,14 +31,14 @@ class Span(msgspec.Struct, frozen=True, kw_only=True):
     state: str = ""  #: The trace's ``tracestate``.
 
 
-class Encoded(NamedTuple):
+class EncodedSpans(NamedTuple):
     """``request``: an ``ExportTraceServiceRequest``. ``problems``: by index the entries that are not in it, and why."""
 
     request: bytes
     problems: dict[int, Exception]
 
 
-def encode(resource: Mapping[str, Value], entries: Sequence[Sequence[Span]]) -> Encoded:
+def encode(resource: Mapping[str, Value], entries: Sequence[Sequence[Span]]) -> EncodedSpans:
     """An entry is whole in the request, or not in it. resource: what sends them (``service.name`` and the like)."""
     from opentelemetry.proto.collector.trace.v1 import trace_service_pb2
 
@@ -56,7 +56,7 @@ def encode(resource: Mapping[str, Value], entries: Sequence[Sequence[Span]]) -> 
         except Exception as error:  # whatever an author's values do to protobuf
             problems[index] = error
             del scope.spans[before:]
-    return Encoded(request.SerializeToString(), problems)
+    return EncodedSpans(request.SerializeToString(), problems)
 
 
 def _add(spans: Any, span: Span) -> None:

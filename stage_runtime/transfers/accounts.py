@@ -23,7 +23,7 @@ class EdgeNumbers(msgspec.Struct):
     retries: int = 0  #: Payloads sent for a second or later attempt of their request.
 
 
-class Sent(msgspec.Struct, frozen=True):
+class InFlightTransfer(msgspec.Struct, frozen=True):
     """A transfer in flight, as far as it counts here."""
 
     edge: Carried
@@ -63,7 +63,7 @@ class Accounts:
         for edge in edges:
             self._last.pop(edge, None)
 
-    def numbers(self, in_flight: Iterable[Sent]) -> dict[Carried, EdgeNumbers]:
+    def numbers(self, in_flight: Iterable[InFlightTransfer]) -> dict[Carried, EdgeNumbers]:
         found = {edge: msgspec.structs.replace(totals) for edge, totals in self._totals.items()}
         now = time.monotonic()
         for sent in in_flight:

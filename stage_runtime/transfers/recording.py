@@ -25,7 +25,7 @@ class RecordedRequest(Protocol):
     def attempt(self) -> int: ...
 
 
-class Transfer(msgspec.Struct, frozen=True):
+class RecordedTransfer(msgspec.Struct, frozen=True):
     """A put that was recorded, until its release is."""
 
     request_id: str
@@ -33,16 +33,16 @@ class Transfer(msgspec.Struct, frozen=True):
     facts: dict[str, Any]
 
 
-def put(work: RecordedRequest, edge: tuple[str, str], metadata: bytes, nbytes: int, begun_ns: int) -> Transfer:
+def put(work: RecordedRequest, edge: tuple[str, str], metadata: bytes, nbytes: int, begun_ns: int) -> RecordedTransfer:
     """The relay has taken it. edge: source, target. begun_ns: when the put began."""
     source, target = edge
     facts = {**_named(metadata), "to_stage": target, "nbytes": nbytes, "attempt": work.attempt}
     recorder.emit(events.RELAY_PUT_START, work.request_id, source, facts, timestamp_ns=begun_ns)
     recorder.emit(events.RELAY_PUT_END, work.request_id, source, facts)
-    return Transfer(work.request_id, source, facts)
+    return RecordedTransfer(work.request_id, source, facts)
 
 
-def released(transfer: Transfer | None) -> None:
+def released(transfer: RecordedTransfer | None) -> None:
     """Its receiver has let go."""
     if transfer is not None and recorder.active:
         recorder.emit(events.RELAY_RELEASED, transfer.request_id, transfer.stage, transfer.facts)

@@ -24,7 +24,7 @@ from stage_runtime.relays.dispatch import Relays
 from stage_runtime.relays.named import Put
 from stage_runtime.rules.credits import Reservation, Window
 from stage_runtime.transfers import recording
-from stage_runtime.transfers.accounts import Accounts, Carried, EdgeNumbers, Sent
+from stage_runtime.transfers.accounts import Accounts, Carried, EdgeNumbers, InFlightTransfer
 from stage_runtime.wire import codec
 from stage_runtime.wire.messages import Message
 from stage_runtime.wire.parts import Body
@@ -100,7 +100,7 @@ class Outstanding(msgspec.Struct):
     queue: SendQueue
     reservation: Reservation
     nbytes: int
-    recorded: recording.Transfer | None  #: For a profile.
+    recorded: recording.RecordedTransfer | None  #: For a profile.
     unreleased: int  #: Transfers of it; more than one when it went in pieces.
     request: tuple[str, str, int]  #: Its owner, id and attempt.
     begun_s: float  #: On `time.monotonic`.
@@ -242,7 +242,7 @@ class SendQueues:
         """(source, target, relay) -> what was sent so far and what is in flight now."""
         with self._lock:
             return self._accounts.numbers(
-                Sent((*each.queue.edge[:2], each.operation.backend), each.begun_s, each.aborted)
+                InFlightTransfer((*each.queue.edge[:2], each.operation.backend), each.begun_s, each.aborted)
                 for each in self._out.values()
             )
 

@@ -17,7 +17,7 @@ EVENTS: Final = "text/event-stream"
 TEXT: Final = "text/plain"
 
 
-class Answer(msgspec.Struct, frozen=True):
+class ResponseType(msgspec.Struct, frozen=True):
     """One content type that a route answers with."""
 
     types: tuple[Any, ...] = ()  #: Of the JSON, or of an event's data: any of them; empty: text, or a file's bytes.
@@ -25,9 +25,9 @@ class Answer(msgspec.Struct, frozen=True):
     status: int = 200
 
 
-SOUND: Final = tuple(Answer(media=one.mime) for one in formats.FORMATS.values())
+SOUND: Final = tuple(ResponseType(media=one.mime) for one in formats.FORMATS.values())
 #: Of `/readyz`: ready, and not yet.
-READY: Final = (Answer(media=TEXT), Answer(media=TEXT, status=503))
+READY: Final = (ResponseType(media=TEXT), ResponseType(media=TEXT, status=503))
 
 Reason = Literal["stop", "length", "tool_calls", "content_filter"]
 

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from stage_runtime.errors import CODES
-from stage_runtime.web.answers import EVENTS, JSON, Answer
+from stage_runtime.web.answers import EVENTS, JSON, ResponseType
 from stage_runtime.web.routing import Route
 
 _REF = "#/components/schemas/{name}"
@@ -103,7 +103,7 @@ def _operation(route: Route, schemas: Mapping[Any, dict[str, Any]]) -> dict[str,
     return operation
 
 
-def _schema(answer: Answer, schemas: Mapping[Any, dict[str, Any]]) -> dict[str, Any]:
+def _schema(answer: ResponseType, schemas: Mapping[Any, dict[str, Any]]) -> dict[str, Any]:
     """Of a stream: the schema of its events' data; OpenAPI 3.1 has no other place for it."""
     if not answer.types:
         text = answer.media.startswith("text/")

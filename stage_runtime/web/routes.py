@@ -12,7 +12,7 @@ from stage_runtime.coordinator.operations import OperationResults, Operations
 from stage_runtime.coordinator.profiling import PipelineProfiling, ProfileAnswer
 from stage_runtime.web import answers, schemas
 from stage_runtime.web import profiling as profiles
-from stage_runtime.web.answers import EVENTS, JSON, READY, SOUND, TEXT, Answer
+from stage_runtime.web.answers import EVENTS, JSON, READY, SOUND, TEXT, ResponseType
 from stage_runtime.web.chat import Chat
 from stage_runtime.web.endpoints import HandlerContext
 from stage_runtime.web.metrics import CoordinatorMetrics
@@ -25,8 +25,8 @@ from stage_runtime.web.routing import FORM, Route
 from stage_runtime.web.speech import Speech
 from stage_runtime.web.transcriptions import Transcriptions
 
-_PROFILE: Final = (Answer((ProfileAnswer,)), Answer((ProfileAnswer,), status=503))
-_REPORT: Final = (Answer((dict[str, Any],)), Answer(media="text/html"), Answer(media=TEXT))
+_PROFILE: Final = (ResponseType((ProfileAnswer,)), ResponseType((ProfileAnswer,), status=503))
+_REPORT: Final = (ResponseType((dict[str, Any],)), ResponseType(media="text/html"), ResponseType(media=TEXT))
 
 
 def public(context: HandlerContext) -> tuple[Route, ...]:
@@ -40,7 +40,7 @@ def public(context: HandlerContext) -> tuple[Route, ...]:
             "OpenAI's chat completions",
             chat.complete,
             body=schemas.ChatBody,
-            answers=(Answer((answers.ChatCompletion,)), Answer((answers.ChatCompletionChunk,), EVENTS)),
+            answers=(ResponseType((answers.ChatCompletion,)), ResponseType((answers.ChatCompletionChunk,), EVENTS)),
             serves="chat",
             ids="chatcmpl",
         ),
@@ -50,7 +50,7 @@ def public(context: HandlerContext) -> tuple[Route, ...]:
             "OpenAI's speech",
             speech.speak,
             body=schemas.SpeechBody,
-            answers=(*SOUND, Answer((answers.SpeechDelta, answers.SpeechDone), EVENTS)),
+            answers=(*SOUND, ResponseType((answers.SpeechDelta, answers.SpeechDone), EVENTS)),
             serves="speech",
             ids="speech",
         ),
@@ -61,22 +61,22 @@ def public(context: HandlerContext) -> tuple[Route, ...]:
             transcriptions.transcribe,
             body=schemas.TranscriptionFields,
             answers=(
-                Answer((answers.Transcription, answers.VerboseTranscription)),
-                Answer((answers.TranscriptDelta, answers.TranscriptDone), EVENTS),
-                Answer(media=TEXT),
+                ResponseType((answers.Transcription, answers.VerboseTranscription)),
+                ResponseType((answers.TranscriptDelta, answers.TranscriptDone), EVENTS),
+                ResponseType(media=TEXT),
             ),
             media=(FORM,),
             file="file",
             serves="transcription",
             ids="transcription",
         ),
-        Route("GET", "/v1/models", "The model", models.list_all, answers=(Answer((answers.ModelList,)),)),
+        Route("GET", "/v1/models", "The model", models.list_all, answers=(ResponseType((answers.ModelList,)),)),
         Route(
             "GET",
             "/v1/models/{id:path}",  # an id may hold slashes
             "The model, by its id",
             models.one,
-            answers=(Answer((answers.Model,)),),
+            answers=(ResponseType((answers.Model,)),),
         ),
         Route(
             "POST",
@@ -85,8 +85,8 @@ def public(context: HandlerContext) -> tuple[Route, ...]:
             pipeline.run,
             body=schemas.PipelineBody,
             answers=(
-                Answer((answers.PipelineAnswer,)),
-                Answer((answers.PipelineChunk, answers.PipelineResult), EVENTS),
+                ResponseType((answers.PipelineAnswer,)),
+                ResponseType((answers.PipelineChunk, answers.PipelineResult), EVENTS),
             ),
             media=(JSON, FORM),
             ids="pipeline",
@@ -96,14 +96,14 @@ def public(context: HandlerContext) -> tuple[Route, ...]:
             "/v1/requests/{id}",
             "What is known of a request",
             pipeline.show,
-            answers=(Answer((RequestRecord,)),),
+            answers=(ResponseType((RequestRecord,)),),
         ),
         Route(
             "DELETE",
             "/v1/requests/{id}",
             "Cancel a request",
             pipeline.cancel,
-            answers=(Answer((answers.CancelledRequest,)),),
+            answers=(ResponseType((answers.CancelledRequest,)),),
         ),
     )
 
@@ -113,7 +113,7 @@ def health(manager: RequestManagerApi, *, more: str = "") -> tuple[Route, ...]:
     made = Health(manager, more=more)
     ready = "Whether there was a complete set of stages"
     return (
-        Route("GET", "/livez", "Whether the process runs", made.live, answers=(Answer(media=TEXT),)),
+        Route("GET", "/livez", "Whether the process runs", made.live, answers=(ResponseType(media=TEXT),)),
         Route("GET", "/readyz", ready, made.ready, answers=READY),
         Route("GET", "/health", ready, made.ready, answers=READY),  # the path that other servers of this API have
     )
@@ -124,8 +124,8 @@ def probes(manager: RequestManagerApi, metrics: CoordinatorMetrics) -> tuple[Rou
     made = Probes(manager, metrics)
     return (
         *health(manager, more="; see /status"),
-        Route("GET", "/status", "Members and requests", made.status, answers=(Answer((dict[str, Any],)),)),
-        Route("GET", "/metrics", "Prometheus' text", made.metrics, answers=(Answer(media=TEXT),)),
+        Route("GET", "/status", "Members and requests", made.status, answers=(ResponseType((dict[str, Any],)),)),
+        Route("GET", "/metrics", "Prometheus' text", made.metrics, answers=(ResponseType(media=TEXT),)),
     )
 
 
@@ -144,7 +144,7 @@ def engines(operations: Operations) -> tuple[Route, ...]:
             "Have stages' engines carry out an operation of their own",
             made.ask,
             body=OperationBody,
-            answers=(Answer((OperationResults,)),),
+            answers=(ResponseType((OperationResults,)),),
         ),
     )
 
@@ -171,13 +171,13 @@ def profiler(profiling: PipelineProfiling) -> tuple[Route, ...]:
             answers=_PROFILE,
         ),
         Route("POST", "/stop_request_profile", "Stop a run", made.stop, body=profiles.StopBody, answers=_PROFILE),
-        Route("GET", "/profiles", "Runs, newest first", made.list, answers=(Answer((profiles.ProfilerRuns,)),)),
+        Route("GET", "/profiles", "Runs, newest first", made.list, answers=(ResponseType((profiles.ProfilerRuns,)),)),
         Route(
             "GET",
             "/profiles/{run_id}",
             "A run's files as a tar",
             made.archive,
-            answers=(Answer(media="application/x-tar"),),
+            answers=(ResponseType(media="application/x-tar"),),
         ),
         Route("GET", "/profiles/{run_id}/report", "A run's report", made.report, answers=_REPORT),
     )

@@ -12,7 +12,7 @@ from starlette import routing
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from stage_runtime.errors import RequestError
-from stage_runtime.web.answers import JSON, Answer
+from stage_runtime.web.answers import JSON, ResponseType
 from stage_runtime.web.exchange import KEY, Exchange
 
 RouteHandler = Callable[[Exchange], Awaitable[None]]
@@ -29,7 +29,7 @@ class Route(msgspec.Struct, frozen=True):
     body: Any = None  #: The type of the request's body; None: it has none.
     media: tuple[str, ...] = (JSON,)  #: Content types of the body.
     file: str | None = None  #: Name of the file that is part of a form.
-    answers: tuple[Answer, ...] = ()  #: What it answers with, but for errors.
+    answers: tuple[ResponseType, ...] = ()  #: What it answers with, but for errors.
     serves: str | None = None  #: Refused where the pipeline's ``serves`` does not have this name.
     ids: str | None = None  #: Prefix of the ids of its requests; None: it takes no request of the pipeline.
 
@@ -41,7 +41,7 @@ class Route(msgspec.Struct, frozen=True):
 
 def mounted(routes: Iterable[Route], *, serves: Sequence[str] = ()) -> list[routing.Route]:
     """As Starlette takes them. serves: of the pipeline."""
-    return [routing.Route(one.path, _Endpoint(one, serves), methods=[one.method]) for one in routes]
+    return [routing.Route(one.path, _RouteApplication(one, serves), methods=[one.method]) for one in routes]
 
 
 class Direct:
@@ -64,7 +64,7 @@ class Direct:
         await (self._endpoints.get(scope["path"], self._app) if post else self._app)(scope, receive, send)
 
 
-class _Endpoint:
+class _RouteApplication:
     """A route as an ASGI application. Starlette gives it the scope untouched, and spends no time on it."""
 
     def __init__(self, route: Route, serves: Sequence[str]) -> None:

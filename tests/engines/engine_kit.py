@@ -30,7 +30,7 @@ class OneWork:
 
 
 class Opening:
-    """`engines.base.Arrival` of something that is open already, or cannot be opened."""
+    """`engines.base.InboxItem` of something that is open already, or cannot be opened."""
 
     def __init__(self, work: OneWork, event: Any) -> None:
         self.work = work

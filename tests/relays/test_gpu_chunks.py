@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from stage_runtime.payloads.pack import OnDevice
-from stage_runtime.relays.cuda_ipc.chunks import Chunks
+from stage_runtime.relays.cuda_ipc.chunks import ChunkPool
 from tests.relays.stand_in_gpu import StandIn
 
 MIB = 1 << 20
@@ -29,7 +29,7 @@ class Counting(StandIn):
 def test_a_full_gpu_is_asked_for_memory_once_in_30_seconds() -> None:
     """Each try makes torch give back what its allocator keeps for the stages."""
     memory, now = Counting(offers=False), [0.0]
-    chunks = Chunks(memory, 512 * MIB, clock=lambda: now[0])
+    chunks = ChunkPool(memory, 512 * MIB, clock=lambda: now[0])
     assert [chunks.place(SMALL, 4096) for _ in range(100)] == [None] * 100
     assert memory.allocated == [64 * MIB]
     now[0] = 29.9
@@ -41,7 +41,7 @@ def test_a_full_gpu_is_asked_for_memory_once_in_30_seconds() -> None:
 
 def test_the_first_chunk_is_taken_before_the_stages_take_the_rest() -> None:
     memory = Counting()
-    chunks = Chunks(memory, 512 * MIB, ["cuda:0", "cuda:1"])
+    chunks = ChunkPool(memory, 512 * MIB, ["cuda:0", "cuda:1"])
     memory.offers = False
     assert memory.allocated == [64 * MIB, 64 * MIB]
     assert chunks.place(SMALL, 4096) is not None and len(memory.allocated) == 2
@@ -50,12 +50,12 @@ def test_the_first_chunk_is_taken_before_the_stages_take_the_rest() -> None:
 
 def test_a_gpu_that_is_full_at_the_start_is_no_error() -> None:
     memory = Counting(offers=False)
-    assert Chunks(memory, 512 * MIB, ["cuda:0"]).stats()["gpu_bytes"] == 0
+    assert ChunkPool(memory, 512 * MIB, ["cuda:0"]).stats()["gpu_bytes"] == 0
 
 
 def test_a_small_share_is_one_chunk() -> None:
     memory = Counting()
-    chunks = Chunks(memory, 8 * MIB, ["cuda:0"])
+    chunks = ChunkPool(memory, 8 * MIB, ["cuda:0"])
     large = OnDevice("cuda:0", 0, [torch.zeros(9 * MIB, dtype=torch.uint8)], [0])
     assert chunks.place(large, 9 * MIB) is None and chunks.place(SMALL, 4096) is not None
     assert memory.allocated == [8 * MIB]

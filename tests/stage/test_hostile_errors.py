@@ -276,7 +276,7 @@ class Unmarkable:
 
 
 class Late(Unsent):
-    """`engines.base.Arrival` that no thread can take."""
+    """`engines.base.InboxItem` that no thread can take."""
 
     work: Any = Unmarkable()
 

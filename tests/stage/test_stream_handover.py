@@ -14,7 +14,7 @@ from stage_runtime.wire.values import OmniRequest, StagePayload
 
 
 class Counting:
-    """`streams.Streams` that writes down what is asked of it."""
+    """`streams.DeviceStreams` that records its calls."""
 
     def __init__(self, used: bool = True) -> None:
         self.used = used

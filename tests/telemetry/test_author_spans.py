@@ -100,7 +100,7 @@ def test_one_entry_that_cannot_be_encoded_is_lost_alone() -> None:
     assert (sending.sent, sending.dropped) == (8, 2)
 
 
-def _decoded(encoded: spans.Encoded) -> list[Any]:
+def _decoded(encoded: spans.EncodedSpans) -> list[Any]:
     from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
     request = ExportTraceServiceRequest.FromString(encoded.request)

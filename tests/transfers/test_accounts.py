@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from stage_runtime.transfers.accounts import Accounts, Sent
+from stage_runtime.transfers.accounts import Accounts, InFlightTransfer
 
 
 def test_an_edge_is_counted_by_the_relay_that_carried_it() -> None:
@@ -11,7 +11,7 @@ def test_an_edge_is_counted_by_the_relay_that_carried_it() -> None:
     accounts.sent(("a", "b", "peer"), "nixl", 5, 0)
     accounts.sent(("a", "b", "peer"), "tcp", 7, 7)
     accounts.sent(("a", "b", "other"), "nixl", 1, 1)
-    numbers = accounts.numbers([Sent(("a", "b", "tcp"), 0.0, aborted=True)])
+    numbers = accounts.numbers([InFlightTransfer(("a", "b", "tcp"), 0.0, aborted=True)])
     by_nixl, by_tcp = numbers["a", "b", "nixl"], numbers["a", "b", "tcp"]
     assert (by_nixl.nbytes, by_nixl.copied_nbytes, by_nixl.failovers, by_nixl.in_flight) == (11, 5, 0, 0)
     assert (by_tcp.nbytes, by_tcp.failovers, by_tcp.in_flight, by_tcp.quarantined) == (7, 1, 1, 1)

@@ -52,7 +52,7 @@ def documents(text: str, source: str) -> tuple[Document, ...]:
 
     Raises: UnreadableSpec: not YAML, or YAML that kubectl would read differently. Names ``source`` and line.
     """
-    read = [_Reading(source).document(node) for node in _nodes(text, source)]
+    read = [_ParseState(source).document(node) for node in _nodes(text, source)]
     return tuple(document for document in read if document.value is not None)
 
 
@@ -132,7 +132,7 @@ class _Composer(yaml.BaseLoader):
         return f"{_TAG}map" if kind is yaml.MappingNode else f"{_TAG}seq"
 
 
-class _Reading:
+class _ParseState:
     def __init__(self, source: str) -> None:
         self.source = source
         self.lines: dict[str, int] = {}

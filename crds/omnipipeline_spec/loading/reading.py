@@ -49,7 +49,7 @@ class Explained(msgspec.Struct, frozen=True, kw_only=True):
     source: str
 
 
-class _Read(msgspec.Struct, frozen=True, kw_only=True):
+class _ParsedSource(msgspec.Struct, frozen=True, kw_only=True):
     """A parsed source, before merging."""
 
     document: Any
@@ -71,7 +71,7 @@ def load(path: str | Path, *, overrides: Sequence[str] = ()) -> LoadedPipeline:
     text = str(path)
     found = pythonfiles.locate(text)
     if found is not None:
-        read = _Read(document=_document(found.load(), text), source=text, kind="python")
+        read = _ParsedSource(document=_document(found.load(), text), source=text, kind="python")
         return _finish(read, overrides, fallback=found.stem)
     return loads(_text(path), source=text, overrides=overrides, folder=Path(path).resolve().parent)
 
@@ -158,16 +158,18 @@ def _document(spec: PipelineConfig, source: str) -> Any:
     return document
 
 
-def _yaml(document: goyaml.Document, source: str, folder: Path | None) -> _Read:
+def _yaml(document: goyaml.Document, source: str, folder: Path | None) -> _ParsedSource:
     value = document.value
     if not isinstance(value, Mapping):
         raise UnreadableSpec(f"{source}: a pipeline is a map with stages, this is {value!r:.60}")
     if "apiVersion" in value or "kind" in value:
         return _resource(value, document.lines, source)
-    return _Read(document=value, source=source, kind="plain", lines=_by_folded_path(document.lines), folder=folder)
+    return _ParsedSource(
+        document=value, source=source, kind="plain", lines=_by_folded_path(document.lines), folder=folder
+    )
 
 
-def _resource(value: Mapping[str, Any], lines: Mapping[str, int], source: str) -> _Read:
+def _resource(value: Mapping[str, Any], lines: Mapping[str, int], source: str) -> _ParsedSource:
     if value.get("kind") != KIND or value.get("apiVersion") != API_VERSION:
         given = f"{value.get('apiVersion')} {value.get('kind')}"
         raise UnreadableSpec(f"{source}: is {given}; a pipeline is {API_VERSION} {KIND}")
@@ -180,7 +182,7 @@ def _resource(value: Mapping[str, Any], lines: Mapping[str, int], source: str) -
         message = "is required" if name is None else f"{name!r} must be at most 38 lower case letters, digits and -, "
         message += "" if name is None else "a letter first, no - last, and not end in -peers"
         faults.append(Fault(path="metadata.name", message=message, names=(str(name),) if name else ()))
-    return _Read(
+    return _ParsedSource(
         document=value.get("spec") if value.get("spec") is not None else {},
         source=source,
         kind="resource",
@@ -217,7 +219,7 @@ def _unknown(key: str, known: Sequence[str], path: str) -> Fault:
     )
 
 
-def _finish(read: _Read, given: Sequence[str], *, fallback: str) -> LoadedPipeline:
+def _finish(read: _ParsedSource, given: Sequence[str], *, fallback: str) -> LoadedPipeline:
     """Merge and validate; every fault gets its line."""
     sources: layering.Sources = {}
     laid = _over_class(read, sources)
@@ -244,7 +246,7 @@ def _noted_class(metadata: Mapping[str, Any]) -> str | None:
     return noted if isinstance(noted, str) and re.fullmatch(pythonfiles.CLASS_NAME, noted) else None
 
 
-def _over_class(read: _Read, sources: layering.Sources) -> Any:
+def _over_class(read: _ParsedSource, sources: layering.Sources) -> Any:
     """The document; of a plain file merged over the defaults of the class it names."""
     if not isinstance(read.document, Mapping):
         return read.document
@@ -261,7 +263,7 @@ def _over_class(read: _Read, sources: layering.Sources) -> Any:
     return layering.merge(base, document, sources, functools.partial(_place, read))
 
 
-def _located(fault: Fault, read: _Read, sources: layering.Sources) -> Fault:
+def _located(fault: Fault, read: _ParsedSource, sources: layering.Sources) -> Fault:
     """The fault with its line, or with the override that caused it."""
     source = sources.get(fault.path, "")
     if source.startswith("--set"):
@@ -269,7 +271,7 @@ def _located(fault: Fault, read: _Read, sources: layering.Sources) -> Fault:
     return msgspec.structs.replace(fault, line=_line(fault.path, read.lines))
 
 
-def _place(read: _Read, path: str) -> str:
+def _place(read: _ParsedSource, path: str) -> str:
     line = _line(path, read.lines)
     return f"{read.source}, line {line}" if line else read.source
 

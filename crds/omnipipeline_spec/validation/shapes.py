@@ -31,7 +31,7 @@ def check(document: Any, struct: type[msgspec.Struct], *, spelling: Spelling) ->
 
     None if a list or a map has more entries than its bound: its entries are not checked.
     """
-    walk = _Walk(spelling)
+    walk = _ShapeWalk(spelling)
     cleaned = walk.struct(document, struct, "")
     return None if walk.is_oversized else cleaned, tuple(walk.faults)
 
@@ -84,7 +84,7 @@ def _fold(key: str) -> str:
 _QUANTITY: Final = inspect.StrType(max_length=20)
 
 
-class _Walk:
+class _ShapeWalk:
     def __init__(self, spelling: Spelling) -> None:
         self.plain = spelling == "plain"
         self.faults: list[Fault] = []

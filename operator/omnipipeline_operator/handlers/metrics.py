@@ -139,7 +139,7 @@ class OperatorMetrics:
 
     def read(self, metric: Metric, value: Callable[[], float]) -> None:
         """Serve a metric without labels whose value is read at each scrape."""
-        self.registry.register(_Read({metric: lambda: [((), value())]}))
+        self.registry.register(_ScrapedFamilies({metric: lambda: [((), value())]}))
 
     def read_status(self, pipelines: Callable[[], Iterable[Mapping[str, Any]]]) -> None:
         """Serve the metrics of pipelines, read from their resources at each scrape."""
@@ -154,13 +154,13 @@ class OperatorMetrics:
             UNIT_STATUS_REPLICAS_UPDATED: of_all(lambda pipeline: _replicas(pipeline, "updated")),
             UNIT_STATUS_REPLICAS_READY: of_all(lambda pipeline: _replicas(pipeline, "ready")),
         }
-        self.registry.register(_Read(read))
+        self.registry.register(_ScrapedFamilies(read))
 
     def _counter(self, metric: Metric) -> Counter:
         return Counter(metric.name, metric.help, metric.labels, registry=self.registry)
 
 
-class _Read(Collector):
+class _ScrapedFamilies(Collector):
     """Families whose samples are read at each scrape."""
 
     def __init__(self, samples: Mapping[Metric, Callable[[], Iterable[Sample]]]) -> None:

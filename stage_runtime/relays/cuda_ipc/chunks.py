@@ -47,7 +47,7 @@ class GpuPlace(NamedTuple):
     slot: Slot
 
 
-class Chunks:
+class ChunkPool:
     """All chunks of a process. Every method may be called from any thread."""
 
     def __init__(

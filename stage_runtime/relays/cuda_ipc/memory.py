@@ -143,7 +143,7 @@ class CudaMemory:
             raise ValueError(str(error)) from error
 
     def view(self, chunk: Any, offset: int, nbytes: int, owner: object) -> Any:
-        return self._torch.as_tensor(_Span(chunk, offset, nbytes, owner), device=chunk.device)
+        return self._torch.as_tensor(_DeviceBytes(chunk, offset, nbytes, owner), device=chunk.device)
 
     def wait(self, device: str) -> None:
         try:
@@ -169,7 +169,7 @@ def ends_the_context(error: str) -> bool:
     return any(text in error for text in FATAL)
 
 
-class _Span:
+class _DeviceBytes:
     """Bytes of a chunk, as torch takes them over without a copy: it keeps this object as long as their storage."""
 
     def __init__(self, chunk: Any, offset: int, nbytes: int, owner: object) -> None:

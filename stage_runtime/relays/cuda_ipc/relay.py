@@ -31,7 +31,7 @@ from stage_runtime.relays.arena import Arena
 from stage_runtime.relays.base import Peer, RelayOperation, TransferId, TransferKey
 from stage_runtime.relays.context import RelayContext
 from stage_runtime.relays.cuda_ipc import messages
-from stage_runtime.relays.cuda_ipc.chunks import Chunks, GpuPlace
+from stage_runtime.relays.cuda_ipc.chunks import ChunkPool, GpuPlace
 from stage_runtime.relays.cuda_ipc.memory import CudaMemory, DeviceLost, DeviceMemory, Unshared
 from stage_runtime.relays.cuda_ipc.messages import CudaIpcFacts, CudaIpcMetadata, GpuProbe, OnGpu
 from stage_runtime.relays.operations import GetOperation, PutOperation, TransferCompletion
@@ -87,7 +87,7 @@ class CudaIpcRelay(AbstractRelay[CudaIpcRoute, CudaIpcMetadata]):
         super().__init__(msgspec.structs.replace(context, on_release=self._let_go_of), CudaIpcMetadata)
         self._arena: Arena = context.arena
         self._devices = {self._memory.uuid(gpu): f"cuda:{gpu}" for gpu in context.settings.gpus}
-        self._chunks = Chunks(self._memory, context.settings.gpu_bytes, self._devices.values())
+        self._chunks = ChunkPool(self._memory, context.settings.gpu_bytes, self._devices.values())
         self._uuids = {device: uuid for uuid, device in self._devices.items()}
         self._token = secrets.token_bytes(messages.TOKEN_NBYTES)
         self._kept: list[Any] = []  #: The memory of the probes.

@@ -62,7 +62,7 @@ class MooncakeGet(Get):
         self.late: ReadId | None = None  #: The read that has it in quarantine.
 
 
-class _Failure(msgspec.Struct, frozen=True):
+class _ReadFailure(msgspec.Struct, frozen=True):
     """Why a transfer is not here. moves: its bytes may still come, by ``late``. broken: the peer is not reached."""
 
     reason: str
@@ -158,19 +158,19 @@ class MooncakeReader:
         try:
             failure = self._failure(route, incoming)
         except Exception as error:  # outermost of its thread: the get fails, and the thread reads on
-            failure = _Failure(f"{type(error).__name__}: {error}", moves=True)
+            failure = _ReadFailure(f"{type(error).__name__}: {error}", moves=True)
         try:
             self._loop.call_soon_threadsafe(self._over, route, incoming, failure)
         except RuntimeError:  # the loop is closed: nobody waits any more
             pass
 
-    def _failure(self, route: MooncakeRoute, incoming: MooncakeGet) -> _Failure | None:
+    def _failure(self, route: MooncakeRoute, incoming: MooncakeGet) -> _ReadFailure | None:
         """Read it. Returns: why it is not here, or None."""
         metadata, sent = incoming.metadata, route.facts.sends.address
         ours = incoming.region.ctypes.data
         for start in range(0, metadata.nbytes, PIECE_NBYTES):
             if incoming.stopping:
-                return _Failure("it was given up")
+                return _ReadFailure("it was given up")
             nbytes = min(PIECE_NBYTES, metadata.nbytes - start)
             failure = self._piece(route, ours + start, sent + metadata.offset + start, nbytes)
             if failure is not None:
@@ -180,24 +180,24 @@ class MooncakeReader:
         behind = metadata.nbytes + -metadata.nbytes % ALIGNMENT
         failure = self._piece(route, ours + behind, sent + metadata.start, arena.HEADER.size)
         if failure is None and arena.HEADER.unpack_from(incoming.region, behind)[0] != metadata.generation:
-            failure = _Failure("its slot was reused")
+            failure = _ReadFailure("its slot was reused")
         return failure
 
-    def _piece(self, route: MooncakeRoute, ours: int, theirs: int, nbytes: int) -> _Failure | None:
+    def _piece(self, route: MooncakeRoute, ours: int, theirs: int, nbytes: int) -> _ReadFailure | None:
         not_reached = f"{route.peer} is not reached"
         read = self._engine.begin(route.facts.session, ours, theirs, nbytes)
         if read is None:
-            return _Failure(not_reached, broken=True)
+            return _ReadFailure(not_reached, broken=True)
         begun = time.monotonic()
         while (state := self._engine.state(read)) is ReadState.MOVES:
             past = time.monotonic() - begun
             if past > LATE_S:
-                return _Failure(not_reached, moves=True, late=read, broken=True)
+                return _ReadFailure(not_reached, moves=True, late=read, broken=True)
             time.sleep(0 if past < QUICK_S else min(past / LOOKS, LONG_PAUSE_S))
         route.moved_at = time.monotonic()
-        return None if state is ReadState.HERE else _Failure(not_reached, broken=True)
+        return None if state is ReadState.HERE else _ReadFailure(not_reached, broken=True)
 
-    def _over(self, route: MooncakeRoute, incoming: MooncakeGet, failure: _Failure | None) -> None:
+    def _over(self, route: MooncakeRoute, incoming: MooncakeGet, failure: _ReadFailure | None) -> None:
         """Nothing is read for it any more, except by a read that is late."""
         self._turns.over(route)
         self._read_next()

@@ -61,7 +61,7 @@ class NcclSender:
         self._lock = threading.Lock()
         self._puts: dict[tuple[Peer, int], NcclPut] = {}
         self._moving: set[NcclPut] = set()
-        self._sessions: set[_Session] = set()
+        self._sessions: set[_ReceiverSession] = set()
         self._known: Callable[[Peer], bool] = lambda peer: False
         self._closing = False
         self.strays = 0
@@ -128,7 +128,7 @@ class NcclSender:
                 continue  # that one is gone again
             with self._lock:
                 refused = len(self._sessions) >= CONNECTIONS
-                session = _Session(self, connection)
+                session = _ReceiverSession(self, connection)
                 if not refused:
                     self._sessions.add(session)
             if refused:
@@ -136,7 +136,7 @@ class NcclSender:
             else:
                 session.thread.start()
 
-    def serve(self, session: _Session) -> None:
+    def serve(self, session: _ReceiverSession) -> None:
         """In the thread of a connection, until it ends."""
         try:
             join = self._joined(session)
@@ -165,7 +165,7 @@ class NcclSender:
             with self._lock:
                 self._sessions.discard(session)
 
-    def _joined(self, session: _Session) -> Join | None:
+    def _joined(self, session: _ReceiverSession) -> Join | None:
         """Who has connected; None when it is nobody that was opened."""
         session.connection.settimeout(JOIN_S)
         join = messages.decode_order(messages.receive(session.connection))
@@ -176,7 +176,7 @@ class NcclSender:
         session.peer = Peer(join.receiver)
         return join
 
-    def _send(self, session: _Session, grant: NcclGrant) -> None:
+    def _send(self, session: _ReceiverSession, grant: NcclGrant) -> None:
         assert session.world is not None
         with self._lock:
             outgoing = self._puts.get((session.peer, grant.transfer))
@@ -201,7 +201,7 @@ class NcclSender:
                 self._free(outgoing)
 
 
-class _Session:
+class _ReceiverSession:
     """One connection of a receiver, and the world that it has joined."""
 
     def __init__(self, sending: NcclSender, connection: socket.socket) -> None:

@@ -46,7 +46,7 @@ class FrameHeader(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     offset: int
 
 
-class _Transfer:
+class _IncomingTransfer:
     """One that has begun to arrive."""
 
     __slots__ = ("end", "nbytes", "region", "request_id", "since")
@@ -93,8 +93,8 @@ class Arrivals:
         #: Peers that were forgotten: late pieces of theirs are dropped. Bounded: the oldest are forgotten.
         self._gone: collections.OrderedDict[Peer, None] = collections.OrderedDict()
         #: Begun, and complete: a transfer is in one of them. Those in neither ``_claims`` are unclaimed.
-        self._in_progress: dict[TransferKey, _Transfer] = {}
-        self._here: dict[TransferKey, _Transfer] = {}
+        self._in_progress: dict[TransferKey, _IncomingTransfer] = {}
+        self._here: dict[TransferKey, _IncomingTransfer] = {}
         self._claims: dict[TransferKey, _Claim] = {}
         #: Why a transfer will not come; its late pieces are ignored. Bounded: the oldest are forgotten.
         self._lost: collections.OrderedDict[TransferKey, str] = collections.OrderedDict()
@@ -233,7 +233,7 @@ class Arrivals:
             gone = header.sender in self._gone
         return header if fits and not gone and hmac.compare_digest(header.token, self._token) else None
 
-    def _wanted(self, key: TransferKey, header: FrameHeader, body: memoryview) -> _Transfer | None:
+    def _wanted(self, key: TransferKey, header: FrameHeader, body: memoryview) -> _IncomingTransfer | None:
         """The transfer whose next piece this is. Under the lock."""
         if key in self._lost:
             return None
@@ -246,7 +246,7 @@ class Arrivals:
             if not claimed and self._unclaimed_bytes + header.nbytes > self._settings.unclaimed_bytes:
                 self._lose(key, "it came long before it was announced, and there was no room for it")
                 return None
-            transfer = self._in_progress[key] = _Transfer(header.request_id, header.nbytes)
+            transfer = self._in_progress[key] = _IncomingTransfer(header.request_id, header.nbytes)
             self._unclaimed_bytes += 0 if claimed else header.nbytes
         if not transfer.take(header, body):
             self._lose(key, "a piece of it was lost")
@@ -262,7 +262,7 @@ class Arrivals:
         region = self._context.arena.allocate_region(header.nbytes)
         return pages.fresh(header.nbytes) if region is None else region
 
-    def _complete(self, key: TransferKey, transfer: _Transfer) -> None:
+    def _complete(self, key: TransferKey, transfer: _IncomingTransfer) -> None:
         """All is here. In the receiving thread."""
         with self._lock:
             if self._in_progress.pop(key, None) is None:
@@ -290,7 +290,7 @@ class Arrivals:
             if its == peer and number < transfer and claim.passed_at is None:
                 claim.passed_at = now
 
-    def _deliver(self, key: TransferKey, claim: _Claim, transfer: _Transfer) -> None:
+    def _deliver(self, key: TransferKey, claim: _Claim, transfer: _IncomingTransfer) -> None:
         """Hand a transfer to who claimed it. On the loop."""
         region, transfer.region = transfer.region, None
         self._pins.add(region, *key, request_id=claim.request_id, holder=claim.holder, nbytes=transfer.nbytes)
@@ -320,7 +320,7 @@ class Arrivals:
             claim.operation.fail(TransferError(f"transfer {key[1]} from {key[0]}: {why}"))
             self._on_loop(self._context.on_release, *key)
 
-    def _of(self, wanted: Callable[[TransferKey, _Transfer], bool]) -> list[TransferKey]:
+    def _of(self, wanted: Callable[[TransferKey, _IncomingTransfer], bool]) -> list[TransferKey]:
         return [key for table in (self._in_progress, self._here) for key, value in table.items() if wanted(key, value)]
 
     def _on_loop(self, call: Callable[..., object], *arguments: Any) -> None:

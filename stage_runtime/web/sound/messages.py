@@ -53,7 +53,7 @@ class CodecReply(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Base of what a codec process answers."""
 
 
-class Made(CodecReply, frozen=True, tag=True, array_like=True):
+class EncodedBytes(CodecReply, frozen=True, tag=True, array_like=True):
     """Bytes of the file that have become known."""
 
     data: bytes
@@ -72,7 +72,7 @@ class Unencodable(CodecReply, frozen=True, tag=True, array_like=True):
 
 
 CodecRequests = Open | Write | Close | Measure
-CodecReplies = Made | Measured | Unencodable
+CodecReplies = EncodedBytes | Measured | Unencodable
 REQUESTS: Final = msgspec.msgpack.Decoder(CodecRequests)
 REPLIES: Final = msgspec.msgpack.Decoder(CodecReplies)
 

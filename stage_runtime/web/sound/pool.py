@@ -27,7 +27,7 @@ from stage_runtime.web.sound.messages import (
     Close,
     CodecReply,
     CodecRequest,
-    Made,
+    EncodedBytes,
     Measure,
     Measured,
     Open,
@@ -181,7 +181,11 @@ class EncodingSession:
         sound = samples.flat(audio, stage=stage)
         self._frames += sound.frames
         made = [
-            (await self.ask(Made, Write(block.dtype, block.frames, block.channels, block.sample_rate, block.data))).data
+            (
+                await self.ask(
+                    EncodedBytes, Write(block.dtype, block.frames, block.channels, block.sample_rate, block.data)
+                )
+            ).data
             for block in sound.blocks(messages.BLOCK_NBYTES)
         ]
         return made[0] if len(made) == 1 else b"".join(made)
@@ -193,7 +197,7 @@ class EncodingSession:
         """
         if not self._frames:
             raise samples.no_sound(self._stage)
-        return (await self.ask(Made, Close())).data
+        return (await self.ask(EncodedBytes, Close())).data
 
     async def ask(self, expected: type[Answer], request: CodecRequest) -> Answer:
         """Raises: RequestError: as `write`."""

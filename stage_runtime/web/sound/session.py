@@ -20,7 +20,7 @@ from stage_runtime.web.sound.messages import (
     Close,
     CodecReplies,
     CodecRequests,
-    Made,
+    EncodedBytes,
     Measure,
     Measured,
     Open,
@@ -36,7 +36,7 @@ LIFE_CPU_S: Final = 3600  # of one session: an hour of speech as mp3 takes half 
 def serve(connection: socket.socket) -> None:
     """Answer until the other end is closed."""
     limit()
-    session = _Session()
+    session = _CodecSession()
     while (request := _receive(connection)) is not None:
         begin_call(messages.CALL_S)
         reply = session.answer(request)
@@ -46,7 +46,7 @@ def serve(connection: socket.socket) -> None:
                 connection.sendall(part)
 
 
-class _Session:
+class _CodecSession:
     def __init__(self) -> None:
         self._encoder: encoding.Encoder | None = None
 
@@ -67,10 +67,10 @@ class _Session:
             case Write():
                 assert self._encoder is not None
                 fields = (request.dtype, request.frames, request.channels, request.sample_rate, request.data)
-                return Made(self._encoder.write(Flat(*fields)))
+                return EncodedBytes(self._encoder.write(Flat(*fields)))
             case Close():
                 assert self._encoder is not None
-                return Made(self._encoder.close())
+                return EncodedBytes(self._encoder.close())
 
 
 def limit() -> None:

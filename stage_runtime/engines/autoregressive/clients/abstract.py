@@ -77,7 +77,7 @@ class MPClient:
         self._decoder = MsgpackDecoder(EngineCoreOutputs)
         self._connected: set[bytes] = set()  #: Engines whose output has come.
         self._early: deque[list[memoryview]] = deque()  #: Messages that came while engines were added.
-        self._context = multipart.Context()
+        self._context = multipart.SocketContext()
         self._folder = multipart.Folder()
         self._input_endpoint, self._output_endpoint = self._folder.endpoint(), self._folder.endpoint()
         self._input = self._context.bind("ROUTER", self._input_endpoint)

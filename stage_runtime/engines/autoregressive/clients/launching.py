@@ -89,7 +89,7 @@ def start(
     launch: EngineLaunch,
     indices: Sequence[int],
     *,
-    context: multipart.Context,
+    context: multipart.SocketContext,
     folder: multipart.Folder,
     inputs: Sequence[str],
     outputs: Sequence[str],

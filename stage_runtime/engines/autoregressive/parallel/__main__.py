@@ -46,7 +46,7 @@ class _FromEngine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DPCoordinatorProc:
-    def __init__(self, context: multipart.Context, front: str, output: str, back: str, engines: int) -> None:
+    def __init__(self, context: multipart.SocketContext, front: str, output: str, back: str, engines: int) -> None:
         self._publish_front = context.bind("XPUB", front)
         self._output_back = context.bind("PULL", output)
         self._publish_back = context.bind("XPUB", back)
@@ -124,7 +124,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parents.end_with(int(sys.argv[6]))
     logging.basicConfig(level=logging.WARNING, format="coordinator of engines: %(levelname)s %(message)s")
-    context = multipart.Context()
+    context = multipart.SocketContext()
     coordinator = DPCoordinatorProc(context, front, output, back, int(sys.argv[5]))
     greeter = context.connect("PUSH", greeting)
     greeter.send([READY], block=True)

@@ -26,7 +26,7 @@ class DPCoordinator:
         self._folder = multipart.Folder()
         self.front, self._output, self._input = (self._folder.endpoint() for _ in range(3))
         self._rendezvous = self._folder.file("rendezvous")
-        context = multipart.Context()
+        context = multipart.SocketContext()
         greeting = self._folder.endpoint()
         greeted = context.bind("PULL", greeting)
         argv = ("-m", _MODULE, self.front, self._output, self._input, greeting, str(engines), str(os.getpid()))

@@ -44,7 +44,7 @@ def _serve() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parents.end_with(parent)
     logging.basicConfig(level=logging.WARNING, format=f"engine {index}: %(levelname)s %(name)s: %(message)s")
-    context = multipart.Context()
+    context = multipart.SocketContext()
     handshake = context.connect("DEALER", endpoint, identity=identity(index))
     encode = msgspec.msgpack.encode
     try:

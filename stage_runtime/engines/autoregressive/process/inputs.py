@@ -74,7 +74,7 @@ class Inputs:
 
     def start(
         self,
-        context: multipart.Context,
+        context: multipart.SocketContext,
         endpoints: Sequence[str],
         identity: bytes,
         *,

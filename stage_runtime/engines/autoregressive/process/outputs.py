@@ -46,7 +46,7 @@ class OutputThread:
     def put(self, client: int, outputs: EngineCoreOutputs) -> None:
         self._queue.put((client, outputs))
 
-    def start(self, context: multipart.Context, endpoints: Sequence[str], coordinator: str | None = None) -> None:
+    def start(self, context: multipart.SocketContext, endpoints: Sequence[str], coordinator: str | None = None) -> None:
         def write() -> None:
             sockets = {client: context.connect("PUSH", endpoint) for client, endpoint in enumerate(endpoints)}
             if coordinator is not None:

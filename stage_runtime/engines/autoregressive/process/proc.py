@@ -42,7 +42,7 @@ class EngineCoreProc:
             **served.utilities,
         }
         self._init = init
-        self._context = multipart.Context()
+        self._context = multipart.SocketContext()
         self.outputs = OutputThread(engine_index, alive=lambda: EngineCoreOutputs(scheduler_stats=self.stats()))
         self._announced: set[str] = set()  #: Requests of which clients know that they are computed.
         self.inputs = Inputs(
