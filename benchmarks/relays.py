@@ -256,9 +256,10 @@ def relay_once(control: Control, relays: Relays, backend: str) -> Callable[[int,
     def once(size: int, source: np.ndarray[Any, Any]) -> float:
         extracted = encoding.extract({"a": source})
         begun = time.monotonic_ns()
-        operation = relays.put(extracted, request_id="r", peer="far", backend=backend)
+        operation = relays.put(extracted, request_id="r", peer="far", backend=backend, early=True)
         assert operation is not None
         control.say({"get": operation.metadata})
+        operation.fill()
         arrived: int = control.hear()
         released: int = control.hear()
         relays.released("far", released)

@@ -17,6 +17,7 @@ from stage_runtime.payloads.pack import Pack
 from stage_runtime.relays.base import Peer, RelayOperation, TransferId
 from stage_runtime.relays.choosing import Medium
 from stage_runtime.relays.context import RelayContext
+from stage_runtime.relays.filling import Filling
 from stage_runtime.relays.ledger import Ledger
 from stage_runtime.relays.operations import GetOperation, PutOperation, TransferCompletion
 from stage_runtime.relays.pins import Pins
@@ -103,6 +104,11 @@ class AbstractRelay(ABC, Generic[Connection, Metadata]):
 
     def prepare(self, peer: Peer) -> None:
         """Nothing is to be done; a relay that connects later overrides it."""
+
+    def put_early(
+        self, pack: Pack, *, request_id: str, peer: Peer, like: RelayOperation | None = None
+    ) -> PutOperation | None:
+        return self.put(pack, request_id=request_id, peer=peer, like=like)
 
     def put_all(self, packs: Sequence[Pack], *, request_id: str, peer: Peer) -> list[PutOperation] | None:
         if not self._has_room(packs):
@@ -200,6 +206,7 @@ class AbstractRelay(ABC, Generic[Connection, Metadata]):
         peer: Peer,
         most: int | None = None,
         copied: int = 0,
+        filling: Filling | None = None,
     ) -> PutOperation | None:
         """A put that begins now, for which so many bytes were ``copied``. None when that would be more than ``most``
         unreleased bytes.
@@ -208,9 +215,8 @@ class AbstractRelay(ABC, Generic[Connection, Metadata]):
         """
         transfer = TransferId(metadata.transfer)
         announced = self._encode(metadata)
-        put = PutOperation(
-            TransferCompletion(self._loop), transfer, peer, request_id, pack.nbytes, resource, announced, copied
-        )
+        completion, nbytes = TransferCompletion(self._loop), pack.nbytes
+        put = PutOperation(completion, transfer, peer, request_id, nbytes, resource, announced, copied, filling)
         if not self._ledger.add(put, most=most):
             return None
         # In this order: `forget` takes the connection before it looks into the ledger.

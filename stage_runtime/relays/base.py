@@ -61,6 +61,13 @@ class RelayOperation(Protocol):
         """True when `wait_for_completion` would not wait."""
 
 
+class EarlyPut(RelayOperation, Protocol):
+    """A put that may have to be filled."""
+
+    def fill(self) -> None:
+        """Copy what was not copied yet. Called once, in the thread that has put it, whatever became of the transfer."""
+
+
 class Fetch(RelayOperation, Protocol):
     """A get under way."""
 
@@ -93,6 +100,13 @@ class Relay(Protocol):
         unless the relay's line in `registry` has ``sends_from_gpus``.
 
         like: this relay's operation for the same pack towards another peer, which may share what it holds.
+        """
+
+    def put_early(
+        self, pack: Pack, *, request_id: str, peer: Peer, like: RelayOperation | None = None
+    ) -> EarlyPut | None:
+        """As `put`, but it may leave the copying to `EarlyPut.fill`, which follows when the transfer was announced and
+        before anything is written into the parts. So a relay can send the first bytes while it copies the others.
         """
 
     def put_all(self, packs: Sequence[Pack], *, request_id: str, peer: Peer) -> Sequence[RelayOperation] | None:

@@ -170,9 +170,11 @@ class Relays:
         peer: str,
         backend: str = "auto",
         slot_nbytes: int | None = None,
+        early: bool = False,
     ) -> Put | None:
         """Start moving the parts of ``extracted``; from any thread. None when there is no room now.
 
+        early: some may be copied later: `Put.fill` follows, when the put is announced, and before the parts change.
         slot_nbytes: a larger pack goes as several transfers of that size. Put to several peers, one `Extracted` takes
         one slot. Never announce `metadata` twice.
         Raises: TransferError: no relay reaches ``peer``. ValueRefused: as `check`.
@@ -190,7 +192,8 @@ class Relays:
                     self._refuse(extracted, relay, slot_nbytes)
                     return None
                 like = extracted.placed.get(name)
-                operation = relay.put(pack, request_id=request_id, peer=Peer(peer), like=like)
+                begin = relay.put_early if early else relay.put
+                operation = begin(pack, request_id=request_id, peer=Peer(peer), like=like)
             except RelayFailed as error:
                 self.fail(peer, name, str(error))
                 continue
@@ -198,7 +201,7 @@ class Relays:
                 self._refuse(extracted, relay, slot_nbytes)
                 return None
             extracted.placed[name] = operation
-            return Named(name, operation)
+            return Named(name, operation, early=early)
 
     def check(self, extracted: Extracted, *, peer: str, backend: str = "auto", slot_nbytes: int | None = None) -> None:
         """Before a wait for room: there may be some for ``extracted``, as a copy. From any thread.

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from stage_runtime.relays.base import Peer, RelayOperation, TransferId
+from stage_runtime.relays.base import EarlyPut, Peer, TransferId
 from stage_runtime.relays.pieces import PutPieces
 
 
-class Put(RelayOperation, Protocol):
+class Put(EarlyPut, Protocol):
     """A put by the relay ``backend``; of a pack that was cut, of several transfers."""
 
     @property
@@ -23,11 +23,13 @@ class Put(RelayOperation, Protocol):
 class Named:
     """A put whose metadata names its relay."""
 
-    __slots__ = ("_operation", "backend")
+    __slots__ = ("_early", "_operation", "backend")
 
-    def __init__(self, backend: str, operation: Any) -> None:
+    def __init__(self, backend: str, operation: Any, *, early: bool = False) -> None:
+        """early: the operation is an `EarlyPut`."""
         self.backend = backend
         self._operation = operation
+        self._early = early
 
     @property
     def metadata(self) -> bytes:
@@ -61,3 +63,7 @@ class Named:
 
     def done(self) -> bool:
         return bool(self._operation.done())
+
+    def fill(self) -> None:
+        if self._early:
+            self._operation.fill()

@@ -15,6 +15,7 @@ import msgspec
 from stage_runtime.errors import RelayFailed, TransferError
 from stage_runtime.payloads.pack import Arrived
 from stage_runtime.relays.base import Peer, TransferId
+from stage_runtime.relays.filling import Filling
 
 NOTHING: Final = memoryview(b"")
 
@@ -87,6 +88,7 @@ class PutOperation(msgspec.Struct, eq=False):
     resource: Any  #: What the backend frees when it is over: a slot, or buffers.
     _metadata: bytes
     copied_nbytes: int = 0
+    _filling: Filling | None = None  #: Of `base.Relay.put_early`.
     announced: bool = False  #: `metadata` was read, so the receiver may know of it.
 
     @property
@@ -103,6 +105,10 @@ class PutOperation(msgspec.Struct, eq=False):
 
     def done(self) -> bool:
         return self._completion.done()
+
+    def fill(self) -> None:
+        if self._filling is not None:
+            self._filling.fill()
 
     def finish(self, error: TransferError | None = None) -> None:
         self._completion.finish(error)

@@ -5,11 +5,12 @@ Used by the relays whose receivers are given, or are to read, what lies in the s
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from stage_runtime.payloads.pack import ALIGNMENT, Pack
 from stage_runtime.relays.arena import Arena
+from stage_runtime.relays.filling import Filling
 from stage_runtime.relays.slots import Slot
 
 
@@ -19,6 +20,11 @@ class Placed(NamedTuple):
     slot: Slot
     offset: int  #: Where in the arena the pack begins.
     copied_nbytes: int  #: For this receiver.
+    filling: Filling | None = None  #: It is filled later.
+
+    @property
+    def is_filled(self) -> bool:
+        return self.filling is None or self.filling.is_over
 
 
 class Placing:
@@ -34,13 +40,19 @@ class Placing:
             return shared._replace(copied_nbytes=0)
         return self._in_place(pack) or self._copied(pack)
 
+    def place_early(self, pack: Pack, shared: Placed | None, freed: Callable[[], None]) -> Placed | None:
+        """As `place`, but a copy is left to `Filling.fill`. freed: the slot became free after that."""
+        if shared is not None and self._arena.share(shared[0]):
+            return shared._replace(copied_nbytes=0)
+        return self._in_place(pack) or self._reserved(pack, freed)
+
     def has_room(self, packs: Iterable[Pack]) -> bool:
         """Whether `place` would find room for all of these now."""
         copied = [pack for pack in packs if self._found(pack) is None]
         return self._arena.has_room((pack.nbytes, pack.parts[0] if pack.parts else None) for pack in copied)
 
     def _copied(self, pack: Pack) -> Placed | None:
-        slot = self._arena.allocate(pack.nbytes, source=pack.parts[0] if pack.parts else None)
+        slot = self._allocated(pack)
         if slot is None:
             return None
         for part, offset in zip(pack.parts, pack.offsets, strict=True):
@@ -48,6 +60,17 @@ class Placing:
         self.copied_bytes += pack.nbytes
         self._arena.send_copy(slot)
         return Placed(slot, slot.offset, pack.nbytes)
+
+    def _reserved(self, pack: Pack, freed: Callable[[], None]) -> Placed | None:
+        slot = self._allocated(pack)
+        if slot is None:
+            return None
+        self.copied_bytes += pack.nbytes
+        self._arena.sent(slot)
+        return Placed(slot, slot.offset, pack.nbytes, Filling(self._arena, slot, pack, freed))
+
+    def _allocated(self, pack: Pack) -> Slot | None:
+        return self._arena.allocate(pack.nbytes, source=pack.parts[0] if pack.parts else None)
 
     def _in_place(self, pack: Pack) -> Placed | None:
         """Of a pack whose largest part is an author's tensor in our arena: its slot, the rest copied behind it."""

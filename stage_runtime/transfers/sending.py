@@ -344,6 +344,7 @@ class SendQueues:
         try:
             sent = self._send(peer, pending.make(body))
         finally:
+            operation.fill()
             if not sent:
                 with self._lock:
                     for key in keys:
@@ -363,7 +364,7 @@ class SendQueues:
         peer, backend = queue.edge[2], pending.backend
         most = queue.slot_nbytes
         operation = self._relays.put(
-            pending.extracted, request_id=request_id, peer=peer, backend=backend, slot_nbytes=most
+            pending.extracted, request_id=request_id, peer=peer, backend=backend, slot_nbytes=most, early=True
         )
         if operation is None:
             with self._lock:
@@ -371,6 +372,6 @@ class SendQueues:
             self._relays.when_room(self._look_for_room)
             # Again: the last slot may have been released before this queue was known to wait, and none after it.
             operation = self._relays.put(
-                pending.extracted, request_id=request_id, peer=peer, backend=backend, slot_nbytes=most
+                pending.extracted, request_id=request_id, peer=peer, backend=backend, slot_nbytes=most, early=True
             )
         return operation

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+import torch
 
 from stage_runtime.errors import ConfigurationError, TransferError
 from stage_runtime.relays.context import RelaySettings
@@ -85,6 +86,49 @@ async def test_what_a_frozen_sender_writes_when_it_goes_on_lands_in_no_memory_th
         assert hashlib.sha256(view).hexdigest() == digest(100 * MIB, 2)
     finally:
         other.close()
+
+
+@pytest.mark.parametrize("filled_first", [True, False])
+async def test_of_what_is_announced_early_nothing_moves_that_was_not_copied_yet(filled_first: bool) -> None:
+    with pair("nixl") as both:
+        array = np.random.default_rng(0).integers(0, 255, 9 * MIB, np.uint8)
+        extracted, operation = both.put(array, early=True)
+        if filled_first:
+            operation.fill()
+        arriving = both.b.get(operation.metadata, request_id="r", peer="a")
+        if not filled_first:
+            await both.until(lambda: both.a.stats()["nixl_outgoing_transfers"] == 1)
+            operation.fill()
+        buffer = await arriving.wait_for_completion(PATIENCE_S)
+        assert np.array_equal(np.frombuffer(buffer, np.uint8)[: len(array)], array)
+        assert extracted.nbytes == operation.copied_nbytes
+
+
+async def test_a_slot_that_is_being_filled_is_not_used_again_when_its_receiver_is_gone() -> None:
+    with pair("nixl") as both:
+        _, operation = both.put(np.ones(5 * MIB, np.uint8), early=True)
+        both.a.forget("b")
+        others = both.a.allocate((5 * MIB,), torch.uint8)
+        others[:] = 2
+        operation.fill()
+        assert int(others.min()) == 2
+        del others
+        assert both.held() == 0
+
+
+async def test_a_second_receiver_of_a_slot_that_is_being_filled_gets_all_of_it() -> None:
+    with pair("nixl") as both:
+        array = np.random.default_rng(0).integers(0, 255, 9 * MIB, np.uint8)
+        extracted, first = both.put(array, early=True)
+        second = both.put_again(extracted, early=True)
+        second.fill()
+        arriving = [both.b.get(put.metadata, request_id="r", peer="a") for put in (first, second)]
+        await both.until(lambda: both.a.stats()["nixl_outgoing_transfers"] == 2)
+        first.fill()
+        for one in arriving:
+            buffer = await one.wait_for_completion(PATIENCE_S)
+            assert np.array_equal(np.frombuffer(buffer, np.uint8)[: len(array)], array)
+        assert (first.copied_nbytes, second.copied_nbytes) == (extracted.nbytes, 0)
 
 
 async def test_an_aborted_get_keeps_its_memory_until_the_sender_says_that_nothing_moves_and_then_releases(

@@ -43,6 +43,20 @@ async def test_bytes_arrive_as_they_were_put(both: Pair, nbytes: int) -> None:
     assert np.array_equal((await both.carry({"a": array}))["a"], array)
 
 
+@pytest.mark.parametrize("nbytes", [70_000, 5 * MIB + 17])
+async def test_what_is_filled_after_it_was_announced_arrives_whole(both: Pair, nbytes: int) -> None:
+    array = np.random.default_rng(nbytes).integers(0, 255, nbytes, np.uint8)
+    extracted, operation = both.put({"a": array, "b": array[:30_000]}, early=True)
+    arriving = both.b.get(operation.metadata, request_id="r", peer="a")
+    operation.fill()
+    expected, array[:] = array.copy(), 0
+    buffer = await arriving.wait_for_completion(PATIENCE_S)
+    arrived = encoding.restore(extracted.value_bytes, extracted.refs, buffer)
+    assert np.array_equal(arrived["a"], expected) and np.array_equal(arrived["b"], expected[:30_000])
+    del buffer, arrived, arriving, extracted
+    await both.until(lambda: both.held() == 0)
+
+
 async def test_many_parts_of_all_sizes_arrive_in_one_transfer(both: Pair) -> None:
     sizes = [3 * MIB, 1, 70_000, 0, 65, 2 * MIB + 1, 300, *range(1, 40)]
     value = [torch.arange(size, dtype=torch.int64).to(torch.uint8) for size in sizes]

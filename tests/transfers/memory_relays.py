@@ -22,6 +22,9 @@ class MemoryPut:
         self.data = data
         self.metadata = transfer.to_bytes(8, "big")
 
+    def fill(self) -> None:
+        pass
+
 
 class MemoryRelays:
     """The relays of one process. slots: how many transfers its peers may hold. `get` is a subclass's: here it fails."""
@@ -55,6 +58,7 @@ class MemoryRelays:
         peer: str,
         backend: str = "auto",
         slot_nbytes: int | None = None,
+        early: bool = False,
     ) -> MemoryPut | None:
         if peer in self.unreachable:
             raise TransferError(f"no relay reaches {peer}")

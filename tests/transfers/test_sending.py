@@ -36,12 +36,16 @@ class Work:
 
 
 class Put:
-    def __init__(self, transfer: int) -> None:
+    def __init__(self, transfer: int, filled: Callable[[int], None]) -> None:
         self.transfer = transfer
         self.transfers = (transfer,)
         self.backend = "memory"
         self.copied_nbytes = 0
         self.metadata = b"m" * 100
+        self._filled = filled
+
+    def fill(self) -> None:
+        self._filled(self.transfer)
 
 
 class Relays:
@@ -53,17 +57,25 @@ class Relays:
         self.again: Callable[[], None] = lambda: None
         self.before: Callable[[str], None] = lambda request_id: None
         self.refused: Callable[[], None] = lambda: None
+        self.filled: list[int] = []
         self._ids = itertools.count(1)
 
     def put(
-        self, extracted: pack.Extracted, *, request_id: str, peer: str, backend: str, slot_nbytes: int | None
+        self,
+        extracted: pack.Extracted,
+        *,
+        request_id: str,
+        peer: str,
+        backend: str,
+        slot_nbytes: int | None,
+        early: bool,
     ) -> Put | None:
         self.before(request_id.partition("/")[2].partition("#")[0])
         if self.free == 0:
             self.refused()
             return None
         self.free -= 1
-        return Put(next(self._ids))
+        return Put(next(self._ids), self.filled.append)
 
     def check(self, extracted: pack.Extracted, *, peer: str, backend: str, slot_nbytes: int) -> None:
         if extracted.nbytes > self.most:
@@ -122,6 +134,27 @@ class Made:
         return self.send_queues.ship(
             edge, PendingSend(Work(request_id, attempt), extracted, make, "auto", lost), credits=credits
         )
+
+
+def test_a_put_is_filled_after_it_was_announced_and_before_its_giver_goes_on() -> None:
+    made = Made()
+    before = list[int]()
+    made.refuses = lambda request_id: before.extend(made.relays.filled)
+    made.ship("a")
+    assert (made.sent, before, made.relays.filled) == (["a"], [], [1])
+
+
+def test_a_put_whose_message_could_not_be_sent_is_filled_too() -> None:
+    """Its relay keeps the memory for who fills it."""
+    made = Made()
+
+    def refuse(request_id: str) -> None:
+        raise TransferError("no link")
+
+    made.refuses = refuse
+    with pytest.raises(TransferError):
+        made.ship("a")
+    assert made.relays.filled == [1]
 
 
 def test_small_payloads_take_no_credit_while_their_bytes_fit() -> None:

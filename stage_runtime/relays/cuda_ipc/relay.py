@@ -112,7 +112,7 @@ class CudaIpcRelay(AbstractRelay[CudaIpcRoute, CudaIpcMetadata]):
         resource = self._shared(route, like) or self._placed(route, pack)
         if resource is None:
             return None
-        slot, offset, copied = resource.host
+        slot, offset, copied, _ = resource.host
         transfer = next(self._context.ids)
         try:
             there = self._announced(resource, peer)

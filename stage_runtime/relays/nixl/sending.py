@@ -116,9 +116,11 @@ class NixlSender:
         def message(nbytes: int) -> bytes:
             return encode(Written(route.token, grant.transfer, grant.generation, nbytes))
 
-        ours = self._address + outgoing.placed[1]
+        placed = outgoing.placed
+        ours = self._address + placed.offset
         theirs = route.facts.receives.address + grant.offset
-        return Move(route, ours, theirs, outgoing.nbytes, write=True, over=over, message=message)
+        nbytes, filling = outgoing.nbytes, placed.filling
+        return Move(route, ours, theirs, nbytes, write=True, over=over, message=message, filling=filling)
 
     def _ended(self, outgoing: NixlPut) -> None:
         with self._lock:

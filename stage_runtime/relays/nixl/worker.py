@@ -17,13 +17,14 @@ from typing import Any, Final
 import msgspec
 
 from stage_runtime.relays.base import Peer
+from stage_runtime.relays.filling import Filling
 from stage_runtime.relays.nixl import messages
 from stage_runtime.relays.nixl.agent import Agent, Handle, Unreachable
 from stage_runtime.relays.nixl.messages import NixlFacts, Notice
 
 log = logging.getLogger(__name__)
 
-PIECE_NBYTES: Final = 16 << 20  # progress is seen once a piece: 1.6 MB/s are enough to be no stalled transfer
+PIECE_NBYTES: Final = 4 << 20  # progress is seen once a piece: 0.4 MB/s are enough to be no stalled transfer
 PIECES: Final = 2  # of a transfer, under way at once
 #: How long nothing has happened, and how long to sleep then; 0: let other threads run.
 PAUSES_S: Final = ((100e-6, 0.0), (5e-3, 50e-6), (50e-3, 200e-6), (1.0, 1e-3))
@@ -52,6 +53,7 @@ class Move:
 
     __slots__ = (
         "broken",
+        "filling",
         "handles",
         "message",
         "nbytes",
@@ -74,9 +76,11 @@ class Move:
         write: bool,
         over: Callable[[Move, str | None], None],
         message: Callable[[int], bytes] = lambda nbytes: b"",
+        filling: Filling | None = None,
     ) -> None:
         """over: called when nothing moves any more: with a reason when not all has been moved.
         message: what the peer is notified of behind a piece of that size.
+        filling: says how much may be moved already; None: all.
         """
         self.route = route
         self.ours = ours
@@ -85,10 +89,16 @@ class Move:
         self.write = write
         self.over = over
         self.message = message
+        self.filling = filling
         self.posted = 0
         self.handles: collections.deque[Handle] = collections.deque()
         self.stopping: str | None = None  #: Why no further piece is posted.
         self.broken = False  #: A piece has failed: of what was sent, some may be on its way still.
+
+    @property
+    def ready_nbytes(self) -> int:
+        """So many of its bytes may be moved now."""
+        return self.nbytes if self.filling is None else self.filling.nbytes
 
 
 class Worker:
@@ -220,7 +230,7 @@ class Worker:
                 move.stopping, move.broken = str(error), True
             move.handles.popleft()
             arrived = True
-        while len(move.handles) < PIECES and move.posted < move.nbytes and move.stopping is None:
+        while len(move.handles) < PIECES and move.posted < move.ready_nbytes and move.stopping is None:
             try:
                 self._post_piece(move)
             except Unreachable as error:
@@ -234,7 +244,7 @@ class Worker:
         return True
 
     def _post_piece(self, move: Move) -> None:
-        nbytes = min(PIECE_NBYTES, move.nbytes - move.posted)
+        nbytes = min(PIECE_NBYTES, move.ready_nbytes - move.posted)
         self._load(move.route)
         handle = self._agent.begin(
             write=move.write,

@@ -64,7 +64,7 @@ class ShmRelay(AbstractRelay[mmap.mmap, ShmMetadata]):
         placed = self._placing.place(pack, like.resource if isinstance(like, PutOperation) else None)
         if placed is None:
             return None
-        slot, offset, copied = placed
+        slot, offset, copied, _ = placed
         metadata = ShmMetadata(next(self._context.ids), slot.start, offset, pack.nbytes, slot.generation)
         return self._accounted(metadata, pack, placed, request_id=request_id, peer=peer, copied=copied)
 
