@@ -28,6 +28,7 @@ from stage_runtime.relays.dispatch import Relays
 from stage_runtime.settings import CoordinatorSettings, api_keys
 from stage_runtime.sockets import limits
 from stage_runtime.sockets.channels import Channels
+from stage_runtime.sockets.doors import Doors
 from stage_runtime.web import app as web
 from stage_runtime.web import routes
 from stage_runtime.web.apikeys import ApiKeys
@@ -159,6 +160,7 @@ def _planes(settings: CoordinatorSettings, stack: contextlib.AsyncExitStack) -> 
         on_release=coordinator.release,
         on_failed=coordinator.relay_failed,
         security=security,
+        doors=Doors(loop),
         settings=process_context.relay_settings(settings),
     )
     stack.callback(relays.close)

@@ -21,6 +21,7 @@ from stage_runtime.profiler.recorder import recorder
 from stage_runtime.relays.dispatch import Relays
 from stage_runtime.settings import StageSettings
 from stage_runtime.sockets.channels import Channels, Handler
+from stage_runtime.sockets.doors import Doors
 from stage_runtime.stage.context import RankContext
 from stage_runtime.wire.parts import Incarnation
 
@@ -79,6 +80,7 @@ class RankProcess:
             on_release=release,
             on_failed=relay_failed,
             security=security,
+            doors=Doors(loop),
             settings=process_context.relay_settings(settings),
         )
         stack.callback(self._relays.close)

@@ -27,6 +27,7 @@ from stage_runtime.rules import edges, ticks
 from stage_runtime.settings import StageSettings
 from stage_runtime.sockets import addresses, limits
 from stage_runtime.sockets.channels import Channels
+from stage_runtime.sockets.doors import Doors
 from stage_runtime.stage.host import Host
 from stage_runtime.stage.mutation_check import MutationCheck
 from stage_runtime.stage.registration import Registration
@@ -162,7 +163,12 @@ class StageProcess(RankProcess):
         stack.callback(channels.close)
         stack.push_async_callback(self._settle, channels)
         relays = Relays(
-            loop=loop, incarnation=incarnation, on_release=plane.release, security=security, settings=relay_settings
+            loop=loop,
+            incarnation=incarnation,
+            on_release=plane.release,
+            security=security,
+            doors=Doors(loop),
+            settings=relay_settings,
         )
         stack.callback(relays.close)
         plane.wire(channels, relays, endpoint=process_context.advertised(advertise, channels.bind(listen)))

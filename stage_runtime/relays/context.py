@@ -27,6 +27,19 @@ class SocketSecurity(Protocol):
         """Admit members only to that context's server sockets. Returns something with ``stop()``."""
 
 
+class SocketDoors(Protocol):
+    """Keeps new peers from Unix sockets while few descriptors are left (`sockets.doors.Doors`). On the loop."""
+
+    def add(self, endpoint: str) -> None:
+        """It is bound."""
+
+    def look(self) -> None:
+        """A peer was let in."""
+
+    def close(self) -> None:
+        """Before its socket is closed."""
+
+
 class RelaySettings(msgspec.Struct, frozen=True, kw_only=True):
     """Sizes and addresses of this process's relays."""
 
@@ -69,4 +82,5 @@ class RelayContext(msgspec.Struct, frozen=True, kw_only=True):
     rdma: tuple[str, ...] = ()  #: RDMA devices of this process.
     memory_lock: MemoryLock = MemoryLock()  #: What a relay may register for them.
     security: SocketSecurity | None
+    doors: SocketDoors | None = None  #: Of the tcp relay's socket.
     settings: RelaySettings

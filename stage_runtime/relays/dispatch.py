@@ -24,7 +24,7 @@ from stage_runtime.relays.arena import Arena
 from stage_runtime.relays.base import Fetch, OnRelayFailed, OnRelease, Peer, Relay, TransferId
 from stage_runtime.relays.choices import Choices
 from stage_runtime.relays.choosing import PROCESS, ProcessFacts, Reached
-from stage_runtime.relays.context import RelayContext, RelaySettings, SocketSecurity
+from stage_runtime.relays.context import RelayContext, RelaySettings, SocketDoors, SocketSecurity
 from stage_runtime.relays.named import Named, Put
 from stage_runtime.relays.pins import Pin
 from stage_runtime.relays.registry import RELAYS, RelayEntry
@@ -49,6 +49,7 @@ class Relays:
         on_release: OnRelease,
         on_failed: OnRelayFailed = lambda peer, relay, reason: None,
         security: SocketSecurity | None = None,
+        doors: SocketDoors | None = None,
         settings: RelaySettings | None = None,
         table: Mapping[str, RelayEntry] = RELAYS,
     ) -> None:
@@ -82,6 +83,7 @@ class Relays:
             rdma=here.rdma,
             memory_lock=lock,
             security=security,
+            doors=doors,
             settings=settings,
         )
         self._table = table

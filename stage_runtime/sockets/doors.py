@@ -5,7 +5,7 @@ and again). And to unbind ends all connections that were accepted. So the socket
 connects is refused until it has its own again, with the same permissions. This may go when `ipc_listener_t::accept`
 takes EMFILE for no assertion.
 
-Not here: outgoing connections (`limits.check`). Called by `opening`, on the process's I/O thread.
+Not here: outgoing connections (`limits.check`). Called by `opening` and by the tcp relay, on the process's I/O thread.
 """
 
 from __future__ import annotations

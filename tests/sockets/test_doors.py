@@ -39,6 +39,36 @@ async def main(folder):
 
 asyncio.run(main(sys.argv[1]))
 """
+RELAY = """
+import asyncio, resource, sys
+import numpy as np
+from stage_runtime.payloads import encoding
+from stage_runtime.relays.context import RelaySettings
+from stage_runtime.relays.dispatch import Relays
+from stage_runtime.sockets.doors import Doors
+
+async def main(folder):
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+    loop = asyncio.get_running_loop()
+    def relays(name):
+        def release(peer, transfer):
+            ends[peer].released(name, transfer)
+        settings = RelaySettings(bind=f"ipc://{folder}/{name}", arena_bytes=1 << 20, prefault_bytes=0)
+        return Relays(loop=loop, incarnation=name, on_release=release, settings=settings, doors=Doors(loop))
+    ends = {name: relays(name) for name in ("hub", "leaf")}
+    ends["hub"].open("leaf", ends["leaf"].facts())
+    ends["leaf"].open("hub", ends["hub"].facts())
+    lines = asyncio.StreamReader()
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
+    while word := (await lines.readline()).decode().strip():
+        sent = ends["leaf"].put(encoding.extract(np.ones(9000)), request_id=word, peer="hub", backend="tcp")
+        await ends["hub"].get(sent.metadata, request_id=word, peer="leaf").wait_for_completion(60)
+        print(word, flush=True)
+    for end in ends.values():
+        end.close()
+
+asyncio.run(main(sys.argv[1]))
+"""
 
 
 @pytest.fixture
@@ -48,11 +78,11 @@ def folder() -> Iterator[Path]:
 
 
 class Hub:
-    """A process that listens, and sends each word that it reads over a link before it prints it."""
+    """A process that listens, and sends something for each word that it reads before it prints it."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, script: str) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-c", HUB, str(folder)],
+            [sys.executable, "-c", script, str(folder)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -75,8 +105,11 @@ class Hub:
         return log
 
 
-def test_a_process_without_descriptors_for_new_peers_refuses_them_lives_on_and_takes_them_later(folder: Path) -> None:
-    hub = Hub(folder)
+@pytest.mark.parametrize("script", [HUB, RELAY], ids=["control plane", "tcp relay"])
+def test_a_process_without_descriptors_for_new_peers_refuses_them_lives_on_and_takes_them_later(
+    folder: Path, script: str
+) -> None:
+    hub = Hub(folder, script)
     hub.speaks()
     mode = (folder / "hub").stat().st_mode
     with contextlib.ExitStack() as peers:

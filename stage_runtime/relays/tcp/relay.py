@@ -78,6 +78,9 @@ class TcpRelay(AbstractRelay[TcpRoute, TcpMetadata]):
         self._zmq.max_sockets = self._zmq.get(zmq.SOCKET_LIMIT)
         self._guard = context.security.guard(self._zmq) if context.security and self._is_tcp else None
         self._socket, self._endpoint = self._bound()
+        self._doors = context.doors
+        if self._doors is not None:
+            self._doors.add(self._endpoint)
         self._socket.monitor("inproc://door", TURNED_AWAY | zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
         self._door = self._zmq.socket(zmq.PAIR)
         self._door.rcvhwm = 0  # a full one would block libzmq's own thread
@@ -207,6 +210,8 @@ class TcpRelay(AbstractRelay[TcpRoute, TcpMetadata]):
             self._stop.send(b"")
             self._thread.join()
         super().close()
+        if self._doors is not None:
+            self._doors.close()
         if self._guard is not None:
             self._guard.stop()
             self._guard = None
@@ -292,10 +297,18 @@ class TcpRelay(AbstractRelay[TcpRoute, TcpMetadata]):
         event, descriptor = zmq.Event(announced["event"]), int(announced["value"])
         if event == zmq.EVENT_ACCEPTED:
             self._movement.accepted(descriptor)
+            self._look_at_descriptors()
         elif event == zmq.EVENT_DISCONNECTED:
             self._arrivals.disconnected(self._movement.disconnected(descriptor))
         else:
             self._turned_away(event)
+
+    def _look_at_descriptors(self) -> None:
+        if self._doors is not None:
+            try:
+                self._loop.call_soon_threadsafe(self._doors.look)
+            except RuntimeError:  # the loop is closed
+                pass
 
     def _turned_away(self, why: zmq.Event) -> None:
         """Counted each time, logged once per reason."""
