@@ -31,11 +31,11 @@ class Coordinating:
         loop = asyncio.get_running_loop()
         incarnation = secrets.token_hex(8)
         self._coordinator = Coordinator(PLAN, incarnation=incarnation, loop=loop)
-        self._heard: Counter[str] = Counter()
+        self._heard: Counter[type[Message]] = Counter()
         received = self._coordinator.received
 
         def counted(sender: str, message: Message) -> None:
-            self._heard[type(message).__name__] += 1
+            self._heard[type(message)] += 1
             received(sender, message)
 
         self._coordinator.received = counted  # type: ignore[method-assign]
@@ -63,7 +63,7 @@ class Coordinating:
         return {
             **children.own_usage(),
             "ready": self._ready(),
-            "heard": self._heard,
+            "heard": {kind.__name__: count for kind, count in self._heard.items()},
             "retried": self._coordinator.manager.stats.retried,
         }
 

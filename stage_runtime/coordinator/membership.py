@@ -187,8 +187,11 @@ class Membership:
         return True
 
     def beat(self, sender: str, message: Beat) -> None:
-        if sender not in self.state.instances:
+        instance = self.state.instances.get(sender)
+        if instance is None:
             return  # refused, and not gone yet
+        if self._beats.get(sender) is message and instance.at_rest:
+            return  # nothing has changed: so it is with most of a thousand
         self._beats[sender] = message
         self.state.beat(sender, sum(message.waiting.values()), sum(message.running.values()))
 

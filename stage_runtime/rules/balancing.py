@@ -21,6 +21,7 @@ import msgspec
 
 WAITING_WEIGHT: Final = 1.0  # what waits counts so much more than what runs: it means that the instance is full
 SMOOTHING: Final = 0.3  # of a beat in the average: long enough that a correction is seen before it is repeated
+NEGLIGIBLE: Final = 0.01  # requests: what an average leaves long after the last one
 PARTS_MOST: Final = 16.0  # a coordinator with hardly a request of its own still sees who is overloaded
 SPILL_FACTOR: Final = 1.25  # how much more loaded a partner may be than another instance of its group ...
 SPILL_REQUESTS: Final = 2.0  # ... and so many requests more
@@ -40,6 +41,11 @@ class Load(msgspec.Struct, kw_only=True):
     others: float = 0.0  #: Correction for other coordinators' requests, in requests.
     score: float = 0.0  #: ``bound + others``: the lowest is bound.
     turn: int = 0  #: When it was bound last; among equals, the one that waited longest is bound.
+
+    @property
+    def at_rest(self) -> bool:
+        """Whether nothing changes when it reports the same as before: it has nothing, and had nothing then."""
+        return not (self.bound or self.others or self.waiting or self.running or self.bound_at_beat)
 
 
 class GroupLoad(msgspec.Struct):
@@ -73,6 +79,8 @@ class GroupLoad(msgspec.Struct):
         beyond = max(0, waiting + running - load.bound) + WAITING_WEIGHT * waiting
         correction = beyond / self.parts
         load.others += SMOOTHING * (correction - load.others)
+        if load.others < NEGLIGIBLE:
+            load.others = 0.0
         load.score = load.bound + load.others
 
     def leave(self, load: Load) -> None:

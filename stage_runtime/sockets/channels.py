@@ -25,13 +25,15 @@ from stage_runtime.sockets.broadcasts import Broadcasts
 from stage_runtime.sockets.connecting import Connecting
 from stage_runtime.sockets.dialing import Dialers
 from stage_runtime.sockets.dismissals import Dismissals
+from stage_runtime.sockets.gathering import Gathering
 from stage_runtime.sockets.links import Link
 from stage_runtime.sockets.opening import Sockets
 from stage_runtime.sockets.reading import Reading
+from stage_runtime.sockets.repeats import Repeats
 from stage_runtime.sockets.resending import Acknowledging, Resending
 from stage_runtime.wire import codec
 from stage_runtime.wire.frames import FRAME_LIMIT, Envelope, RequestRef
-from stage_runtime.wire.messages import Abort, Ack, Message
+from stage_runtime.wire.messages import Abort, Ack, Beat, Message
 
 log = logging.getLogger(__name__)
 
@@ -90,6 +92,8 @@ class Channels:
             short_connection=self._reading.short_connection,
         )
         self._dialers = Dialers(self._sockets, loop)
+        self._gathering = Gathering(loop, self._sockets)
+        self._repeats = Repeats()
         self._pulls: list[zmq.Socket[bytes]] = []
         self._broadcasts = Broadcasts(
             incarnation,
@@ -136,8 +140,12 @@ class Channels:
         pull.maxmsgsize = FRAME_LIMIT
         bound = self._sockets.bind(pull, endpoint)
         self._pulls.append(pull)
-        self._sockets.read(pull, lambda: self._reading.drain(pull, self._take))
+        self._gathering.read(pull, lambda many: self._reading.drain(pull, self._take, many))
         return bound
+
+    def let_beats_gather(self, allowed: Callable[[], bool]) -> None:
+        """Where beats come one soon after the other, read every few ms. allowed: whether all that comes may wait so."""
+        self._gathering.allowed = allowed
 
     def bind_publisher(self, endpoint: str) -> str:
         return self._broadcasts.bind(endpoint)
@@ -269,6 +277,7 @@ class Channels:
         self._acks.close()
         self._resending.close()
         self._dismissals.close()
+        self._gathering.close()
         if self._idle_timer is not None:
             self._idle_timer.cancel()
         for link in [*self._links.values(), *self._unnamed.values()]:
@@ -297,6 +306,11 @@ class Channels:
     # --- hearing ------------------------------------------------------------------------------------------------
 
     def _take(self, data: bytes) -> None:
+        repeat = self._repeats.find(data)
+        if repeat is not None and repeat.follows():
+            self._gathering.beats += 1
+            self._receive(repeat.envelope, repeat.message)
+            return
         frame = self._reading.opened(data)
         if frame is None:
             return
@@ -350,6 +364,13 @@ class Channels:
             if message.gap:
                 self._resending.again(link)
             return
+        if type(message) is Beat:
+            self._gathering.beats += 1
+            if not frame.seq:
+                self._repeats.keep(link, frame, message)
+        self._receive(frame, message)
+
+    def _receive(self, frame: Envelope, message: Message) -> None:
         self.counters["received"] += 1
         try:
             self._handler.received(frame.sender, message)
@@ -446,6 +467,7 @@ class Channels:
 
     def _close_link(self, link: Link) -> None:
         self._acks.forget(link)
+        self._repeats.forget(link)
         self._resending.forget(link)
         link.close()
         self._connecting.leave(link)

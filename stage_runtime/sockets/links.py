@@ -41,6 +41,7 @@ class Link:
         "keep_awake",
         "lost",
         "peer",
+        "repeat",
         "unreadable_logged",
         "used",
     )
@@ -65,6 +66,7 @@ class Link:
         self.keep_awake = False  #: Its peer's death is noticed by nobody else.
         self.used = True  #: Since `channels` has looked last: a frame was sent or received.
         self.lost = False
+        self.repeat: bytes | None = None  #: Its key in `sockets.repeats`.
         self.unreadable_logged = False  #: A message of the peer's could not be read, and the log has it.
         self._me = me
         self._stalled = stalled

@@ -191,7 +191,7 @@ class Sockets:
             kind, value = EVENT.unpack(header)
             yield SocketEvent(kind, value, endpoint.decode(errors="replace"))
 
-    def read(self, socket: zmq.Socket[bytes], ready: Callable[[], None]) -> None:
+    def read(self, socket: zmq.Socket[bytes], ready: Callable[[], object]) -> None:
         """Call ``ready`` when there may be something; it takes all there is, for the descriptor is edge-triggered."""
         self._loop.add_reader(_descriptor(socket), ready)
         self._loop.call_soon(ready)  # an edge may have come before we listened

@@ -43,24 +43,29 @@ class Reading:
         self._counters = counters
         self._logged: defaultdict[str, set[str]] = defaultdict(set)  #: Reasons by kind, without numbers.
 
-    def drain(self, socket: zmq.Socket[bytes], take: Callable[[bytes], None]) -> None:
-        """The descriptor is edge-triggered: read until nothing is left, or come back by ourselves."""
-        began = time.monotonic()
+    def drain(self, socket: zmq.Socket[bytes], take: Callable[[bytes], None], many: bool = False) -> int:
+        """The descriptor is edge-triggered: read until nothing is left, or come back by ourselves.
+
+        many: more than a few frames are likely. Returns: how many there were; 0 where it comes back.
+        """
+        began, receive = time.monotonic(), socket.recv
         for number in range(1, DRAIN_BUDGET + 1):
             try:
-                data = socket.recv(NOBLOCK)
+                data = receive(NOBLOCK)
             except zmq.ZMQError:
-                return  # nothing is left to read, or it was closed under us
+                return number - 1  # nothing is left to read, or it was closed under us
             try:
                 take(data)
             except Exception:  # the outermost loop: one message must not leave the rest of the socket unread
                 self._counters["handler_errors"] += 1
                 log.exception("handling a message failed")
-            if number < BURST and not _readable(socket):  # costs less than `zmq.Again`, but it does so for each frame
-                return
+            # Costs less than `zmq.Again`, but it does so for each frame.
+            if number < BURST and not many and not _readable(socket):
+                return number
             if not number % CLOCK_EVERY and time.monotonic() - began > DRAIN_S:
                 break
-        self._loop.call_soon(self.drain, socket, take)
+        self._loop.call_soon(self.drain, socket, take, many)
+        return 0
 
     def opened(self, data: bytes) -> Envelope | None:
         """Decode an envelope; None: it is malformed, or of another protocol."""

@@ -42,6 +42,7 @@ class MemoryChannels:
         self.interrupted: set[str] = set()
         self.sent: dict[str, list[Message]] = defaultdict(list)
         self.published: list[Message] = []
+        self.may_wait: Callable[[], bool]
 
     def send(self, peer: str, message: Message) -> bool:
         if peer not in self.linked:
@@ -51,6 +52,9 @@ class MemoryChannels:
 
     def hint(self, peer: str, message: Message) -> None:
         self.send(peer, message)
+
+    def let_beats_gather(self, allowed: Callable[[], bool]) -> None:
+        self.may_wait = allowed
 
     def publish(self, message: Message) -> None:
         self.published.append(message)

@@ -42,6 +42,20 @@ async def test_the_first_message_to_any_member_of_a_growing_fleet_is_its_welcome
             assert not any(isinstance(one, Welcome) for one in rest)
 
 
+async def test_the_same_beat_is_accounted_for_again_while_something_is_bound() -> None:
+    """A beat that comes again may be the same object, and changes nothing only for an instance at rest."""
+    async with coordinator_harness() as made:
+        instance, beat = made.membership.state.instances["f1"], Beat({"split": 0}, {"split": 0}, {"split": 0})
+        made.coordinator.received("f1", beat)
+        made.manager.admit(new_request("r1"))
+        assert instance.bound == 1
+        made.coordinator.received("f1", beat)
+        assert instance.bound_at_beat == 1
+        made.manager.abort("r1", "over")
+        made.coordinator.received("f1", beat)
+        assert (instance.bound, instance.bound_at_beat) == (0, 0)
+
+
 def announced(made: CoordinatorHarness, incarnation: str) -> list[list[str]]:
     """The members that each Members message to it named."""
     return [[one.incarnation for one in news.joined] for news in sent(made, incarnation, Members)]  # type: ignore[attr-defined]

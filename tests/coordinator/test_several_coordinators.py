@@ -12,6 +12,7 @@ import pytest
 
 from benchmarks.scalelab.coordinating import Coordinating
 from benchmarks.scalelab.fakes import GROUPS, LightInstance
+from stage_runtime.wire.messages import Members
 
 PATIENCE_S = 60.0
 OF_EACH_GROUP = 2
@@ -179,7 +180,7 @@ async def test_links_that_a_coordinator_has_introduced_outlive_it() -> None:
         known = {one.incarnation: one.members for one in made.instances}
         received = made.coordinators[1]._heard
         await made.replace([0])
-        await until(lambda: received["Members"] == len(made.instances))
+        await until(lambda: received[Members] == len(made.instances))
         assert await made.serve(1) == 0
         assert all(known[one.incarnation] <= one.members for one in made.instances)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -126,6 +127,30 @@ def test_the_sums_of_a_group_are_those_of_its_instances(steps: list[tuple[str, i
         assert one.score == pytest.approx(one.bound + one.others)
     assert group.reported == sum(one.waiting + one.running for one in loads.values())
     assert group.bound_at_beat == sum(one.bound_at_beat for one in loads.values())
+
+
+@given(st.lists(st.tuples(st.sampled_from(["bind", "unbind", "beat", "rest"]), st.integers(0, 3)), max_size=60))
+def test_a_beat_of_an_instance_at_rest_changes_nothing(steps: list[tuple[str, int]]) -> None:
+    """So the coordinator leaves out those that come again."""
+    group, load = GroupLoad(), Load(incarnation="one")
+    for step, number in steps:
+        match step:
+            case "bind":
+                group.bind(load)
+            case "unbind" if load.bound:
+                balancing.unbind(load)
+            case "beat":
+                group.beat(load, number, 2 * number)
+            case "rest":
+                while load.bound:
+                    balancing.unbind(load)
+                for _ in range(40):  # the average needs a while
+                    group.beat(load, 0, 0)
+                assert load.at_rest
+        if load.at_rest:
+            before = msgspec.structs.astuple(load), msgspec.structs.astuple(group)
+            group.beat(load, 0, 0)
+            assert (msgspec.structs.astuple(load), msgspec.structs.astuple(group)) == before
 
 
 # --- within the membership ----------------------------------------------------------------------------------------
