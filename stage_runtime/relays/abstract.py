@@ -1,4 +1,4 @@
-"""What every relay does alike: account of its peers, its puts and the buffers that it has received.
+"""What all relays have in common: account of its peers, its puts and the buffers that it has received.
 
 A relay is a subclass in a folder of its own. It defines how a peer is connected, how bytes get there and come from
 there, and what a put holds; when that is given back is decided here. `base.Relay` is what callers see.
@@ -103,7 +103,7 @@ class AbstractRelay(ABC, Generic[Connection, Metadata]):
         return self.MEDIUM
 
     def prepare(self, peer: Peer) -> None:
-        """Nothing is to be done; a relay that connects later overrides it."""
+        """Does nothing; a relay that connects at the first use overrides it."""
 
     def put_early(
         self, pack: Pack, *, request_id: str, peer: Peer, like: RelayOperation | None = None
@@ -236,7 +236,7 @@ class AbstractRelay(ABC, Generic[Connection, Metadata]):
         self._context.freed()
 
     def _decoded(self, metadata: bytes, peer: Peer) -> Metadata:
-        """Raises: TransferError: that is no metadata of this relay's."""
+        """Raises: TransferError: the metadata is not this relay's."""
         try:
             return self._decode(metadata)
         except msgspec.DecodeError as error:

@@ -172,9 +172,9 @@ class Arena:
         pending.append(slot)
 
     def settle(self) -> None:
-        """The authors of this thread go on. A tensor that was sent without a copy, and that code here still
-        holds, gets pages of its own for what is written from now on, as after a fork: its receivers keep reading what
-        it held when it was given. That costs more than a copy, so such an author's next tensors are copied.
+        """Call it before this thread's authors continue. A tensor that was sent without a copy, and that code here
+        still holds, gets pages of its own for what is written from now on, as after a fork: its receivers keep reading
+        what it held when it was given. That costs more than a copy, so such an author's next tensors are copied.
         """
         pending: list[Slot] | None = getattr(self._lent, "slots", None)
         if not pending:
@@ -220,7 +220,7 @@ class Arena:
             slot.take(SlotEvent.ABORTED)
 
     def drop(self, slot: Slot) -> bool:
-        """The sender needs the slot no more. True when it is free now; else the last receiver frees it."""
+        """The sender no longer needs the slot. True when it is free now; else the last receiver frees it."""
         with self._lock:
             self._reap()
             slot.owned = False
@@ -272,7 +272,7 @@ class Arena:
         return None
 
     def claim_tail(self, slot: Slot) -> bool:
-        """True for the first who asks: only one payload's rest can lie behind an author's tensor."""
+        """True for the first caller: only one payload's rest can lie behind an author's tensor."""
         with self._lock:
             first = not slot.tail_used
             slot.tail_used = True

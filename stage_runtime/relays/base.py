@@ -26,7 +26,7 @@ OnRelayFailed = Callable[[Peer, str, str], None]
 
 
 class RelayOperation(Protocol):
-    """A transfer under way. Keep it until `wait_for_completion` is through."""
+    """A transfer under way. Keep a reference until `wait_for_completion` has returned."""
 
     @property
     def metadata(self) -> bytes:
@@ -65,7 +65,7 @@ class EarlyPut(RelayOperation, Protocol):
     """A put that may have to be filled."""
 
     def fill(self) -> None:
-        """Copy what was not copied yet. Called once, in the thread that has put it, whatever became of the transfer."""
+        """Copy what was not copied yet. Called once, in the thread that has put it, also if the transfer failed."""
 
 
 class Fetch(RelayOperation, Protocol):
@@ -90,7 +90,7 @@ class Relay(Protocol):
         """What the bytes to and from a peer that is open go through. Both ends give the same."""
 
     def prepare(self, peer: Peer) -> None:
-        """A put to ``peer`` comes soon: begin what it would wait for. From any thread."""
+        """Prepare for a put to ``peer``, for example connect. From any thread."""
 
     def put(
         self, pack: Pack, *, request_id: str, peer: Peer, like: RelayOperation | None = None

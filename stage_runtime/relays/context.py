@@ -49,7 +49,7 @@ class RelaySettings(msgspec.Struct, frozen=True, kw_only=True):
     rank: int | None = None  #: In the NCCL world that the pipeline's author laid out.
     world_size: int | None = None
     rdma: tuple[str, ...] | None = None  #: RDMA devices to use; None: those that this process can open.
-    memory_lock: MemoryLock | None = None  #: What may be locked for them; None: what the kernel says.
+    memory_lock: MemoryLock | None = None  #: What may be locked for them; None: what the kernel allows.
     pod: str = ""  #: The uid of this process's pod.
     gpus: tuple[int, ...] = ()  #: Of this process's stages, as CUDA numbers them here.
     gpu_bytes: int = 512 << 20  #: Of each GPU, most that may be in flight by cuda_ipc; the rest goes by the host.

@@ -56,7 +56,7 @@ class Relays:
         """on_release: called, in any thread, when the last view of a received transfer has died: send a Release.
         on_failed: called, in any thread, when a relay is found not to reach a peer: notify the peer.
 
-        Opened are the relays of ``table`` that `auto` may choose, and those that ``settings.asked`` names.
+        Opened are the relays of ``table`` that `auto` may choose, and those that ``settings.named`` has.
         Raises: ConfigurationError: one that is required, or needs no extra, cannot be opened.
         """
         settings = settings or RelaySettings()

@@ -20,7 +20,7 @@ class Filling:
     __slots__ = ("_arena", "_freed", "_pack", "_slot", "nbytes")
 
     def __init__(self, arena: Arena, slot: Slot, pack: Pack, freed: Callable[[], None]) -> None:
-        """The slot is its sender's until `fill` or `give_up`: meanwhile it is not used again, whoever releases it.
+        """The slot is its sender's until `fill` or `give_up`: meanwhile it is not reused, whatever releases it.
         freed: called when it is free then.
         """
         self._arena = arena

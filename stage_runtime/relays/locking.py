@@ -1,7 +1,7 @@
 """How much memory this process may lock, which a relay with an RDMA device does with all that it registers.
 
 Pure but for `of_process`. Made once by `dispatch`, which caps the arena; a relay asks `MemoryLock.require` before it
-registers anything: the libraries say no more than that they failed.
+registers anything: the libraries report no more than a failure.
 """
 
 from __future__ import annotations

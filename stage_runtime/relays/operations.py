@@ -42,7 +42,7 @@ class TransferCompletion(msgspec.Struct, eq=False):
         if self._over:
             return
         self._error = error
-        self._over = True  # before the look at the future: `wait` sets the future before it looks here
+        self._over = True  # before the future is read: `wait` sets the future before it reads ``_ended``
         if self._future is not None:
             try:
                 self._loop.call_soon_threadsafe(self._wake)

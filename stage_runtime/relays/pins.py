@@ -20,7 +20,7 @@ import msgspec
 from stage_runtime.errors import TransferError
 from stage_runtime.relays.base import OnRelease, Peer, TransferId
 
-SMALL_NBYTES: Final = 256 << 10  # a sender misses a larger buffer sooner
+SMALL_NBYTES: Final = 256 << 10  # a sender needs a larger buffer back sooner
 DELAY_S: Final = 0.01  # most that a small one's release is held back: that of several visits goes in one message
 MANY: Final = 16  # small ones, 4 MiB at most: half of what small transfers of an edge share
 
@@ -61,7 +61,7 @@ class Pins:
         self._on_release = on_release
         self._pins: dict[tuple[Peer, TransferId], tuple[_Watch, Pin]] = {}
         self._urgent = False  #: One of the dead is large.
-        self._timed = False  #: A timer will look. Set and reset on the loop.
+        self._timed = False  #: A timer is set. Set and reset on the loop.
         self._woken = False
         self._thread = thread
 
@@ -101,7 +101,7 @@ class Pins:
             self._loop.call_later(DELAY_S, self._look)
 
     def forget(self, peer: Peer) -> None:
-        """Releases by that peer are not needed any more."""
+        """Drop what that peer has put: it needs no releases any more."""
         for key in [key for key in list(self._pins) if key[0] == peer]:
             self._pins.pop(key, None)
 
@@ -112,7 +112,7 @@ class Pins:
 
     def flush(self) -> None:
         """Release what has died. In any thread."""
-        self._urgent = False  # before the look at what is dead: what dies meanwhile sets it again
+        self._urgent = False  # before the dead ones are read: one that dies meanwhile sets it again
         while self.dead:
             try:
                 key = self.dead.popleft()
@@ -146,6 +146,6 @@ class Pins:
         self.flush()
 
     def _look(self) -> None:
-        self._timed = False  # before the look: what dies meanwhile wakes the loop
+        self._timed = False  # before the dead ones are read: one that dies meanwhile wakes the loop
         if self.dead:
             self.flush()

@@ -25,9 +25,9 @@ class SlotState(Enum):
 class SlotEvent(Enum):
     ALLOCATED = "allocated"
     SENT = "sent"  #: Put to one more receiver.
-    RELEASED = "released"  #: The last receiver has let go, or is proven gone.
+    RELEASED = "released"  #: The last receiver has released it, or is proven gone.
     ABORTED = "aborted"  #: The request is over while receivers have it.
-    DROPPED = "dropped"  #: The sender has let go.
+    DROPPED = "dropped"  #: The sender has released it.
 
     __hash__ = object.__hash__
 
@@ -73,7 +73,7 @@ class Slot(msgspec.Struct, eq=False):
     tail_used: bool = False  #: Something was appended behind an author's tensor.
 
     def take(self, event: SlotEvent) -> SlotState:
-        """Move on.
+        """Take a transition.
 
         Raises: IllegalTransition: and nothing has changed.
         """

@@ -55,13 +55,13 @@ class Fetched(msgspec.Struct, eq=False):
         return self.nbytes + len(self._body.value) + len(self._body.inline)
 
     def copy_out(self) -> None:
-        """It will wait: leave the sender's slot, which it may need for what is waited for."""
+        """Copy out of the sender's slot, as the payload will wait: the sender may need the slot for what it waits for."""
         if self._body.transfer and isinstance(self._buffer, memoryview):
             self._buffer = bytearray(self._buffer)
             self._on_device = self._on_device and self._on_device.copied()
 
     def discard(self) -> None:
-        """It is not needed."""
+        """Drop it unopened."""
         self._body, self._buffer, self._on_device = NOTHING, None, None
 
 

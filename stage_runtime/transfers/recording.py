@@ -34,7 +34,7 @@ class RecordedTransfer(msgspec.Struct, frozen=True):
 
 
 def put(work: RecordedRequest, edge: tuple[str, str], metadata: bytes, nbytes: int, begun_ns: int) -> RecordedTransfer:
-    """The relay has taken it. edge: source, target. begun_ns: when the put began."""
+    """Record that the relay has taken a payload. edge: source, target. begun_ns: when the put began."""
     source, target = edge
     facts = {**_named(metadata), "to_stage": target, "nbytes": nbytes, "attempt": work.attempt}
     recorder.emit(events.RELAY_PUT_START, work.request_id, source, facts, timestamp_ns=begun_ns)
@@ -43,13 +43,16 @@ def put(work: RecordedRequest, edge: tuple[str, str], metadata: bytes, nbytes: i
 
 
 def released(transfer: RecordedTransfer | None) -> None:
-    """Its receiver has let go."""
+    """Record that its receiver has released it."""
     if transfer is not None and recorder.active:
         recorder.emit(events.RELAY_RELEASED, transfer.request_id, transfer.stage, transfer.facts)
 
 
 def received(key: str, stage: str, metadata: bytes, nbytes: int, begun_ns: int) -> None:
-    """All of it is here. key: `sending.attempt_key`. stage: empty at the coordinator. begun_ns: of its announcement."""
+    """Record that a payload has arrived. key: `sending.attempt_key`. stage: empty at the coordinator.
+
+    begun_ns: of its announcement.
+    """
     named, _, attempt = key.partition("/")[2].rpartition("#")
     facts = {**_named(metadata), "nbytes": nbytes, "attempt": int(attempt)}
     recorder.emit(events.RELAY_GET_START, named, stage or COORDINATOR, facts, timestamp_ns=begun_ns)

@@ -14,7 +14,7 @@ from stage_runtime.wire.messages import Message, Release
 
 
 class Releases:
-    """What this process has let go of and not reported yet. Made on ``loop``'s thread."""
+    """What this process has released and not reported yet. Made on ``loop``'s thread."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, send: Callable[[str, Message], object]) -> None:
         self._loop = loop
@@ -34,7 +34,7 @@ class Releases:
         self._waiting.setdefault(peer, []).append(transfer)
 
     def clear(self) -> None:
-        """This process takes a new incarnation: what it held under the old one is freed by its peers' `forget`."""
+        """The process takes a new incarnation: its peers' `forget` frees what it held under the old one."""
         self._waiting.clear()
 
     def _flush(self) -> None:

@@ -32,7 +32,7 @@ from stage_runtime.wire.parts import Body
 log = logging.getLogger(__name__)
 
 PeerEdge: TypeAlias = tuple[str, str, str]  #: source stage, target stage, the peer's incarnation
-Send: TypeAlias = Callable[[str, Message], bool]  #: (peer, message) -> is there a link; any thread
+Send: TypeAlias = Callable[[str, Message], bool]  #: (peer, message) -> whether there is a link; any thread
 Make: TypeAlias = Callable[[Body], Message]
 Lost: TypeAlias = Callable[[BaseException], None]
 
@@ -157,7 +157,7 @@ class SendQueues:
             self._relays.prepare(peer, backend)
 
     def released(self, peer: str, transfers: tuple[int, ...]) -> None:
-        """A receiver has let go. On the I/O thread: what waited for that is copied and sent from here."""
+        """A receiver has released transfers: copy and send the payloads that waited for that. On the I/O thread."""
         freed: dict[PeerEdge, SendQueue] = {}
         for transfer in transfers:
             with self._lock:
@@ -197,7 +197,7 @@ class SendQueues:
         self._relays.forget(peer)
 
     def abort(self, owner: str, request_id: str, attempt: int) -> None:
-        """Throw away what waits for this attempt or an earlier one, of stages that are through with it, too.
+        """Drop what waits for this attempt or an earlier one, also of stages that have finished it.
 
         What waited behind it goes on. On the I/O thread, as `released`.
         """
@@ -273,7 +273,7 @@ class SendQueues:
         self._go_on({})
 
     def _advance(self, queue: SendQueue) -> bool:
-        """Send what may go now. Whatever a pending send meets, it does not stay at the head of its queue.
+        """Send what may go now. A pending send that fails does not stay at the head of its queue.
 
         Returns: whether anything left the queue.
         """
@@ -300,7 +300,7 @@ class SendQueues:
         for pending, why in lost:  # without the lock: to fail a request drops what else waits for it
             try:
                 pending.lost(why)
-            except Exception:  # it must not end what others wait for
+            except Exception:  # one failure must not end the queue that others wait in
                 log.exception("request %s could not be failed", pending.work.request_id)
         return any_left
 
@@ -339,7 +339,7 @@ class SendQueues:
         refs = extracted.refs
         last = reservation is Reservation.LAST_CREDIT
         body = Body(extracted.value_bytes, refs, transfer=operation.metadata, copy_now=last)
-        # Announced before the transfer is complete: a relay that waits for its receiver would never get on otherwise.
+        # Announced before the transfer is complete: a relay that waits for its receiver would never finish otherwise.
         sent = False
         try:
             sent = self._send(peer, pending.make(body))

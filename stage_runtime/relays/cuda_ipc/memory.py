@@ -38,7 +38,7 @@ class Unshared(Exception):
 
 
 class DeviceLost(Exception):
-    """The GPU has failed for this process: it does nothing more of what it was asked."""
+    """The GPU has failed for this process: none of its pending work will be done."""
 
 
 class DeviceMemory(Protocol):
@@ -154,8 +154,8 @@ class CudaMemory:
             raise
 
     def enter_thread(self) -> None:
-        """While a thread of the author's captures a CUDA graph, other threads may not wait, unless they say that they
-        have no part in it. torch has no call for that.
+        """While a thread of the author's captures a CUDA graph, other threads may not wait, unless they declare that
+        they take no part in it. torch has no call for that.
         """
         for name in CUDA_RUNTIMES:
             with contextlib.suppress(OSError, AttributeError):  # another one is loaded, or it has no such function
@@ -165,7 +165,7 @@ class CudaMemory:
 
 
 def ends_the_context(error: str) -> bool:
-    """Whether no call of this process reaches the GPU after such an error."""
+    """Whether all further GPU calls of this process fail after such an error."""
     return any(text in error for text in FATAL)
 
 

@@ -24,7 +24,7 @@ _COUNTER: Final = re.compile(rb"/torch_[0-9A-Za-z_-]{1,200}")  # how torch names
 
 
 class GpuProbe(msgspec.Struct, frozen=True):
-    """A little memory of a GPU: whoever opens it and reads the token in it reaches this process's memory there."""
+    """A little memory of a GPU: a process that can open it and read its token can reach this process's memory there."""
 
     handle: Annotated[bytes, msgspec.Meta(min_length=1, max_length=ENCODED_NBYTES)]
     token: Annotated[str, msgspec.Meta(min_length=2 * TOKEN_NBYTES, max_length=2 * TOKEN_NBYTES)]

@@ -333,7 +333,7 @@ class CudaIpcRelay(AbstractRelay[CudaIpcRoute, CudaIpcMetadata]):
             return found, False
 
     def _not_waited(self, devices: Iterable[str], is_logged: bool) -> set[str]:
-        """Wait for them. Returns: those of which it is not known whether they are through."""
+        """Wait for them. Returns: those of which it is unknown whether the GPU has finished."""
         failed = set()
         for device in devices:
             try:

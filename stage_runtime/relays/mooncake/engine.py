@@ -83,7 +83,7 @@ class TransferEngine:
         return None if number in NOT_BEGUN else ReadId(number)
 
     def state(self, read: ReadId) -> ReadState:
-        """Whether the bytes of a read are here. Not called again when it moves no more: Mooncake has freed it."""
+        """Whether the bytes of a read are here. Not called again once the read has ended: Mooncake has freed it."""
         found = self._engine.transfer_check_status(read)
         return READ_STATES.get(found, ReadState.MOVES)
 
@@ -114,6 +114,6 @@ def _taken(host: str, protocol: str) -> Any:
 
 
 def _has_devices(engine: Any) -> bool:
-    """Whether an engine that was to use RDMA found a device. It uses TCP else, and says nothing."""
+    """Whether an engine that was to use RDMA found a device. Otherwise it uses TCP, and reports nothing."""
     by_place: dict[str, list[list[str]]] = msgspec.json.decode(engine.get_local_topology() or "{}")
     return any(devices for places in by_place.values() for devices in places)

@@ -121,7 +121,7 @@ class MooncakeReader:
         self._end(lambda route, _: route.peer == peer, f"its sender {peer} is gone")
 
     def close(self) -> None:
-        """What is being read goes on: its memory stays, as long as the process does if need be."""
+        """Reads under way go on: their memory is kept, if necessary until the process ends."""
         self._end(lambda *_: True, "the relay was closed")
         self._gets.close()
         for timer in (self._asking, self._beginning):
@@ -161,7 +161,7 @@ class MooncakeReader:
             failure = _ReadFailure(f"{type(error).__name__}: {error}", moves=True)
         try:
             self._loop.call_soon_threadsafe(self._over, route, incoming, failure)
-        except RuntimeError:  # the loop is closed: nobody waits any more
+        except RuntimeError:  # the loop is closed: nothing waits for it
             pass
 
     def _failure(self, route: MooncakeRoute, incoming: MooncakeGet) -> _ReadFailure | None:
@@ -198,7 +198,7 @@ class MooncakeReader:
         return None if state is ReadState.HERE else _ReadFailure(not_reached, broken=True)
 
     def _over(self, route: MooncakeRoute, incoming: MooncakeGet, failure: _ReadFailure | None) -> None:
-        """Nothing is read for it any more, except by a read that is late."""
+        """No read is under way for it, except a late one."""
         self._turns.over(route)
         self._read_next()
         del self._gets.in_progress[incoming.key]
@@ -271,7 +271,7 @@ class MooncakeReader:
 
 
 def _listens(session: str) -> bool:
-    """Whether some process listens there, frozen or not; True when that cannot be known.
+    """Whether some process listens there, frozen or not; True when that is unknown.
 
     What does not answer may be frozen, with a full backlog, or cut off for a while: however long that takes, its bytes
     come when it goes on. So the memory of a peer whose machine is gone stays in quarantine.

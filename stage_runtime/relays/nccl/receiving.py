@@ -181,7 +181,7 @@ class NcclReceiver:
             route.end()
 
     def _over(self, route: NcclRoute, incoming: NcclGet, reason: str | None, broken: bool = False) -> None:
-        """Its thread is through with it: nothing is written there any more. broken: the sender is not reached."""
+        """Its thread has finished with it: nothing is written there any more. broken: the sender is not reached."""
         region, incoming.region = incoming.region, None
         was_given_up = self._gets.quarantined.pop(incoming.key, None) is not None
         self._gets.in_progress.pop(incoming.key, None)
@@ -249,5 +249,5 @@ class NcclReceiver:
     def _on_loop(self, call: Callable[..., object], *arguments: object) -> None:
         try:
             self._loop.call_soon_threadsafe(call, *arguments)
-        except RuntimeError:  # the loop is closed: nobody waits any more
+        except RuntimeError:  # the loop is closed: nothing waits for it
             pass

@@ -23,7 +23,7 @@ from stage_runtime.relays.placing import Placed
 
 log = logging.getLogger(__name__)
 
-JOIN_S: Final = 5.0  # in which a receiver that has connected says who it is
+JOIN_S: Final = 5.0  # in which a receiver that has connected sends its `Join`
 CONNECTIONS: Final = 1024  # of receivers, at once
 
 
@@ -166,7 +166,7 @@ class NcclSender:
                 self._sessions.discard(session)
 
     def _joined(self, session: _ReceiverSession) -> Join | None:
-        """Who has connected; None when it is nobody that was opened."""
+        """Which peer has connected; None when it is none that was opened."""
         session.connection.settimeout(JOIN_S)
         join = messages.decode_order(messages.receive(session.connection))
         if not isinstance(join, Join) or not hmac.compare_digest(join.token.encode(), self._facts.token.encode()):

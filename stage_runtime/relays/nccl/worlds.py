@@ -132,7 +132,7 @@ class World:
         self._other = other
         self._device = device if backend == "nccl" else "cpu"
         self._stall_s = stall_s
-        self._is_joined = backend != "nccl"  #: Its first send or receive is through: the other end is there.
+        self._is_joined = backend != "nccl"  #: Its first send or receive has completed: the other end is there.
         self._is_over = False
         self._works: queue.SimpleQueue[PieceTransfer | None] = queue.SimpleQueue()
         #: A byte for each piece that is over, in the order in which they began.
@@ -361,7 +361,7 @@ class PieceTransfer:
         self._work = None
 
     def take(self) -> int:
-        """It is through. Returns: its size."""
+        """It has completed. Returns: its size."""
         if self._host is not None:
             self._host.copy_(self._tensor)
         return len(self._tensor)

@@ -21,13 +21,13 @@ Handle = NewType("Handle", int)
 
 
 class Unreachable(Exception):
-    """The route to a peer is broken, or was never there. What moved to or from it does not move any more."""
+    """The route to a peer is broken, or was never there. No transfer to or from it is under way any more."""
 
 
 def bindings() -> Any:
     """NIXL's extension module.
 
-    Raises: ImportError: it is not installed, or not loadable on this machine; says why.
+    Raises: ImportError: it is not installed, or not loadable on this machine; the message has the reason.
     """
     reasons = []
     for package in PACKAGES:
@@ -107,7 +107,7 @@ class Agent:
             raise Unreachable(str(error)) from error
 
     def notifications(self) -> Mapping[str, Sequence[bytes]]:
-        """What has come since, by the name that its sender says it has."""
+        """Notifications since the last call, by the name that their sender claims."""
         found: Mapping[str, Sequence[bytes]] = self._agent.getNotifs({}, [])
         return found
 

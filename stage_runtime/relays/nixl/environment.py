@@ -28,7 +28,7 @@ TUNED: Final = {
 }
 #: Without RDMA. The module ib brings a second libnl, whose destructor ends the interpreter with a segmentation fault.
 ONLY_TCP: Final = {"UCX_TLS": "tcp", "UCX_MODULES": "^ib"}
-#: With RDMA, where no TCP is allowed: UCX would use it for a device that does not work, and not say so.
+#: With RDMA, where no TCP is allowed: UCX would use it for a device that does not work, without a report.
 NO_TCP: Final = {"UCX_TLS": "^tcp"}
 
 Way: TypeAlias = Literal["rdma", "memory", "tcp"]

@@ -48,8 +48,8 @@ class NixlFacts(msgspec.Struct, frozen=True, kw_only=True):
 class NixlMetadata(msgspec.Struct, frozen=True, array_like=True):
     """A transfer: where it lies in what its sender sends from.
 
-    start, generation: of its slot. Who reads looks afterwards whether the slot is still of that generation; 0: it is
-    of a sender that does not say.
+    start, generation: of its slot. A reader checks afterwards whether the slot still has that generation; 0: its
+    sender does not announce one.
     """
 
     transfer: int
@@ -106,9 +106,9 @@ decode = msgspec.msgpack.Decoder(Notice).decode
 
 
 def facts_of(announced: Mapping[str, Any]) -> tuple[NixlFacts, bytes, bytes]:
-    """Facts as a peer tells them, and its metadata and token as bytes.
+    """Facts as a peer announced them, and its metadata and token as bytes.
 
-    Raises: ValueError: they are not to be believed.
+    Raises: ValueError: they are invalid.
     """
     facts = msgspec.convert(announced, NixlFacts)
     if len(facts.metadata) > 2 * METADATA_NBYTES:

@@ -271,5 +271,5 @@ class NixlReceiver:
     def _on_loop(self, call: Callable[..., object], *arguments: Any) -> None:
         try:
             self._loop.call_soon_threadsafe(call, *arguments)
-        except RuntimeError:  # the loop is closed: nobody waits any more
+        except RuntimeError:  # the loop is closed: nothing waits for it
             pass

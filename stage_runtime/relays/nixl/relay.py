@@ -185,7 +185,7 @@ class NixlRelay(AbstractRelay[NixlRoute, NixlMetadata]):
     # --- AbstractRelay ------------------------------------------------------------------------------------------
 
     def _connect(self, peer: Peer, facts: Mapping[str, Any]) -> NixlRoute | None:
-        """Nothing is connected before the first use: a process knows of many peers that it sends nothing."""
+        """Nothing is connected before the first use: a process opens many peers to which it sends nothing."""
         try:
             announced, metadata, token = facts_of(facts)
         except ValueError:  # ValidationError is one
@@ -217,7 +217,7 @@ class NixlRelay(AbstractRelay[NixlRoute, NixlMetadata]):
         return self._sending.expects or self._receiving.expects
 
     def _noticed(self, name: str, notice: Notice | None) -> None:
-        """A peer notifies. Nothing in it is used before its token was checked."""
+        """Handle a peer's notice. Nothing in it is used before its token was checked."""
         peer = Peer(name)
         if notice is None or not hmac.compare_digest(notice.token, self._token):
             self._stray(name)
@@ -232,7 +232,7 @@ class NixlRelay(AbstractRelay[NixlRoute, NixlMetadata]):
         else:
             try:
                 self._loop.call_soon_threadsafe(self._came, peer, notice)
-            except RuntimeError:  # the loop is closed: nobody waits any more
+            except RuntimeError:  # the loop is closed: nothing waits for it
                 pass
 
     def _came(self, peer: Peer, notice: Any) -> None:

@@ -1,4 +1,4 @@
-"""The nixl relay's thread: the only one that touches the agent. It moves bytes, and hands on what peers notify.
+"""The nixl relay's thread: the only one that touches the agent. It moves bytes, and passes on the notices of peers.
 
 NIXL gives nothing to wait on, so the thread asks again and again while something is outstanding, less and less often,
 and once a second when nothing is. A thread that asks without pause takes the processor from UCX's own.
@@ -80,7 +80,7 @@ class Move:
     ) -> None:
         """over: called when nothing moves any more: with a reason when not all has been moved.
         message: what the peer is notified of behind a piece of that size.
-        filling: says how much may be moved already; None: all.
+        filling: how much may be moved already; None: all.
         """
         self.route = route
         self.ours = ours
@@ -130,7 +130,7 @@ class Worker:
         self._awake.set()
 
     def wake(self) -> None:
-        """Something is expected now. From any thread."""
+        """Ask at the short interval from now on, because a notice is expected. From any thread."""
         self._awake.set()
 
     def close(self) -> None:
@@ -148,7 +148,7 @@ class Worker:
     # --- in the thread ------------------------------------------------------------------------------------------
 
     def notify(self, route: NixlRoute, notice: Notice) -> bool:
-        """Tell a peer; on a new connection when the last one is broken. False: it cannot be reached."""
+        """Notify a peer; on a new connection when the last one is broken. False: it cannot be reached."""
         message = messages.encode(notice)
         for _ in range(2):
             try:
@@ -183,7 +183,7 @@ class Worker:
                 worked = self._turn()
             except Exception:
                 worked = False
-                if not self._failed:  # outermost loop: it goes on, and says so once
+                if not self._failed:  # outermost loop: it goes on, and logs this once
                     self._failed = True
                     log.exception("nixl relay: unexpected error in its thread")
             if worked:
@@ -204,7 +204,7 @@ class Worker:
             self._awake.clear()
 
     def _turn(self) -> bool:
-        """Do what there is to do. Whether there was anything."""
+        """One turn of the loop. Returns: whether there was anything to do."""
         worked = False
         while self._posted:
             call, arguments = self._posted.popleft()

@@ -172,7 +172,7 @@ class Arrivals:
         return self._movement.last(peer)
 
     def decline(self, peer: Peer, transfer: TransferId) -> None:
-        """That transfer is not needed: release it, whatever has arrived of it."""
+        """Release a transfer that is not needed, however much of it has arrived."""
         with self._lock:
             self._drop((peer, transfer), "declined")
         self._context.on_release(peer, transfer)
@@ -278,7 +278,7 @@ class Arrivals:
         self._on_loop(self._deliver, key, claim, transfer)
 
     def _pass(self, key: TransferKey) -> None:
-        """A transfer is here. Those before it that are not were lost with a connection. Under the lock."""
+        """A transfer has arrived. Earlier ones that have not were lost with a connection. Under the lock."""
         peer, transfer = key
         now, broke_at = time.monotonic(), self._broke_at.get(peer)
         if broke_at is None:
@@ -291,7 +291,7 @@ class Arrivals:
                 claim.passed_at = now
 
     def _deliver(self, key: TransferKey, claim: _Claim, transfer: _IncomingTransfer) -> None:
-        """Hand a transfer to who claimed it. On the loop."""
+        """Give a transfer to its claimant. On the loop."""
         region, transfer.region = transfer.region, None
         self._pins.add(region, *key, request_id=claim.request_id, holder=claim.holder, nbytes=transfer.nbytes)
         if claim.nbytes != transfer.nbytes:
@@ -301,7 +301,7 @@ class Arrivals:
             claim.operation.arrived(buffers.view(region))
 
     def _drop(self, key: TransferKey, why: str) -> None:
-        """Forget a transfer, come or to come. Under the lock."""
+        """Forget a transfer, arrived or not. Under the lock."""
         claim = self._claims.pop(key, None)
         transfer = self._in_progress.pop(key, None) or self._here.pop(key, None)
         if transfer is not None and claim is None:

@@ -136,7 +136,7 @@ class TcpRelay(AbstractRelay[TcpRoute, TcpMetadata]):
     def prepare(self, peer: Peer) -> None:
         route = self._connections.get(peer)
         if route is not None:
-            with route.lock, contextlib.suppress(TransferError):  # a put would fail alike, and says so
+            with route.lock, contextlib.suppress(TransferError):  # a put would fail alike, and raises
                 if not route.closed:
                     route.socket()
 
