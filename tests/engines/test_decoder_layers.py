@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import random
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -59,8 +61,8 @@ def test_joined_layers_answer_token_for_token_as_generate_does(kind: str, wide: 
     assert answers.tokens == {name: alone_with(expected, prompt, 12) for name, prompt in asked.items()}
 
 
-def runner(kind: str, *, joined: bool) -> ModelRunner:
-    model = PagedModel(copy.deepcopy(wide_model(kind)))
+def runner(kind: str, *, joined: bool, wide: bool = True) -> ModelRunner:
+    model = PagedModel(copy.deepcopy(wide_model(kind) if wide else tiny_model(kind)))
     fusing.fuse(model.model)
     linears.pack(model.model, "numba")
     if joined:
@@ -104,25 +106,60 @@ def test_every_kind_of_step_gives_the_logits_of_the_layers_one_by_one(kind: str)
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_the_program_computes_the_steps_that_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
-    ran = []
-    run = decoder_layers.Program.run
+def joined_layers(model: Any) -> decoder_layers.DecoderLayers:
+    (found,) = [one for one in model.modules() if isinstance(one, decoder_layers.DecoderLayers)]
+    return found
 
-    def counted(program: decoder_layers.Program, *given: Any) -> Any:
-        ran.append(1)
-        return run(program, *given)
 
-    monkeypatch.setattr(decoder_layers.Program, "run", counted)
+def test_the_program_computes_the_steps_that_it_can() -> None:
     with torch.inference_mode():
-        runner("llama", joined=True).compute(step([(0, 9), (0, 1)]))
-        assert ran == [1]
-        narrow = core(backend="pages", fused=True, linear="numba", joined=True)
-        answers = Answers(narrow)
-        answers.ask("a", [1, 2, 3])
-        answers.step()  # a chunk of heads of 8 values: layer by layer
-        assert ran == [1]
-        answers.step()
-        assert ran == [1, 1]
+        wide = runner("llama", joined=True)
+        wide.compute(step([(0, 9), (0, 1)]))
+        assert len(joined_layers(wide.model.model).programs) == 1
+        narrow = runner("llama", joined=True, wide=False)
+        layers = joined_layers(narrow.model.model)
+        narrow.compute(step([(0, 3)]))  # a chunk of heads of 8 values: layer by layer
+        assert not layers.programs
+        narrow.compute(step([(3, 1)]))
+        assert len(layers.programs) == 1
+
+
+@pytest.mark.usefixtures("threads")
+def test_engines_that_share_a_decoder_compute_at_the_same_time_each_in_its_cache() -> None:
+    with torch.inference_mode():
+        first = runner("llama", joined=True)
+        engines = [first, *(ModelRunner(first.model, PageAttention(), num_blocks=200, block_size=BLOCK) for _ in "ab")]
+        steps = [[(0, 5 + index), (0, 3)] for index in range(3)]
+        later = [[(5 + index, 1), (3, 1)] for index in range(3)]
+        expected = []
+        for rows, after in zip(steps, later, strict=True):
+            alone = runner("llama", joined=True)
+            expected.append([alone.compute(step(one)).logits for one in (rows, *[after] * 20)])
+
+    def answer(index: int) -> list[torch.Tensor]:
+        with torch.inference_mode():
+            return [engines[index].compute(step(one)).logits for one in (steps[index], *[later[index]] * 20)]
+
+    with ThreadPoolExecutor(3) as pool:
+        for found, wanted in zip(pool.map(answer, range(3)), expected, strict=True):
+            for one, other in zip(found, wanted, strict=True):
+                torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+    layers = joined_layers(first.model.model)
+    assert len(layers.programs) == 3
+    del first, engines, answer
+    gc.collect()
+    assert not layers.programs
+
+
+def test_a_decoder_that_is_joined_already_is_loaded_again_as_it_is() -> None:
+    found = runner("llama", joined=True)
+    with torch.inference_mode():
+        expected = found.compute(step([(0, 9)])).logits
+        assert decoder_layers.join(found.model.model) == 0
+        again = PagedModel(found.model.model)
+        assert again.layers == found.model.layers
+        second = ModelRunner(again, PageAttention(), num_blocks=200, block_size=BLOCK)
+        torch.testing.assert_close(second.compute(step([(0, 9)])).logits, expected)
 
 
 @pytest.mark.parametrize("linear", ["plain", "onednn"])

@@ -6,6 +6,7 @@ compute goes through the layers one by one, as before. For CPUs with numba; f32.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any, Final, TypeAlias
 
@@ -33,10 +34,10 @@ Entry: TypeAlias = tuple[native.Loop, Sequence[Word]]
 def join(model: nn.Module) -> int:
     """Put one module in the place of a decoder's layers, which computes what they do. Returns: how many it joins.
 
-    After `fusing.fuse` and `linears.pack`.
+    After `fusing.fuse` and `linears.pack`. Layers that are joined stay as they are.
     """
     joined = 0
-    for parent in list(model.modules()):
+    for parent in [one for one in model.modules() if not isinstance(one, DecoderLayers)]:
         for name, child in list(parent.named_children()):
             if isinstance(child, nn.ModuleList) and _joinable(child):
                 setattr(parent, name, nn.ModuleList([DecoderLayers(list(child))]))
@@ -81,7 +82,8 @@ class DecoderLayers(nn.Module):
     def __init__(self, layers: Sequence[Any]) -> None:
         super().__init__()
         self.layers = nn.ModuleList(layers)
-        self._program: Program | None = None
+        #: Of each engine that computes with this decoder, as long as its cache: they may do so at the same time.
+        self.programs: weakref.WeakKeyDictionary[PageAttention, Program] = weakref.WeakKeyDictionary()
 
     def forward(self, hidden_states: Tensor, **given: Any) -> Tensor:
         backend, plan = models.current()
@@ -90,9 +92,10 @@ class DecoderLayers(nn.Module):
                 hidden_states = layer(hidden_states, **given)
             return hidden_states
         assert isinstance(backend, PageAttention)
-        if self._program is None or self._program.backend is not backend:
-            self._program = Program(list(self.layers), backend)
-        return self._program.run(hidden_states[0], given["position_embeddings"], plan)[None]
+        program = self.programs.get(backend)
+        if program is None:
+            program = self.programs[backend] = Program(list(self.layers), backend)
+        return program.run(hidden_states[0], given["position_embeddings"], backend, plan)[None]
 
     def _computes(self, hidden_states: Tensor, backend: Any, plan: Any) -> bool:
         first: Any = self.layers[0]
@@ -106,7 +109,7 @@ class DecoderLayers(nn.Module):
 
 
 class Program:
-    """The loops of all layers, for one cache.
+    """The loops of all layers, for one cache, whose pages they find by their addresses. One run at a time.
 
     Names of a step's words: ``sums`` are the rows as they go from layer to layer, ``normed`` those after a norm,
     ``blocks`` what `products.multiply` reads; ``qkv`` (``k`` and ``v`` within it), ``attended``, ``added``, ``gate_up``
@@ -114,7 +117,6 @@ class Program:
     """
 
     def __init__(self, layers: Sequence[Any], backend: PageAttention) -> None:
-        self.backend = backend
         self._first = layers[0]
         self._shape = backend.shape(layers[0].self_attn.layer_idx, layers[0].self_attn.heads)
         self._buffers: dict[str, Tensor] = {}
@@ -122,7 +124,7 @@ class Program:
         entries = [_norm(norms[0])]
         # The rows after the last layer are added, too; what a norm makes of them is not read.
         for layer, norm in zip(layers, [*norms[1:], norms[-1]], strict=True):
-            entries += [*self._attention(layer.self_attn), _add(layer.post_attention_layernorm)]
+            entries += [*self._attention(layer.self_attn, backend), _add(layer.post_attention_layernorm)]
             entries += [*_feed_forward(layer.mlp), _add(norm)]
         self._program = native.Program(
             [(loop, [0 if isinstance(one, str) else one for one in words]) for loop, words in entries]
@@ -135,8 +137,8 @@ class Program:
         self._places = [(name, np.array(found)) for name, found in places.items()]
         self._words = self._program.words.numpy()
 
-    def _attention(self, attention: fusing.FusedAttention) -> Iterator[Entry]:
-        backend, shape, dim = self.backend, self._shape, attention.dim
+    def _attention(self, attention: fusing.FusedAttention, backend: PageAttention) -> Iterator[Entry]:
+        shape, dim = self._shape, attention.dim
         keys, values = (one.data_ptr() for one in backend.pages(attention.layer_idx))
         stride = (attention.heads + 2 * attention.kv_heads) * dim
         yield from _multiply("qkv", attention.qkv, "normed", "qkv")
@@ -156,8 +158,8 @@ class Program:
             yield backend.chunk_loop(shape), _attend("chunk", CHUNK_WORDS, of_layer)
         yield from _multiply("o", attention.o_proj, "attended", "added")
 
-    def run(self, rows: Tensor, turns: tuple[Tensor, Tensor], plan: StepPlan) -> Tensor:
-        """rows: ``[rows, hidden]``. turns: cosines and sines."""
+    def run(self, rows: Tensor, turns: tuple[Tensor, Tensor], backend: PageAttention, plan: StepPlan) -> Tensor:
+        """rows: ``[rows, hidden]``. turns: cosines and sines. backend: the one that it is made for."""
         count = rows.shape[0]
         buffers = self._room(count)
         buffers["sums"][:count] = rows
@@ -176,8 +178,8 @@ class Program:
             "slots": plan.slots.data_ptr(),
         }
         for name, words in (
-            ("decode", self.backend.decode_step(plan, self._shape)),
-            ("chunk", self.backend.chunk_step(plan, self._shape)),
+            ("decode", backend.decode_step(plan, self._shape)),
+            ("chunk", backend.chunk_step(plan, self._shape)),
         ):
             step |= {f"{name} {index}": word for index, word in enumerate(words)}
         for name, places in self._places:

@@ -56,10 +56,6 @@ def _attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if _pass.probe is not None:
         _refuse(module, others)
-        if layer in _pass.probe:
-            raise UnsupportedModel(f"layer {layer} attends twice in a pass")
-        _pass.probe[layer] = LayerShape(key.shape[1], key.shape[-1], value.shape[-1])
-        return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1]), None
     q, k, v = (one[0].transpose(0, 1) for one in (query, key, value))
     return attend(layer, q, k, v, scale=scale, window=sliding_window, softcap=softcap)[None], None
 
@@ -80,6 +76,11 @@ def attend(
     softcap: float | None = None,
 ) -> Tensor:
     """`AttentionBackend.forward` of the pass that this thread is in."""
+    if _pass.probe is not None:
+        if layer in _pass.probe:
+            raise UnsupportedModel(f"layer {layer} attends twice in a pass")
+        _pass.probe[layer] = LayerShape(k.shape[1], k.shape[-1], v.shape[-1])
+        return q.new_zeros(*q.shape[:2], v.shape[-1])
     assert _pass.backend is not None, "the model was called outside of a pass"
     return _pass.backend.forward(layer, q, k, v, _pass.plan, scale=scale, window=window, softcap=softcap)
 
