@@ -124,31 +124,32 @@ def test_the_program_computes_the_steps_that_it_can() -> None:
         assert len(layers.programs) == 1
 
 
+def answer(engine: ModelRunner, index: int) -> list[torch.Tensor]:
+    """Logits of two chunks, and of a step that is computed again and again; others for each ``index``."""
+    with torch.inference_mode():
+        steps = [[(0, 5 + index), (0, 3)], *[[(5 + index, 1), (3, 1)]] * 20]
+        return [engine.compute(step(rows)).logits for rows in steps]
+
+
+def answers_of_three(first: ModelRunner) -> list[list[torch.Tensor]]:
+    """Of ``first`` and of two more engines with its decoder, at the same time."""
+    with torch.inference_mode():
+        others = [ModelRunner(first.model, PageAttention(), num_blocks=200, block_size=BLOCK) for _ in range(2)]
+    with ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(answer, [first, *others], range(3)))
+    assert len(joined_layers(first.model.model).programs) == 3
+    return found
+
+
 @pytest.mark.usefixtures("threads")
 def test_engines_that_share_a_decoder_compute_at_the_same_time_each_in_its_cache() -> None:
-    with torch.inference_mode():
-        first = runner("llama", joined=True)
-        engines = [first, *(ModelRunner(first.model, PageAttention(), num_blocks=200, block_size=BLOCK) for _ in "ab")]
-        steps = [[(0, 5 + index), (0, 3)] for index in range(3)]
-        later = [[(5 + index, 1), (3, 1)] for index in range(3)]
-        expected = []
-        for rows, after in zip(steps, later, strict=True):
-            alone = runner("llama", joined=True)
-            expected.append([alone.compute(step(one)).logits for one in (rows, *[after] * 20)])
-
-    def answer(index: int) -> list[torch.Tensor]:
-        with torch.inference_mode():
-            return [engines[index].compute(step(one)).logits for one in (steps[index], *[later[index]] * 20)]
-
-    with ThreadPoolExecutor(3) as pool:
-        for found, wanted in zip(pool.map(answer, range(3)), expected, strict=True):
-            for one, other in zip(found, wanted, strict=True):
-                torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
-    layers = joined_layers(first.model.model)
-    assert len(layers.programs) == 3
-    del first, engines, answer
+    expected = [answer(runner("llama", joined=True), index) for index in range(3)]
+    first = runner("llama", joined=True)
+    for found, wanted in zip(answers_of_three(first), expected, strict=True):
+        for one, other in zip(found, wanted, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
     gc.collect()
-    assert not layers.programs
+    assert len(joined_layers(first.model.model).programs) == 1, "caches of engines that have ended are not kept"
 
 
 def test_a_decoder_that_is_joined_already_is_loaded_again_as_it_is() -> None:
