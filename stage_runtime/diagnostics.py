@@ -30,7 +30,7 @@ def write(text: str) -> None:
 
 
 def say(line: str) -> None:
-    """Write a line; nothing happens where nobody reads."""
+    """Write a line; no effect when the descriptor has no reader."""
     with contextlib.suppress(OSError):
         write(line + "\n")
 

@@ -123,7 +123,7 @@ class LimitReached(OmniError):
 
 
 class EngineDeadError(PeerError):
-    """The process of an engine has ended, or says that it will."""
+    """The process of an engine has ended, or has announced that it will."""
 
 
 class ConfigurationError(OmniError):

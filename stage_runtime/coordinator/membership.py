@@ -116,7 +116,7 @@ class Membership:
         me = Member(self.incarnation, COORDINATOR, "", "", self._endpoint, facts, (), attempts_over=attempts_over)
         # A member that sends Hello again has found us at a second address, or has given up its link to us.
         self._channels.send(sender, Welcome(self._publisher, me, message.via, self._beat_s))
-        self._adapt_beats()  # after it: whoever was not welcomed yet knows no link that Members could come on
+        self._adapt_beats()  # after it: a process that was not welcomed yet has no link for Members
         if known is None:
             log.info(
                 "%s (%s, unit revision %s) has joined from %s", member.group, sender, member.revision, member.endpoint

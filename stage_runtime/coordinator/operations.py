@@ -75,7 +75,7 @@ class Operations:
     ) -> OperationResults:
         """Ask all instances of ``stages``, and wait for each until it has answered, is gone, or ``timeout_s`` is over.
 
-        Raises: RequestError: not_found: no such stage; unavailable: a stage has no instance. Then nobody was asked.
+        Raises: RequestError: not_found: no such stage; unavailable: a stage has no instance. Then no process was asked.
             ValueRefused: an argument cannot travel.
         """
         members = dict(self._members())
@@ -112,7 +112,7 @@ class Operations:
             answer.set_result(_RankAnswer(message.value, message.error))
 
     def lost(self, instance: str) -> None:
-        """A process is gone: nobody waits for its answer."""
+        """A process is gone: fail the wait for its answer."""
         for targets in self._calls.values():
             for one, answer in targets.items():
                 if one.instance == instance and not answer.done():

@@ -137,7 +137,7 @@ class Questions:
             future.set_result(message)
 
     def lost(self, instance: str) -> None:
-        """A process is gone: nobody waits for its answer."""
+        """A process is gone: end the waits for its answers."""
         for call_id, (process, _, future) in list(self._calls.items()):
             if process.instance == instance:
                 del self._calls[call_id]
@@ -145,7 +145,7 @@ class Questions:
                     future.set_exception(ConfigurationError("the process is gone"))
 
     def _note_clock(self, name: str, sent_ns: int, reply: ProfilerReply) -> None:
-        """How far the process's clock is from ours, for records of requests and for whoever reads its events."""
+        """How far the process's clock is from ours, for records of requests and for readers of its events."""
         distance = self._clocks.measured(
             name,
             sent_ns=sent_ns,

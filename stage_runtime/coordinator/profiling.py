@@ -65,7 +65,7 @@ class ProfileLimits(msgspec.Struct, frozen=True, kw_only=True, rename="camel", f
     """``profiling`` of the pipeline's resource, which changes without a restart."""
 
     enabled: bool = True
-    max_seconds: int = 600  #: Of a torch trace that nobody stops.
+    max_seconds: int = 600  #: Of a torch trace that is not stopped.
 
 
 class Run(msgspec.Struct, kw_only=True):
@@ -247,7 +247,7 @@ class PipelineProfiling:
         self._questions.replied(sender, message)
 
     def lost(self, instance: str) -> None:
-        """A process is gone: nobody waits for its answer."""
+        """A process is gone: end the waits for its answers."""
         self._questions.lost(instance)
 
     def joined(self, instance: str) -> None:

@@ -1,4 +1,4 @@
-"""Bounds what a coordinator keeps of answers that nobody has read (`rules.readers.first_to_end`). On the I/O thread.
+"""Bounds what a coordinator keeps of unread answers (`rules.readers.first_to_end`). On the I/O thread.
 
 A stream's window bounds its own chunks, not the sum of all streams. An answer that is not streamed has no window: it is
 kept until it is complete. Called by `answers` with all that comes.

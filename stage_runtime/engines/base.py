@@ -43,7 +43,7 @@ class Work(Protocol):
     def bindings(self) -> Mapping[str, str]:
         """stage -> the incarnation of the instance that serves it for this request."""
 
-    at_engine: bool  #: The inbox has given something of it to the engine, which must then hear of its abort.
+    at_engine: bool  #: The inbox has given something of it to the engine, which must then get its abort.
     left_depth: int | None  #: How many waited in the queue when it left, if that is recorded when it begins.
 
 

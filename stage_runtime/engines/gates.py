@@ -77,7 +77,7 @@ class Gate(Future[None]):
             log.error("a callback of a full window's future raised: %s", describe(error))
 
     def cancel(self) -> bool:
-        """False: nobody but the waiter gives up."""
+        """No effect: only the runtime resolves it."""
         return False
 
     def result(self, timeout: float | None = None) -> None:

@@ -20,7 +20,7 @@ from typing import Final
 from omnipipeline_spec.validation import deployment
 from stage_runtime.errors import ConfigurationError
 
-#: Modules of Python that nothing of ours, and nothing that we depend on, imports: such a name harms nobody.
+#: Modules of Python that nothing of ours, and nothing that we depend on, imports: such a name is harmless.
 UNUSED: Final = frozenset(
     "aifc antigravity asynchat asyncore audioop cgitb chunk compileall crypt ensurepip idlelib imaplib imghdr lib2to3 "
     "mailbox mailcap modulefinder msilib nis nntplib ossaudiodev pipes poplib pyclbr rlcompleter sched shelve smtpd "

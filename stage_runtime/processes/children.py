@@ -93,7 +93,7 @@ class Child:
 
     @property
     def was_ready(self) -> bool:
-        """It has sent all events that its command awaits, whatever came of it since."""
+        """It has sent all events that its command awaits, even if it has failed since."""
         return self.command.awaits <= {type(event) for event in self.events}
 
     @property

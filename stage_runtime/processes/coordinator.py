@@ -192,7 +192,7 @@ def answer_limits(asked_nbytes: int | None, largest_body: int) -> AnswerLimits:
 
 
 def _tracing(pipeline: str, incarnation: str, stack: contextlib.AsyncExitStack) -> RequestTracer | None:
-    """None: nobody asks for traces, or they cannot be sent: then that is logged, and requests are served."""
+    """None: no variable asks for traces, or they cannot be sent: that is logged, and requests are served."""
     try:
         found = traces.exporter(pipeline, incarnation, stack)
     except ConfigurationError as error:

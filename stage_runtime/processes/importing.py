@@ -86,7 +86,7 @@ def _run(
         [sys.executable, "-P", "-m", "stage_runtime", "imports", str(answers)],
         env=dict(environment),
         input=msgspec.json.encode(wanted),
-        stdout=sys.stderr.fileno(),  # what modules print is no answer of ours
+        stdout=sys.stderr.fileno(),  # what modules print must not mix with our answers
         check=False,
     )
     return [
@@ -104,11 +104,11 @@ def answer(answers: str) -> int:
         _report(answers, _ImportOutcome(at=at, path=path, problem=problem))
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # threads and exit handlers of imported modules are none of ours to wait for
+    os._exit(0)  # threads and exit handlers of imported modules are not waited for
 
 
 def _problem(one: NamedFunction) -> tuple[str, str]:
-    """Where and what is wrong with it; nothing when all is well."""
+    """Its faults, each with the place; none when it can be imported."""
     try:
         function = loading.resolve(one.name, field=one.path)
         if one.stage is not None:

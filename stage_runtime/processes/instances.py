@@ -109,11 +109,12 @@ class SupervisedInstance:
         self._on_change(self)
 
     async def run(self) -> None:
-        """Live until stopped.
+        """Run until stopped.
 
-        Raises: StartupFailed: it ended before it was ready, and that is not forgiven (any more).
+        Raises: StartupFailed: it ended before it was ready, and is not started again.
         """
-        deaths: deque[bool] = deque(maxlen=64)  # had it been ready? oldest first, since it was last steady
+        # For each death since the last long life, oldest first: whether it had been ready.
+        deaths: deque[bool] = deque(maxlen=64)
         try:
             while not self._stopping.is_set():
                 ready_for_s = await self._live()

@@ -130,7 +130,7 @@ class RankProcess:
         code = EXIT_CRASHED if self._loaded else EXIT_FAILED
         if not isinstance(error, ConfigurationError):
             log.error("stage %s: %s\n%s", stage, describe(error), format_traceback(error).rstrip())
-        elif self._settings.status_fd is None:  # or our supervisor shows that line
+        elif self._settings.status_fd is None:  # otherwise the supervisor prints that line
             log.error("%s", error)
         statuspipe.report(self._settings.status_fd, statuspipe.failed(error, stage=stage))
         asyncio.get_running_loop().call_later(LAST_WORDS_S, self._finish, code)

@@ -172,7 +172,7 @@ def _claimed(parent: Path) -> tuple[Path, int]:
             lock = os.open(path / _LOCK, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o600)
         except FileNotFoundError:
             continue  # swept already
-        fcntl.flock(lock, fcntl.LOCK_EX)  # waits for who is looking at it
+        fcntl.flock(lock, fcntl.LOCK_EX)  # waits for a process that is checking it
         if _is_at(lock, path / _LOCK):
             return path, lock
         os.close(lock)

@@ -11,8 +11,8 @@ from typing import Any
 def handle(act: Callable[..., Any], *numbers: signal.Signals) -> None:
     """Call ``act`` with the signal's name for each of ``numbers`` that comes, on the running loop.
 
-    SIGHUP stays ignored where whoever started the process ignores it, as `nohup` does. SIGINT does not: shells ignore
-    it for what a script starts in the background, and who sends it there means it.
+    SIGHUP stays ignored if the process was started with it ignored, as by `nohup`. SIGINT does not: shells ignore
+    it for what a script starts in the background, and a SIGINT that is sent there is meant to end it.
     """
     loop = asyncio.get_running_loop()
     for number in numbers:

@@ -36,7 +36,7 @@ class Tasks:
         self.cancel()
 
     def cancel(self) -> None:
-        """End all of them now, which is no event."""
+        """Cancel all of them now, without a call of ``ended``."""
         tasks, self._tasks = self._tasks, set()
         for task in tasks:
             task.cancel()

@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 def exporter(
     pipeline: str, incarnation: str, stack: contextlib.AsyncExitStack
 ) -> tuple[Exporter, TelemetrySettings] | None:
-    """None: nobody asks for traces. Raises: ConfigurationError: they cannot be sent."""
+    """None: no variable asks for traces. Raises: ConfigurationError: they cannot be sent."""
     settings = telemetry.read(os.environ)
     if settings is None:
         return None

@@ -1,4 +1,4 @@
-"""Ends a stage process whose loop makes no progress though it has work: long computing is not death, this is.
+"""Ends a stage process whose loop makes no progress though it has work. Long computing counts as progress.
 
 What counts as progress is `stage.Stage.steps`. Called by `processes.stage`.
 """
@@ -60,5 +60,5 @@ class Watchdog:
             diagnostics.cancel_end()
 
     def _rearm(self) -> None:
-        """Anew at each look: who cannot look for so long is ended."""
+        """Armed again at each check: a loop that cannot check for so long is ended."""
         diagnostics.end_later(self._stuck_after_s + self._look_every_s)

@@ -30,7 +30,7 @@ def check_run_id(run_id: str) -> str:
 def prepare_root(root: Path) -> None:
     """Make the root, for this user alone, where there is none.
 
-    Raises: ConfigurationError: it lies where everybody may write, as the default does, and somebody else made it.
+    Raises: ConfigurationError: it lies where every user may write, as the default does, and another user made it.
     """
     with contextlib.suppress(OSError):  # it is there; or the run's own folder cannot be made either, which is reported
         root.mkdir(mode=0o700, parents=True)

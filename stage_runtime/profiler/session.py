@@ -169,7 +169,7 @@ class ProfileSession:
         self.thread.shutdown(wait=False, cancel_futures=True)
 
     def _rotate(self) -> None:
-        """End the run that is recorded: whoever started it is gone, or another coordinator asks."""
+        """End the run that is recorded, because another one starts."""
         run_id = self._recorder.run_id
         if run_id is None:
             return

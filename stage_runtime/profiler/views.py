@@ -188,7 +188,7 @@ def _hops(moments: Sequence[Moment]) -> tuple[list[Hop], Counter[str]]:
 
 
 def _key(facts: Mapping[str, Any], name: str) -> int | str | None:
-    """What tells messages apart; whatever a file holds, it can be compared."""
+    """The key by which messages are distinguished; comparable for any content of a file."""
     value = facts.get(name)
     return value if value is None or isinstance(value, int | str) else str(value)
 

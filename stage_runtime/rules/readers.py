@@ -47,7 +47,7 @@ Step: TypeAlias = TakeUnread[Request] | EndRequest[Request]
 
 
 class Holder(msgspec.Struct, Generic[Request], frozen=True):
-    """One request of whose answer something is here that nobody has read yet."""
+    """One request with an unread part of its answer."""
 
     request: Request
     nbytes: int

@@ -423,7 +423,7 @@ class Channels:
         if link.connection is None and not link.closed and not self._closed:
             self.counters["woken"] += 1
             try:
-                if link not in self._dismissals:  # what says that there is no room may use what is kept free
+                if link not in self._dismissals:  # the rejection at a limit may use the descriptors that are kept free
                     limits.check()
                 self._connecting.dial(link)
             except (LimitReached, zmq.ZMQError) as error:

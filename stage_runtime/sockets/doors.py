@@ -20,7 +20,7 @@ from stage_runtime.sockets import limits
 
 log = logging.getLogger(__name__)
 
-LOOK_S: Final = 1.0  # and after each connection: what else opens descriptors does not tell
+LOOK_S: Final = 1.0  # and after each connection: other code opens descriptors without notice
 SHUT_BELOW: Final = 32  # descriptors: as many may be taken between two looks
 OPEN_FROM: Final = 48
 SHUT: Final = ".shut"

@@ -50,7 +50,7 @@ def raise_limits() -> int:
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
             soft = hard
         except (ValueError, OSError):
-            pass  # a kernel whose nr_open is below the hard limit: the soft one stays, and `check` tells
+            pass  # a kernel whose nr_open is below the hard limit: the soft one stays, and `check` reports it
     return soft
 
 

@@ -63,7 +63,7 @@ class Link:
         self.endpoint = endpoint
         self.incoming = incoming  #: Touched by the I/O thread, read by senders.
         self.connection: Connection | None = None  #: None: it sleeps. Set by the I/O thread.
-        self.keep_awake = False  #: Its peer's death is noticed by nobody else.
+        self.keep_awake = False  #: No other process notices its peer's death.
         self.used = True  #: Since `channels` has looked last: a frame was sent or received.
         self.lost = False
         self.repeat: bytes | None = None  #: Its key in `sockets.repeats`.

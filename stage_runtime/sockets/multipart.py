@@ -105,7 +105,7 @@ class SocketContext:
             socket.router_mandatory = True  # else frames to a peer that is gone are dropped silently
             socket.router_handover = True  # a peer that takes the place of one that was killed is no duplicate of it
         if kind == "XPUB":
-            socket.xpub_verbose = True  # tells of each subscriber, not of the first one alone
+            socket.xpub_verbose = True  # reports each subscriber, not only the first one
         return socket
 
     def close(self) -> None:
@@ -144,7 +144,7 @@ class Folder:
         return f"ipc://{self._path}/{self._count}"
 
     def file(self, name: str) -> str:
-        """A path in it, of a file that somebody else makes."""
+        """A path in it, of a file that another program makes."""
         return f"{self._path}/{name}"
 
     def remove(self) -> None:

@@ -145,7 +145,7 @@ class Sockets:
     def bind(self, socket: zmq.Socket[bytes], endpoint: str) -> str:
         """Returns the endpoint as bound. Failed handshakes at it are reported with their reason.
 
-        Raises: ConfigurationError: nobody can listen there, and says why. The socket is closed then.
+        Raises: ConfigurationError: it cannot be bound; the message has the reason. The socket is closed then.
         """
         with closed_on_failure(socket):
             if self._security is not None and not is_local(check(endpoint)):

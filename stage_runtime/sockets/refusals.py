@@ -25,7 +25,7 @@ class Refusals:
         self._open: dict[socket.socket, asyncio.TimerHandle] = {}
 
     def ask(self, endpoint: str, refused: Callable[[], None]) -> None:
-        """Call ``refused``, later, if nobody listens there. An endpoint with a host name is not asked."""
+        """Call ``refused``, later, if no process listens there. An endpoint with a host name is not tried."""
         found = _address(endpoint)
         if found is None:
             return

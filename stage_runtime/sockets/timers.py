@@ -20,7 +20,7 @@ _prctl.restype = ctypes.c_int
 
 
 def current_s() -> float:
-    """Of this thread; 0: the system does not tell."""
+    """Of this thread; 0: unknown."""
     return max(int(_prctl(_GET_SLACK, 0, 0, 0, 0)), 0) / _NS
 
 

@@ -13,7 +13,7 @@ from stage_runtime.payloads.streams import DeviceStreams
 from stage_runtime.stage.work import RequestWork
 from stage_runtime.wire.values import Chunk, OmniRequest, StagePayload
 
-SCALARS: Final = frozenset([type(None), bool, int, float, str, bytes])  # nobody can write into them
+SCALARS: Final = frozenset([type(None), bool, int, float, str, bytes])  # immutable
 
 
 class Sealed(Protocol):

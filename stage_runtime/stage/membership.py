@@ -195,7 +195,7 @@ class StageMembership:
         return not known and sender in self.members and self._process.channels.link(sender) is not None
 
     def _pass_on(self) -> None:
-        """Tell a coordinator of the members whose introducers are all gone: nobody else would report their departure.
+        """Send a coordinator the members whose introducers are all gone: no other would report their departure.
 
         Until it does they are kept: the next request that is bound to both needs no new link.
         """

@@ -27,7 +27,7 @@ from stage_runtime.wire.values import Chunk, StagePayload
 
 log = logging.getLogger(__name__)
 
-REMEMBERED: Final = 4096  # requests of which a follower may still hear after it is through with them
+REMEMBERED: Final = 4096  # requests whose messages may still reach a follower after it has finished them
 
 
 class FollowerInbox(Inbox):
@@ -151,7 +151,7 @@ class FollowerOutput:
 
 
 def _unasked(asker: str, call_id: str, value: Any) -> None:
-    """For a follower that nobody asks."""
+    """For a follower without a caller."""
 
 
 class Follower:

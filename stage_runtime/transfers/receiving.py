@@ -55,7 +55,7 @@ class Fetched(msgspec.Struct, eq=False):
         return self.nbytes + len(self._body.value) + len(self._body.inline)
 
     def copy_out(self) -> None:
-        """Copy out of the sender's slot, as the payload will wait: the sender may need the slot for what it waits for."""
+        """Copy it out of the sender's slot, because it will wait: what it waits for may need the slot."""
         if self._body.transfer and isinstance(self._buffer, memoryview):
             self._buffer = bytearray(self._buffer)
             self._on_device = self._on_device and self._on_device.copied()

@@ -24,6 +24,6 @@ class ApiKeys:
         self._keys = tuple(key.encode() for key in keys)
 
     def allow(self, token: bytes) -> bool:
-        """Every key is compared, in constant time: the time taken reveals nothing of how near a guess was."""
+        """Every key is compared, in constant time: the time taken does not depend on how much of a guess is right."""
         matches = [hmac.compare_digest(token, key) for key in self._keys]
         return any(matches)

@@ -41,7 +41,7 @@ def bare_app(*, title: str) -> App:
 async def _on_http_exception(request: Request, error: Exception) -> Response:
     """No route (404), not with this method (405), or an error of an admin router."""
     assert isinstance(error, HTTPException)
-    path = request.scope["path"]  # not ``request.url``, which believes the Host header
+    path = request.scope["path"]  # not ``request.url``, which uses the Host header
     if error.status_code == 404:
         problem = RequestError("unsupported_endpoint", f"there is no {request.method} {path} here")
     elif error.status_code == 405:

@@ -75,8 +75,8 @@ class ConnectionLimit(msgspec.Struct):
     """How many connections a server may have at once."""
 
     most: int
-    reason: str  #: What is said to a client that is refused.
-    advice: str  #: To those who run the server.
+    reason: str  #: The message to a client that is refused.
+    advice: str  #: The log line for operators.
     logged: bool = False
 
 
@@ -216,7 +216,7 @@ class HttpConnection(HttpToolsProtocol):
             self._refuse(RequestError("invalid_request", "the chunk headers exceed the limit for this body"), 400)
 
     def _feed(self, data: bytes) -> None:
-        """Give the parser what came. It ends with a head that asks for another protocol, and takes no body of it."""
+        """Pass input to the parser. It stops at a head that asks for another protocol, and takes no body of it."""
         try:
             while True:
                 try:
@@ -352,7 +352,7 @@ class HttpConnection(HttpToolsProtocol):
         self.unread_since = None
 
     def cut_off(self, why: str) -> None:
-        """End it without what it has not taken."""
+        """Close it without sending what the client has not taken."""
         _log.info("closing a client's connection: it %s", why)
         self.transport.abort()
 
@@ -403,7 +403,7 @@ class HttpConnection(HttpToolsProtocol):
         return int(waiting) + int(struct.unpack("i", unsent)[0])
 
     def _over(self) -> bool:
-        """Nothing that comes in is looked at any more."""
+        """Discard all further input."""
         return self.transport.is_closing() or self._phase is Phase.REFUSED
 
     def _enter(self, phase: Phase) -> None:

@@ -39,8 +39,8 @@ class HandlerContext(msgspec.Struct, frozen=True, kw_only=True):
     async def read_json(self, exchange: Exchange, decode: Callable[[bytes], Read]) -> Read:
         """As `read`.
 
-        Raises: RequestError: invalid_request (415): its content type is not JSON's. What else browsers send, they
-                send across sites without asking.
+        Raises: RequestError: invalid_request (415): its content type is not JSON's. Browsers send other content types
+                across sites without a preflight.
         """
         given = (exchange.only_header(b"content-type") or "").partition(";")[0].strip().lower()
         if given != "application/json" and not (given.startswith("application/") and given.endswith("+json")):

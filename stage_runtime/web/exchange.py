@@ -44,7 +44,7 @@ class ConnectedClient(Protocol):
         """Call ``gone`` once, when the client has disconnected: now, if it has. After the request was read."""
 
     def unwatch(self) -> None:
-        """It matters no more."""
+        """Call ``gone`` no more."""
 
 
 class Exchange:
@@ -57,14 +57,14 @@ class Exchange:
         self.path: str = scope["path"]
         self.route = "unknown"  #: The route's pattern, for logs and metrics: never what the client wrote.
         self.request_id: str | None = None
-        self.common_headers: Headers = []  #: Of its answer, whoever makes it.
+        self.common_headers: Headers = []  #: Headers that every answer to it has.
         self.failure: str | None = None  #: Code of the error the answer carries, in its status or as an event.
         self.status = 0
         self.sent_bytes = 0
         self.body_nbytes = 0  #: Of the request's body, as far as it was read.
         self.begun_at = time.perf_counter()
         self.first_byte_at: float | None = None
-        self.complete = False  #: The answer is all sent.
+        self.complete = False  #: The whole answer was sent.
         self.answer_times: AnswerTimes | None = None  #: Of an answer that is made of a request's events.
         self._client: ConnectedClient = scope[CLIENT]
         self._receive = receive

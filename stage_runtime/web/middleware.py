@@ -53,7 +53,7 @@ class Middleware:
             await self._answer(exchange, receive)
         finally:
             exchange.reservation.release()
-            del scope[KEY]  # else the two hold each other, and wait for the garbage collector
+            del scope[KEY]  # otherwise the two refer to each other, and only the garbage collector frees them
             ended_at = time.perf_counter()
             if exchange.path not in _QUIET:
                 _log_line(exchange, ended_at)

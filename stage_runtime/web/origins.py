@@ -67,7 +67,7 @@ class Origins:
     def preflight(self, exchange: Exchange) -> Headers | None:
         """The answer's headers, beside `cors`, where a browser asks what such a page may send; else None.
 
-        It says nothing of routes: each of them answers for itself.
+        It does not depend on the route: each route checks the request itself.
         """
         asks = exchange.method == "OPTIONS" and exchange.header(b"access-control-request-method") is not None
         if not asks or not self.cors(exchange):

@@ -1,7 +1,7 @@
 """`/livez`, `/readyz`, `/health`: for kubelets and load balancers. `/status`, `/metrics`: for people and Prometheus.
 
 In pods all of them are on a port of their own; the public one has the first three as well, because load balancers probe
-the port that they send traffic to. They say nothing about the pipeline and need no key.
+the port that they send traffic to. They contain no data of the pipeline and need no key.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Health:
         self._more = more
 
     async def live(self, exchange: Exchange) -> None:
-        """This process answers. The state of models does not count: a restart of this process would not cure one."""
+        """This process answers. The state of models does not count: restarting this process would not repair one."""
         await exchange.reply(b"ok\n", content_type=b"text/plain")
 
     async def ready(self, exchange: Exchange) -> None:

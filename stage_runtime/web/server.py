@@ -71,7 +71,7 @@ class Server:
             log_config=None,
             access_log=False,
             server_header=False,
-            proxy_headers=False,  # nothing here asks where a client is, and each request would pay for it
+            proxy_headers=False,  # no code needs a client's address, and each request would pay for it
             backlog=BACKLOG,
         )
         self._server = _Uvicorn(config)

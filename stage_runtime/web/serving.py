@@ -1,4 +1,4 @@
-"""A request at the request manager for the length of an HTTP exchange: admitted, read, and let go of whatever happens.
+"""A request at the request manager for the length of an HTTP exchange: admitted, read, and released in every case.
 
 Called by the routes. Knows events and sockets, but nothing of what events mean.
 """
@@ -154,7 +154,7 @@ async def _send_error(out: EventStream, exchange: Exchange, encoder: StreamEncod
 class EventStream:
     """Server-sent events, and a comment whenever the stages have been silent for a while.
 
-    The comments keep proxies from cutting a quiet stream, and show a client that is gone without a word.
+    The comments keep proxies from cutting a quiet stream, and reveal a client that has vanished.
     """
 
     def __init__(self, exchange: Exchange, heartbeat_s: float) -> None:

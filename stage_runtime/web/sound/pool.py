@@ -37,7 +37,7 @@ from stage_runtime.web.sound.messages import (
 from stage_runtime.wire.values import Audio
 
 SPARES: Final = 2  # sessions that are forked ahead: a sound's first piece does not wait for a fork
-REFILL_S: Final = 0.1  # a fork takes a processor for milliseconds; the sound's first piece has the right of way
+REFILL_S: Final = 0.1  # a fork takes a processor for milliseconds; the sound's first piece goes first
 REPLY_S: Final = messages.CALL_S + 5.0  # the process ends itself at CALL_S; this is for one that cannot
 END_S: Final = 5.0
 TRIES: Final = 3  # a spare, or the fork server, may have died since it was made
