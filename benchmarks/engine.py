@@ -326,7 +326,7 @@ def turns(options: argparse.Namespace, found: dict[str, Arm], asks: Sequence[Ask
 def _voice_model() -> str:
     from stage_models.voice import checkpoints
 
-    return str(checkpoints.from_gguf(checkpoints.locate(GGUF), say=lambda text: print(text, file=sys.stderr)))
+    return str(checkpoints.from_gguf(checkpoints.locate(GGUF), report=lambda text: print(text, file=sys.stderr)))
 
 
 if __name__ == "__main__":

@@ -54,7 +54,7 @@ class Measuring:
         self._operated = operated
         self.figures: list[Figure] = []
 
-    def say(self, name: str, value: float, unit: str, limit: float | None = None) -> None:
+    def record(self, name: str, value: float, unit: str, limit: float | None = None) -> None:
         self.figures.append(Figure(name, value, unit, limit))
         print(self.figures[-1], flush=True)
 
@@ -72,11 +72,13 @@ class Measuring:
         took = time.monotonic() - began
         missing = await ground.incomplete(self._ground, self._arguments.pipelines)
         assert not missing, missing[:5]
-        self.say("first start: until all pipelines are reconciled", took, "s", 60.0)
-        self.say("  writes for one pipeline", len(writes) / self._arguments.pipelines, "")
-        self.say("  processor time of the operator", self._operated.processor_s(), "s")
+        self.record("first start: until all pipelines are reconciled", took, "s", 60.0)
+        self.record("  writes for one pipeline", len(writes) / self._arguments.pipelines, "")
+        self.record("  processor time of the operator", self._operated.processor_s(), "s")
         await self._settle()
-        self.say("  pipelines Ready once the controllers are through", await ground.ready_pipelines(self._ground), "")
+        self.record(
+            "  pipelines Ready once the controllers are through", await ground.ready_pipelines(self._ground), ""
+        )
         self._memory()
 
     async def second_start(self) -> None:
@@ -91,9 +93,9 @@ class Measuring:
             now = await self._operated.metrics()
             if now.get("reconcile_time_seconds_count", 0) >= self._arguments.pipelines and now["workqueue_depth"] == 0:
                 break
-        self.say("second start: until all pipelines have been looked at", time.monotonic() - began, "s", 60.0)
+        self.record("second start: until all pipelines have been looked at", time.monotonic() - began, "s", 60.0)
         await self._settle()
-        self.say("  writes", float(len(own(audit.new()))), "", 0.0)
+        self.record("  writes", float(len(own(audit.new()))), "", 0.0)
         self._memory()
 
     async def idle(self, for_s: float) -> None:
@@ -107,10 +109,10 @@ class Measuring:
         after, seconds = await self._operated.metrics(), time.monotonic() - began
         written = [each for each in audit.new() if each.user == USER]
         requests = after["rest_client_requests_total"] - before["rest_client_requests_total"]
-        self.say(f"idle for {seconds:.0f} s: requests to the API server", requests / seconds, "/s", 1.0)
-        self.say("  of them writes of the Lease", sum(one.resource == LEASES for one in written) / seconds, "/s")
-        self.say("  other writes", float(len(own(written))), "", 0.0)
-        self.say("  processor", 100 * (self._operated.processor_s() - spent) / seconds, "%")
+        self.record(f"idle for {seconds:.0f} s: requests to the API server", requests / seconds, "/s", 1.0)
+        self.record("  of them writes of the Lease", sum(one.resource == LEASES for one in written) / seconds, "/s")
+        self.record("  other writes", float(len(own(written))), "", 0.0)
+        self.record("  processor", 100 * (self._operated.processor_s() - spent) / seconds, "%")
         self._memory()
 
     async def edits(self, name: str, *, foreign_per_s: float = 0.0, own_per_s: float = 0.0) -> None:
@@ -130,14 +132,14 @@ class Measuring:
                 await asyncio.sleep(0.5)
                 found += audit.new()
         middle, high = statistics.median(waits), _p99(waits)
-        self.say(f"edit of a spec to its child's write, {name}: p50", 1000 * middle, "ms")
-        self.say("  p99", 1000 * high, "ms", 1000.0)
-        self.say("  at most", 1000 * max(waits), "ms")
+        self.record(f"edit of a spec to its child's write, {name}: p50", 1000 * middle, "ms")
+        self.record("  p99", 1000 * high, "ms", 1000.0)
+        self.record("  at most", 1000 * max(waits), "ms")
 
     def _memory(self) -> None:
         now, highest = self._operated.resident()
-        self.say("  resident memory", now, "MiB", 250.0)
-        self.say("  at its highest", highest, "MiB", 250.0)
+        self.record("  resident memory", now, "MiB", 250.0)
+        self.record("  at its highest", highest, "MiB", 250.0)
 
     async def _settle(self) -> None:
         await self._operated.at_rest(quiet_s=self._arguments.quiet_s, limit_s=SETTLE_LIMIT_S)

@@ -57,11 +57,11 @@ class Control:
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
 
-    def say(self, message: Any) -> None:
+    def send(self, message: Any) -> None:
         body = msgspec.msgpack.encode(message)
         self.sock.sendall(len(body).to_bytes(4, "big") + body)
 
-    def hear(self) -> Any:
+    def receive(self) -> Any:
         return msgspec.msgpack.decode(self._exactly(int.from_bytes(self._exactly(4), "big")))
 
     def _exactly(self, nbytes: int) -> bytes:
@@ -138,8 +138,8 @@ def met(control: Control, names: Sequence[str], security: CurveSecurity | None) 
     relays = Relays(
         loop=loop, incarnation="near", on_release=lambda peer, transfer: None, settings=settings, security=security
     )
-    control.say({"facts": relays.facts()})
-    relays.open("far", control.hear())
+    control.send({"facts": relays.facts()})
+    relays.open("far", control.receive())
     return relays
 
 
@@ -182,8 +182,8 @@ def measure(
 
 def processor_s(control: Control) -> tuple[float, float]:
     """Used so far by this process and the other one."""
-    control.say({"processor": None})
-    theirs: float = control.hear()
+    control.send({"processor": None})
+    theirs: float = control.receive()
     return time.process_time(), theirs
 
 
@@ -258,10 +258,10 @@ def relay_once(control: Control, relays: Relays, backend: str) -> Callable[[int,
         begun = time.monotonic_ns()
         operation = relays.put(extracted, request_id="r", peer="far", backend=backend, early=True)
         assert operation is not None
-        control.say({"get": operation.metadata})
+        control.send({"get": operation.metadata})
         operation.fill()
-        arrived: int = control.hear()
-        released: int = control.hear()
+        arrived: int = control.receive()
+        released: int = control.receive()
         relays.released("far", released)
         return (arrived - begun) / 1e9
 
@@ -270,7 +270,7 @@ def relay_once(control: Control, relays: Relays, backend: str) -> Callable[[int,
 
 def raw_tcp(control: Control) -> socket.socket:
     listener = socket.create_server(("127.0.0.1", 0))
-    control.say({"raw": listener.getsockname()[1]})
+    control.send({"raw": listener.getsockname()[1]})
     connection, _ = listener.accept()
     listener.close()
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -278,11 +278,11 @@ def raw_tcp(control: Control) -> socket.socket:
 
 
 def send_raw(control: Control, connection: socket.socket, source: np.ndarray[Any, Any]) -> float:
-    control.say({"receive": len(source)})
-    control.hear()  # it waits for the bytes now
+    control.send({"receive": len(source)})
+    control.receive()  # it waits for the bytes now
     begun = time.monotonic_ns()
     connection.sendall(source.data)
-    arrived: int = control.hear()
+    arrived: int = control.receive()
     return (arrived - begun) / 1e9
 
 
@@ -293,7 +293,7 @@ async def far(control: Control, names: Sequence[str], security: CurveSecurity | 
     relays = Relays(
         loop=loop,
         incarnation="far",
-        on_release=lambda peer, transfer: control.say(transfer),
+        on_release=lambda peer, transfer: control.send(transfer),
         settings=settings,
         security=security,
     )
@@ -304,19 +304,19 @@ async def far(control: Control, names: Sequence[str], security: CurveSecurity | 
     async def fetch(metadata: bytes) -> None:
         operation = relays.get(metadata, request_id="r", peer=Peer("near"))
         buffer = await operation.wait_for_completion(60)
-        control.say(time.monotonic_ns())
+        control.send(time.monotonic_ns())
         del buffer
         relays.release_now()  # a small one's release would wait for others, 10 ms in which this process sleeps
 
     def handle_command() -> None:
         nonlocal connection, target
         try:
-            match control.hear():
+            match control.receive():
                 case {"facts": facts}:
                     relays.open("near", facts)
-                    control.say(relays.facts())
+                    control.send(relays.facts())
                 case {"processor": _}:
-                    control.say(time.process_time())
+                    control.send(time.process_time())
                 case {"get": metadata}:
                     task = loop.create_task(fetch(metadata))
                     tasks.add(task)
@@ -327,9 +327,9 @@ async def far(control: Control, names: Sequence[str], security: CurveSecurity | 
                     assert connection is not None
                     if len(target) != nbytes:
                         target = np.ones(nbytes, np.uint8)
-                    control.say(None)
+                    control.send(None)
                     connection.recv_into(target.data, nbytes, socket.MSG_WAITALL)
-                    control.say(time.monotonic_ns())
+                    control.send(time.monotonic_ns())
         except (EOFError, ConnectionError):
             over.set()
 

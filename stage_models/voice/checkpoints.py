@@ -20,9 +20,9 @@ from typing import Any
 #: Raised when what a checkpoint is made of, or how, changes: old copies are then left alone and not used.
 LAYOUT = 1
 
-Say = Callable[[str], None]
+Report = Callable[[str], None]
 #: (what to convert, the empty folder to fill, whom to tell)
-Convert = Callable[[Path, Path, Say], None]
+Convert = Callable[[Path, Path, Report], None]
 
 
 class MissingWeights(RuntimeError):
@@ -59,24 +59,24 @@ def cache_root() -> Path:
     return (Path(home) if home else Path.home() / ".cache") / "omnipipeline"
 
 
-def from_gguf(gguf: Path, *, say: Say, root: Path | None = None) -> Path:
+def from_gguf(gguf: Path, *, report: Report, root: Path | None = None) -> Path:
     """A transformers checkpoint directory made of ``gguf``: kept from an earlier time, or made now (about 20 s)."""
-    return kept(gguf, key=_fingerprint(gguf), convert=_convert, say=say, root=root)
+    return kept(gguf, key=_fingerprint(gguf), convert=_convert, report=report, root=root)
 
 
-def kept(source: Path, *, key: str, convert: Convert, say: Say, root: Path | None = None) -> Path:
+def kept(source: Path, *, key: str, convert: Convert, report: Report, root: Path | None = None) -> Path:
     """The folder that ``convert`` made of ``source``, made now unless it is there under ``key``.
 
-    say: called with each line of progress. Raises: OSError: the cache cannot be written; whatever ``convert`` raises.
+    report: called with each progress line. Raises: OSError: the cache cannot be written; whatever ``convert`` raises.
     """
     folder = (root or cache_root()) / "checkpoints"
     place = folder / f"{source.stem}-{key}"
     if place.is_dir():
         return place
     folder.mkdir(parents=True, exist_ok=True)
-    with _lock(folder / f"{place.name}.lock", say):
+    with _lock(folder / f"{place.name}.lock", report):
         if not place.is_dir():  # another process may have made it while this one waited
-            _make(source, place, convert, say)
+            _make(source, place, convert, report)
     return place
 
 
@@ -93,22 +93,22 @@ def _fingerprint(gguf: Path) -> str:
 
 
 @contextlib.contextmanager
-def _lock(path: Path, say: Say) -> Iterator[None]:
+def _lock(path: Path, report: Report) -> Iterator[None]:
     """Hold ``path`` alone among all processes; freed by the kernel if this one dies."""
     with path.open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            say("waiting for another process that converts the same weights")
+            report("waiting for another process that converts the same weights")
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
-def _make(source: Path, place: Path, convert: Convert, say: Say) -> None:
+def _make(source: Path, place: Path, convert: Convert, report: Report) -> None:
     """Make the folder beside its place and move it there whole."""
     made = Path(tempfile.mkdtemp(prefix=f".{place.name}.", dir=place.parent))
     try:
-        convert(source, made, say)
+        convert(source, made, report)
         made.chmod(0o755)  # mkdtemp's 0700 and safetensors' 0600 would hide it from other users of a shared cache
         for file in made.iterdir():
             file.chmod(0o644)
@@ -118,14 +118,14 @@ def _make(source: Path, place: Path, convert: Convert, say: Say) -> None:
         raise
 
 
-def _convert(gguf: Path, made: Path, say: Say) -> None:
+def _convert(gguf: Path, made: Path, report: Report) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    say(f"converting {gguf.name} (once, about 20 s): vocabulary")
+    report(f"converting {gguf.name} (once, about 20 s): vocabulary")
     tokenizer: Any = AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name, local_files_only=True)
     tokenizer.save_pretrained(str(made))
-    say(f"converting {gguf.name}: weights")
+    report(f"converting {gguf.name}: weights")
     model: Any = AutoModelForCausalLM.from_pretrained(
         str(gguf.parent), gguf_file=gguf.name, local_files_only=True, dtype=torch.float32
     )
@@ -135,6 +135,6 @@ def _convert(gguf: Path, made: Path, say: Say) -> None:
         plain: Any = type(model)(model.config)
     plain.load_state_dict(model.state_dict(), assign=True)
     plain.tie_weights()
-    say(f"converting {gguf.name}: writing")
+    report(f"converting {gguf.name}: writing")
     # bfloat16 keeps more than the 4 bits that the file has, at half of float32's size.
     plain.to(torch.bfloat16).save_pretrained(str(made))

