@@ -53,12 +53,12 @@ def _reported(role: Callable[[], int]) -> int:
         return role()
     except ConfigurationError as error:
         if status_fd is None:  # or our supervisor shows that line
-            diagnostics.say(f"cannot start: {error}")
+            diagnostics.write_line(f"cannot start: {error}")
         statuspipe.report(status_fd, statuspipe.failed(error))
         return EXIT_FAILED
     except BaseException as error:  # of the author's: a module that a hook is named in may do anything when imported
         statuspipe.report(status_fd, statuspipe.failed(error))
-        diagnostics.say(errors.format_traceback(error))
+        diagnostics.write_line(errors.format_traceback(error))
         return EXIT_FAILED
 
 

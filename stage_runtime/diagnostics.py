@@ -29,7 +29,7 @@ def write(text: str) -> None:
         left = left[os.write(descriptor(), left) :]
 
 
-def say(line: str) -> None:
+def write_line(line: str) -> None:
     """Write a line; no effect when the descriptor has no reader."""
     with contextlib.suppress(OSError):
         write(line + "\n")

@@ -37,7 +37,7 @@ def exit_soon(code: int) -> None:
 def _exit_within(code: int, within_s: float) -> NoReturn:
     time.sleep(within_s)
     left = "threads or child processes of the stages' code did not end"
-    diagnostics.say(f"exiting with code {code}: {left} within {within_s:g} s")
+    diagnostics.write_line(f"exiting with code {code}: {left} within {within_s:g} s")
     diagnostics.print_stacks()
     _exit(code)
 

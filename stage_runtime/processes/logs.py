@@ -126,7 +126,7 @@ class RuntimeHandler(logging.Handler):
             text = self.format(record)
         except Exception:
             text = f"{record.levelname} {record.name}: {safe_str(record.msg, limit=TRACEBACK_LIMIT)}"
-        diagnostics.say(text)
+        diagnostics.write_line(text)
 
 
 #: The parents of loggers that the runtime's own threads log by; the rest of them is left to authors.

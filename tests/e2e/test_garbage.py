@@ -61,7 +61,7 @@ def _sockets(pipeline: LocalPipeline) -> list[Path]:
     return [path for path in pipeline.folder.glob("*.sock") if path.name not in ("publisher.sock", "admin.sock")]
 
 
-def say(stranger: zmq.Context[Any], endpoint: str, *messages: list[bytes]) -> None:
+def send_frames(stranger: zmq.Context[Any], endpoint: str, *messages: list[bytes]) -> None:
     # What each accepts: it hangs up on another type, and then messages may wait for ever.
     with stranger.socket(zmq.PUSH if endpoint.endswith(".data") else zmq.DEALER) as push:
         push.linger = 1000
@@ -91,9 +91,9 @@ async def test_garbage_at_every_control_socket_is_counted_and_dropped(
     endpoints = control(shared)
     assert set(endpoints) == set(before)
     for endpoint in endpoints.values():
-        say(stranger, endpoint, *([frame] for frame in FRAMES.values()), [OTHER_PROTOCOL])
+        send_frames(stranger, endpoint, *([frame] for frame in FRAMES.values()), [OTHER_PROTOCOL])
         encoded = [codec.encode(Frame(PROTOCOL, "mallory", "", 0, 0, 0, 0, message)) for message in STRANGERS.values()]
-        say(stranger, endpoint, *([frame] for frame in encoded))
+        send_frames(stranger, endpoint, *([frame] for frame in encoded))
     groups = {"coordinator", "front", "side", "joiner", "voice"}
 
     async def all_counted() -> bool:
@@ -113,7 +113,7 @@ async def test_oversized_or_foreign_frames_harm_no_other_link(
     before = shared.pids()
     pulls = [*control(shared).values(), *(f"ipc://{path}" for path in shared.folder.glob("*.data"))]
     for endpoint in [*pulls, shared_publisher(shared)]:
-        say(stranger, endpoint, [bytes(FRAME_LIMIT + 1)], [b"", b"x" * 1000, b"", b"y"], [b"z"] * 500)
+        send_frames(stranger, endpoint, [bytes(FRAME_LIMIT + 1)], [b"", b"x" * 1000, b"", b"y"], [b"z"] * 500)
         for noise in (b"", b"\0" * 10, os.urandom(5000), b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"):
             with socket.socket(socket.AF_UNIX) as raw:
                 raw.connect(endpoint.removeprefix("ipc://"))
@@ -134,7 +134,7 @@ async def test_garbage_at_every_relay_socket_is_counted_and_dropped(
 ) -> None:
     before = shared.pids()
     for path in shared.folder.glob("*.data"):
-        say(stranger, f"ipc://{path}", [b"malformed", b"x" * 100], [b""], [NESTED, b""])
+        send_frames(stranger, f"ipc://{path}", [b"malformed", b"x" * 100], [b""], [NESTED, b""])
 
     async def all_counted() -> bool:
         status = await client.status()

@@ -46,7 +46,7 @@ def pods_of(kube: Kube, unit: str) -> list[Any]:
     return kube.all("pods", f"omnipipeline.dev/unit={unit}")
 
 
-def say(kube: Kube, pod: str, **container: Any) -> None:
+def set_container_status(kube: Kube, pod: str, **container: Any) -> None:
     """What a kubelet would."""
     whole = {"name": "stage", "image": "i", "imageID": "", "ready": False, "restartCount": 0, **container}
     status = {"status": {"phase": "Pending", "containerStatuses": [whole]}}
@@ -154,7 +154,7 @@ def test_a_failed_mount_is_reported_with_the_kubelets_message(kube: Kube, operat
         "lastTimestamp": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
     }
     kube.apply(event)
-    say(kube, name, state={"waiting": {"reason": "ContainerCreating"}})
+    set_container_status(kube, name, state={"waiting": {"reason": "ContainerCreating"}})
     eventually(lambda: unit(kube, "first").get("reason") == "FailedMount", within_s=30)
     assert message in unit(kube, "first")["message"]
 
@@ -179,14 +179,14 @@ def test_one_crash_is_one_reason_few_writes_and_one_event_however_often_it_happe
     for number in range(4):
         message = f"first: OSError: no weights (request 0x7{number})\n---\nTraceback\nmake sure to pass a token"
         ended = {"terminated": {**crash, "message": message}}
-        say(kube, name, state=ended, restartCount=number)
+        set_container_status(kube, name, state=ended, restartCount=number)
         eventually(lambda: unit(kube, "first").get("reason"), what="the crash is reported")
         observed.add((unit(kube, "first")["reason"], unit(kube, "first")["message"]))
         back_off = {"waiting": {"reason": "CrashLoopBackOff", "message": f"back-off {number}0s restarting"}}
-        say(kube, name, state=back_off, lastState=ended, restartCount=number)
+        set_container_status(kube, name, state=back_off, lastState=ended, restartCount=number)
         observed.add((unit(kube, "first")["reason"], unit(kube, "first")["message"]))
         running = {"running": {"startedAt": "2999-01-01T00:00:00Z"}}
-        say(kube, name, state=running, lastState=ended, restartCount=number + 1)
+        set_container_status(kube, name, state=running, lastState=ended, restartCount=number + 1)
         observed.add((unit(kube, "first")["reason"], unit(kube, "first")["message"]))
     assert observed == {("CrashLoopBackOff", f"pod {name}: container stage: first: OSError: no weights (request 0x70)")}
     # A condition may follow a moment after the unit.
@@ -224,7 +224,9 @@ def test_a_pipeline_that_waits_for_a_bad_image_gets_the_one_that_the_chart_names
     for name in names:
         [pod] = eventually(partial(lambda name: pods_of(kube, name), name))
         message = 'Back-off pulling image "localhost/omni-stage:typo": ErrImagePull: not found'
-        say(kube, pod["metadata"]["name"], state={"waiting": {"reason": "ImagePullBackOff", "message": message}})
+        set_container_status(
+            kube, pod["metadata"]["name"], state={"waiting": {"reason": "ImagePullBackOff", "message": message}}
+        )
     eventually(lambda: unit(kube, "first").get("reason") == "ImagePullBackOff")
     operator.stop()
     operator.start(OMNI_OPERATOR_STAGE_IMAGE=NEWER)

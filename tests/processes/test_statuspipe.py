@@ -65,11 +65,11 @@ def test_lines_of_several_threads_are_never_mixed() -> None:
     reader, writer = os.pipe()
     long = "y" * 9000  # above PIPE_BUF, so one write would not be atomic
 
-    def say(name: str) -> None:
+    def write_events(name: str) -> None:
         for _ in range(20):
             statuspipe.report(writer, statuspipe.Loading(stage=name, message=long))
 
-    threads = [threading.Thread(target=say, args=(f"s{number}",)) for number in range(4)]
+    threads = [threading.Thread(target=write_events, args=(f"s{number}",)) for number in range(4)]
     for thread in threads:
         thread.start()
 

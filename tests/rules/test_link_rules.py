@@ -23,7 +23,7 @@ class Wire:
         self.delivered: list[bytes] = []
         self.sent: list[bytes] = []
 
-    def say(self) -> None:
+    def send(self) -> None:
         seq = self.outgoing.number()
         frame = b"%d" % seq
         self.outgoing.keep(seq, frame)
@@ -34,7 +34,7 @@ class Wire:
             self.under_way.append((int(frame), frame))
             self.outgoing.sent()
 
-    def hear(self) -> None:
+    def receive(self) -> None:
         if not self.under_way:
             return
         seq, frame = self.under_way.popleft()
@@ -70,12 +70,24 @@ class Wire:
     def race(self) -> None:
         """The connection is back and new frames go out on it before the old ones are sent again."""
         self.under_way.clear()
-        self.say()
+        self.send()
         self.flush()
         self.outgoing.rewind()
 
 
-STEPS = ["say", "say", "flush", "hear", "hear", "acknowledge", "lose_one", "duplicate", "lose_ack", "reconnect", "race"]
+STEPS = [
+    "send",
+    "send",
+    "flush",
+    "receive",
+    "receive",
+    "acknowledge",
+    "lose_one",
+    "duplicate",
+    "lose_ack",
+    "reconnect",
+    "race",
+]
 
 
 @settings(max_examples=examples(300))
@@ -89,7 +101,7 @@ def test_every_message_is_delivered_once_and_in_order_whatever_is_lost(steps: li
         wire.outgoing.rewind()
         wire.flush()
         while wire.under_way:
-            wire.hear()
+            wire.receive()
         while wire.acks:
             wire.acknowledge()
     assert wire.delivered == wire.sent
@@ -100,11 +112,11 @@ def test_without_acknowledgements_a_lost_frame_stays_lost() -> None:
     """The positive control of the property above: it is the rewind that saves."""
     wire = Wire()
     for _ in range(3):
-        wire.say()
+        wire.send()
     wire.flush()
     wire.lose_one()
     while wire.under_way:
-        wire.hear()
+        wire.receive()
     assert wire.delivered == []
 
 
