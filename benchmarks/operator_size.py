@@ -77,7 +77,7 @@ class Measuring:
         self.record("  processor time of the operator", self._operated.processor_s(), "s")
         await self._settle()
         self.record(
-            "  pipelines Ready once the controllers are through", await ground.ready_pipelines(self._ground), ""
+            "  pipelines Ready once the controllers have finished", await ground.ready_pipelines(self._ground), ""
         )
         self._memory()
 

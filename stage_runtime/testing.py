@@ -201,7 +201,7 @@ class _Outbox:
         with self._changed:
             if not self._changed.wait_for(lambda: all(work.over for work in works), patience_s):
                 late = ", ".join(work.request_id for work in works if not work.over)
-                raise TimeoutError(f"the stage is not through with {late} after {patience_s:g} s")
+                raise TimeoutError(f"the stage has not finished {late} after {patience_s:g} s")
 
     def judged(self, works: Sequence[_Work]) -> list[Emitted]:
         """What the stage gave, once all of it is there; a request whose memory was written into has failed."""

@@ -46,7 +46,7 @@ STEPS: Final = (
     Arrow(3, 2, "control", "Release: the memory is free", 30),
     Arrow(3, 1, "control", "Stream: a chunk of the answer", 34),
     Arrow(1, 0, "http", "data: {…}", 30),
-    Arrow(3, 1, "control", "Complete: this stage is through", 34),
+    Arrow(3, 1, "control", "Complete: this stage has finished", 34),
     Arrow(1, 0, "http", "data: [DONE]", 30),
 )
 PLANES: Final = (

@@ -43,7 +43,7 @@ class ChunkEvent(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ResultEvent(msgspec.Struct, frozen=True, kw_only=True):
-    """A terminal stage is through. ``has_data`` is False when its function gave no result (chunks only)."""
+    """A terminal stage has completed. ``has_data`` is False when its function gave no result (chunks only)."""
 
     stage: str
     data: Any = None

@@ -208,7 +208,7 @@ class Inbox:
         self.taken += 1
         if isinstance(item, _UNBOUND):
             return item
-        item.work.at_engine = True  # before the look: who aborts it looks at this after saying so
+        item.work.at_engine = True  # set before the check: an abort marks the work first and reads this afterwards
         late = item.work.cancelled or item.work.over  # for example chunks of a function that has returned
         if isinstance(item, _OPEN):
             return None if late else item

@@ -95,7 +95,7 @@ class Emit(msgspec.Struct, frozen=True):
 
 
 class Done(msgspec.Struct, frozen=True):
-    """The request is through here, with this result."""
+    """The engine has finished the request, with this result."""
 
     request_id: str
     data: Any = None

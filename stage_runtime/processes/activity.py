@@ -54,7 +54,7 @@ def resident_bytes(pid: int) -> int:
 
 
 def memory_kills() -> int:
-    """Processes of this container that the kernel has killed for want of memory."""
+    """Processes of this container that the kernel has killed because memory ran out."""
     try:
         events = MEMORY_EVENTS.read_text().split()
         return int(events[events.index("oom_kill") + 1])

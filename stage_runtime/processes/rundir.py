@@ -201,7 +201,7 @@ def _alive(folder: Path) -> bool:
     """Whether a run holds its lock."""
     try:
         lock = os.open(folder / _LOCK, os.O_RDWR | os.O_NOFOLLOW)
-    except OSError:  # being made or swept at this moment, or none of ours
+    except OSError:  # being made or swept at this moment, or not one of our runs
         return False
     try:
         fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -110,7 +110,7 @@ def _unread(fd: int) -> int:
 
 
 def parse(line: bytes) -> Status | None:
-    """One line, or None when it is none of ours: user code may have inherited the pipe and written to it."""
+    """One line, or None when it is not an event: user code may have inherited the pipe and written to it."""
     try:
         return _decoder.decode(line)
     except msgspec.MsgspecError:

@@ -45,7 +45,7 @@ RELAY_PUT_START: Final = "relay_put_start"
 RELAY_PUT_END: Final = "relay_put_end"  #: It can be announced to its receiver.
 RELAY_GET_START: Final = "relay_get_start"
 RELAY_GET_END: Final = "relay_get_end"  #: All of it is here.
-RELAY_RELEASED: Final = "relay_released"  #: The receiver has let go: the sender's slot is free.
+RELAY_RELEASED: Final = "relay_released"  #: The receiver has released it: the sender's slot is free.
 
 # --- of a file, not of a request ----------------------------------------------------------------------------------
 RECORDER_STARTED: Final = "recorder_started"  #: metadata: host, incarnation, stages

@@ -140,7 +140,7 @@ class Relay(Protocol):
         """
 
     def released(self, peer: Peer, transfer: TransferId) -> bool:
-        """``peer`` has let go of a transfer of ours. Unknown, late or repeated ids change nothing.
+        """``peer`` has released a transfer of ours. Unknown, late or repeated ids change nothing.
 
         Returns: whether it was a transfer of this relay's that ``peer`` had.
         """

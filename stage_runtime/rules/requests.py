@@ -53,7 +53,7 @@ class ChunkCame(Stimulus, frozen=True):
 
 
 class TerminalDone(Stimulus, frozen=True):
-    """A terminal is through, all its chunks delivered."""
+    """A terminal has completed, all its chunks delivered."""
 
     stage: str
     attempt: int
@@ -181,7 +181,7 @@ class Tracked:
     # --- guards -------------------------------------------------------------------------------------------------
 
     def _unwaited(self, event: Stimulus) -> bool:
-        """It comes from a terminal that this request does not wait for, or that was through already."""
+        """It comes from a terminal that this request does not wait for, or that had completed already."""
         assert isinstance(event, ChunkCame | TerminalDone)
         return event.stage not in self.waiting
 

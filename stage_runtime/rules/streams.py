@@ -82,7 +82,7 @@ class Outbound:
         return not self.closed and self._sent - self._consumed >= self._window
 
     def close(self) -> bool:
-        """The consumer is through with the request. True when that opened a full window."""
+        """The consumer has finished the request. True when that opened a full window."""
         was_full = self.full
         self.closed = True
         return was_full

@@ -214,7 +214,7 @@ class ClientEdge(_SendingEdge):
         self._ship(work, extracted, make)
 
     def result(self, work: RequestWork, data: Any, *, has_data: bool) -> None:
-        """The stage is through. has_data: it gave something beside its chunks."""
+        """The stage has finished the request. has_data: it gave something beside its chunks."""
         chunks = work.sent(self._neighbour)
         timings = work.timing(self._stage)
 

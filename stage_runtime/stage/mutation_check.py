@@ -115,7 +115,7 @@ class MutationCheck:
             self._look_back(self._given.get(stage, ()), stage)
 
     def ended(self, stage: str, request: str) -> None:
-        """``stage`` is through with a request: what has changed of what it received, it wrote."""
+        """``stage`` has finished a request: it wrote whatever has changed of what it received."""
         with self._lock:
             for source, fingerprint in self._taken.pop((request, stage), ()):
                 self._look(stage, request, source, fingerprint)

@@ -86,7 +86,7 @@ class FollowedWork:
     def __init__(self, key: WorkKey) -> None:
         self.key = key
         self.bindings: dict[str, str] = {}  #: Rank 0 has the links.
-        self.over = False  #: This rank is through with it; what still comes must not begin it anew.
+        self.over = False  #: This rank has finished it; late messages must not begin it anew.
         self.at_engine = False
         self.left_depth: int | None = None
 
@@ -224,7 +224,7 @@ class Follower:
 
 
 def _is_late(event: events.Incoming) -> bool:
-    """Rank 0 took it, and this rank is through with its request already: begun anew, it would wait for rank 0."""
+    """Rank 0 took it, and this rank has finished its request already: begun anew, it would wait for rank 0."""
     return not isinstance(event, events.Abort | events.Admin | events.Stalled) and event.work.over
 
 

@@ -70,7 +70,7 @@ class RequestWork(msgspec.Struct, eq=False, kw_only=True):
     served: bool = False  #: Its payload was complete, and its result was given here.
     at_engine: bool = False  #: See `engines.base.Work`.
     left_depth: int | None = None
-    has_payload: bool = False  #: The stage's payload is complete. One that takes a stream may be through without it.
+    has_payload: bool = False  #: The stage's payload is complete. One that takes a stream may finish without it.
     queued_at: float | None = None
     began_at: float | None = None
     _received_at: dict[tuple[str, bool], float] = {}  #: (source, by stream) -> when its first input arrived; if joined.

@@ -71,7 +71,7 @@ class Stream(BaseMessage, frozen=True, tag=3):
 
 
 class Complete(BaseMessage, frozen=True, tag=4):
-    """Stage → coordinator: a terminal stage is through (``chunks`` were streamed), or the request failed here."""
+    """Stage → coordinator: a terminal stage has completed (``chunks`` were streamed), or the request failed here."""
 
     request_id: RequestId
     attempt: Count

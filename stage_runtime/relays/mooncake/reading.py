@@ -31,7 +31,7 @@ from stage_runtime.relays.pins import Pins
 
 THREADS: Final = 2  # each reads one piece
 MOST_THREADS: Final = 8  # with those that read from stalled peers
-PIECE_NBYTES: Final = 16 << 20  # progress is seen, and an abort is heeded, once a piece
+PIECE_NBYTES: Final = 16 << 20  # progress is seen, and an abort takes effect, once a piece
 LATE_S: Final = 5.0  # a piece that takes longer is given up: its peer is frozen, or not reached any more
 QUICK_S: Final = 100e-6  # so long, a thread only lets others run between two looks at its read
 LOOKS: Final = 16  # later it sleeps this part of the time that the piece has taken: few looks, and hardly late

@@ -175,7 +175,7 @@ class World:
             raise Broken(_plain(str(error))) from None
 
     def send(self, array: Any, connection: socket.socket) -> Iterator[int]:
-        """Send an array of bytes, which nothing may write to meanwhile. Gives the size of each piece that is through.
+        """Send an array of bytes, which nothing may write to meanwhile. Yields the size of each completed piece.
 
         connection: to the other rank; its end is the world's.
         Raises: Broken: it does not move, or its peer is gone; the world is over, and nothing is read any more.

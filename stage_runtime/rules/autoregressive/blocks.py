@@ -121,7 +121,7 @@ class BlockPool:
             self._hash_of[block] = content
 
     def release(self, blocks: Sequence[int]) -> None:
-        """One user is through with its blocks, in order of positions: the last ones are the first to be taken.
+        """One user has finished with its blocks, in order of positions: the last ones are the first to be taken.
 
         Raises: BlockFault: one of them has no user, or is named twice.
         """
