@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from stage_runtime.engines.autoregressive import parameters, prompting, tools
 from stage_runtime.engines.autoregressive.answers import LONG
-from stage_runtime.engines.autoregressive.parameters import Grammar, SamplingParams
+from stage_runtime.engines.autoregressive.grammar_texts import Grammar
+from stage_runtime.engines.autoregressive.parameters import SamplingParams
 from stage_runtime.engines.autoregressive.tools import Call, CallParser
 from stage_runtime.errors import InvalidRequest
 from stage_runtime.wire.values import OmniRequest, StagePayload

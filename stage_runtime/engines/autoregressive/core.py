@@ -17,8 +17,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from stage_runtime.engines.autoregressive.grammar_texts import Grammar
 from stage_runtime.engines.autoregressive.grammars import Matcher
-from stage_runtime.engines.autoregressive.parameters import Grammar, SamplingParams
+from stage_runtime.engines.autoregressive.parameters import SamplingParams
 from stage_runtime.engines.autoregressive.prompt_rows import ROW, Embeddings, PlacedRows, PromptRows
 from stage_runtime.engines.autoregressive.steps import ModelOutput, TokenLogprobs
 from stage_runtime.errors import describe

@@ -12,13 +12,11 @@ from typing import Any, Final, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from stage_runtime.engines.autoregressive.parameters import Grammar
+from stage_runtime.engines.autoregressive.grammar_texts import WRITTEN, Grammar
 from stage_runtime.errors import describe
 
 log = logging.getLogger(__name__)
 
-#: As models write JSON. Without it they may write blanks for ever.
-WRITTEN: Final[Any] = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 MOST: Final = 1 << 16  # characters of a grammar
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from enum import Enum
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import msgspec
 
 from stage_runtime.engines.autoregressive import call_forms, tools
+from stage_runtime.engines.autoregressive.grammar_texts import Grammar
 from stage_runtime.errors import InvalidRequest
 
 MAX_LOGPROBS: Final = 20  # OpenAI's bound of top_logprobs
@@ -26,13 +27,6 @@ class OutputKind(Enum):
     DELTA = "delta"  #: What is new since the last output; outputs that nobody has taken yet are joined.
     CUMULATIVE = "cumulative"  #: Everything so far.
     FINAL_ONLY = "final_only"  #: One output, at the end.
-
-
-class Grammar(msgspec.Struct, frozen=True):
-    """What an answer must follow. text: a JSON schema, or a grammar in Lark's form."""
-
-    kind: Literal["json_schema", "lark"]
-    text: str
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):

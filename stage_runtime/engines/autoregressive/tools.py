@@ -14,6 +14,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from stage_runtime.engines.autoregressive.detokenizer import StopStrings
+from stage_runtime.engines.autoregressive.grammar_texts import WRITTEN
 from stage_runtime.errors import InvalidRequest
 
 BEGIN: Final = "<tool_call>"
@@ -90,8 +91,6 @@ def grammar(
     arguments: str = "arguments",
 ) -> str:
     """One call of one of these, in Lark's form. before, after: of the call. arguments: by which name it has them."""
-    from stage_runtime.engines.autoregressive.grammars import WRITTEN
-
     rules = []
     for index, function in enumerate(functions):
         schema = {
