@@ -159,7 +159,8 @@ class Autoregressive(msgspec.Struct, frozen=True, kw_only=True):
     linears: the form of the weights on a CPU: ``auto`` measures, or ``plain``, ``onednn``, ``mkl``, ``numba`` (products
     compiled for the processor, float32 only; weights that bfloat16 holds exactly take half the memory).
     kernels: on a CPU, ``numba`` compiles attention for the processor (extra ``numba``) and ``torch`` takes torch's
-    operators; ``auto`` takes numba where it is installed.
+    operators; ``auto`` takes numba where it is installed. On a GPU ``auto`` is ``torch``; ``flash-attn`` and
+    ``flashinfer`` take the kernels of those projects (extras of these names; not tried on a GPU so far).
     compile: compile the parts of layers beside attention by torch when the stage is loaded; where that fails, they are
     computed as they are without it.
     hidden_rows: give ``deliver`` the last hidden row of each token, for a stage that continues from it.

@@ -10,7 +10,15 @@ from typing import Any, Final, NamedTuple, cast
 import torch
 
 from stage_runtime.api import Autoregressive
-from stage_runtime.engines.autoregressive import attention_pages, call_forms, compiling, dtypes, fusing, linears
+from stage_runtime.engines.autoregressive import (
+    attention_guests,
+    attention_pages,
+    call_forms,
+    compiling,
+    dtypes,
+    fusing,
+    linears,
+)
 from stage_runtime.engines.autoregressive.attention import AttentionBackend, GatherAttention, LayerShape
 from stage_runtime.engines.autoregressive.core import EngineCore
 from stage_runtime.engines.autoregressive.embeddings import ModelEmbeddings
@@ -30,6 +38,10 @@ log = logging.getLogger(__name__)
 HOST_CACHE_BYTES: Final = 1 << 29  # of a CPU, where a stage has no budget of its own
 DEVICE_SHARE: Final = 0.9  # of what the stage's budget leaves: a step's activations need the rest
 ENGINES: Final = ("own", "openvino", "vllm")
+GUESTS: Final[dict[str, Callable[[], AttentionBackend]]] = {
+    "flash-attn": attention_guests.FlashAttention,
+    "flashinfer": attention_guests.FlashinferAttention,
+}
 
 
 class Loaded(NamedTuple):
@@ -136,7 +148,11 @@ def assemble(
 
 
 def _attention(spec: Autoregressive, paged: PagedModel) -> AttentionBackend:
-    """Raises: ConfigurationError: compiled loops are wanted, and cannot be had."""
+    """Raises: ConfigurationError: kernels are wanted that cannot be had."""
+    if (guest := GUESTS.get(spec.kernels)) is not None:
+        if paged.device.type != "cuda":
+            raise ConfigurationError(f"omni.Autoregressive(kernels={spec.kernels!r}): needs a GPU")
+        return guest()
     found = attention_pages.available(paged.device, paged.dtype)
     if spec.kernels == "numba" and not found:
         raise ConfigurationError(
@@ -200,7 +216,7 @@ def check(spec: Autoregressive) -> None:
         ("dtype", dtypes.DTYPES),
         ("policy", ("fcfs", "priority")),
         ("linears", ("auto", "plain", "onednn", "mkl", "numba")),
-        ("kernels", ("auto", "torch", "numba")),
+        ("kernels", ("auto", "torch", "numba", *GUESTS)),
         ("overlap", ("auto", True, False)),
         ("tool_calls", ("auto", *call_forms.FORMS)),
     ):
