@@ -26,7 +26,7 @@ import msgspec
 
 from benchmarks.faultlab import experiments, graph, network, relay_faults
 from benchmarks.faultlab.experiments import Outcome
-from stage_runtime.processes.local import LocalPipeline
+from stage_runtime.processes.one_machine.local import LocalPipeline
 
 HEAD = (
     f"{'fault':8} {'target':9} {'repl.':>5} {'requests':>8} {'retried':>7} {'lost':>4} {'wrong':>5} {'healthy':>9}  "

@@ -36,7 +36,7 @@ import psutil
 
 from benchmarks.hoplab.measuring import used
 from omnipipeline_spec.pipeline import EndpointsConfig, PipelineConfig, StageConfig
-from stage_runtime.processes.local import LocalOptions, LocalPipeline
+from stage_runtime.processes.one_machine.local import LocalOptions, LocalPipeline
 from stage_runtime.profiler.writing import FLUSH_EVERY_S
 
 CONCURRENCY: Final = 64

@@ -14,7 +14,8 @@ from omnipipeline_spec.types import pods
 from stage_runtime import diagnostics, errors, settings
 from stage_runtime.engines import ending
 from stage_runtime.errors import ConfigurationError
-from stage_runtime.processes import codefiles, statuspipe, termination
+from stage_runtime.processes import codefiles, termination
+from stage_runtime.processes.supervision import statuspipe
 
 EXIT_FAILED = 1  # in a factory or the configuration; reported, so starting again would not help
 
@@ -30,7 +31,7 @@ def main() -> int:
         case ["supervisor", *_]:
             return _guarded(lambda: _explained(_supervisor))
         case ["imports", answers]:
-            from stage_runtime.processes import importing
+            from stage_runtime.processes.one_machine import importing
 
             return importing.answer(answers)
         case _:

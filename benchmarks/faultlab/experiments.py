@@ -18,7 +18,7 @@ import msgspec
 from benchmarks.faultlab import graph, looking, network
 from benchmarks.faultlab.ledger import Ledger
 from omnipipeline_spec.pipeline import EndpointsConfig
-from stage_runtime.processes.local import LocalOptions, LocalPipeline
+from stage_runtime.processes.one_machine.local import LocalOptions, LocalPipeline
 
 FROZEN_S = 6.0  # beyond the four seconds within which a freeze is known
 CUT_S = 3.0

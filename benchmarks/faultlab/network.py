@@ -22,10 +22,10 @@ from benchmarks.faultlab import looking
 from omnipipeline_spec import planning
 from omnipipeline_spec.pipeline import PipelineConfig
 from stage_runtime.processes import codefiles, launching
-from stage_runtime.processes.children import Command
-from stage_runtime.processes.instances import InstanceSpec, RestartPolicy
 from stage_runtime.processes.launching import Addresses, StageLaunch
-from stage_runtime.processes.supervisor import Supervisor
+from stage_runtime.processes.supervision.children import Command
+from stage_runtime.processes.supervision.instances import InstanceSpec, RestartPolicy
+from stage_runtime.processes.supervision.supervisor import Supervisor
 
 SUBNET = f"10.213.{80 + os.getpid() % 160}"  # runs side by side on one machine need networks of their own
 PORT = 5550

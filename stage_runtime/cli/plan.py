@@ -16,7 +16,7 @@ from omnipipeline_spec.types.plan import EdgePlan, GroupPlan, PipelinePlan, Unit
 from omnipipeline_spec.validation import topology
 from stage_runtime.cli import options
 from stage_runtime.cli.drawing import mermaid, svg
-from stage_runtime.processes import unsupported
+from stage_runtime.processes.one_machine import unsupported
 
 TRANSPORTS = {"in_process": "same process", "same_pod": "same pod", "network": "between pods"}
 WIDTH_WITHOUT_TERMINAL = 160  # a file has no edge; 80 columns would cut names

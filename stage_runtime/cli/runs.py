@@ -13,7 +13,8 @@ from typing import Any, TypeVar
 import click
 
 from stage_runtime.errors import ConfigurationError
-from stage_runtime.processes import admin, rundir
+from stage_runtime.processes import rundir
+from stage_runtime.processes.one_machine import admin
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 

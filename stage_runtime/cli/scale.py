@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from stage_runtime.cli import options, runs
-from stage_runtime.processes import admin
+from stage_runtime.processes.one_machine import admin
 
 
 @click.command("scale")

@@ -21,9 +21,9 @@ from rich.text import Text
 from omnipipeline_spec.types.plan import PipelinePlan
 from stage_runtime.cli import outputs
 from stage_runtime.cli.outputs import Output
-from stage_runtime.processes import activity
-from stage_runtime.processes.instances import ProcessView
-from stage_runtime.processes.startup_failures import StartupFailed
+from stage_runtime.processes.supervision import activity
+from stage_runtime.processes.supervision.instances import ProcessView
+from stage_runtime.processes.supervision.startup_failures import StartupFailed
 
 STYLES = {
     "ready": "green",

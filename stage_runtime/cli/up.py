@@ -1,6 +1,6 @@
 """``omni up``: run a pipeline here, show how it starts, stop it on ^C.
 
-Here: the order of things and signals. Not here: running processes (`processes.local`), how it looks (`screens`).
+Here: the order of things and signals. Not here: running processes (`processes.one_machine`), how it looks (`screens`).
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from pathlib import Path
 import click
 
 from stage_runtime.cli import curl, options, screens
-from stage_runtime.processes import admin, signals
-from stage_runtime.processes.local import STARTUP_S, LocalOptions, LocalPipeline
-from stage_runtime.processes.startup_failures import StartupFailed
+from stage_runtime.processes import signals
+from stage_runtime.processes.one_machine import admin
+from stage_runtime.processes.one_machine.local import STARTUP_S, LocalOptions, LocalPipeline
+from stage_runtime.processes.supervision.startup_failures import StartupFailed
 
 
 @click.command("up")

@@ -12,7 +12,7 @@ from omnipipeline_spec import loading, planning
 from omnipipeline_spec.types.errors import InvalidPipeline
 from omnipipeline_spec.validation import topology
 from stage_runtime.cli import options
-from stage_runtime.processes import author_folder, unsupported
+from stage_runtime.processes.one_machine import author_folder, unsupported
 
 
 @click.command("validate")
@@ -42,7 +42,7 @@ def command(file: str, overrides: tuple[str, ...], imports: bool) -> None:
 
 def _check_imports(file: str, overrides: tuple[str, ...]) -> None:
     """Raises: InvalidPipeline: with all functions that cannot be had."""
-    from stage_runtime.processes import importing, local  # they bring sockets and relays along
+    from stage_runtime.processes.one_machine import importing, local
 
     found = importing.faults(local.LocalPipeline(file, overrides=overrides))
     if found:

@@ -21,7 +21,8 @@ from stage_runtime.coordinator.tracing import RequestTracer
 from stage_runtime.coordinator.unread_answers import AnswerLimits
 from stage_runtime.engines.loading import resolve
 from stage_runtime.errors import ConfigurationError, describe
-from stage_runtime.processes import collecting, logs, loops, process_context, signals, statuspipe, traces
+from stage_runtime.processes import collecting, logs, loops, process_context, signals, traces
+from stage_runtime.processes.supervision import statuspipe
 from stage_runtime.processes.tasks import Tasks
 from stage_runtime.relays import pages
 from stage_runtime.relays.dispatch import Relays

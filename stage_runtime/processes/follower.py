@@ -6,8 +6,9 @@ import asyncio
 import contextlib
 import logging
 
-from stage_runtime.processes import incarnations, logs, process_context, statuspipe
+from stage_runtime.processes import incarnations, logs, process_context
 from stage_runtime.processes.rank import EXIT_CRASHED, EXIT_DRAINED, THREADS_S, RankProcess
+from stage_runtime.processes.supervision import statuspipe
 from stage_runtime.processes.tasks import Tasks
 from stage_runtime.stage.follower import FollowerHost
 

@@ -19,9 +19,9 @@ from omnipipeline_spec.cluster import Tracing
 from omnipipeline_spec.types.plan import GroupPlan, UnitPlan
 from omnipipeline_spec.types.pods import COORDINATOR
 from stage_runtime.errors import ConfigurationError
-from stage_runtime.processes import statuspipe
-from stage_runtime.processes.children import Command
-from stage_runtime.processes.instances import InstanceSpec
+from stage_runtime.processes.supervision import statuspipe
+from stage_runtime.processes.supervision.children import Command
+from stage_runtime.processes.supervision.instances import InstanceSpec
 
 #: What a person may set for all processes of a run; every other OMNI_ variable is ours to write.
 INHERITED = (

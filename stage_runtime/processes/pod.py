@@ -21,11 +21,12 @@ from omnipipeline_spec import crashes
 from omnipipeline_spec.types.plan import GroupPlan
 from stage_runtime.metrics import catalog, exposition, planes
 from stage_runtime.metrics.samples import Samples
-from stage_runtime.processes import activity, codefiles, launching, parent_death, rundir, signals, termination
-from stage_runtime.processes.instances import ProcessView, RestartPolicy
+from stage_runtime.processes import codefiles, launching, rundir, signals, termination
 from stage_runtime.processes.launching import Addresses, StageLaunch
 from stage_runtime.processes.probes import ProbeServer, Reply, Routes
-from stage_runtime.processes.supervisor import Supervisor
+from stage_runtime.processes.supervision import activity, parent_death
+from stage_runtime.processes.supervision.instances import ProcessView, RestartPolicy
+from stage_runtime.processes.supervision.supervisor import Supervisor
 from stage_runtime.settings import SupervisorSettings
 
 EXIT_FAILED = 1

@@ -16,7 +16,8 @@ from omnipipeline_spec.types.plan import StagePlan
 from stage_runtime.engines import gpumemory, loading
 from stage_runtime.engines.base import Engine
 from stage_runtime.errors import ConfigurationError, describe, format_traceback
-from stage_runtime.processes import process_context, signals, statuspipe
+from stage_runtime.processes import process_context, signals
+from stage_runtime.processes.supervision import statuspipe
 from stage_runtime.profiler.recorder import recorder
 from stage_runtime.relays.dispatch import Relays
 from stage_runtime.settings import StageSettings

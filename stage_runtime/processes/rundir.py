@@ -27,7 +27,7 @@ from typing import Any
 import msgspec
 
 from stage_runtime.errors import ConfigurationError
-from stage_runtime.processes import reaper
+from stage_runtime.processes.supervision import reaper
 
 PREFIX = "omni-"
 MAX_SOCKET_PATH = 107  # bytes; sun_path of sockaddr_un holds 108 with its closing zero

@@ -14,11 +14,12 @@ import time
 from typing import Final
 
 from stage_runtime.errors import ConfigurationError
-from stage_runtime.processes import incarnations, logs, loops, process_context, statuspipe, traces
+from stage_runtime.processes import incarnations, logs, loops, process_context, traces
 from stage_runtime.processes.draining import StageDrain
 from stage_runtime.processes.follower import FollowerProcess
 from stage_runtime.processes.incarnations import Incarnations
 from stage_runtime.processes.rank import EXIT_DRAINED, THREADS_S, RankProcess
+from stage_runtime.processes.supervision import statuspipe
 from stage_runtime.processes.tasks import Tasks
 from stage_runtime.processes.watchdog import Watchdog
 from stage_runtime.profiler.recorder import recorder

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from stage_runtime.cli import screens
-from stage_runtime.processes.instances import ProcessState, ProcessView
+from stage_runtime.processes.supervision.instances import ProcessState, ProcessView
 
 
 def view(process: str, state: ProcessState, message: str = "", *, stages: tuple[str, ...] = ("s",)) -> ProcessView:

@@ -23,7 +23,7 @@ import pytest
 
 import stage_runtime as omni
 from stage_runtime import testing
-from stage_runtime.processes.local import LocalOptions, LocalPipeline
+from stage_runtime.processes.one_machine.local import LocalOptions, LocalPipeline
 from tests.docs.blocks import ROOT, blocks
 
 PAGE = "docs/debugging-a-stage.md"

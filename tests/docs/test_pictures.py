@@ -15,7 +15,7 @@ from rich.text import Text
 from docs.pictures import draw, rooms, scaling_tables
 from stage_runtime import cli
 from stage_runtime.cli import screens
-from stage_runtime.processes.instances import ProcessView
+from stage_runtime.processes.supervision.instances import ProcessView
 from tests.docs.blocks import ROOT, blocks
 
 FOLDER = ROOT / "docs/pictures"

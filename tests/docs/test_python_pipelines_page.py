@@ -15,7 +15,7 @@ from omnipipeline_spec import loading, planning
 from omnipipeline_spec.generating import writing
 from omnipipeline_spec.types.errors import UnreadableSpec
 from stage_runtime.cli import main
-from stage_runtime.processes.local import LocalOptions, LocalPipeline
+from stage_runtime.processes.one_machine.local import LocalOptions, LocalPipeline
 from tests.docs.blocks import FENCE, ROOT
 from tests.imported import forget_modules_of
 

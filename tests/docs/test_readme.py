@@ -16,7 +16,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from stage_runtime.processes.local import LocalOptions, LocalPipeline
+from stage_runtime.processes.one_machine.local import LocalOptions, LocalPipeline
 from tests.docs.blocks import ROOT, blocks
 
 ADDRESS = "localhost:8000"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from stage_runtime.processes.local import LocalPipeline
+from stage_runtime.processes.one_machine.local import LocalPipeline
 from tests.e2e.local_pipelines import APART, Client, diamond, replicas, running
 
 

@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from omnipipeline_spec.cluster import Control, Coordinator, ProcessGroup
 from omnipipeline_spec.pipeline import EndpointsConfig, PipelineConfig, StageConfig
-from stage_runtime.processes.local import LocalOptions, LocalPipeline
+from stage_runtime.processes.one_machine.local import LocalOptions, LocalPipeline
 
 HERE = Path(__file__).parent
 HELLO = HERE.parents[1] / "examples" / "hello" / "pipeline.yaml"

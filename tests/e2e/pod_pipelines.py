@@ -17,11 +17,11 @@ import msgspec
 from omnipipeline_spec import planning
 from omnipipeline_spec.pipeline import PipelineConfig
 from stage_runtime.processes import launching
-from stage_runtime.processes.children import Command
-from stage_runtime.processes.instances import InstanceSpec, RestartPolicy, SupervisedInstance
 from stage_runtime.processes.launching import Addresses, StageLaunch
-from stage_runtime.processes.statuspipe import Serving
-from stage_runtime.processes.supervisor import Supervisor
+from stage_runtime.processes.supervision.children import Command
+from stage_runtime.processes.supervision.instances import InstanceSpec, RestartPolicy, SupervisedInstance
+from stage_runtime.processes.supervision.statuspipe import Serving
+from stage_runtime.processes.supervision.supervisor import Supervisor
 from tests.e2e.local_pipelines import HERE
 
 KEY = b"thirty-two bytes of the pipeline"

@@ -17,7 +17,7 @@ import pytest_asyncio
 
 from omnipipeline_spec.cluster import Control
 from omnipipeline_spec.pipeline import PipelineConfig, StageConfig
-from stage_runtime.processes.local import LocalPipeline
+from stage_runtime.processes.one_machine.local import LocalPipeline
 from tests.e2e.local_pipelines import HEARTBEAT_S, Client, at_rest, running
 
 MIB = 1 << 20

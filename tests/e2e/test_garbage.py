@@ -17,7 +17,7 @@ import psutil
 import pytest
 import zmq
 
-from stage_runtime.processes.local import LocalPipeline
+from stage_runtime.processes.one_machine.local import LocalPipeline
 from stage_runtime.sockets.addresses import CurveSecurity
 from stage_runtime.wire import codec
 from stage_runtime.wire.frames import FRAME_LIMIT, PROTOCOL, Frame

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from omnipipeline_spec.pipeline import PipelineConfig, StageConfig
-from stage_runtime.processes.local import LocalPipeline
+from stage_runtime.processes.one_machine.local import LocalPipeline
 from tests.e2e.local_pipelines import SPREAD, TOGETHER, Client, at_rest, diamond, eventually, running
 
 #: What the request makes fail -> the stage and hook that the client's error must name.

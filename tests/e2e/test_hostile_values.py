@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from omnipipeline_spec.cluster import Control
 from omnipipeline_spec.pipeline import PipelineConfig, StageConfig
 from stage_runtime.errors import CODES
-from stage_runtime.processes.local import LocalPipeline
+from stage_runtime.processes.one_machine.local import LocalPipeline
 from tests.e2e import hostile_stages
 from tests.e2e.local_pipelines import HEARTBEAT_S, PATIENCE_S, Client, at_rest, running
 from tests.thoroughness import examples

@@ -9,7 +9,7 @@ import json
 import httpx
 import pytest
 
-from stage_runtime.processes.local import LocalPipeline
+from stage_runtime.processes.one_machine.local import LocalPipeline
 from tests.e2e.local_pipelines import PATIENCE_S, Client, at_rest, eventually, held, resident, shared_files, under_way
 
 MIB = 1 << 20

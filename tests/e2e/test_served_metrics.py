@@ -7,7 +7,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from omnipipeline_spec.types import metrics
 from stage_runtime.metrics import catalog
-from stage_runtime.processes.local import LocalPipeline
+from stage_runtime.processes.one_machine.local import LocalPipeline
 from tests.e2e.local_pipelines import PATIENCE_S, Client, eventually
 
 

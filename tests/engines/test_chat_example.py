@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import openai
 
-from stage_runtime.processes.local import LocalOptions, LocalPipeline
+from stage_runtime.processes.one_machine.local import LocalOptions, LocalPipeline
 from tests.engines.generation_kit import alone, tiny_model, tiny_tokenizer
 
 EXAMPLE = Path(__file__).parents[2] / "examples/chat/pipeline.yaml"

@@ -17,7 +17,7 @@ import sys
 import time
 from pathlib import Path
 
-from stage_runtime.processes import statuspipe
+from stage_runtime.processes.supervision import statuspipe
 
 FD = int(os.environ["OMNI_STATUS_FD"])
 

@@ -16,9 +16,9 @@ import httpx
 import pytest
 
 from stage_runtime.errors import ConfigurationError
-from stage_runtime.processes import admin
-from stage_runtime.processes.local import LocalOptions, LocalPipeline
-from stage_runtime.processes.startup_failures import StartupFailed
+from stage_runtime.processes.one_machine import admin
+from stage_runtime.processes.one_machine.local import LocalOptions, LocalPipeline
+from stage_runtime.processes.supervision.startup_failures import StartupFailed
 
 PATIENCE_S = 60.0
 #: Two groups; what a factory of ``voice`` does is read from a file each time it is called.

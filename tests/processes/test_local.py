@@ -21,9 +21,9 @@ from omnipipeline_spec import loading
 from omnipipeline_spec.pipeline import EndpointsConfig, PipelineConfig, StageConfig
 from stage_runtime.errors import ConfigurationError
 from stage_runtime.processes import coordinator, rundir
-from stage_runtime.processes.instances import ProcessView
-from stage_runtime.processes.local import LocalOptions, LocalPipeline
-from stage_runtime.processes.startup_failures import StartupFailed
+from stage_runtime.processes.one_machine.local import LocalOptions, LocalPipeline
+from stage_runtime.processes.supervision.instances import ProcessView
+from stage_runtime.processes.supervision.startup_failures import StartupFailed
 
 HELLO = Path(__file__).parents[2] / "examples" / "hello" / "pipeline.yaml"
 ANY_PORT = LocalOptions(port=0)

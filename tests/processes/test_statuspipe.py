@@ -11,7 +11,7 @@ import pytest
 
 from stage_runtime.engines import loading, threads
 from stage_runtime.errors import ConfigurationError
-from stage_runtime.processes import statuspipe
+from stage_runtime.processes.supervision import statuspipe
 
 
 @pytest.mark.parametrize(

@@ -17,11 +17,11 @@ import msgspec
 import psutil
 import pytest
 
-from stage_runtime.processes import statuspipe
-from stage_runtime.processes.children import Command
-from stage_runtime.processes.instances import InstanceSpec, ProcessView, RestartPolicy
-from stage_runtime.processes.startup_failures import StartupFailed
-from stage_runtime.processes.supervisor import Supervisor
+from stage_runtime.processes.supervision import statuspipe
+from stage_runtime.processes.supervision.children import Command
+from stage_runtime.processes.supervision.instances import InstanceSpec, ProcessView, RestartPolicy
+from stage_runtime.processes.supervision.startup_failures import StartupFailed
+from stage_runtime.processes.supervision.supervisor import Supervisor
 
 ACTOR = Path(__file__).with_name("acting_child.py")
 PATIENCE_S = 60.0
@@ -358,7 +358,7 @@ asyncio.run(main())
 
 
 def test_a_child_whose_parent_is_dead_already_never_starts() -> None:
-    from stage_runtime.processes import parent_death
+    from stage_runtime.processes.supervision import parent_death
 
     someone_else = 1  # not the process that starts it here
     done = subprocess.run(

@@ -24,22 +24,13 @@ from omnipipeline_spec.types.plan import GroupPlan, UnitPlan
 from omnipipeline_spec.types.pods import COORDINATOR, PROFILING_FILE
 from omnipipeline_spec.validation import variables
 from stage_runtime.errors import ConfigurationError
-from stage_runtime.processes import (
-    admitted,
-    author_folder,
-    client_keys,
-    codefiles,
-    launching,
-    preflight,
-    reaper,
-    references,
-    rundir,
-    unsupported,
-)
-from stage_runtime.processes.instances import ProcessView
-from stage_runtime.processes.launcher import KEY_FILE, Launcher
-from stage_runtime.processes.startup_failures import StartupFailed
-from stage_runtime.processes.supervisor import OnProcessChange, Printer, Supervisor
+from stage_runtime.processes import codefiles, launching, rundir
+from stage_runtime.processes.one_machine import admitted, author_folder, client_keys, preflight, references, unsupported
+from stage_runtime.processes.one_machine.launcher import KEY_FILE, Launcher
+from stage_runtime.processes.supervision import reaper
+from stage_runtime.processes.supervision.instances import ProcessView
+from stage_runtime.processes.supervision.startup_failures import StartupFailed
+from stage_runtime.processes.supervision.supervisor import OnProcessChange, Printer, Supervisor
 
 STARTUP_S = 300.0  # without progress; `omni up --startup-timeout` changes it
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from stage_runtime.processes import activity
-from stage_runtime.processes.children import Child
+from stage_runtime.processes.supervision import activity
+from stage_runtime.processes.supervision.children import Child
 
 
 class ProgressWatch:

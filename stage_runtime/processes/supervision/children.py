@@ -21,7 +21,7 @@ from collections.abc import Callable
 import msgspec
 
 from omnipipeline_spec import crashes
-from stage_runtime.processes import parent_death, reaper, statuspipe
+from stage_runtime.processes.supervision import parent_death, reaper, statuspipe
 
 TAIL_LINES = 60  # of output, kept to explain a death: a traceback with some context
 FATAL_LINES = 1000  # of a crash's stacks, until that of the thread which crashed

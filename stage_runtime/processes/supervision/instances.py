@@ -17,10 +17,10 @@ from typing import Any, Literal
 
 import msgspec
 
-from stage_runtime.processes import startup_failures, statuspipe
-from stage_runtime.processes.children import Child, Command
-from stage_runtime.processes.progress import ProgressWatch
-from stage_runtime.processes.startup_failures import StartupFailed
+from stage_runtime.processes.supervision import startup_failures, statuspipe
+from stage_runtime.processes.supervision.children import Child, Command
+from stage_runtime.processes.supervision.progress import ProgressWatch
+from stage_runtime.processes.supervision.startup_failures import StartupFailed
 
 WATCH_S = 1.0  # between two looks at a process that loads
 STEADY_S = 10.0  # a life of this length as ready forgets the deaths before it

@@ -15,7 +15,7 @@ from typing import Protocol
 import msgspec
 
 from stage_runtime.errors import ConfigurationError
-from stage_runtime.processes.startup_failures import StartupFailed
+from stage_runtime.processes.supervision.startup_failures import StartupFailed
 
 SOCKET = "admin.sock"
 MAX_LINE = 1 << 16

@@ -10,11 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 
 from omnipipeline_spec.types.plan import GroupPlan, PipelinePlan, UnitPlan
-from stage_runtime.processes import launching, preflight
-from stage_runtime.processes.instances import RestartPolicy
+from stage_runtime.processes import launching
 from stage_runtime.processes.launching import StageLaunch
+from stage_runtime.processes.one_machine import preflight
 from stage_runtime.processes.rundir import RunDir
-from stage_runtime.processes.supervisor import Supervisor
+from stage_runtime.processes.supervision.instances import RestartPolicy
+from stage_runtime.processes.supervision.supervisor import Supervisor
 
 KEY_FILE = "api-key"  # in the run's folder, which is the user's alone
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from stage_runtime.processes.children import Child, describe_exit
+from stage_runtime.processes.supervision.children import Child, describe_exit
 
 
 class StartupFailed(Exception):

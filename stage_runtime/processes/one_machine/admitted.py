@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from omnipipeline_spec.types.pods import COORDINATOR
-from stage_runtime.processes.supervisor import Supervisor
+from stage_runtime.processes.supervision.supervisor import Supervisor
 
 ADMISSION_POLL_S: Final = 0.02
 

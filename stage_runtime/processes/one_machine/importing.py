@@ -21,8 +21,8 @@ from omnipipeline_spec.types.errors import Fault
 from omnipipeline_spec.types.plan import PipelinePlan, StagePlan
 from stage_runtime.engines import loading
 from stage_runtime.errors import ConfigurationError, describe, raised_at
-from stage_runtime.processes.children import describe_exit
-from stage_runtime.processes.local import LocalPipeline
+from stage_runtime.processes.one_machine.local import LocalPipeline
+from stage_runtime.processes.supervision.children import describe_exit
 
 
 class NamedFunction(msgspec.Struct, frozen=True, kw_only=True):

@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Collection
 
-from stage_runtime.processes.instances import InstanceSpec, ProcessView, RestartPolicy, SupervisedInstance
-from stage_runtime.processes.startup_failures import StartupFailed
+from stage_runtime.processes.supervision.instances import InstanceSpec, ProcessView, RestartPolicy, SupervisedInstance
+from stage_runtime.processes.supervision.startup_failures import StartupFailed
 
 OnProcessChange = Callable[[ProcessView], None]
 Printer = Callable[[str, str], None]  # process, line
