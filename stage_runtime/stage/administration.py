@@ -14,7 +14,9 @@ from stage_runtime.errors import ValueRefused, describe
 from stage_runtime.stage.stage import Stage
 from stage_runtime.wire.messages import AdminCall, AdminReply, Message, ProfilerStart, ProfilerStop
 
-ASKED_KEPT: Final = 4096  # operations without an answer: an engine may forget them, and who asked has long given up
+ASKED_KEPT: Final = (
+    4096  # operations without an answer: an engine may forget them, and their callers have given up long ago
+)
 
 
 class Administration:
@@ -43,7 +45,7 @@ class Administration:
         )
 
     def profile(self, message: ProfilerStart | ProfilerStop) -> None:
-        """Tell every engine that takes operations that a profile starts or stops: it may record more of its own."""
+        """Notify every engine that takes operations that a profile starts or stops: it may record more of its own."""
         operation = "profiler_start" if isinstance(message, ProfilerStart) else "profiler_stop"
         arguments: Mapping[str, Any] = {name: getattr(message, name) for name in message.__struct_fields__}
         for stage in self._stages.values():
@@ -66,7 +68,7 @@ class Administration:
 
 
 def _refusal(name: str, stage: Stage | None) -> str | None:
-    """Why it cannot be asked; None: it can."""
+    """Why the operation cannot be sent; None: it can."""
     if stage is None:
         return f"no stage {name!r} here"
     if stage.input.engine is None:

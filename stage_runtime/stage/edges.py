@@ -25,9 +25,11 @@ from stage_runtime.wire.messages import Complete, Consumed, DataReady, Message, 
 from stage_runtime.wire.parts import Body, Failure, Header
 from stage_runtime.wire.values import Chunk, StagePayload
 
-EDGES_KEPT: Final = 64  # instances of one neighbour; they come and go, and a binding is made again at no cost
+EDGES_KEPT: Final = 64  # instances of one neighbour; they change, and making a binding again is cheap
 
-Packed: TypeAlias = dict[int, tuple[StagePayload, Extracted]]  #: By id, with the payload itself: ids come again.
+Packed: TypeAlias = dict[
+    int, tuple[StagePayload, Extracted]
+]  #: By id, with the payload itself, because ids are reused.
 Lost: TypeAlias = Callable[[RequestWork, BaseException], None]  #: What had waited in a send queue cannot be sent.
 
 

@@ -92,7 +92,7 @@ class FollowerHost:
         self._thread = threads.start(self._plan.name, self._run, make, crashed=self._crashed)
 
     def close(self, timeout_s: float = 0.0) -> None:
-        """End the engine: what it is at is aborted, so that `finally` blocks run, within ``timeout_s``."""
+        """End the engine: its requests are aborted, so that `finally` blocks run, within ``timeout_s``."""
         self._stop.set()
         self._follower.abort_all()
         self._inbox.close()

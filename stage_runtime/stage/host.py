@@ -56,7 +56,7 @@ log = logging.getLogger(__name__)
 
 
 class Lifecycle(Protocol):
-    """What the process does about what happens to it. On the I/O thread."""
+    """The process's reactions to events of its life. On the I/O thread."""
 
     def loaded(self) -> None:
         """All engines are loaded, of all ranks."""
@@ -178,7 +178,7 @@ class Host:
             return
         stage = next(iter(self.stages))
         failure = Failure("stage_failed", f"a message of {sender} could not be read: {problem}", stage, "receive")
-        with contextlib.suppress(ValueRefused):  # no id that anybody knows
+        with contextlib.suppress(ValueRefused):  # not the id of any request
             self.process.send(request.owner, Complete(request.request_id, request.attempt, stage, failure=failure))
 
     def lost(self, peer: str) -> None:

@@ -75,7 +75,7 @@ class Joins:
             self._check_possible(work, gathering)
             return
         if gathering.waits_after(source):
-            # Two requests that wait for each other's slots would never go on, however many slots there are.
+            # Two requests that wait for each other's slots would deadlock, however many slots there are.
             sealed.copy_out()
         if recorder.traces is not None:  # the hooks may make spans before the stage's function begins
             recorder.traces.working(work.request_id, self._stage, work.traceparent)

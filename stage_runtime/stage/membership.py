@@ -58,7 +58,7 @@ class StageMembership:
         self._process = process
         self._loop = loop
         self._ready = False  #: All engines are loaded. Outlives the incarnations.
-        self._limited = False  #: The log has it that there is no room for a link.
+        self._limited = False  #: That there is no room for a link was logged.
         self._leaving: str | None = None  #: Why it drains: no coordinator may bind anything new to it.
         #: What this process sends: source stage, target stage, the relay that the plan asks for.
         self._edges = [
@@ -132,7 +132,7 @@ class StageMembership:
         """A peer cannot be reached any more. True when it was a coordinator."""
         if peer in self.members:  # only our connection to it broke: the coordinator reports when it is gone
             self.broadcast(PeerUnreachable(peer))
-            # Until then it may still look at what we sent: its slots must not be written again.
+            # Until then it may still read what we sent: its slots must not be written again.
             self._process.send_queues.cut(peer)
             self._loop.call_later(MEET_AGAIN_S, self._meet_again, peer)
             return False

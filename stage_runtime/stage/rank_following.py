@@ -176,7 +176,7 @@ class Follower:
             self._step(step, body)
 
     def abort_all(self) -> None:
-        """Rank 0 is gone, or this process ends: nothing that was begun here is ended otherwise."""
+        """Abort everything: rank 0 is gone, or this process ends, and no other event would end it."""
         for work in list(self._works.values()):
             if not work.over:
                 self._inbox.follow(events.Abort(work.request_id, work))

@@ -80,7 +80,7 @@ class Registration:
         self._known: dict[str, str] = {}  #: endpoint -> incarnation of the coordinator behind it
         self._publishers: dict[str, str] = {}
         self._times: dict[str, HelloTimes] = {}  #: When to send Hello again, by endpoint.
-        self._limited = False  #: The log has it that this process is at a limit.
+        self._limited = False  #: That this process is at a limit was logged.
         self._spread_s = 0.0  #: Over which the processes of this pipeline send Hello to a new coordinator.
 
     async def run(self) -> None:
@@ -100,7 +100,7 @@ class Registration:
             await asyncio.sleep(HELLO_EVERY_S if len(self._known) < len(targets) else RESOLVE_EVERY_S / 4)
 
     def _ask(self, endpoint: str, now: float) -> None:
-        """Say Hello there when it is time to: ever less often, and not all processes at once."""
+        """Send Hello there when it is due: ever less often, and not all processes at once."""
         if endpoint in self._known:
             self._times.pop(endpoint, None)
             return

@@ -233,7 +233,7 @@ class StageInput:
         self._drop(work)
 
     def abort_owner(self, owner: str) -> int:
-        """A coordinator is gone, and everybody who waited for its requests. Returns how many those were."""
+        """A coordinator is gone: abort its requests. Returns how many those were."""
         with self._lock:
             orphans = [work for work in self._works.values() if work.owner == owner]
         for work in orphans:

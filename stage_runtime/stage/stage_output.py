@@ -279,7 +279,7 @@ class StageOutput:
     # --- inside -------------------------------------------------------------------------------------------------
 
     def _lost(self, work: RequestWork, error: BaseException) -> None:
-        """What had waited in a send queue cannot be sent. The work may be over here, and its request is not."""
+        """A payload that waited in a send queue cannot be sent. Its work may be over here, but its request is not."""
         failure = failure_of(error, self._plan.name, "send")
         log_failure(work.request_id, failure, error)
         self._send_failed(work, failure)

@@ -84,7 +84,7 @@ class RequestWork(msgspec.Struct, eq=False, kw_only=True):
 
     @property
     def key(self) -> str:
-        """What the process calls it, its relays too: unlike ``request_id``, no other attempt or owner has it."""
+        """Its key in the process and its relays: unlike ``request_id``, no other attempt or owner has it."""
         return attempt_key(self.owner, self.request_id, self.attempt)
 
     def abort(self) -> None:
@@ -141,7 +141,7 @@ class RequestWork(msgspec.Struct, eq=False, kw_only=True):
 
     @property
     def unshown(self) -> str | None:
-        """The type of what was given in vain: nothing that was can be shown. A word beside it is the author's own."""
+        """The type of what was given in vain: nothing that was can be shown. A str beside it is the author's choice."""
         return None if self._shows else self._unshown
 
     # --- streams out --------------------------------------------------------------------------------------------
