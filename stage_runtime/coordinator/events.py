@@ -62,7 +62,7 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     age_ms: float
     attempt: int  #: 1: the first.
     bindings: dict[str, str]  #: stage -> instance
-    waiting_for: tuple[str, ...] = ()  #: Terminal stages not through yet.
+    waiting_for: tuple[str, ...] = ()  #: Terminal stages that have not completed.
     first_event_ms: float | None = None  #: Admission to the first chunk or result.
     total_ms: float | None = None
     admitted_at: float = 0.0  #: Seconds since the epoch.

@@ -87,7 +87,7 @@ class Membership:
     # --- events from processes ------------------------------------------------------------------------------------
 
     def hello(self, sender: str, message: Hello) -> Joined | None:
-        """A process introduces itself. None: it is refused; it has a link otherwise."""
+        """A process sends Hello. None: it is refused; otherwise it has a link."""
         member = message.member
         refusal = self._refusal(sender, message)
         if refusal is None:
@@ -191,7 +191,7 @@ class Membership:
         if instance is None:
             return  # refused, and not gone yet
         if self._beats.get(sender) is message and instance.at_rest:
-            return  # nothing has changed: so it is with most of a thousand
+            return  # nothing has changed, as for most members of a large fleet
         self._beats[sender] = message
         self.state.beat(sender, sum(message.waiting.values()), sum(message.running.values()))
 
@@ -348,7 +348,7 @@ class Membership:
                 log.info("%s (%s) gets no requests: %s", instance.member.group, incarnation, ineligible_reason)
 
     def _refuse(self, sender: str, hello: Hello, refusal: str) -> None:
-        """Tell the sender why. It asks again and again, so each reason is logged once."""
+        """Send the reason. The process sends Hello again and again, so each reason is logged once."""
         member = hello.member
         if self._refusals.get(sender) != refusal:
             self._refusals[sender] = refusal

@@ -57,7 +57,7 @@ class ConsumedNotifier:
         self._unreported[key] = unreported
 
     def refuse(self, producer: str, chunk: Stream) -> None:
-        """Nobody reads this stream: its producer need not wait."""
+        """This stream has no reader: its producer need not wait."""
         over = Consumed(chunk.request_id, chunk.attempt, self._owner, chunk.source, COORDINATOR, 0, over=True)
         self._send(producer, over)
 

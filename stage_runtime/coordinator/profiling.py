@@ -52,7 +52,7 @@ _UNSAFE: Final = re.compile(r"[^A-Za-z0-9._-]")
 
 
 class ProfileAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of a start or a stop."""
+    """The result of a start or a stop."""
 
     run_id: str
     event_dir: str

@@ -180,7 +180,7 @@ class RequestHandle:
             self._wake()
         elif isinstance(event, Streamed):
             event.taken = True
-            self._consumed(self, event.stage, event.weight)  # it has no reader yet: its producer must not wait
+            self._consumed(self, event.stage, event.weight)  # it has no reader: its producer must not wait
 
     @property
     def early(self) -> int:

@@ -370,7 +370,7 @@ class RequestManager:
             self._fail(handle, failure)
 
     def _fail(self, handle: RequestHandle, failure: Failure) -> None:
-        """Tell its reader why. Log and record have the instances' own names."""
+        """Fail it with a reason for its reader. Log and record have the instances' own names."""
         shown = for_client(failure, lambda incarnation: self._name_of(handle, incarnation))
         if shown is not failure:
             log.warning("request %s failed: %s", handle.id, failure.message)
