@@ -129,7 +129,7 @@ def test_edges_without_a_cycle_all_lead_to_the_right(order: list[str], data: st.
     assert all(found.places[a].x < found.places[b].x for a, b in forward)
 
 
-def test_an_edge_over_several_columns_is_given_a_lane_that_touches_no_box() -> None:
+def test_an_edge_over_several_columns_gets_a_row_that_touches_no_box() -> None:
     chain = [("a", "b"), ("b", "c"), ("c", "d"), ("a", "d")]
     found = arrange(dict.fromkeys("abcd", Size(40, 20)), chain, gap_x=10, gap_y=5)
     assert len(found.bends["a", "d"]) == 2

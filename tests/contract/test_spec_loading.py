@@ -229,7 +229,7 @@ def test_the_resource_holds_lists_and_its_name_in_the_metadata() -> None:
         ("a: [", "f.yaml, line 1"),
     ],
 )
-def test_what_is_no_pipeline_is_said_to_be_none(text: str, message: str) -> None:
+def test_what_is_no_pipeline_is_refused_as_none(text: str, message: str) -> None:
     with pytest.raises(UnreadableSpec) as raised:
         loading.loads(text, source="f.yaml")
     assert message in str(raised.value)

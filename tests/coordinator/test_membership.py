@@ -204,7 +204,7 @@ async def test_who_declares_other_edges_than_its_revision_has_gets_no_request_an
         }
 
 
-async def test_who_was_declared_dead_and_says_hello_is_taken_back_and_hears_which_attempts_are_over() -> None:
+async def test_a_fenced_process_that_sends_hello_is_taken_back_and_learns_which_attempts_are_over() -> None:
     """It says Hello when it has lost this coordinator, too: then it has dropped all that was bound to it."""
     async with coordinator_harness() as made:
         for number in range(3):

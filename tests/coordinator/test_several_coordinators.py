@@ -114,7 +114,7 @@ async def fleet() -> AsyncIterator[Fleet]:
         shutil.rmtree(folder)
 
 
-async def test_who_is_dead_for_one_coordinator_alone_is_no_black_hole_at_the_other() -> None:
+async def test_an_instance_dead_for_one_coordinator_alone_loses_no_requests_of_the_other() -> None:
     async with fleet() as made:
         for number in (0, 1):
             await made.serve_all(number)

@@ -113,7 +113,7 @@ def test_a_chunk_that_cannot_be_sent_fails_its_request_and_not_the_loop() -> Non
         assert rig.outbox.several(2) == [("r2", "chunk", "working"), ("r2", "done", "x")]
 
 
-def test_a_loop_hears_of_the_abort_of_a_request_whose_chunk_cannot_be_sent() -> None:
+def test_a_loop_gets_the_abort_of_a_request_whose_chunk_cannot_be_sent() -> None:
     """It keeps the state of its requests until it has ended them or is sent an Abort."""
     states: dict[str, Any] = {}
 
@@ -152,7 +152,7 @@ def test_a_loop_is_notified_when_a_consumer_lags() -> None:
     assert seen == [closed, None]
 
 
-def test_a_loop_hears_of_an_abort() -> None:
+def test_a_loop_gets_an_abort() -> None:
     events_seen: list[str] = []
 
     def step(event: Any, outbox: Any) -> None:

@@ -134,7 +134,7 @@ def test_what_is_named_instead_of_a_factory_is_refused_with_what_a_factory_does(
         create(plan(f"factories:{factory}"), Here())
 
 
-def test_a_module_of_the_working_directory_is_said_to_lie_there(
+def test_a_module_of_the_working_directory_is_reported_as_lying_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "lies_here.py").write_text("")

@@ -83,7 +83,7 @@ async def test_a_cut_network_and_two_that_lose_each_other_cost_no_unstreamed_req
 @needs_namespaces
 @pytest.mark.parametrize("says", ["nothing", "beats"])
 @pytest.mark.parametrize("coordinator", [False, True], ids=["a neighbour", "a coordinator"])
-async def test_a_machine_that_vanishes_without_a_goodbye_is_lost_in_time(coordinator: bool, says: str) -> None:
+async def test_a_machine_that_vanishes_from_the_network_is_lost_in_time(coordinator: bool, says: str) -> None:
     """No FIN, no RST: every packet is dropped. Coordinators are checked by the kernel, others by heartbeats."""
     with contextlib.closing(network.Network()) as net:
         endpoint = f"tcp://{net.add('far')}:5550"

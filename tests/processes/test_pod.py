@@ -210,7 +210,7 @@ def test_a_killed_process_is_started_again_in_the_same_pod(tmp_path: Path) -> No
         assert running.poll() is None
 
 
-def test_orphans_of_a_stage_are_buried(tmp_path: Path) -> None:
+def test_orphans_of_a_stage_are_reaped(tmp_path: Path) -> None:
     ports = Ports()
     with stage_pod(tmp_path, ports, "orphan") as running:
         eventually(lambda: (tmp_path / "orphan").exists() and (tmp_path / "orphan").read_text())

@@ -146,7 +146,7 @@ async def test_a_start_that_reports_a_failure_and_does_not_exit_fails_with_what_
             await supervisor.started()
 
 
-async def test_a_death_before_ready_without_a_word_shows_exit_and_last_output() -> None:
+async def test_a_death_before_ready_without_a_report_shows_exit_and_last_output() -> None:
     async with supervised() as supervisor:
         supervisor.add(instance("voice", "print", "half of the weights", "kill"), POLICY)
         with pytest.raises(StartupFailed, match="killed by SIGKILL") as caught:

@@ -147,7 +147,7 @@ def test_what_is_chosen_reaches_the_peer_has_not_failed_and_is_allowed(
 @given(
     st.recursive(st.none() | st.booleans() | st.text() | st.integers(), lambda inner: st.dictionaries(st.text(), inner))
 )
-def test_facts_of_a_peer_are_read_or_count_as_not_said(facts_of_process: Any) -> None:
+def test_facts_of_a_peer_are_read_or_count_as_not_announced(facts_of_process: Any) -> None:
     facts = choosing.process_facts({choosing.PROCESS: facts_of_process})
     assert isinstance(facts, ProcessFacts)
 

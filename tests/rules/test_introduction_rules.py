@@ -56,7 +56,7 @@ def test_a_pair_of_another_coordinator_learns_of_departures_and_is_introduced_by
 
 
 @given(st.lists(st.one_of(BINDINGS, st.sampled_from([one for names in INSTANCES.values() for one in names]))))
-def test_each_hears_of_exactly_those_it_shares_edges_with_and_of_their_departures(
+def test_each_learns_of_exactly_those_it_shares_edges_with_and_of_their_departures(
     events: list[dict[str, str] | str],
 ) -> None:
     made = Introductions()

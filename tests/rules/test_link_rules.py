@@ -142,7 +142,7 @@ def test_frames_outside_the_order_are_always_delivered_and_owe_nothing() -> None
 
 
 @given(st.integers(0, 5), st.integers(6, 2**63))
-def test_an_ack_of_what_was_never_said_frees_nothing(sent: int, ack: int) -> None:
+def test_an_ack_of_what_was_never_sent_frees_nothing(sent: int, ack: int) -> None:
     outgoing = Outgoing()
     for seq in range(1, sent + 1):
         outgoing.keep(seq, b"x")
@@ -185,7 +185,7 @@ def test_a_frame_is_placed_by_both_ends_numbers(
     assert incoming.stand(session, ack_session) is standing
 
 
-def test_what_the_peer_said_before_it_heard_anything_is_void_once_it_heard_the_link_given_up() -> None:
+def test_frames_sent_before_the_peer_received_anything_are_void_once_the_link_was_given_up() -> None:
     first = Incoming(1)
     assert first.stand(7, 0) is Standing.CURRENT
     assert first.accept(1) is Verdict.DELIVER
@@ -196,7 +196,7 @@ def test_what_the_peer_said_before_it_heard_anything_is_void_once_it_heard_the_l
     assert later.accept(1) is Verdict.DELIVER
 
 
-def test_who_never_heard_the_link_given_up_goes_on_where_it_was() -> None:
+def test_a_peer_that_never_noticed_the_dropped_link_goes_on_where_it_was() -> None:
     first = Incoming(1)
     assert first.stand(7, 0) is Standing.CURRENT
     assert [first.accept(seq) for seq in (1, 2)] == [Verdict.DELIVER] * 2

@@ -209,7 +209,7 @@ def test_what_was_streamed_cannot_be_taken_back_so_nothing_is_sent_again() -> No
     assert "after part of the answer was sent" in one.failure.message
 
 
-def test_a_client_that_hears_nothing_before_the_end_may_be_served_again_in_mid_answer() -> None:
+def test_a_client_that_gets_nothing_before_the_end_may_be_served_again_in_mid_answer() -> None:
     one = bound(whole=True)
     one.handle(ChunkCame("voice", 1))
     one.handle(TerminalDone("text", 1))

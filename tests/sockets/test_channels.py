@@ -240,7 +240,7 @@ async def test_an_end_that_dropped_its_session_alone_connects_again() -> None:
         assert a.listener.lost_peers == []
 
 
-async def test_what_was_said_on_the_link_before_is_not_heard_again_on_the_next_one(short_path: Path) -> None:
+async def test_frames_of_the_link_before_are_not_delivered_again_on_the_next_one(short_path: Path) -> None:
     """A frame that its sender repeats, first sent before it had heard anything: it names no link of ours."""
     a, b = End("aa", place("ipc", short_path, "a")), End("bb", place("ipc", short_path, "b"))
     async with ends(a, b):
@@ -306,7 +306,7 @@ async def test_a_stranger_is_asked_about_and_not_heard(short_path: Path) -> None
         await b.listener.until(lambda: b.listener.received_words == ["who am I"])
 
 
-async def test_words_for_another_life_at_this_address_are_dropped(short_path: Path) -> None:
+async def test_messages_for_another_incarnation_at_this_address_are_dropped(short_path: Path) -> None:
     a, b = End("aa", place("ipc", short_path, "a")), End("bb", place("ipc", short_path, "b"))
     async with ends(a, b):
         b.channels.connect("aa", a.endpoint)
@@ -407,7 +407,7 @@ async def test_bytes_that_are_no_zeromq_at_all_hurt_nobody() -> None:
             await b.listener.until(lambda: b.listener.received_words == ["still here"])
 
 
-async def test_a_lie_in_an_ack_frees_nothing(short_path: Path) -> None:
+async def test_a_false_ack_frees_nothing(short_path: Path) -> None:
     a, b = End("aa", place("ipc", short_path, "a")), End("bb", place("ipc", short_path, "b"))
     async with ends(a, b):
         link = a.channels.connect("bb", b.endpoint)  # b does not know a, and so acknowledges nothing
@@ -456,7 +456,7 @@ async def test_a_message_that_cannot_be_said_raises_and_leaves_no_hole(short_pat
         await b.listener.until(lambda: b.listener.received_words == ["after"])
 
 
-async def test_broadcast_aborts_are_heard_and_nothing_else_is(short_path: Path) -> None:
+async def test_broadcast_aborts_are_received_and_nothing_else_is(short_path: Path) -> None:
     a, b = End("aa", place("ipc", short_path, "a")), End("bb", place("ipc", short_path, "b"))
     async with ends(a, b):
         introduce(a, b)

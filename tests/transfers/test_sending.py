@@ -236,7 +236,7 @@ def test_what_nothing_reaches_any_more_makes_room_for_the_next() -> None:
     assert made.lost == {}
 
 
-def test_a_slot_that_is_released_while_a_lane_asks_for_one_is_not_missed() -> None:
+def test_a_slot_that_is_released_while_a_send_queue_asks_for_one_is_not_missed() -> None:
     """The last release comes between the answer "no slot now" and the note that this queue waits: none follows it."""
     made = Made(slots=1)
     made.ship("first", source="another")

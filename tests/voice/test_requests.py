@@ -128,7 +128,7 @@ def test_a_request_ends_where_its_kind_and_modalities_say(request_: omni.OmniReq
     assert routing.terminals(request_) == expected
 
 
-def test_nobody_speaks_an_answer_that_is_only_to_be_read() -> None:
+def test_an_answer_that_is_only_to_be_read_is_not_spoken() -> None:
     answer = Answer(text="x", aloud=False, prompt_tokens=1, completion_tokens=1, finish="stop")
     assert routing.after_chat("r", answer) == ["write"]
 

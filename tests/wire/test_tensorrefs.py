@@ -79,7 +79,7 @@ def test_a_ref_that_lies_inside_its_buffer_is_let_through(good: TensorRef) -> No
         (ref(kind="value", dtype="uint8", shape=(24,), device="cuda:0"), "value on an unknown device"),
     ],
 )
-def test_a_ref_that_lies_is_refused_and_named(bad: TensorRef, words: Any) -> None:
+def test_a_false_ref_is_refused_and_named(bad: TensorRef, words: Any) -> None:
     with pytest.raises(ProtocolError) as caught:
         tensorrefs.validated([ref(), bad], 100)
     assert words in str(caught.value)
