@@ -23,11 +23,11 @@ import msgspec
 
 from benchmarks.faultlab.pods import ADDRESSES, Pod, Pods, child
 
-Fault = Literal["kill", "freeze", "link", "restart"]
+Fault = Literal["kill", "freeze", "link", "vanish", "restart"]
 
 RELAYS: Final = ("nixl", "mooncake", "nccl")
-FAULTS: Final[tuple[Fault, ...]] = ("kill", "freeze", "link", "restart")
-NOTICED_S: Final[dict[str, float]] = {"kill": 0.1, "freeze": 4.0, "link": 5.0, "restart": 0.1}
+FAULTS: Final[tuple[Fault, ...]] = ("kill", "freeze", "link", "vanish", "restart")
+NOTICED_S: Final[dict[str, float]] = {"kill": 0.1, "freeze": 4.0, "link": 5.0, "vanish": 5.0, "restart": 0.1}
 #: Without progress, of a get whose sender is hurt: this driver's own, as a member's heartbeats. A stage waits longer
 #: (`transfers.receiving.STALLED_S`), for a slow sender is not a dead one.
 DEADLINE_S: Final = 3.0
@@ -315,6 +315,10 @@ async def hurt(relay: str, fault: Fault) -> Outcome:
             case "link":
                 land.pods.cut()
                 os.kill(far.pid, signal.SIGCONT)
+            case "vanish":  # a machine without power: nothing refuses, and nothing ever answers
+                land.pods.cut()
+                os.kill(far.pid, signal.SIGKILL)
+                await within("end of far's output", far.dead.wait())
         end = await near.end_of(coming)
         noticed_s = max(end["at"] - begun, 0.0)
         reason = end.get("reason", "")
@@ -342,6 +346,8 @@ async def hurt(relay: str, fault: Fault) -> Outcome:
             for here, there in ((near, far), (far, near), (near, other), (other, near)):
                 assert await here.ask(do="open", peer=there.name, facts=await there.ask(do="facts"))
             wrong += await _again(near, far, 4)
+        elif fault == "vanish":
+            await near.ask(do="forget", peer="far")
         transfers += fault in ("restart", "link")
         exits = await land.close("other", "far")
         for name in exits:

@@ -16,7 +16,10 @@ import msgspec
 from stage_runtime.errors import ConfigurationError
 
 #: Set before it is loaded; a variable that is set already is left as it is.
-TUNED: Final = {"MC_LOG_LEVEL": "ERROR"}
+TUNED: Final = {
+    "MC_LOG_LEVEL": "ERROR",
+    "MC_TCP_PROGRESS_TIMEOUT_SEC": "10",  # without a byte for so long, Mooncake closes a read's connection; 30 else
+}
 NOT_BEGUN: Final = (0, (1 << 64) - 1)  # what Mooncake returns instead of a number
 
 ReadId = NewType("ReadId", int)

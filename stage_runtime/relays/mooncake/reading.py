@@ -1,9 +1,9 @@
 """What the mooncake relay fetches: memory for each transfer, a few threads that read, quarantine.
 
 A read cannot be cancelled: the bytes of one that was given up come when the frozen peer goes on. Its memory is not used
-again before they have, or the peer's process is gone. All memory lies in an arena of its own, as the nixl relay's;
-above half of it, what has come is copied out, so that transfers never wait for authors. On the loop, except where a
-method says otherwise.
+again before they have, or Mooncake has closed the connection, or the peer's process is gone. All memory lies in an
+arena of its own, as the nixl relay's; above half of it, what has come is copied out, so that transfers never wait for
+authors. On the loop, except where a method says otherwise.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from stage_runtime.relays.base import OnRelease, Peer, TransferKey
 from stage_runtime.relays.gets import Get, Gets
 from stage_runtime.relays.mooncake.engine import ReadId, ReadState, TransferEngine
 from stage_runtime.relays.mooncake.messages import MooncakeFacts, MooncakeMetadata, address_of
+from stage_runtime.relays.mooncake.pace import Pace
 from stage_runtime.relays.mooncake.turns import STALL_S, Turns
 from stage_runtime.relays.operations import GetOperation
 from stage_runtime.relays.pins import Pins
 
 THREADS: Final = 2  # each reads one piece
 MOST_THREADS: Final = 8  # with those that read from stalled peers
-PIECE_NBYTES: Final = 16 << 20  # progress is seen, and an abort takes effect, once a piece
 LATE_S: Final = 5.0  # a piece that takes longer is given up: its peer is frozen, or not reached any more
 QUICK_S: Final = 100e-6  # so long, a thread only lets others run between two looks at its read
 LOOKS: Final = 16  # later it sleeps this part of the time that the piece has taken: few looks, and hardly late
@@ -48,6 +48,7 @@ class MooncakeRoute:
         self.facts = facts
         self.gone = False
         self.moved_at = 0.0  #: When something last came from it, on `time.monotonic`.
+        self.pace = Pace()
 
 
 class MooncakeGet(Get):
@@ -168,10 +169,10 @@ class MooncakeReader:
         """Read it. Returns: why it is not here, or None."""
         metadata, sent = incoming.metadata, route.facts.sends.address
         ours = incoming.region.ctypes.data
-        for start in range(0, metadata.nbytes, PIECE_NBYTES):
+        while (start := incoming.here_nbytes) < metadata.nbytes:
             if incoming.stopping:
                 return _ReadFailure("it was given up")
-            nbytes = min(PIECE_NBYTES, metadata.nbytes - start)
+            nbytes = min(route.pace.next_nbytes(), metadata.nbytes - start)
             failure = self._piece(route, ours + start, sent + metadata.offset + start, nbytes)
             if failure is not None:
                 return failure
@@ -192,9 +193,11 @@ class MooncakeReader:
         while (state := self._engine.state(read)) is ReadState.MOVES:
             past = time.monotonic() - begun
             if past > LATE_S:
+                route.pace.gave_up()
                 return _ReadFailure(not_reached, moves=True, late=read, broken=True)
             time.sleep(0 if past < QUICK_S else min(past / LOOKS, LONG_PAUSE_S))
         route.moved_at = time.monotonic()
+        route.pace.took(nbytes, route.moved_at - begun)
         return None if state is ReadState.HERE else _ReadFailure(not_reached, broken=True)
 
     def _over(self, route: MooncakeRoute, incoming: MooncakeGet, failure: _ReadFailure | None) -> None:
@@ -273,8 +276,7 @@ class MooncakeReader:
 def _listens(session: str) -> bool:
     """Whether some process listens there, frozen or not; True when that is unknown.
 
-    What does not answer may be frozen, with a full backlog, or cut off for a while: however long that takes, its bytes
-    come when it goes on. So the memory of a peer whose machine is gone stays in quarantine.
+    What does not answer may be frozen, with a full backlog, or cut off for a while: its bytes come when it goes on.
     """
     try:
         socket.create_connection(address_of(session), timeout=1.0).close()
