@@ -69,8 +69,12 @@ class Arena:
         self._touched = self._kept  #: Above, no page of the file exists.
         #: Slots whose author's tensor died. Weak references fill it: at any moment, in any thread, without the lock.
         self._orphans: collections.deque[Slot] = collections.deque()
+        self._unread: collections.deque[tuple[int, Slot]] = collections.deque()  #: As that, of `read_region`.
         #: By start of its slot, what an author (or the tcp relay) has allocated: keeps the weak references alive.
         self._regions: dict[int, weakref.ref[Any]] = {}
+        self._reading: dict[int, weakref.ref[Any]] = {}  #: What `read_region` has given, by number.
+        self._numbers = itertools.count()
+        self._again: mmap.mmap | None = None  #: The mapping in which that lies.
         self._lent = threading.local()  #: ``slots``: lent since the last `settle`; ``holds``: an author kept one.
 
     def pin(self) -> None:
@@ -105,7 +109,7 @@ class Arena:
         """
         shift = self._shift(source)
         with self._lock:
-            if self._orphans:
+            if self._orphans or self._unread:
                 self._reap()
             extent = self._extents.allocate(ALIGNMENT + shift + nbytes + tail_nbytes)
             if extent is None:
@@ -206,13 +210,9 @@ class Arena:
     def released(self, slot: Slot) -> bool:
         """One receiver less. True when the slot is free now."""
         with self._lock:
-            if self._orphans:
+            if self._orphans or self._unread:
                 self._reap()
-            slot.receivers -= 1
-            if slot.receivers:
-                return False
-            slot.take(SlotEvent.RELEASED)
-            return self._free_unless_held(slot)
+            return self._released(slot)
 
     def aborted(self, slot: Slot) -> None:
         """The request is over, and it is unknown whether the receivers still read."""
@@ -270,6 +270,25 @@ class Arena:
                 ):
                     return slot, offset - slot.offset
         return None
+
+    def read_region(self, part: memoryview) -> np.ndarray[Any, Any] | None:
+        """What ``part`` of an author's tensor holds now, for a transport of this process that reads it later; `settle`
+        follows. The slot stays taken until the last view of it has died. None: ``part`` lies elsewhere, or is not to be
+        sent from there.
+        """
+        found = self.find(part)
+        if found is None:
+            return None
+        slot, start = found
+        self.lend(slot)
+        self.sent(slot)
+        with self._lock:
+            if self._again is None:
+                self._again = self.map_again()
+            region = pages.region(self._again, slot.offset + start, len(part))
+            number = next(self._numbers)
+            self._reading[number] = weakref.ref(region, lambda _: self._unread.append((number, slot)))
+        return region
 
     def claim_tail(self, slot: Slot) -> bool:
         """True for the first caller: only one payload's rest can lie behind an author's tensor."""
@@ -336,11 +355,23 @@ class Arena:
         return True
 
     def _reap(self) -> None:
-        """Drop what authors have let go of. Under the lock."""
+        """Drop what authors have let go of, and what was read. Under the lock."""
         while self._orphans:
             slot = self._orphans.popleft()
             slot.owned = False
             self._free_unless_held(slot)
+        while self._unread:
+            number, slot = self._unread.popleft()
+            del self._reading[number]
+            self._released(slot)
+
+    def _released(self, slot: Slot) -> bool:
+        """One receiver less. True when the slot is free now. Under the lock."""
+        slot.receivers -= 1
+        if slot.receivers:
+            return False
+        slot.take(SlotEvent.RELEASED)
+        return self._free_unless_held(slot)
 
 
 def _create(nbytes: int) -> tuple[int, mmap.mmap]:

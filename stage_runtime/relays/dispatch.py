@@ -327,7 +327,7 @@ class Relays:
             relay.forget(Peer(peer))
 
     def allocate(self, shape: tuple[int, ...], dtype: Any) -> Any:
-        """A torch tensor in the arena, which shm sends without a copy; in ordinary memory when there is no room.
+        """A torch tensor in the arena, which relays send without a copy; in ordinary memory when there is no room.
         From any thread.
         """
         tensor = self.arena.allocate_tensor(shape, dtype)

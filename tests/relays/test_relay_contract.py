@@ -57,6 +57,30 @@ async def test_what_is_filled_after_it_was_announced_arrives_whole(both: Pair, n
     await both.until(lambda: both.held() == 0)
 
 
+@pytest.mark.parametrize("count", [100_000, 3 * MIB])
+async def test_an_output_in_the_arena_is_sent_without_a_copy_and_arrives_as_it_was_given(
+    both: Pair, count: int
+) -> None:
+    tensor = both.a.allocate((count,), torch.uint8).fill_(1)
+    puts = []
+
+    def give(tensor: torch.Tensor = tensor) -> None:  # in a thread: who writes into what he gave has the next copied
+        puts.append(both.put(tensor))
+        both.a.settle()
+
+    thread = threading.Thread(target=give)
+    thread.start()
+    thread.join()
+    [(extracted, operation)] = puts
+    tensor.fill_(2)
+    arrived = encoding.restore(extracted.value_bytes, extracted.refs, await both.get(operation))
+    assert (operation.copied_nbytes, arrived.unique().tolist()) == (0, [1])
+    del tensor, arrived, extracted, give, puts[:]
+    del thread
+    await operation.wait_for_completion(PATIENCE_S)
+    await both.until(lambda: both.held() == 0)
+
+
 async def test_many_parts_of_all_sizes_arrive_in_one_transfer(both: Pair) -> None:
     sizes = [3 * MIB, 1, 70_000, 0, 65, 2 * MIB + 1, 300, *range(1, 40)]
     value = [torch.arange(size, dtype=torch.int64).to(torch.uint8) for size in sizes]
