@@ -10,12 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stage_runtime.engines.autoregressive import parameters, prompting, tools
-from stage_runtime.engines.autoregressive.call_forms import FORMS, MARK, form_of
-from stage_runtime.engines.autoregressive.grammars import Grammars
+from stage_runtime.engines.autoregressive import parameters
 from stage_runtime.engines.autoregressive.loading import decoder
 from stage_runtime.engines.autoregressive.parameters import SamplingParams
-from stage_runtime.engines.autoregressive.tools import Call
+from stage_runtime.engines.autoregressive.text import prompting, tools
+from stage_runtime.engines.autoregressive.text.call_forms import FORMS, MARK, form_of
+from stage_runtime.engines.autoregressive.text.grammars import Grammars
+from stage_runtime.engines.autoregressive.text.tools import Call
 from stage_runtime.wire.values import OmniRequest, StagePayload
 from tests.engines.generation_kit import END, VOCABULARY, tiny_tokenizer
 

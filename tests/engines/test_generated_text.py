@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
 from stage_runtime.engines.autoregressive.core import EngineCoreOutput
-from stage_runtime.engines.autoregressive.detokenizer import Detokenizer, Spelling, StopStrings
 from stage_runtime.engines.autoregressive.output_processor import (
     OutputProcessor,
     RequestOutput,
@@ -20,6 +19,7 @@ from stage_runtime.engines.autoregressive.output_processor import (
 )
 from stage_runtime.engines.autoregressive.parameters import OutputKind, SamplingParams
 from stage_runtime.engines.autoregressive.steps import TokenLogprobs
+from stage_runtime.engines.autoregressive.text.detokenizer import Detokenizer, Spelling, StopStrings
 from stage_runtime.rules.autoregressive.requests import FinishReason
 from tests.engines.generation_kit import tiny_tokenizer
 

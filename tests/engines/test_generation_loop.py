@@ -14,9 +14,9 @@ import pytest
 from stage_runtime.engines.autoregressive.busy_loop import BusyLoop, RequestType, ShutdownState
 from stage_runtime.engines.autoregressive.core import EngineCore, EngineCoreOutput, EngineCoreRequest
 from stage_runtime.engines.autoregressive.executors import ThreadExecutor
-from stage_runtime.engines.autoregressive.grammar_texts import Grammar
 from stage_runtime.engines.autoregressive.parameters import SamplingParams
 from stage_runtime.engines.autoregressive.steps import ModelOutput
+from stage_runtime.engines.autoregressive.text.grammar_texts import Grammar
 from stage_runtime.rules.autoregressive.blocks import BlockPool
 from stage_runtime.rules.autoregressive.requests import FinishReason, Hold
 from stage_runtime.rules.autoregressive.scheduling import Scheduler, SchedulerLimits, SchedulerOutput

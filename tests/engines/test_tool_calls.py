@@ -10,11 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stage_runtime.engines.autoregressive import parameters, prompting, tools
+from stage_runtime.engines.autoregressive import parameters
 from stage_runtime.engines.autoregressive.answers import LONG
-from stage_runtime.engines.autoregressive.grammar_texts import Grammar
 from stage_runtime.engines.autoregressive.parameters import SamplingParams
-from stage_runtime.engines.autoregressive.tools import Call, CallParser
+from stage_runtime.engines.autoregressive.text import prompting, tools
+from stage_runtime.engines.autoregressive.text.grammar_texts import Grammar
+from stage_runtime.engines.autoregressive.text.tools import Call, CallParser
 from stage_runtime.errors import InvalidRequest
 from stage_runtime.wire.values import OmniRequest, StagePayload
 from tests.engines.generation_kit import tiny_tokenizer

@@ -20,7 +20,7 @@ from stage_models.voice.synthesis import Voice
 from stage_runtime.engines.autoregressive import loading
 from stage_runtime.engines.autoregressive.core import EngineCoreRequest
 from stage_runtime.engines.autoregressive.parameters import SamplingParams
-from stage_runtime.engines.autoregressive.prompting import encode
+from stage_runtime.engines.autoregressive.text.prompting import encode
 from tests.voice import questions
 
 FACTS = Path(__file__).parents[2] / "examples/voice/facts.txt"

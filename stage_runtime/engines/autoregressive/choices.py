@@ -8,10 +8,10 @@ from typing import Any
 
 from stage_runtime.api import Generation
 from stage_runtime.engines.autoregressive import parameters
-from stage_runtime.engines.autoregressive.call_forms import Parser
-from stage_runtime.engines.autoregressive.detokenizer import Spelling
 from stage_runtime.engines.autoregressive.output_processor import RequestOutput, RequestOutputCollector
-from stage_runtime.engines.autoregressive.tools import Call
+from stage_runtime.engines.autoregressive.text.call_forms import Parser
+from stage_runtime.engines.autoregressive.text.detokenizer import Spelling
+from stage_runtime.engines.autoregressive.text.tools import Call
 from stage_runtime.wire.values import ToolCall
 
 

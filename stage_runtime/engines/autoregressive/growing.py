@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 from stage_runtime.engines import events, streaming
-from stage_runtime.engines.autoregressive import prompting
 from stage_runtime.engines.autoregressive.answers import Entered, GenerationAnswers
 from stage_runtime.engines.autoregressive.process.messages import Extension
+from stage_runtime.engines.autoregressive.text import prompting
 from stage_runtime.engines.base import Outbox, Work
 from stage_runtime.errors import RequestError
 from stage_runtime.wire.values import Chunk, OmniRequest, StagePayload

@@ -9,8 +9,8 @@ from typing import Any, Final
 
 import msgspec
 
-from stage_runtime.engines.autoregressive import call_forms, tools
-from stage_runtime.engines.autoregressive.grammar_texts import Grammar
+from stage_runtime.engines.autoregressive.text import call_forms, tools
+from stage_runtime.engines.autoregressive.text.grammar_texts import Grammar
 from stage_runtime.errors import InvalidRequest
 
 MAX_LOGPROBS: Final = 20  # OpenAI's bound of top_logprobs

@@ -12,7 +12,7 @@ from typing import Any, Final, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from stage_runtime.engines.autoregressive.grammar_texts import WRITTEN, Grammar
+from stage_runtime.engines.autoregressive.text.grammar_texts import WRITTEN, Grammar
 from stage_runtime.errors import describe
 
 log = logging.getLogger(__name__)

@@ -13,8 +13,8 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from stage_runtime.engines.autoregressive.detokenizer import StopStrings
-from stage_runtime.engines.autoregressive.grammar_texts import WRITTEN
+from stage_runtime.engines.autoregressive.text.detokenizer import StopStrings
+from stage_runtime.engines.autoregressive.text.grammar_texts import WRITTEN
 from stage_runtime.errors import InvalidRequest
 
 BEGIN: Final = "<tool_call>"

@@ -12,9 +12,9 @@ import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Final, NamedTuple, Protocol
 
-from stage_runtime.engines.autoregressive import tools
-from stage_runtime.engines.autoregressive.detokenizer import StopStrings
-from stage_runtime.engines.autoregressive.tools import Call, CallParser
+from stage_runtime.engines.autoregressive.text import tools
+from stage_runtime.engines.autoregressive.text.detokenizer import StopStrings
+from stage_runtime.engines.autoregressive.text.tools import Call, CallParser
 
 MARK: Final = "[TOOL_CALLS]"
 ARGUMENTS: Final = "[ARGS]"  # between a name and its arguments; a special token, so mostly no text
