@@ -24,12 +24,12 @@ from stage_runtime.rules.autoregressive.requests import (
     TokenLimits,
 )
 from stage_runtime.rules.autoregressive.scheduling import (
-    STALE_MOST,
     Scheduler,
     SchedulerLimits,
     SchedulerOutput,
     Update,
 )
+from stage_runtime.rules.autoregressive.waiting_queue import STALE_MOST
 
 
 def successor(tokens: list[int]) -> int:
@@ -361,7 +361,7 @@ def test_what_is_aborted_behind_a_request_that_waits_is_forgotten() -> None:
     for index in range(1000):
         ask(scheduler, str(index), [3])
         scheduler.finish([str(index)])
-    assert len(scheduler._queue) < 100
+    assert scheduler._queue.entries < 100
     scheduler.finish(["runs"])
     assert shape(scheduler.schedule()) == [("first", 0, 1)]
 
@@ -462,10 +462,10 @@ class Schedulers(RuleBasedStateMachine):
     def the_queue_has_each_request_that_waits_once(self) -> None:
         scheduler = self.scheduler
         waiting = [name for name, (_prompt, one) in self.requests.items() if one.state in QUEUED]
-        entered = [one.id for one in map(scheduler._entered, scheduler._queue) if one is not None]
+        entered = [one.id for one in scheduler._queue.live()]
         assert sorted(entered) == sorted(waiting)
         assert scheduler.waiting == len(waiting)
-        assert len(scheduler._queue) <= STALE_MOST + 2 * len(self.requests)
+        assert scheduler._queue.entries <= STALE_MOST + 2 * len(self.requests)
 
     @invariant()
     def blocks_that_are_waited_for_are_about_to_be_filled(self) -> None:

@@ -8,7 +8,6 @@ engine core alone, in its thread.
 
 from __future__ import annotations
 
-import heapq
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Final, Literal
@@ -26,11 +25,9 @@ from stage_runtime.rules.autoregressive.requests import (
     RequestEvent,
     RequestStatus,
 )
+from stage_runtime.rules.autoregressive.waiting_queue import PriorityKey, WaitingQueue
 
 Policy = Literal["fcfs", "priority"]
-PriorityKey = tuple[int, int]
-
-STALE_MOST: Final = 64  # entries of the queue, beside as many as are alive: they are removed together, which is cheaper
 
 _ORDER: Final[dict[Policy, Callable[[Request], PriorityKey]]] = {
     "fcfs": lambda request: (0, request.arrival),
@@ -111,8 +108,7 @@ class Scheduler:
         self.stats = SchedulerCounts()
         self._key = _ORDER[limits.policy]
         self._requests: dict[str, Request] = {}  #: Every request that has not finished.
-        self._queue: list[tuple[PriorityKey, int, str]] = []  #: A heap of tickets and ids; may hold stale entries.
-        self._queued = 0  #: Entries of the heap that are not stale.
+        self._queue = WaitingQueue(self._key, self._requests)
         self._running: list[Request] = []  #: In order of the policy.
         #: Blocks that a pass is about to fill, by hash, each with the running request for which it does.
         self._filling: dict[bytes, Request] = {}
@@ -121,13 +117,12 @@ class Scheduler:
         self._resuming: dict[str, Request] = {}  #: Of ``_paused``: those whose rows have come.
         self._finished: list[str] = []
         self._arrivals = 0
-        self._tickets = 0
 
     # --- requests -----------------------------------------------------------------------------------------------
 
     @property
     def waiting(self) -> int:
-        return self._queued
+        return len(self._queue)
 
     @property
     def held(self) -> int:
@@ -144,7 +139,7 @@ class Scheduler:
 
     def has_requests(self) -> bool:
         """Whether a step could do something: requests that are held wait outside."""
-        return bool(self._queued or self._running or self._finished or self._resuming)
+        return bool(self._queue or self._running or self._finished or self._resuming)
 
     def has_unfinished_requests(self) -> bool:
         return bool(self._requests)
@@ -174,7 +169,7 @@ class Scheduler:
             request.happen(RequestEvent.HELD)
             self._holds[request.id] = hold
         else:
-            self._enqueue(request)
+            self._queue.add(request)
 
     def release(self, request_id: str) -> None:
         """What a held request waited for is there.
@@ -189,7 +184,7 @@ class Scheduler:
             return
         request.happen(RequestEvent.RELEASED)
         del self._holds[request_id]
-        self._enqueue(request)
+        self._queue.add(request)
 
     def extend(self, request_id: str, tokens: Sequence[int], *, last: bool) -> None:
         """More of an open request's prompt has come. last: it is whole.
@@ -233,7 +228,7 @@ class Scheduler:
         before = request.state
         request.happen(RequestEvent.FINISHED)
         if before in QUEUED:
-            self._queued -= 1
+            self._queue.ended()
         elif before is RequestStatus.HELD:
             del self._holds[request.id]
         elif before is RequestStatus.PAUSED:
@@ -244,9 +239,7 @@ class Scheduler:
         self._free(request)
         del self._requests[request.id]
         self._finished.append(request.id)
-        if len(self._queue) > STALE_MOST + 2 * self._queued:
-            self._queue = [entry for entry in self._queue if self._entered(entry) is not None]
-            heapq.heapify(self._queue)
+        self._queue.prune()
 
     def _free(self, request: Request) -> None:
         self.pool.release(request.blocks)
@@ -259,29 +252,6 @@ class Scheduler:
         for content in hashes:
             if self._filling.get(content) is request:
                 del self._filling[content]
-
-    def _enqueue(self, request: Request) -> None:
-        self._tickets += 1
-        request.ticket = self._tickets
-        self._push(request)
-        self._queued += 1
-
-    def _push(self, request: Request) -> None:
-        heapq.heappush(self._queue, (self._key(request), request.ticket, request.id))
-
-    def _next_waiting(self) -> Request | None:
-        while self._queue:
-            request = self._entered(self._queue[0])
-            if request is not None:
-                return request
-            heapq.heappop(self._queue)
-        return None
-
-    def _entered(self, entry: tuple[PriorityKey, int, str]) -> Request | None:
-        """The request of an entry of the queue; None: the entry is stale."""
-        _key, ticket, request_id = entry
-        request = self._requests.get(request_id)
-        return request if request is not None and request.state in QUEUED and request.ticket == ticket else None
 
     # --- a step -------------------------------------------------------------------------------------------------
 
@@ -299,7 +269,7 @@ class Scheduler:
             while self._begin(rows, followers):
                 pass
             for request in followers:
-                self._push(request)
+                self._queue.put_back(request)
         for row in rows.values():
             row.request.computed += row.count
             row.request.in_flight += 1
@@ -336,13 +306,13 @@ class Scheduler:
         followers: requests that were taken from the queue and wait for blocks of others. The requests behind them
         leave them the places and the blocks that they will need.
         """
-        request = self._next_waiting()
+        request = self._queue.first()
         budget = self._budget(rows)
         if request is None or budget <= 0 or len(self._running) + len(followers) >= self.limits.max_requests:
             return False
         size = self.limits.block_size
         if self._precedes(self._filling.get(request.follows), request):
-            heapq.heappop(self._queue)
+            self._queue.set_aside()
             followers.append(request)
             return True
         # One token at least is computed: the next one is sampled from its logits.
@@ -350,7 +320,7 @@ class Scheduler:
         found = self.pool.find(usable)
         whole = self._blocks_for(len(request.tokens)) - len(found)
         if being_filled := self._being_filled(request, usable[len(found) :]):
-            heapq.heappop(self._queue)
+            self._queue.set_aside()
             request.follows, request.lacks = being_filled[-1], whole - len(being_filled)
             followers.append(request)
             return True
@@ -361,8 +331,7 @@ class Scheduler:
                 return False
             self._preempt(max(self._paused.values(), key=self._key))  # or it would wait for another stage
             return True
-        heapq.heappop(self._queue)
-        self._queued -= 1
+        self._queue.take()
         request.happen(RequestEvent.SCHEDULED)
         self._run(request)
         hits = len(found) * size
@@ -419,7 +388,7 @@ class Scheduler:
         self.stats.preemptions += 1
         if request.state is RequestStatus.PREEMPTED:
             self._running.remove(request)
-            self._enqueue(request)
+            self._queue.add(request)
             return
         del self._paused[request.id]
         self._holds[request.id] = Hold.UPSTREAM_ROWS
