@@ -40,7 +40,7 @@ class Broadcasts:
 
     def bind(self, endpoint: str) -> str:
         """Publish there. Returns the endpoint as bound."""
-        publisher = self._sockets.make(zmq.PUB)
+        publisher = self._sockets.make(zmq.PUB, accepts=True)
         bound = self._sockets.bind(publisher, endpoint)
         self._publisher = publisher
         return bound
@@ -62,7 +62,7 @@ class Broadcasts:
             subscription.subscribe(b"")
             self._sockets.connect(subscription, endpoint)
         self._subscriptions[endpoint] = subscription
-        self._sockets.read(subscription, lambda: self._reading.drain(subscription, self._take))
+        self._sockets.read(subscription, lambda: self._reading.drain(subscription, subscription.recv, self._take))
 
     def unsubscribe(self, endpoint: str) -> None:
         subscription = self._subscriptions.pop(endpoint, None)

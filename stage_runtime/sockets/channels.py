@@ -9,6 +9,7 @@ acknowledges messages, and passes them to a `Handler`.
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import logging
 from collections import Counter
@@ -20,6 +21,7 @@ import zmq
 from stage_runtime.errors import LimitReached, ProtocolError, describe
 from stage_runtime.rules.links import Incoming, Standing, Verdict
 from stage_runtime.sockets import detours, limits
+from stage_runtime.sockets.accepting import Accepting
 from stage_runtime.sockets.addresses import CurveSecurity
 from stage_runtime.sockets.broadcasts import Broadcasts
 from stage_runtime.sockets.connecting import Connecting
@@ -32,7 +34,7 @@ from stage_runtime.sockets.reading import Reading
 from stage_runtime.sockets.repeats import Repeats
 from stage_runtime.sockets.resending import Acknowledging, Resending
 from stage_runtime.wire import codec
-from stage_runtime.wire.frames import FRAME_LIMIT, Envelope, RequestRef
+from stage_runtime.wire.frames import Envelope, RequestRef
 from stage_runtime.wire.messages import Abort, Ack, Beat, Message
 
 log = logging.getLogger(__name__)
@@ -91,10 +93,10 @@ class Channels:
             handshake_failed=lambda why: self._reading.refuse("handshake_failures", why),
             short_connection=self._reading.short_connection,
         )
-        self._dialers = Dialers(self._sockets, loop)
+        self._dialers = Dialers(self._sockets, loop, self._take)
         self._gathering = Gathering(loop, self._sockets)
         self._repeats = Repeats()
-        self._pulls: list[zmq.Socket[bytes]] = []
+        self._accepting: list[Accepting] = []
         self._broadcasts = Broadcasts(
             incarnation,
             sockets=self._sockets,
@@ -135,13 +137,16 @@ class Channels:
 
     def bind(self, endpoint: str) -> str:
         """Listen there. Returns the endpoint as bound (a TCP port ``*`` or 0 is filled in)."""
-        # What peers' ROUTER sockets connect to; nothing is sent on it. A PULL socket would refuse them.
-        pull = self._sockets.make(zmq.DEALER)
-        pull.maxmsgsize = FRAME_LIMIT
-        bound = self._sockets.bind(pull, endpoint)
-        self._pulls.append(pull)
-        self._gathering.read(pull, lambda many: self._reading.drain(pull, self._take, many))
-        return bound
+        accepting = Accepting(self._sockets, self._loop, endpoint)
+        self._accepting.append(accepting)
+        socket, take = accepting.socket, functools.partial(self._take, accepting=accepting)
+
+        def drain(many: bool) -> int:
+            return self._reading.drain(socket, accepting.receive, take, many)
+
+        self._gathering.read(socket, drain)
+        accepting.read(lambda: self._gathering.look(socket, drain))
+        return accepting.endpoint
 
     def let_beats_gather(self, allowed: Callable[[], bool]) -> None:
         """Where beats come one soon after the other, read every few ms. allowed: whether all that comes may wait so."""
@@ -286,8 +291,8 @@ class Channels:
         self._unnamed.clear()
         self._connecting.close()
         self._sockets.close_doors()
-        for socket in self._pulls:
-            self._sockets.forget(socket)
+        for accepting in self._accepting:
+            self._sockets.forget(accepting.socket)
         self._broadcasts.close()
         self._dialers.close()
         self._sockets.close()
@@ -305,7 +310,8 @@ class Channels:
 
     # --- hearing ------------------------------------------------------------------------------------------------
 
-    def _take(self, data: bytes) -> None:
+    def _take(self, data: bytes, accepting: Accepting | None = None) -> None:
+        """accepting: where it came, if not by a coordinator or as an answer."""
         repeat = self._repeats.find(data)
         if repeat is not None and repeat.follows():
             self._gathering.beats += 1
@@ -320,20 +326,24 @@ class Channels:
         link = self._links.get(frame.sender)
         if link is not None and link.incoming.follows(frame.session, frame.ack_session, frame.seq):
             link.used = True
+            if accepting is not None:
+                link.accepting, link.route = accepting, accepting.route
             if frame.ack and link.acked(frame.ack):
                 self._resending.acknowledged(link)
             if frame.seq:
                 self._acks.owe(link)
             self._deliver(link, frame)
         else:
-            self._take_other(frame)
+            self._take_other(frame, accepting)
 
-    def _take_other(self, frame: Envelope) -> None:
+    def _take_other(self, frame: Envelope, accepting: Accepting | None) -> None:
         """A frame that is not as nearly all are."""
-        link = self._link_of(frame)
+        link = self._link_of(frame, accepting)
         if link is None:
             return
         link.used = True
+        if accepting is not None:
+            link.accepting, link.route = accepting, accepting.route
         if frame.ack_session and frame.ack and link.acked(frame.ack):
             self._resending.acknowledged(link)
         verdict = link.incoming.accept(frame.seq)
@@ -379,14 +389,19 @@ class Channels:
             log.exception("handling %s from %s failed", type(message).__name__, frame.sender)
             self._handler.unreadable(frame.sender, frame.request, describe(error))
 
-    def _link_of(self, frame: Envelope) -> Link | None:
+    def _link_of(self, frame: Envelope, accepting: Accepting | None) -> Link | None:
         """The link that ``frame`` belongs to; None when it is to be dropped."""
         link = self._links.get(frame.sender)
         standing = link.incoming.stand(frame.session, frame.ack_session) if link is not None else None
         if link is not None and standing is Standing.RENEWED:
             log.info("peer %s has dropped its link to this process", frame.sender)
-            self._lose(link)
-            link = None
+            if link.only_receives:  # nothing of ours is lost with it, and the peer reports what it has lost
+                self.drop(frame.sender)
+                link = self.connect(frame.sender, link.endpoint, asleep=True)
+            else:
+                self._lose(link)
+                link = None
+            standing = None if link is None else link.incoming.stand(frame.session, frame.ack_session)
         if link is None:
             link = self._introduce(frame)
             standing = link.incoming.stand(frame.session, frame.ack_session) if link is not None else None
@@ -394,6 +409,8 @@ class Channels:
             return link
         if link is not None:
             self.counters["stale_sessions"] += 1
+            if accepting is not None:
+                link.accepting, link.route = accepting, accepting.route
             if standing is Standing.LAGGING:
                 self._acks.now(link)
         return None

@@ -27,7 +27,8 @@ from stage_runtime.sockets.opening import SocketEvent, Sockets, closed_on_failur
 #: late events of a closed connection are not mistaken for those of the next one.
 LINGER_S: Final = 0.5
 REDIAL_S: Final = 1.0  # libzmq gives a connection up whose handshake was refused; the other end may be another one soon
-MAX_REPLY: Final = 255  # bytes of a peer's routing id; nothing else ever comes from the other end of a connection
+MAX_ANSWER: Final = 1024  # bytes: nothing but acks, and a peer's routing id, come from the other end of a connection
+ANSWERS: Final = 64  # of one connection that wait to be read; later acks have what earlier ones say
 WATCHED: Final = (
     zmq.EVENT_CONNECTED
     | zmq.EVENT_HANDSHAKE_SUCCEEDED
@@ -91,7 +92,9 @@ class Connection:
 class Dialers:
     """All outgoing connections of a process: those on this machine, those over TCP, and names that DNS resolves."""
 
-    def __init__(self, sockets: Sockets, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, sockets: Sockets, loop: asyncio.AbstractEventLoop, answered: Callable[[bytes], None]) -> None:
+        """answered: called with each frame that comes back on a connection."""
+        self._answered = answered
         self._sockets = sockets
         self._loop = loop
         self._shared: dict[bool, _Dialer] = {}  #: By whether its endpoints are on this machine.
@@ -107,20 +110,25 @@ class Dialers:
         if identifier is None:
             dialer = self._named.get(endpoint)
             if dialer is None:
-                dialer = self._named[endpoint] = _Dialer(self._sockets, self._loop, local=False, only=True)
+                dialer = self._named[endpoint] = _Dialer(
+                    self._sockets, self._loop, self._answered, local=False, only=True
+                )
         else:
             local = is_local(endpoint)
             if local not in self._shared:
-                self._shared[local] = _Dialer(self._sockets, self._loop, local=local)
+                self._shared[local] = _Dialer(self._sockets, self._loop, self._answered, local=local)
             dialer = self._shared[local]
         return dialer.dial(identifier or endpoint, watcher, factor)
 
-    def turn(self) -> None:
-        """Let libzmq finish what was closed; now and then."""
-        for dialer in self._all():
-            dialer.turn()
+    def turn(self) -> bool:
+        """Let libzmq finish what was closed, and read the answers that have come; now and then.
+
+        Returns: whether there were answers.
+        """
+        answered = [dialer.read() for dialer in self._all()]
         for endpoint in [endpoint for endpoint, dialer in self._named.items() if dialer.idle]:
             self._named.pop(endpoint).close()
+        return any(answered)
 
     def close(self) -> None:
         for dialer in self._all():
@@ -135,9 +143,18 @@ class Dialers:
 class _Dialer:
     """One ROUTER socket and its monitor."""
 
-    def __init__(self, sockets: Sockets, loop: asyncio.AbstractEventLoop, *, local: bool, only: bool = False) -> None:
+    def __init__(
+        self,
+        sockets: Sockets,
+        loop: asyncio.AbstractEventLoop,
+        answered: Callable[[bytes], None],
+        *,
+        local: bool,
+        only: bool = False,
+    ) -> None:
         """only: it has one connection, which all events belong to."""
         self._loop = loop
+        self._answered = answered
         self._only = only
         self._lock = Lock()  #: Held to use the socket: it may change threads, but not be used by two at once.
         self._ids = itertools.count(1)
@@ -145,8 +162,8 @@ class _Dialer:
         self._sockets = sockets
         self._socket = sockets.make(zmq.ROUTER)
         self._socket.router_mandatory = True  # a full queue is refused, not dropped silently
-        self._socket.rcvhwm = 1
-        self._socket.maxmsgsize = MAX_REPLY
+        self._socket.rcvhwm = ANSWERS
+        self._socket.maxmsgsize = MAX_ANSWER
         self._socket.reconnect_ivl = 50
         self._socket.reconnect_ivl_max = 1000
         self._local = local
@@ -155,6 +172,7 @@ class _Dialer:
         with closed_on_failure(self._socket):
             self._monitor = sockets.monitor(self._socket, WATCHED)
         sockets.read(self._monitor, self.watch)
+        sockets.read(self._socket, self.read)
 
     @property
     def idle(self) -> bool:
@@ -203,9 +221,27 @@ class _Dialer:
             else:
                 self._loop.call_later(REDIAL_S, self._redial, connection, connection.routing_id)
 
-    def turn(self) -> None:
-        with self._lock:
-            self._socket.getsockopt(zmq.EVENTS)
+    def read(self) -> bool:
+        """Handle the answers that have come. Called now and then, too: a send may take the edge that tells of them.
+
+        Returns: whether there were any.
+        """
+        answers = self._answers()
+        for frame in answers:
+            self._answered(frame)
+        return bool(answers)
+
+    def _answers(self) -> list[bytes]:
+        """What has come back. Not handled under the lock: that may send."""
+        found: list[bytes] = []
+        with self._lock, contextlib.suppress(zmq.ZMQError):
+            while True:
+                self._socket.recv(NOBLOCK)
+                frame = self._socket.recv(NOBLOCK)
+                while self._socket.getsockopt(zmq.RCVMORE):
+                    frame = self._socket.recv(NOBLOCK)
+                found.append(frame)
+        return found
 
     def close_soon(self, connection: Connection) -> None:
         connection.closing = self._loop.call_later(LINGER_S, self._close, connection)
@@ -217,6 +253,7 @@ class _Dialer:
                 connection.closing.cancel()
         self._connections.clear()
         self._sockets.stop_reading(self._monitor)
+        self._sockets.stop_reading(self._socket)
         with self._lock:
             self._socket.disable_monitor()
             self._socket.close(linger=0)

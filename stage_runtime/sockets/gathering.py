@@ -38,6 +38,11 @@ class Gathering:
         """
         self._sockets.read(socket, lambda: self._read(socket, drain))
 
+    def look(self, socket: zmq.Socket[bytes], drain: Callable[[bool], int]) -> None:
+        """Read it now, as if it had something; not in a pause."""
+        if socket not in self._pauses:
+            self._read(socket, drain)
+
     def close(self) -> None:
         """Before the sockets are closed."""
         for pause in self._pauses.values():

@@ -16,6 +16,7 @@ from threading import Lock
 import zmq
 
 from stage_runtime.rules.links import Incoming, Outgoing
+from stage_runtime.sockets.accepting import Accepting
 from stage_runtime.sockets.dialing import Connection
 from stage_runtime.wire import codec
 from stage_runtime.wire.frames import PROTOCOL, Frame
@@ -34,6 +35,7 @@ class Link:
         "_stalled",
         "_watch",
         "_watched",
+        "accepting",
         "closed",
         "connection",
         "endpoint",
@@ -42,6 +44,7 @@ class Link:
         "lost",
         "peer",
         "repeat",
+        "route",
         "unreadable_logged",
         "used",
     )
@@ -63,6 +66,8 @@ class Link:
         self.endpoint = endpoint
         self.incoming = incoming  #: Touched by the I/O thread, read by senders.
         self.connection: Connection | None = None  #: None: it sleeps. Set by the I/O thread.
+        self.accepting: Accepting | None = None  #: By which the peer's last frame came; None: by none.
+        self.route = b""  #: Of the peer's connection there.
         self.keep_awake = False  #: No other process notices its peer's death.
         self.used = True  #: Since `channels` has looked last: a frame was sent or received.
         self.lost = False
@@ -117,8 +122,21 @@ class Link:
                 with contextlib.suppress(zmq.Again):
                     self.connection.send(self._frame(0, message))
 
-    def acknowledge(self, *, gap: bool = False) -> None:
-        self.send_unordered(Ack(gap))
+    def acknowledge(self, *, gap: bool = False) -> bool:
+        """By our connection, or by the peer's. False: none is known. If it is lost, the peer sends its frames again."""
+        with self._lock:
+            if self.closed:
+                return True
+            connection, accepting = self.connection, self.accepting
+            if connection is not None and connection.connected:
+                with contextlib.suppress(zmq.Again):
+                    connection.send(self._frame(0, Ack(gap)))
+                return True
+            if accepting is None:
+                return False
+            if not accepting.answer(self.route, self._frame(0, Ack(gap))):
+                self.accepting = None
+            return True
 
     def acked(self, ack: int) -> bool:
         """The peer has everything up to ``ack``. True when that was news."""
@@ -166,6 +184,11 @@ class Link:
             self._detours_from = self._outgoing.last
             self._detoured = (self._detours_from, 0)
             return connection
+
+    @property
+    def only_receives(self) -> bool:
+        """Whether this end has sent nothing on it that could be lost."""
+        return self.connection is None and self._outgoing.last == 0
 
     @property
     def connected(self) -> bool:

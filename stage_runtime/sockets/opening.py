@@ -121,13 +121,13 @@ class Sockets:
         self._doors = Doors(loop)
         self._accept_monitors: list[zmq.Socket[bytes]] = []  #: Monitors of the sockets that others connect to.
 
-    def make(self, kind: int) -> zmq.Socket[bytes]:
-        """A socket that is neither bound nor connected; heartbeats find a frozen peer."""
+    def make(self, kind: int, *, accepts: bool = False) -> zmq.Socket[bytes]:
+        """A socket that is neither bound nor connected; heartbeats find a frozen peer. accepts: it is to be bound."""
         socket: zmq.Socket[bytes] = self._context.socket(kind)
         socket.linger = 0
         socket.sndhwm = socket.rcvhwm = BUFFERED
         socket.backlog = ACCEPTING
-        if kind in (zmq.PUB, zmq.DEALER):
+        if accepts:
             # Whoever connects beats, and announces how long to wait for it: beats of both ends cost twice as much.
             socket.heartbeat_ivl = 0
             # It may announce nothing (`MAX_TTL_MS`). A machine that vanished must not hold our descriptors for ever.

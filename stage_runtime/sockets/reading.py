@@ -43,12 +43,19 @@ class Reading:
         self._counters = counters
         self._logged: defaultdict[str, set[str]] = defaultdict(set)  #: Reasons by kind, without numbers.
 
-    def drain(self, socket: zmq.Socket[bytes], take: Callable[[bytes], None], many: bool = False) -> int:
+    def drain(
+        self,
+        socket: zmq.Socket[bytes],
+        receive: Callable[[int], bytes],
+        take: Callable[[bytes], None],
+        many: bool = False,
+    ) -> int:
         """The descriptor is edge-triggered: read until nothing is left, or come back by ourselves.
 
-        many: more than a few frames are likely. Returns: how many there were; 0 where it comes back.
+        receive: the next frame of ``socket``. many: more than a few frames are likely. Returns: how many there were; 0
+        where it comes back.
         """
-        began, receive = time.monotonic(), socket.recv
+        began = time.monotonic()
         for number in range(1, DRAIN_BUDGET + 1):
             try:
                 data = receive(NOBLOCK)
@@ -64,7 +71,7 @@ class Reading:
                 return number
             if not number % CLOCK_EVERY and time.monotonic() - began > DRAIN_S:
                 break
-        self._loop.call_soon(self.drain, socket, take, many)
+        self._loop.call_soon(self.drain, socket, receive, take, many)
         return 0
 
     def opened(self, data: bytes) -> Envelope | None:

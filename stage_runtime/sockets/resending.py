@@ -37,8 +37,7 @@ class Acknowledging:
 
     def owe(self, link: Link) -> None:
         """A frame was delivered, or came again."""
-        if link.incoming.owed >= ACK_EVERY and link.connected:
-            link.acknowledge()
+        if link.incoming.owed >= ACK_EVERY and link.acknowledge():
             return
         self._owing.add(link)
         if self._timer is None:
@@ -47,8 +46,7 @@ class Acknowledging:
 
     def now(self, link: Link, *, gap: bool = False) -> None:
         """Send an ack; when the link is connected, if it is not. A gap is seen again with the next frame."""
-        if link.connected:
-            link.acknowledge(gap=gap)
+        if link.acknowledge(gap=gap):
             return
         self._owing.add(link)
         self._wake(link)
@@ -80,11 +78,13 @@ class Resending:
         self,
         loop: asyncio.AbstractEventLoop,
         counters: Counter[str],
-        turn: Callable[[], None],
+        turn: Callable[[], bool],
         *,
         flushed: Callable[[Link], None],
     ) -> None:
-        """turn: called now and then, while open. flushed: the connection has all frames of a link that waited."""
+        """turn: called now and then, while open; whether it has read answers. flushed: the connection has all frames of
+        a link that waited.
+        """
         self._loop = loop
         self._counters = counters
         self._turn = turn
@@ -94,6 +94,7 @@ class Resending:
         self._stalled: set[Link] = set()  #: With frames that their connections did not accept.
         self._stall_timer: asyncio.TimerHandle | None = None
         self._watch = loop.call_later(RESEND_AFTER_S / 2, self._check)
+        self._looking: asyncio.TimerHandle | None = None
         self._closed = False
 
     def watch(self, link: Link) -> None:
@@ -128,6 +129,8 @@ class Resending:
     def close(self) -> None:
         self._closed = True
         self._watch.cancel()
+        if self._looking is not None:
+            self._looking.cancel()
         if self._stall_timer is not None:
             self._stall_timer.cancel()
 
@@ -137,11 +140,20 @@ class Resending:
         for link in stalled:  # one that is not connected is flushed when it is
             self.flush(link)
 
+    def _look(self) -> None:
+        """For acks that came as answers: sends take the edge that tells of them."""
+        self._looking = None
+        self._look_again(self._turn())
+
+    def _look_again(self, answered: bool) -> None:
+        if answered and self._due and self._looking is None:
+            self._looking = self._loop.call_later(ACK_TICK_S, self._look)
+
     def _check(self) -> None:
         """Send frames again that were not acknowledged in time: lost with a connection, or sent before registration."""
         # Armed first: a check that raises does not stop the later ones.
         self._watch = self._loop.call_later(RESEND_AFTER_S / 2, self._check)
-        self._turn()
+        answered = self._turn()
         now = self._loop.time()
         while self._fresh:
             self._due.setdefault(self._fresh.popleft(), (now + RESEND_AFTER_S, RESEND_AFTER_S))
@@ -152,3 +164,4 @@ class Resending:
                 delay_s = min(delay_s * 2, RESEND_MOST_S)
                 self._due[link] = (now + delay_s, delay_s)
                 self.again(link)
+        self._look_again(answered)

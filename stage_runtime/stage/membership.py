@@ -17,6 +17,7 @@ import msgspec
 from omnipipeline_spec.types.plan import StagePlan
 from stage_runtime.errors import LimitReached
 from stage_runtime.rules import forwarding
+from stage_runtime.sockets import limits
 from stage_runtime.stage.process_context import ProcessContext
 from stage_runtime.stage.registration import Registration
 from stage_runtime.wire.messages import (
@@ -218,8 +219,12 @@ class StageMembership:
 
     def _connect(self, member: Member, *, asleep: bool = False) -> None:
         peer = member.incarnation
+        edges = [edge for edge in self._edges if edge[1] in member.stages]
         try:
-            self._process.channels.connect(peer, member.endpoint, asleep=asleep)
+            if not asleep:
+                limits.check()
+            # What only sends to us is acknowledged by its own connection.
+            self._process.channels.connect(peer, member.endpoint, asleep=asleep or not edges)
         except LimitReached as error:
             if not self._limited:
                 self._limited = True
@@ -233,9 +238,8 @@ class StageMembership:
         self._process.relays.open(peer, member.relays)
         if not asleep:
             self._limited = False
-            for source, target, backend in self._edges:
-                if target in member.stages:
-                    self._process.send_queues.prepare(source, target, peer, backend)
+            for source, target, backend in edges:
+                self._process.send_queues.prepare(source, target, peer, backend)
 
     def _meet_again(self, peer: str) -> None:
         member = self.members.get(peer)

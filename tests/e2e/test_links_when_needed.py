@@ -14,8 +14,10 @@ import pytest
 from omnipipeline_spec.cluster import ProcessGroup
 from tests.e2e.local_pipelines import APART, Client, diamond, eventually, replicas, running
 
-#: Of each instance of the diamond, once a request has gone through it: to the coordinator, and to whom it has met.
-LINKED = {"front": 3.0, "side": 3.0, "joiner": 4.0, "voice": 2.0}
+#: Of each instance of the diamond, once a request has gone through it: to the coordinator, and to those it sends to.
+LINKED = {"front": 3.0, "side": 2.0, "joiner": 2.0, "voice": 1.0}
+#: Once payloads came by relay: to those that sent them, too, which are told of their release.
+RELEASED = {"front": 3.0, "side": 3.0, "joiner": 4.0, "voice": 2.0}
 
 
 async def connections(client: Client) -> dict[str, float]:
@@ -39,7 +41,8 @@ async def test_instances_are_connected_by_the_first_request_that_is_bound_to_bot
 
         await eventually(linked)
         await asyncio.gather(*(client.answer(f"more {number}", size=1 << 18) for number in range(20)))
-        assert await connections(client) == LINKED, "what is linked stays linked"
+        found = await connections(client)
+        assert all(LINKED[group] <= found[group] <= RELEASED[group] for group in LINKED), "what is linked stays linked"
 
 
 async def test_a_death_without_a_link_is_known_from_the_coordinator(base: Path) -> None:
