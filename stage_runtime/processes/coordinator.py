@@ -33,7 +33,7 @@ from stage_runtime.sockets.doors import Doors
 from stage_runtime.web import app as web
 from stage_runtime.web import routes
 from stage_runtime.web.apikeys import ApiKeys
-from stage_runtime.web.connections import ConnectionLimits
+from stage_runtime.web.connection_limits import ConnectionLimits
 from stage_runtime.web.metrics import CoordinatorMetrics
 from stage_runtime.web.server import Server
 from stage_runtime.web.settings import WebSettings

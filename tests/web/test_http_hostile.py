@@ -25,7 +25,7 @@ from stage_runtime.errors import CODES, InvalidRequest, RequestError, ValueRefus
 from stage_runtime.payloads import encoding
 from stage_runtime.web import errors
 from stage_runtime.web.app import make_app
-from stage_runtime.web.connections import ConnectionLimits
+from stage_runtime.web.connection_limits import ConnectionLimits
 from stage_runtime.web.server import Server
 from stage_runtime.web.settings import WebSettings
 from stage_runtime.web.sound.pool import CodecPool
