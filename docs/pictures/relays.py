@@ -12,7 +12,7 @@ import msgspec
 from docs.pictures.style import SANS, page
 
 FIGURES: Final = Path(__file__).with_name("relays.json")
-LEFT: Final = 130.0  # where columns begin
+LEFT: Final = 170.0  # where columns begin
 COLUMN: Final = 128.0
 ROW: Final = 46.0
 TOP: Final = 104.0
