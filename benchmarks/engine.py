@@ -196,8 +196,12 @@ def arms(options: argparse.Namespace, checkpoint: str) -> tuple[dict[str, Arm], 
 
 
 def where_time_goes(arm: Arm, asks: Sequence[Ask]) -> dict[str, float]:
-    """Shares of one turn's time, by a profile of it: what is not named is small operators between the matrices."""
-    profile = cProfile.Profile()
+    """Shares of one turn's processor time in this thread, by a profile of it.
+
+    program: all layers of a decoder that `decoder_layers` joins; "linear" is then the head of the vocabulary. loops: of
+    all that is compiled. python: all but these and torch's operators.
+    """
+    profile = cProfile.Profile(time.thread_time)
     profile.runcall(arm, asks)
     stats: Any = pstats.Stats(profile)
 
@@ -212,14 +216,19 @@ def where_time_goes(arm: Arm, asks: Sequence[Ask]) -> dict[str, float]:
 
     total = float(stats.total_tt)
     own, whole = 2, 3
-    return {
-        "linear": seconds(["~"], ["_linear_pointwise", "_mkl_linear", "nn.linear"], own) / total
-        + seconds(["autoregressive/linears.py"], ["__call__"], whole) / total,
-        "attention": seconds(["/attention.py", "/attention_pages.py"], ["forward", "plan"], whole) / total,
-        "loops": seconds(["autoregressive/native.py"], ["__call__"], own) / total,  # of both above, too
-        "sampling": seconds(["autoregressive/sampler.py"], ["sample"], whole) / total,
-        "scheduler": seconds(["scheduling.py"], ["schedule", "update_from_output"], whole) / total,
+    loops = seconds(["autoregressive/native.py"], ["__call__", "run"], whole)
+    operators = seconds(["~"], ["torch", "Tensor"], own)
+    found = {
+        "program": seconds(["autoregressive/decoder_layers.py"], ["run"], whole),
+        "linear": seconds(["~"], ["_linear_pointwise", "_mkl_linear", "nn.linear"], own)
+        + seconds(["autoregressive/linears.py"], ["__call__"], whole),
+        "attention": seconds(["/attention.py", "/attention_pages.py"], ["forward"], whole),
+        "sampling": seconds(["autoregressive/sampler.py"], ["sample"], whole),
+        "scheduler": seconds(["scheduling.py"], ["schedule", "update_from_output"], whole),
+        "loops": loops,
+        "python": total - loops - operators,
     }
+    return {name: one / total for name, one in found.items()}
 
 
 def row(runs: Sequence[Run]) -> dict[str, float]:
