@@ -48,7 +48,7 @@ class _Target(NamedTuple):
     rank: int
 
 
-class _RankAnswer(NamedTuple):
+class _OperationAnswer(NamedTuple):
     value: Any
     error: str | None
 
@@ -68,7 +68,7 @@ class Operations:
         self._stages = stages
         self._send = send
         self._loop = loop
-        self._calls: dict[str, dict[_Target, asyncio.Future[_RankAnswer]]] = {}
+        self._calls: dict[str, dict[_Target, asyncio.Future[_OperationAnswer]]] = {}
 
     async def ask(
         self, operation: str, stages: Sequence[str], arguments: Mapping[str, Any], *, timeout_s: float
@@ -88,7 +88,7 @@ class Operations:
             if stage in member.stages
             for rank in range(member.ranks)
         ]
-        answers: dict[_Target, asyncio.Future[_RankAnswer]]
+        answers: dict[_Target, asyncio.Future[_OperationAnswer]]
         answers = self._calls[call_id] = {one: self._loop.create_future() for one in targets}
         try:
             for one in targets:
@@ -109,14 +109,14 @@ class Operations:
         targets = self._calls.get(message.call_id, {})
         answer = targets.get(_Target(sender, message.stage, message.rank))
         if answer is not None and not answer.done():
-            answer.set_result(_RankAnswer(message.value, message.error))
+            answer.set_result(_OperationAnswer(message.value, message.error))
 
     def lost(self, instance: str) -> None:
         """A process is gone: fail the wait for its answer."""
         for targets in self._calls.values():
             for one, answer in targets.items():
                 if one.instance == instance and not answer.done():
-                    answer.set_result(_RankAnswer(None, GONE))
+                    answer.set_result(_OperationAnswer(None, GONE))
 
     def _check(self, stages: Sequence[str], members: Mapping[str, Member]) -> None:
         known = self._stages()
@@ -128,7 +128,7 @@ class Operations:
                 raise RequestError("unavailable", f"stage {stage!r} has no instance now")
 
 
-def _result(one: _Target, member: Member, answer: asyncio.Future[_RankAnswer], late: str) -> OperationResult:
+def _result(one: _Target, member: Member, answer: asyncio.Future[_OperationAnswer], late: str) -> OperationResult:
     value, error = answer.result() if answer.done() else (None, late)
     return OperationResult(
         stage=one.stage, group=member.group, instance=one.instance, rank=one.rank, value=value, error=error

@@ -17,7 +17,7 @@ from omnipipeline_operator.kinds import Manifest
 from omnipipeline_operator.kubectl.access import Kubectl, KubectlError
 
 
-class HistoryEntry(msgspec.Struct, frozen=True, kw_only=True):
+class ServedRevision(msgspec.Struct, frozen=True, kw_only=True):
     """One revision that has served."""
 
     number: int
@@ -28,7 +28,7 @@ class HistoryEntry(msgspec.Struct, frozen=True, kw_only=True):
     current: bool  #: The resource's spec is this one, as far as `undo` would change it.
 
 
-def entries(kubectl: Kubectl, name: str) -> list[HistoryEntry]:
+def entries(kubectl: Kubectl, name: str) -> list[ServedRevision]:
     """The entries, oldest first. Raises: KubectlError."""
     pipeline = kubectl.pipeline(name)
     live, uid = pipeline["spec"], pipeline["metadata"]["uid"]
@@ -37,11 +37,11 @@ def entries(kubectl: Kubectl, name: str) -> list[HistoryEntry]:
         for one in kubectl.listed("controllerrevisions", naming.selector(name))
         if any(owner.get("uid") == uid for owner in one["metadata"].get("ownerReferences", ()))
     ]
-    found: list[HistoryEntry] = []
+    found: list[ServedRevision] = []
     for one in sorted(listed, key=lambda each: int(each["revision"])):
         spec = one["data"]["spec"]
         found.append(
-            HistoryEntry(
+            ServedRevision(
                 number=one["revision"],
                 revision=one["metadata"]["labels"][naming.REVISION_LABEL],
                 created=one["metadata"]["creationTimestamp"],
@@ -53,7 +53,7 @@ def entries(kubectl: Kubectl, name: str) -> list[HistoryEntry]:
     return found
 
 
-def chosen(found: list[HistoryEntry], number: int | None) -> HistoryEntry:
+def chosen(found: list[ServedRevision], number: int | None) -> ServedRevision:
     """The entry with ``number``, else the newest that is not the current spec. Raises: KubectlError: there is none."""
     if number is None:
         earlier = [one for one in found if not one.current]
@@ -67,7 +67,7 @@ def chosen(found: list[HistoryEntry], number: int | None) -> HistoryEntry:
     raise KubectlError(f"there is no revision {number}; the history has {known}")
 
 
-def undo(kubectl: Kubectl, name: str, entry: HistoryEntry) -> None:
+def undo(kubectl: Kubectl, name: str, entry: ServedRevision) -> None:
     """Give the resource the spec of ``entry``; all replicas, ``suspend`` and ``rollout.paused`` stay as they are.
 
     Raises: KubectlError: also when the resource is edited at the same time.

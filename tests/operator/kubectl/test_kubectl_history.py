@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from omnipipeline_operator.kubectl import history
 from omnipipeline_operator.kubectl.access import KubectlError
-from omnipipeline_operator.kubectl.history import HistoryEntry
+from omnipipeline_operator.kubectl.history import ServedRevision
 
 STAGES: list[dict[str, Any]] = [
     {"name": "a", "process": "p", "factory": "m:a", "next": ["b"]},
@@ -22,8 +22,8 @@ def spec(**fields: Any) -> dict[str, Any]:
     return {"stages": STAGES, **fields}
 
 
-def entry(number: int, *, current: bool = False) -> HistoryEntry:
-    return HistoryEntry(number=number, revision="f00", created="now", spec=spec(), changed=(), current=current)
+def entry(number: int, *, current: bool = False) -> ServedRevision:
+    return ServedRevision(number=number, revision="f00", created="now", spec=spec(), changed=(), current=current)
 
 
 @pytest.mark.parametrize(
