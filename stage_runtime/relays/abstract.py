@@ -242,6 +242,21 @@ class AbstractRelay(ABC, Generic[Connection, Metadata]):
         except msgspec.DecodeError as error:
             raise TransferError(f"{self.name} metadata from {peer}: {error}") from None
 
+    def _route(self, peer: Peer) -> Connection:
+        """For a put. Raises: TransferError: this relay is not open towards ``peer``."""
+        connection = self._connections.get(peer)
+        if connection is None:
+            raise TransferError(f"the relay {self.name} is not open towards {peer}")
+        return connection
+
+    def _incoming(self, metadata: bytes, peer: Peer) -> tuple[Metadata, Connection]:
+        """For a get. Raises: TransferError: that is no metadata of this relay's, or ``peer`` is not open."""
+        announced = self._decoded(metadata, peer)
+        connection = self._connections.get(peer)
+        if connection is None:
+            raise TransferError(f"{self.name} transfer {announced.transfer} from {peer}, which is not open")
+        return announced, connection
+
     def _end(self, put: PutOperation, error: TransferError | None = None) -> None:
         self._free(put)
         put.finish(error)

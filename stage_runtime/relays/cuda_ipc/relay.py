@@ -106,9 +106,7 @@ class CudaIpcRelay(AbstractRelay[CudaIpcRoute, CudaIpcMetadata]):
         self, pack: Pack, *, request_id: str, peer: Peer, like: RelayOperation | None = None
     ) -> PutOperation | None:
         """As `base.Relay.put`. like: an operation of the same pack by this relay, whose slots can be shared."""
-        route = self._connections.get(peer)
-        if route is None:
-            raise TransferError(f"the cuda_ipc relay is not open towards {peer}")
+        route = self._route(peer)
         resource = self._shared(route, like) or self._placed(route, pack)
         if resource is None:
             return None
@@ -123,10 +121,7 @@ class CudaIpcRelay(AbstractRelay[CudaIpcRoute, CudaIpcMetadata]):
         return self._accounted(metadata, pack, resource, request_id=request_id, peer=peer, copied=copied)
 
     def get(self, metadata: bytes, *, request_id: str, peer: Peer, holder: str = "") -> GetOperation:
-        announced = self._decoded(metadata, peer)
-        route = self._connections.get(peer)
-        if route is None:
-            raise TransferError(f"cuda_ipc transfer {announced.transfer} from {peer}, which is not open")
+        announced, route = self._incoming(metadata, peer)
         key = (peer, TransferId(announced.transfer))
         region = peer_arenas.region(route.mapping, announced, self.name, peer)
         nbytes, there, on_device = announced.nbytes, announced.there, None

@@ -80,10 +80,7 @@ class MooncakeRelay(AbstractRelay[MooncakeRoute, MooncakeMetadata]):
         return self._accounted(metadata, pack, placed, request_id=request_id, peer=peer, copied=copied)
 
     def get(self, metadata: bytes, *, request_id: str, peer: Peer, holder: str = "") -> GetOperation:
-        announced = self._decoded(metadata, peer)
-        route = self._connections.get(peer)
-        if route is None:
-            raise TransferError(f"mooncake transfer {announced.transfer} from {peer}, which is not open")
+        announced, route = self._incoming(metadata, peer)
         sends = route.facts.sends
         if not sends.holds(announced.offset, announced.nbytes) or not sends.holds(announced.start, HEADER_NBYTES):
             raise TransferError(f"mooncake transfer {announced.transfer} from {peer}: not inside its arena")

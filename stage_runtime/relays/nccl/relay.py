@@ -17,7 +17,7 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
-from stage_runtime.errors import ConfigurationError, TransferError
+from stage_runtime.errors import ConfigurationError
 from stage_runtime.payloads.pack import Pack
 from stage_runtime.relays.abstract import AbstractRelay
 from stage_runtime.relays.arena import Arena
@@ -88,10 +88,7 @@ class NcclRelay(AbstractRelay[NcclRoute, NcclMetadata]):
         return self._accounted(metadata, pack, outgoing, request_id=request_id, peer=peer, copied=placed.copied_nbytes)
 
     def get(self, metadata: bytes, *, request_id: str, peer: Peer, holder: str = "") -> GetOperation:
-        announced = self._decoded(metadata, peer)
-        route = self._connections.get(peer)
-        if route is None:
-            raise TransferError(f"nccl transfer {announced.transfer} from {peer}, which is not open")
+        announced, route = self._incoming(metadata, peer)
         key = (peer, TransferId(announced.transfer))
         operation = GetOperation(
             TransferCompletion(self._loop), key[1], peer, metadata, lambda: self._receiving.last_moved(route, key)

@@ -98,7 +98,7 @@ class NixlRelay(AbstractRelay[NixlRoute, NixlMetadata]):
         self, pack: Pack, *, request_id: str, peer: Peer, like: RelayOperation | None = None
     ) -> PutOperation | None:
         """As `base.Relay.put`. like: an operation of the same pack by this relay, whose slot can be shared."""
-        route = self._open_route(peer)
+        route = self._route(peer)
         shared = _shared(like)
         placed = self._placing.place(pack, shared if shared is None or shared.is_filled else None)
         return None if placed is None else self._begun(pack, placed, route, request_id)
@@ -107,17 +107,11 @@ class NixlRelay(AbstractRelay[NixlRoute, NixlMetadata]):
         self, pack: Pack, *, request_id: str, peer: Peer, like: RelayOperation | None = None
     ) -> PutOperation | None:
         """As `base.Relay.put_early`: its receiver grants memory, and the first pieces move, while others are copied."""
-        route = self._open_route(peer)
+        route = self._route(peer)
         if route.reads or pack.nbytes < EARLY_NBYTES:
             return self.put(pack, request_id=request_id, peer=peer, like=like)
         placed = self._placing.place_early(pack, _shared(like), self._freed)
         return None if placed is None else self._begun(pack, placed, route, request_id)
-
-    def _open_route(self, peer: Peer) -> NixlRoute:
-        route = self._connections.get(peer)
-        if route is None:
-            raise TransferError(f"the nixl relay is not open towards {peer}")
-        return route
 
     def _begun(self, pack: Pack, placed: Placed, route: NixlRoute, request_id: str) -> PutOperation | None:
         metadata = NixlMetadata(
@@ -144,10 +138,7 @@ class NixlRelay(AbstractRelay[NixlRoute, NixlMetadata]):
         return put
 
     def get(self, metadata: bytes, *, request_id: str, peer: Peer, holder: str = "") -> GetOperation:
-        announced = self._decoded(metadata, peer)
-        route = self._connections.get(peer)
-        if route is None:
-            raise TransferError(f"nixl transfer {announced.transfer} from {peer}, which is not open")
+        announced, route = self._incoming(metadata, peer)
         sends = route.facts.sends
         if not sends.holds(announced.offset, announced.nbytes) or not sends.holds(announced.start, HEADER.size):
             raise TransferError(f"nixl transfer {announced.transfer} from {peer}: not inside its arena")

@@ -12,7 +12,6 @@ from typing import Any
 
 import msgspec
 
-from stage_runtime.errors import TransferError
 from stage_runtime.payloads import buffers
 from stage_runtime.payloads.pack import Pack
 from stage_runtime.relays import peer_arenas
@@ -69,10 +68,7 @@ class ShmRelay(AbstractRelay[mmap.mmap, ShmMetadata]):
         return self._accounted(metadata, pack, placed, request_id=request_id, peer=peer, copied=copied)
 
     def get(self, metadata: bytes, *, request_id: str, peer: Peer, holder: str = "") -> GetOperation:
-        announced = self._decoded(metadata, peer)
-        mapping = self._connections.get(peer)
-        if mapping is None:
-            raise TransferError(f"shm transfer {announced.transfer} from {peer}, whose arena is not mapped")
+        announced, mapping = self._incoming(metadata, peer)
         transfer = TransferId(announced.transfer)
         region = peer_arenas.region(mapping, announced, self.name, peer)
         self._pins.add(region, peer, transfer, request_id=request_id, holder=holder, nbytes=announced.nbytes)

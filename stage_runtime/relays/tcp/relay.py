@@ -172,9 +172,7 @@ class TcpRelay(AbstractRelay[TcpRoute, TcpMetadata]):
 
     def _put(self, pack: Pack, *, request_id: str, peer: Peer, most: int | None) -> PutOperation | None:
         """most: as of `_accounted`."""
-        route = self._connections.get(peer)
-        if route is None:
-            raise TransferError(f"the tcp relay is not open towards {peer}")
+        route = self._route(peer)
         with route.lock:
             if not route.closed:
                 route.socket()  # before it is accounted for: it may fail
