@@ -58,7 +58,6 @@ def run(settings: CoordinatorSettings) -> int:
     """Serve until SIGTERM, drain, and return the exit code."""
     logs.configure(settings.log_format, name=COORDINATOR)
     limits.raise_limits()
-    pages.keep_freed()
     return loops.run(_serve(settings))
 
 

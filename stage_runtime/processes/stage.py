@@ -23,7 +23,6 @@ from stage_runtime.processes.supervision import statuspipe
 from stage_runtime.processes.tasks import Tasks
 from stage_runtime.processes.watchdog import Watchdog
 from stage_runtime.profiler.recorder import recorder
-from stage_runtime.relays import pages
 from stage_runtime.relays.dispatch import Relays
 from stage_runtime.rules import edges, ticks
 from stage_runtime.settings import StageSettings
@@ -48,7 +47,6 @@ def run(settings: StageSettings) -> int:
     logs.configure(settings.log_format, name=settings.process)
     limits.raise_limits()
     _meet_ranks(settings)
-    pages.keep_freed()
     return loops.run(_serve(FollowerProcess if settings.tp_rank > 0 else StageProcess, settings))
 
 

@@ -13,15 +13,11 @@ from stage_runtime.payloads.buffers import PAGE
 
 MFD_NOEXEC_SEAL: Final = 0x0008  # Linux 6.3; without it some systems refuse or warn
 MADV_POPULATE_WRITE: Final = 23  # Linux 5.14
-FREED_NBYTES: Final = 4 << 20  # twice as much is kept: 64 payloads of 64 KiB, and a copy of each
+
 
 MAP_FIXED: Final = 0x10
 
 _libc = ctypes.CDLL(None, use_errno=True)
-_libc.malloc.restype = ctypes.c_void_p
-_libc.malloc.argtypes = (ctypes.c_size_t,)
-_libc.free.restype = None
-_libc.free.argtypes = (ctypes.c_void_p,)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64)
 
@@ -61,16 +57,6 @@ def populate(mapping: mmap.mmap, nbytes: int) -> None:
     except OSError:
         pages: np.ndarray[Any, Any] = np.frombuffer(mapping, np.uint8, nbytes)[::PAGE]
         pages |= 0  # a write that changes nothing
-
-
-def keep_freed() -> None:
-    """Have glibc keep up to 8 MiB of free memory at the end of each heap. Does nothing where libc is not glibc.
-
-    It keeps twice the largest block of a mapping of its own that was ever freed, and 128 KiB before the first one. So
-    payloads of 64 KiB, many at a time, would fault their pages in anew again and again. To free such a block leaves
-    that rule in force for larger ones, where setting its bounds (`mallopt`) would end it.
-    """
-    _libc.free(_libc.malloc(FREED_NBYTES))
 
 
 def give_back() -> None:
