@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import signal
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -150,6 +151,7 @@ def read(words: list[str] | None = None) -> argparse.Namespace:
 
 def main() -> int:
     arguments = read()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # processes and namespaces end with it
     if arguments.relay:
         return asyncio.run(relay_table(arguments.relay, arguments.transfers, arguments.json))
     found = asyncio.run(table(arguments))

@@ -18,7 +18,7 @@ from pathlib import Path
 import httpx
 import msgspec
 
-from benchmarks.faultlab import looking
+from benchmarks.faultlab import looking, namespaces
 from omnipipeline_spec import planning
 from omnipipeline_spec.pipeline import PipelineConfig
 from stage_runtime.processes import codefiles, launching
@@ -30,30 +30,31 @@ from stage_runtime.processes.supervision.supervisor import Supervisor
 SUBNET = f"10.213.{80 + os.getpid() % 160}"  # runs side by side on one machine need networks of their own
 PORT = 5550
 LIMIT_S = 120.0  # until a pipeline runs, or has ended: a loaded machine takes 20
-COMMAND_S = 60.0  # of a command that changes the network
+PREFIX = "om"
 
 
 class Network:
     """Namespaces on one bridge. Close it, or they stay."""
 
     def __init__(self) -> None:
-        self.name = f"om{secrets.token_hex(2)}"
+        namespaces.delete_left(PREFIX)
+        self.name = namespaces.new_name(PREFIX)
         self._numbers = itertools.count(2)
         self._hosts: dict[str, int] = {}
-        _ip("link", "add", self.name, "type", "bridge")
-        _ip("addr", "add", f"{SUBNET}.1/24", "dev", self.name)
-        _ip("link", "set", self.name, "up")
+        namespaces.ip("link", "add", self.name, "type", "bridge")
+        namespaces.ip("addr", "add", f"{SUBNET}.1/24", "dev", self.name)
+        namespaces.ip("link", "set", self.name, "up")
 
     def add(self, host: str) -> str:
         """A machine of that name; its address."""
         number = self._hosts[host] = next(self._numbers)
         space, outer = self.space(host), self._outer(host)
-        _ip("netns", "add", space)
-        _ip("link", "add", outer, "type", "veth", "peer", "name", "eth0", "netns", space)
-        _ip("link", "set", outer, "master", self.name, "up")
+        namespaces.ip("netns", "add", space)
+        namespaces.ip("link", "add", outer, "type", "veth", "peer", "name", "eth0", "netns", space)
+        namespaces.ip("link", "set", outer, "master", self.name, "up")
         for words in (("addr", "add", f"{SUBNET}.{number}/24", "dev", "eth0"), ("link", "set", "eth0", "up")):
-            _ip("-n", space, *words)
-        _ip("-n", space, "link", "set", "lo", "up")
+            namespaces.ip("-n", space, *words)
+        namespaces.ip("-n", space, "link", "set", "lo", "up")
         return self._address(host)
 
     def inside(self, host: str, command: Command) -> Command:
@@ -61,25 +62,25 @@ class Network:
         return msgspec.structs.replace(command, argv=("nsenter", f"--net=/run/netns/{self.space(host)}", *command.argv))
 
     def cut(self, host: str) -> None:
-        _ip("link", "set", self._outer(host), "down")
+        namespaces.ip("link", "set", self._outer(host), "down")
 
     def mend(self, host: str) -> None:
-        _ip("link", "set", self._outer(host), "up")
+        namespaces.ip("link", "set", self._outer(host), "up")
 
     def part(self, one: str, other: str) -> None:
         """These two lose each other; everybody else still reaches both."""
         for here, there in ((one, other), (other, one)):
             nobody = ("lladdr", "02:00:00:00:00:01", "dev", "eth0", "nud", "permanent")
-            _ip("-n", self.space(here), "neigh", "replace", self._address(there), *nobody)
+            namespaces.ip("-n", self.space(here), "neigh", "replace", self._address(there), *nobody)
 
     def unite(self, one: str, other: str) -> None:
         for here, there in ((one, other), (other, one)):
-            _ip("-n", self.space(here), "neigh", "del", self._address(there), "dev", "eth0")
+            namespaces.ip("-n", self.space(here), "neigh", "del", self._address(there), "dev", "eth0")
 
     def close(self) -> None:
         for host in self._hosts:
-            _ip("netns", "del", self.space(host))
-        _ip("link", "del", self.name)
+            namespaces.ip("netns", "del", self.space(host))
+        namespaces.ip("link", "del", self.name)
 
     def space(self, host: str) -> str:
         return f"{self.name}-{self._hosts[host]}"
@@ -97,8 +98,8 @@ def possible() -> bool:
         return False
     try:
         probe = f"om-probe-{os.getpid()}"
-        _ip("netns", "add", probe)
-        _ip("netns", "del", probe)
+        namespaces.ip("netns", "add", probe)
+        namespaces.ip("netns", "del", probe)
         subprocess.run(["nsenter", "--version"], check=True, capture_output=True)
     except (OSError, subprocess.CalledProcessError):
         return False
@@ -205,7 +206,3 @@ class NetPipeline:
 def _written(path: Path, value: object) -> str:
     path.write_bytes(msgspec.json.encode(value))
     return str(path)
-
-
-def _ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True, timeout=COMMAND_S)

@@ -3,31 +3,32 @@
 from __future__ import annotations
 
 import json
-import secrets
-import subprocess
 import time
 from pathlib import Path
 from typing import Final, Literal
+
+from benchmarks.faultlab import namespaces
 
 Pod = Literal["near", "far"]
 ADDRESSES: Final[dict[Pod, str]] = {"near": "10.213.78.1", "far": "10.213.78.2"}  # seen by nobody else
 
 RUNNING_S: Final = 10.0
-COMMAND_S: Final = 60.0  # of a command that changes the network
+PREFIX: Final = "op"
 
 
 class Pods:
     """Both pods. Close them, or their networks stay."""
 
     def __init__(self) -> None:
-        self._name = f"op{secrets.token_hex(3)}"
+        namespaces.delete_left(PREFIX)
+        self._name = namespaces.new_name(PREFIX)
         for pod in ADDRESSES:
-            _ip("netns", "add", self._space(pod))
+            namespaces.ip("netns", "add", self._space(pod))
         near, far = self._space("near"), self._space("far")
-        _ip("-n", near, "link", "add", "eth0", "type", "veth", "peer", "name", "eth0", "netns", far)
+        namespaces.ip("-n", near, "link", "add", "eth0", "type", "veth", "peer", "name", "eth0", "netns", far)
         for pod, address in ADDRESSES.items():
             for words in (("addr", "add", f"{address}/24", "dev", "eth0"), *(("link", "set", one, "up") for one in UP)):
-                _ip("-n", self._space(pod), *words)
+                namespaces.ip("-n", self._space(pod), *words)
         # The kernel calls an interface running some time after both ends are up; until then UCX takes it for none.
         deadline = time.monotonic() + RUNNING_S
         while not all(self._runs(pod) for pod in ADDRESSES):
@@ -43,17 +44,17 @@ class Pods:
 
     def cut(self) -> None:
         """Take the link down, without notice to anybody."""
-        _ip("-n", self._space("far"), "link", "set", "eth0", "down")
+        namespaces.ip("-n", self._space("far"), "link", "set", "eth0", "down")
 
     def mend(self) -> None:
-        _ip("-n", self._space("far"), "link", "set", "eth0", "up")
+        namespaces.ip("-n", self._space("far"), "link", "set", "eth0", "up")
 
     def close(self) -> None:
         for pod in ADDRESSES:
-            _ip("netns", "del", self._space(pod))
+            namespaces.ip("netns", "del", self._space(pod))
 
     def _runs(self, pod: Pod) -> bool:
-        [link] = json.loads(_ip("-n", self._space(pod), "-j", "link", "show", "eth0"))
+        [link] = json.loads(namespaces.ip("-n", self._space(pod), "-j", "link", "show", "eth0"))
         return bool(link["operstate"] == "UP")
 
     def _space(self, pod: Pod) -> str:
@@ -67,7 +68,3 @@ def child(pid: int) -> int | None:
     """The process that `Pods.command` has started, as this namespace numbers it; None: there is none yet."""
     found = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     return int(found[0]) if found else None
-
-
-def _ip(*words: str) -> bytes:
-    return subprocess.run(["ip", *words], check=True, capture_output=True, timeout=COMMAND_S).stdout

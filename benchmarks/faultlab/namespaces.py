@@ -1,0 +1,37 @@
+"""Names of network namespaces and links that carry the process that made them, so that what a killed run left behind
+is recognised and deleted by the next one. Needs root.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import subprocess
+from pathlib import Path
+from typing import Final
+
+SPACES: Final = Path("/run/netns")
+LINKS: Final = Path("/sys/class/net")
+COMMAND_S: Final = 60.0  # of a command that changes the network
+
+
+def ip(*words: str) -> bytes:
+    """Raises: CalledProcessError: it fails."""
+    return subprocess.run(["ip", *words], check=True, capture_output=True, timeout=COMMAND_S).stdout
+
+
+def new_name(prefix: str) -> str:
+    """At most 11 characters after two of ``prefix``: a link's name has 15, and its maker may append some."""
+    return f"{prefix}{os.getpid():x}x{secrets.token_hex(1)}"
+
+
+def delete_left(prefix: str) -> None:
+    """Delete the namespaces and links whose process is gone."""
+    pattern = re.compile(rf"{prefix}([0-9a-f]+)x[0-9a-f]{{2}}")
+    for folder, kind in ((SPACES, "netns"), (LINKS, "link")):
+        for name in sorted(os.listdir(folder)) if folder.exists() else []:
+            found = pattern.match(name)
+            if found is not None and not Path(f"/proc/{int(found[1], 16)}").exists():
+                # Another run may delete it at the same time; the end of one link of a pair deletes the other.
+                subprocess.run(["ip", kind, "del", name], capture_output=True, timeout=COMMAND_S)
