@@ -42,7 +42,7 @@ STAGE_QUEUE_ENTER: Final = "stage_queue_enter"  #: metadata: kind, depth before 
 STAGE_QUEUE_LEAVE: Final = "stage_queue_leave"  #: metadata: as of the entry; depth after it
 #: metadata of all relay events: transfer (the same at both ends), relay, nbytes; of a put to_stage, too.
 RELAY_PUT_START: Final = "relay_put_start"
-RELAY_PUT_END: Final = "relay_put_end"  #: It can be announced to its receiver.
+RELAY_PUT_END: Final = "relay_put_end"  #: The relay has all of it; it may be announced to its receiver before.
 RELAY_GET_START: Final = "relay_get_start"
 RELAY_GET_END: Final = "relay_get_end"  #: All of it is here.
 RELAY_RELEASED: Final = "relay_released"  #: The receiver has released it: the sender's slot is free.

@@ -34,12 +34,17 @@ class RecordedTransfer(msgspec.Struct, frozen=True):
 
 
 def put(work: RecordedRequest, edge: tuple[str, str], metadata: bytes, nbytes: int, begun_ns: int) -> RecordedTransfer:
-    """Record that the relay has taken a payload. edge: source, target. begun_ns: when the put began."""
+    """Record that the relay takes a payload. edge: source, target. begun_ns: when the put began."""
     source, target = edge
     facts = {**_named(metadata), "to_stage": target, "nbytes": nbytes, "attempt": work.attempt}
     recorder.emit(events.RELAY_PUT_START, work.request_id, source, facts, timestamp_ns=begun_ns)
-    recorder.emit(events.RELAY_PUT_END, work.request_id, source, facts)
     return RecordedTransfer(work.request_id, source, facts)
+
+
+def filled(transfer: RecordedTransfer | None) -> None:
+    """Record that the relay has all of it: a put may be announced before it is copied."""
+    if transfer is not None:
+        recorder.emit(events.RELAY_PUT_END, transfer.request_id, transfer.stage, transfer.facts)
 
 
 def released(transfer: RecordedTransfer | None) -> None:

@@ -345,6 +345,7 @@ class SendQueues:
             sent = self._send(peer, pending.make(body))
         finally:
             operation.fill()
+            recording.filled(recorded)
             if not sent:
                 with self._lock:
                     for key in keys:

@@ -9,13 +9,16 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 from stage_runtime.errors import TransferError, ValueRefused
 from stage_runtime.payloads import encoding, pack
+from stage_runtime.profiler.recorder import recorder
 from stage_runtime.transfers.sending import PendingSend, SendQueues
 from stage_runtime.wire import codec
 from stage_runtime.wire.frames import FRAME_LIMIT
@@ -142,6 +145,26 @@ def test_a_put_is_filled_after_it_was_announced_and_before_its_giver_goes_on() -
     made.refuses = lambda request_id: before.extend(made.relays.filled)
     made.ship("a")
     assert (made.sent, before, made.relays.filled) == (["a"], [], [1])
+
+
+def test_a_profile_shows_a_put_as_ended_when_all_of_it_was_copied(tmp_path: Path) -> None:
+    made = Made()
+    made.refuses = lambda request_id: recorder.emit("announced", request_id)
+    made.relays.filled = Recording()
+    path = recorder.start("run", tmp_path, "entry")
+    try:
+        made.ship("a")
+    finally:
+        recorder.stop()
+    names = [msgspec.json.decode(line)["event_name"] for line in path.read_bytes().splitlines()]
+    assert names[1:-1] == ["relay_put_start", "announced", "copied", "relay_put_end"]
+
+
+class Recording(list[int]):
+    """Records that a put is filled."""
+
+    def append(self, transfer: int) -> None:
+        recorder.emit("copied", "a")
 
 
 def test_a_put_whose_message_could_not_be_sent_is_filled_too() -> None:
