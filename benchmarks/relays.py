@@ -9,7 +9,8 @@ Two processes on one machine; all methods take turns within every round, so what
 one way, medians; a relay's include the message that announces the transfer (a Unix socket). Processor time is that of
 both processes until the release, with what their other threads use meanwhile. A relay is given an array, which it has
 to copy, and "in place" an output that was allocated in the arena (`StageContext.allocate`). Compare ratios: absolute
-times say more about the machine. Shared memory is mapped, not copied, so the receiver's first look is not in it. nixl
+times say more about the machine. Shared memory is mapped, not copied, so the receiver's first look is not in it.
+"memcpy, announced" is its limit: a copy into an anonymous file, and the message that the other process answers. nixl
 moves by TCP, as between pods, where there is no RDMA device; tcp without CURVE, unless --curve is given.
 """
 
@@ -20,6 +21,7 @@ import asyncio
 import contextlib
 import json
 import math
+import mmap
 import os
 import random
 import socket
@@ -169,6 +171,7 @@ def measure(
     raw = raw_tcp(control)
     methods: dict[str, Once] = {
         "memcpy": Memcpy().once,
+        "memcpy, announced": SharedMemcpy(control).once,
         "raw tcp": lambda size, source: send_raw(control, raw, source),
     }
     for name in names:
@@ -268,6 +271,36 @@ class Memcpy:
         return Sample(time.perf_counter() - begun)
 
 
+class SharedMemcpy:
+    """A copy into an anonymous file that was written before, half a page beside its source, and a message that the
+    other process answers: what no relay by shared memory can do without.
+    """
+
+    def __init__(self, control: Control) -> None:
+        self._control = control
+        self._target = np.zeros(0, np.uint8)
+
+    def once(self, size: int, source: np.ndarray[Any, Any]) -> Sample:
+        if len(self._target) != size:
+            self._target = _shared(size, beside=source)
+        begun = time.monotonic_ns()
+        self._target[:] = source
+        self._control.send({"announced": None})
+        arrived: int = self._control.receive()
+        return Sample((arrived - begun) / 1e9)
+
+
+def _shared(size: int, *, beside: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    fd = os.memfd_create("benchmark", os.MFD_CLOEXEC)
+    os.ftruncate(fd, size + mmap.PAGESIZE)
+    mapping = mmap.mmap(fd, size + mmap.PAGESIZE)
+    os.close(fd)
+    target: np.ndarray[Any, Any] = np.frombuffer(mapping, np.uint8)
+    target[:] = 1
+    shift = (beside.ctypes.data + mmap.PAGESIZE // 2) % mmap.PAGESIZE
+    return target[shift : shift + size]
+
+
 def relay_once(control: Control, relays: Relays, backend: str, *, in_place: bool = False) -> Once:
     def once(size: int, source: np.ndarray[Any, Any]) -> Sample:
         apart = 0.0
@@ -346,6 +379,8 @@ async def far(control: Control, names: Sequence[str], security: CurveSecurity | 
                     task = loop.create_task(fetch(metadata))
                     tasks.add(task)
                     task.add_done_callback(tasks.discard)
+                case {"announced": _}:
+                    control.send(time.monotonic_ns())
                 case {"raw": port}:
                     connection = socket.create_connection(("127.0.0.1", port))
                 case {"receive": nbytes}:
