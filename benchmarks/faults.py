@@ -8,7 +8,8 @@ Half of the requests stream. The client retries nothing and writes down each req
     python -m benchmarks.faults --relay nixl|mooncake|nccl [--transfers 10000] [--json FILE]
 
 One relay between two pods: a peer killed, frozen, cut off, gone without a word and restarted on the way, then gets that
-are given up, with quarantine (no byte may be wrong) and without (some must be).
+are given up, with quarantine (no byte may be wrong) and without (some must be). Of a kill, "closed" is when the kernel
+had closed the killed process's connections; it is to be noticed within 0.1 s of that.
 Exit code 1: a promise was broken; each is listed below its row.
 """
 
@@ -99,7 +100,7 @@ async def relay_table(
     give_up_often: Callable[..., Awaitable[relay_faults.Outcome]] = relay_faults.give_up_often,
 ) -> int:
     """Print what each fault did to a relay, and write it to ``file``. Returns: the exit code."""
-    print(f"{'relay':9} {'fault':9} {'noticed':>9} {'checked':>8} {'wrong bytes':>12}  reason")
+    print(f"{'relay':9} {'fault':9} {'closed':>9} {'noticed':>9} {'checked':>8} {'wrong bytes':>12}  reason")
     found, broken = list[relay_faults.Outcome](), list[str]()
     try:
         for fault in relay_faults.FAULTS:
@@ -121,8 +122,8 @@ def _write(file: str | None, found: Sequence[msgspec.Struct]) -> None:
 
 def _printed(found: relay_faults.Outcome, broken: list[str]) -> list[str]:
     print(
-        f"{found.relay:9} {found.fault:9} {found.noticed_s:7.2f} s {found.transfers:8} {found.wrong:12}  "
-        f"{found.reason or '-'}",
+        f"{found.relay:9} {found.fault:9} {found.closed_s:7.2f} s {found.noticed_s:7.2f} s "
+        f"{found.transfers:8} {found.wrong:12}  {found.reason or '-'}",
         flush=True,
     )
     for promise in broken:
