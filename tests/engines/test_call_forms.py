@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stage_runtime.engines.autoregressive import parameters
 from stage_runtime.engines.autoregressive.loading import decoder
-from stage_runtime.engines.autoregressive.parameters import SamplingParams
+from stage_runtime.engines.autoregressive.sampling import parameters
+from stage_runtime.engines.autoregressive.sampling.parameters import SamplingParams
 from stage_runtime.engines.autoregressive.text import prompting, tools
 from stage_runtime.engines.autoregressive.text.call_forms import FORMS, MARK, form_of
 from stage_runtime.engines.autoregressive.text.grammars import Grammars

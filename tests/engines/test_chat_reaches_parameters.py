@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from omnipipeline_spec.pipeline import ChatParameter
-from stage_runtime.engines.autoregressive import parameters
-from stage_runtime.engines.autoregressive.parameters import SamplingParams
+from stage_runtime.engines.autoregressive.sampling import parameters
+from stage_runtime.engines.autoregressive.sampling.parameters import SamplingParams
 from stage_runtime.web.translating import chat
 
 #: field -> what a chat sets it by.

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from stage_runtime.engines.autoregressive import fusing, linears
+from stage_runtime.engines.autoregressive.kernels import fusing, linears
 from stage_runtime.engines.autoregressive.model_runner import ModelRunner, Pass
 from stage_runtime.engines.autoregressive.models import PagedModel
 from tests.engines import generation_kit
@@ -21,8 +21,8 @@ from tests.engines.generation_kit import VOCABULARY, Answers, alone_with, core, 
 
 pytest.importorskip("numba")
 
-from stage_runtime.engines.autoregressive import decoder_layers
-from stage_runtime.engines.autoregressive.attention_pages import PageAttention
+from stage_runtime.engines.autoregressive.kernels import decoder_layers
+from stage_runtime.engines.autoregressive.kernels.attention_pages import PageAttention
 
 KNOWN = ["llama", "mistral", "qwen2", "qwen3"]
 BLOCK = 4

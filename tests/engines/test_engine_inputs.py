@@ -6,10 +6,10 @@ import msgspec
 
 from stage_runtime.engines.autoregressive.busy_loop import RequestType
 from stage_runtime.engines.autoregressive.core import EngineCoreRequest
-from stage_runtime.engines.autoregressive.parameters import SamplingParams
 from stage_runtime.engines.autoregressive.process.inputs import Inputs
 from stage_runtime.engines.autoregressive.process.messages import AddHeader, EngineCoreRequestType, Refused
 from stage_runtime.engines.autoregressive.process.serial import MsgpackEncoder
+from stage_runtime.engines.autoregressive.sampling.parameters import SamplingParams
 from tests.engines.counting_core import counting
 
 

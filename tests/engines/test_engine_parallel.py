@@ -15,7 +15,7 @@ from stage_runtime.engines.autoregressive.clients.data_parallel import DPAsyncMP
 from stage_runtime.engines.autoregressive.clients.launching import EngineLaunch
 from stage_runtime.engines.autoregressive.core import EngineCoreRequest
 from stage_runtime.engines.autoregressive.parallel.coordinator import DPCoordinator
-from stage_runtime.engines.autoregressive.parameters import SamplingParams
+from stage_runtime.engines.autoregressive.sampling.parameters import SamplingParams
 from stage_runtime.errors import ConfigurationError, EngineDeadError
 from tests.engines.counting_core import LAUNCHED
 

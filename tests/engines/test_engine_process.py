@@ -23,7 +23,6 @@ from stage_runtime.engines.autoregressive.clients.launching import EngineLaunch
 from stage_runtime.engines.autoregressive.clients.making import make_async_client, make_client
 from stage_runtime.engines.autoregressive.clients.sync_mp import SyncMPClient
 from stage_runtime.engines.autoregressive.core import EngineCoreRequest
-from stage_runtime.engines.autoregressive.parameters import SamplingParams
 from stage_runtime.engines.autoregressive.process.messages import (
     ENGINE_CORE_DEAD,
     AddHeader,
@@ -34,6 +33,7 @@ from stage_runtime.engines.autoregressive.process.messages import (
     UtilityOutput,
     identity,
 )
+from stage_runtime.engines.autoregressive.sampling.parameters import SamplingParams
 from stage_runtime.errors import ConfigurationError, EngineDeadError, RequestError
 from stage_runtime.rules.autoregressive.requests import Hold
 from tests.engines.counting_core import BLOCKS, LAUNCHED
@@ -312,7 +312,7 @@ def test_an_engine_ends_with_a_killed_parent_whatever_it_computes() -> None:
         "from stage_runtime.engines.autoregressive.clients.launching import EngineLaunch\n"
         "from stage_runtime.engines.autoregressive.clients.sync_mp import SyncMPClient\n"
         "from stage_runtime.engines.autoregressive.core import EngineCoreRequest\n"
-        "from stage_runtime.engines.autoregressive.parameters import SamplingParams\n"
+        "from stage_runtime.engines.autoregressive.sampling.parameters import SamplingParams\n"
         f"client = SyncMPClient(EngineLaunch(factory={LAUNCHED!r}, kwargs={{'slow': {SLOW}}}))\n"
         f"request = EngineCoreRequest(request_id='a', prompt_token_ids=[{SLOW}], params=SamplingParams())\n"
         "client.add_request(request); print(client.pids[0], flush=True); client.get_output()"

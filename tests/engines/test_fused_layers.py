@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from stage_runtime.engines.autoregressive import fusing, linears, native
+from stage_runtime.engines.autoregressive.kernels import fusing, linears, native
 from tests.engines.generation_kit import CONFIGS, VOCABULARY, Answers, alone, core, tiny_model
 
 pytest.importorskip("numba")

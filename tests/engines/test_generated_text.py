@@ -17,7 +17,7 @@ from stage_runtime.engines.autoregressive.output_processor import (
     RequestOutput,
     RequestOutputCollector,
 )
-from stage_runtime.engines.autoregressive.parameters import OutputKind, SamplingParams
+from stage_runtime.engines.autoregressive.sampling.parameters import OutputKind, SamplingParams
 from stage_runtime.engines.autoregressive.steps import TokenLogprobs
 from stage_runtime.engines.autoregressive.text.detokenizer import Detokenizer, Spelling, StopStrings
 from stage_runtime.rules.autoregressive.requests import FinishReason

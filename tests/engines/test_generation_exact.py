@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stage_runtime.engines.autoregressive.parameters import SamplingParams
+from stage_runtime.engines.autoregressive.sampling.parameters import SamplingParams
 from tests.engines.generation_kit import BACKENDS, CONFIGS, GREEDY, VOCABULARY, Answers, alone, core
 from tests.thoroughness import examples
 

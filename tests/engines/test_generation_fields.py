@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 import stage_runtime as omni
 from stage_runtime.engines.autoregressive.core import EngineCoreRequest
 from stage_runtime.engines.autoregressive.loading import assemble, load
-from stage_runtime.engines.autoregressive.parameters import SamplingParams
+from stage_runtime.engines.autoregressive.sampling.parameters import SamplingParams
 from stage_runtime.engines.autoregressive.text.grammar_texts import Grammar
 from stage_runtime.engines.autoregressive.text.grammars import Grammars
 from tests.engines.generation_kit import END, VOCABULARY, Answers, alone, tiny_model, tiny_tokenizer

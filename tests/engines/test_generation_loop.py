@@ -14,7 +14,7 @@ import pytest
 from stage_runtime.engines.autoregressive.busy_loop import BusyLoop, RequestType, ShutdownState
 from stage_runtime.engines.autoregressive.core import EngineCore, EngineCoreOutput, EngineCoreRequest
 from stage_runtime.engines.autoregressive.executors import ThreadExecutor
-from stage_runtime.engines.autoregressive.parameters import SamplingParams
+from stage_runtime.engines.autoregressive.sampling.parameters import SamplingParams
 from stage_runtime.engines.autoregressive.steps import ModelOutput
 from stage_runtime.engines.autoregressive.text.grammar_texts import Grammar
 from stage_runtime.rules.autoregressive.blocks import BlockPool

@@ -12,8 +12,8 @@ from typing import Any, NoReturn
 
 import pytest
 
-from stage_runtime.engines.autoregressive import loop_cache
-from stage_runtime.engines.autoregressive.loop_cache import CompiledCode
+from stage_runtime.engines.autoregressive.kernels import loop_cache
+from stage_runtime.engines.autoregressive.kernels.loop_cache import CompiledCode
 
 CODE = CompiledCode("symbol", "library", "object", b"machine" * 1000, b"bitcode" * 1000)
 
@@ -22,7 +22,7 @@ COMPILING = """
 import sys
 from pathlib import Path
 from numba import cfunc, types
-from stage_runtime.engines.autoregressive import loop_cache
+from stage_runtime.engines.autoregressive.kernels import loop_cache
 
 def make(constant):
     def loop(value):
@@ -59,13 +59,13 @@ def test_loops_of_other_processes_are_run_without_being_compiled(tmp_path: Path)
 FILLING = """
 import ctypes, sys
 from pathlib import Path
-from stage_runtime.engines.autoregressive import loop_cache
+from stage_runtime.engines.autoregressive.kernels import loop_cache
 
 def compile_():
     if sys.argv[1] == "never":
         raise AssertionError("it was compiled again")
     from numba import cfunc, types
-    from stage_runtime.engines.autoregressive.kernels import f32_at
+    from stage_runtime.engines.autoregressive.kernels.loops import f32_at
 
     def fill(address):
         values = f32_at(address)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from stage_runtime.engines.autoregressive import native
+from stage_runtime.engines.autoregressive.kernels import native
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="needs numba")
 
@@ -28,10 +28,10 @@ def three_threads() -> Iterator[None]:
 
 def activated(rows: torch.Tensor) -> torch.Tensor:
     """A loop in as many parts as there are rows."""
-    from stage_runtime.engines.autoregressive import kernels
+    from stage_runtime.engines.autoregressive.kernels import loops
 
     out = rows.new_empty(rows.shape[0], DIM)
-    kernels.silu_multiply(False)(rows.shape[0], rows.data_ptr(), out.data_ptr(), rows.shape[0], DIM)
+    loops.silu_multiply(False)(rows.shape[0], rows.data_ptr(), out.data_ptr(), rows.shape[0], DIM)
     return out
 
 
@@ -63,13 +63,13 @@ def test_loops_of_several_threads_at_the_same_time_are_whole() -> None:
 
 @pytest.mark.usefixtures("three_threads")
 def test_a_closed_team_s_loops_are_whole_without_help() -> None:
-    from stage_runtime.engines.autoregressive import helpers, kernels
+    from stage_runtime.engines.autoregressive.kernels import helpers, loops
 
     team = helpers.Team(2)
     team.close()
     rows = torch.randn(ROWS, 2 * DIM)
     out = rows.new_zeros(ROWS, DIM)
-    loop = kernels.silu_multiply(False)
+    loop = loops.silu_multiply(False)
     data = torch.tensor([0, ROWS, rows.data_ptr(), out.data_ptr(), ROWS, DIM])
     assert team.run(loop.address, data.data_ptr())
     assert torch.allclose(out, expected(rows), atol=1e-5)

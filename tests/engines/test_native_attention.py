@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stage_runtime.engines.autoregressive import attention_pages
 from stage_runtime.engines.autoregressive.attention import BatchMeta, GatherAttention, LayerShape
+from stage_runtime.engines.autoregressive.kernels import attention_pages
 from stage_runtime.errors import ConfigurationError
 from tests.engines.generation_kit import tiny_model, tiny_tokenizer
 from tests.thoroughness import examples

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import nn
 from transformers import pytorch_utils
 
-from stage_runtime.engines.autoregressive import linears
-from stage_runtime.engines.autoregressive.linears import LinearsBackend, PackedLinear
+from stage_runtime.engines.autoregressive.kernels import linears
+from stage_runtime.engines.autoregressive.kernels.linears import LinearsBackend, PackedLinear
 from tests.engines.generation_kit import tiny_model
 from tests.thoroughness import examples
 

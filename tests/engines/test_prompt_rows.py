@@ -13,9 +13,9 @@ from stage_runtime.engines.autoregressive.clients.launching import EngineLaunch
 from stage_runtime.engines.autoregressive.clients.sync_mp import SyncMPClient
 from stage_runtime.engines.autoregressive.core import EngineCoreRequest
 from stage_runtime.engines.autoregressive.embeddings import ModelEmbeddings
-from stage_runtime.engines.autoregressive.parameters import SamplingParams
 from stage_runtime.engines.autoregressive.process.messages import Extension
 from stage_runtime.engines.autoregressive.prompt_rows import ROW, PromptRows
+from stage_runtime.engines.autoregressive.sampling.parameters import SamplingParams
 from tests.engines.generation_kit import (
     BACKENDS,
     CONFIGS,

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from stage_runtime.engines.autoregressive.parameters import OutputKind, SamplingParams, from_params
-from stage_runtime.engines.autoregressive.sampler import RowState, report, reports, sample, uniform
+from stage_runtime.engines.autoregressive.sampling.parameters import OutputKind, SamplingParams, from_params
+from stage_runtime.engines.autoregressive.sampling.sampler import RowState, report, reports, sample, uniform
 from stage_runtime.errors import InvalidRequest
 
 LOGITS = [2.0, 1.0, 0.0, -1.0]

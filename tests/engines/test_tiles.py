@@ -11,8 +11,8 @@ pytest.importorskip("numba")
 
 import numba
 
-from stage_runtime.engines.autoregressive import tiles
-from stage_runtime.engines.autoregressive.tiles import NARROW, WIDE, Registers
+from stage_runtime.engines.autoregressive.kernels import tiles
+from stage_runtime.engines.autoregressive.kernels.tiles import NARROW, WIDE, Registers
 
 
 @pytest.mark.parametrize(

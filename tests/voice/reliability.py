@@ -19,7 +19,7 @@ from stage_models.voice.retrieval import Embedder, FactBook
 from stage_models.voice.synthesis import Voice
 from stage_runtime.engines.autoregressive import loading
 from stage_runtime.engines.autoregressive.core import EngineCoreRequest
-from stage_runtime.engines.autoregressive.parameters import SamplingParams
+from stage_runtime.engines.autoregressive.sampling.parameters import SamplingParams
 from stage_runtime.engines.autoregressive.text.prompting import encode
 from tests.voice import questions
 

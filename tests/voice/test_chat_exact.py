@@ -55,7 +55,7 @@ def test_greedy_answers_are_those_of_generate_with_chunks_late_joins_and_a_share
     """numba: attention over pages in place, and fused layers."""
     from stage_runtime.engines.autoregressive import loading
     from stage_runtime.engines.autoregressive.core import EngineCoreRequest
-    from stage_runtime.engines.autoregressive.parameters import SamplingParams
+    from stage_runtime.engines.autoregressive.sampling.parameters import SamplingParams
 
     if kernels == "numba":
         pytest.importorskip("numba")

@@ -16,10 +16,10 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import msgspec
 
 from stage_runtime.api import Autoregressive, Generation, Prompt, StageContext
-from stage_runtime.engines.autoregressive import parameters
 from stage_runtime.engines.autoregressive.choices import Choice
 from stage_runtime.engines.autoregressive.core import EngineCoreOutput, EngineCoreRequest
 from stage_runtime.engines.autoregressive.output_processor import OutputProcessor
+from stage_runtime.engines.autoregressive.sampling import parameters
 from stage_runtime.engines.autoregressive.text import call_forms, prompting, tools
 from stage_runtime.engines.autoregressive.text.detokenizer import Spelling
 from stage_runtime.engines.base import Gate, Outbox, Work

@@ -17,8 +17,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from stage_runtime.engines.autoregressive.parameters import SamplingParams
 from stage_runtime.engines.autoregressive.prompt_rows import ROW, Embeddings, PlacedRows, PromptRows
+from stage_runtime.engines.autoregressive.sampling.parameters import SamplingParams
 from stage_runtime.engines.autoregressive.steps import ModelOutput, TokenLogprobs
 from stage_runtime.engines.autoregressive.text.grammar_texts import Grammar
 from stage_runtime.engines.autoregressive.text.grammars import Matcher

@@ -10,11 +10,12 @@ from typing import Any, Final, NamedTuple, cast
 import torch
 
 from stage_runtime.api import Autoregressive
-from stage_runtime.engines.autoregressive import attention_guests, attention_pages, compiling, dtypes, fusing, linears
+from stage_runtime.engines.autoregressive import attention_guests, compiling, dtypes
 from stage_runtime.engines.autoregressive.attention import AttentionBackend, GatherAttention, LayerShape
 from stage_runtime.engines.autoregressive.core import EngineCore
 from stage_runtime.engines.autoregressive.embeddings import ModelEmbeddings
 from stage_runtime.engines.autoregressive.executors import InlineExecutor, ThreadExecutor
+from stage_runtime.engines.autoregressive.kernels import attention_pages, fusing, linears
 from stage_runtime.engines.autoregressive.model_runner import ModelRunner
 from stage_runtime.engines.autoregressive.models import PagedModel, load_model, settle_long_rope
 from stage_runtime.engines.autoregressive.models import load_tokenizer as load_tokenizer
@@ -96,7 +97,7 @@ def assemble(
     if spec.compile:
         compiling.compile_parts(model)
     elif isinstance(backend, attention_pages.PageAttention):
-        from stage_runtime.engines.autoregressive import decoder_layers
+        from stage_runtime.engines.autoregressive.kernels import decoder_layers
 
         log.info("layers that are computed by one program: %d", decoder_layers.join(model))
     length = min(paged.positions, spec.max_model_len or paged.positions)

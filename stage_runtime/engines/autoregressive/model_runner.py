@@ -18,8 +18,8 @@ from torch import Tensor
 
 from stage_runtime.engines.autoregressive.attention import AttentionBackend, BatchMeta
 from stage_runtime.engines.autoregressive.models import PagedModel
-from stage_runtime.engines.autoregressive.parameters import SamplingParams
-from stage_runtime.engines.autoregressive.sampler import RowState, reports, sample
+from stage_runtime.engines.autoregressive.sampling.parameters import SamplingParams
+from stage_runtime.engines.autoregressive.sampling.sampler import RowState, reports, sample
 from stage_runtime.engines.autoregressive.steps import ModelOutput
 from stage_runtime.errors import describe
 from stage_runtime.rules.autoregressive.scheduling import Row, SchedulerOutput

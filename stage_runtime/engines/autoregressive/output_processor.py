@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from stage_runtime.engines.autoregressive.core import GRAMMAR_END, EngineCoreOutput
-from stage_runtime.engines.autoregressive.parameters import OutputKind, SamplingParams
+from stage_runtime.engines.autoregressive.sampling.parameters import OutputKind, SamplingParams
 from stage_runtime.engines.autoregressive.steps import TokenLogprobs
 from stage_runtime.engines.autoregressive.text.detokenizer import Detokenizer, StopStrings
 from stage_runtime.rules.autoregressive.requests import FinishReason, Reason

@@ -20,8 +20,8 @@ from stage_runtime.engines.autoregressive import dtypes, models
 from stage_runtime.engines.autoregressive.core import EngineCoreOutput, EngineCoreRequest
 from stage_runtime.engines.autoregressive.external import fields, gguf_file
 from stage_runtime.engines.autoregressive.external.client import ExternalClient, output
-from stage_runtime.engines.autoregressive.parameters import SamplingParams
 from stage_runtime.engines.autoregressive.process.messages import Refused
+from stage_runtime.engines.autoregressive.sampling.parameters import SamplingParams
 from stage_runtime.errors import ConfigurationError, describe
 from stage_runtime.rules.autoregressive.requests import FinishReason
 

@@ -19,8 +19,8 @@ from stage_runtime.engines.autoregressive import dtypes, models
 from stage_runtime.engines.autoregressive.core import EngineCoreOutput, EngineCoreRequest
 from stage_runtime.engines.autoregressive.external import fields
 from stage_runtime.engines.autoregressive.external.client import ExternalClient, output
-from stage_runtime.engines.autoregressive.parameters import SamplingParams
 from stage_runtime.engines.autoregressive.process.messages import Refused
+from stage_runtime.engines.autoregressive.sampling.parameters import SamplingParams
 from stage_runtime.engines.autoregressive.steps import TokenLogprobs
 from stage_runtime.engines.autoregressive.text.grammar_texts import WRITTEN, Grammar
 from stage_runtime.engines.autoregressive.text.grammars import MOST

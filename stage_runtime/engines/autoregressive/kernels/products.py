@@ -1,4 +1,4 @@
-"""The loops of `linears.TiledLinear`. As `kernels`: imported only when `native.available`."""
+"""The loops of `linears.TiledLinear`. As `loops`: imported only when `native.available`."""
 
 # numba has no types for mypy, and compiles functions by their source.
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from stage_runtime.engines.autoregressive import tiles
-from stage_runtime.engines.autoregressive.kernels import f32_at, i64_at, loop, next_part
+from stage_runtime.engines.autoregressive.kernels import tiles
+from stage_runtime.engines.autoregressive.kernels.loops import f32_at, i64_at, loop, next_part
 
 #: Whole tiles, of as many rows as stay in a second-level cache beside a panel of weights.
 ROWS_AT_ONCE: Final = 128 // tiles.ROWS * tiles.ROWS

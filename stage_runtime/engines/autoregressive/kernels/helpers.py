@@ -28,7 +28,7 @@ from llvmlite import ir
 from numba import cfunc, njit, types
 from numba.extending import intrinsic
 
-from stage_runtime.engines.autoregressive import loop_cache
+from stage_runtime.engines.autoregressive.kernels import loop_cache
 
 
 class _Machine(NamedTuple):

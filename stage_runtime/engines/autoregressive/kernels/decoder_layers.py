@@ -14,8 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from stage_runtime.engines.autoregressive import fusing, kernels, linears, models, native
-from stage_runtime.engines.autoregressive.attention_pages import (
+from stage_runtime.engines.autoregressive import models
+from stage_runtime.engines.autoregressive.kernels import fusing, linears, loops, native
+from stage_runtime.engines.autoregressive.kernels.attention_pages import (
     CHUNK_WORDS,
     DECODE_WORDS,
     NO_WINDOW,
@@ -150,7 +151,7 @@ class Program:
         turned = attention.heads + attention.kv_heads
         yield attention.loop, ("turn_heads", "qkv", "cosines", "sines", "rows", turned, dim, stride)
         sizes = (attention.kv_heads * dim, attention.kv_heads * dim)
-        yield kernels.write_pages(), ("write", "k", "v", keys, values, "slots", "rows", *sizes, stride)
+        yield loops.write_pages(), ("write", "k", "v", keys, values, "slots", "rows", *sizes, stride)
         of_layer: tuple[Word, ...] = ("qkv", keys, values, "attended", shape.kv_heads, attention.window or NO_WINDOW)
         of_layer += (native.bits(attention.scaling), stride, dim)
         yield backend.decode_loop(shape), _attend("decode", DECODE_WORDS, of_layer)
@@ -221,7 +222,7 @@ def _norm(norm: fusing.FusedNorm) -> Entry:
 
 def _add(norm: fusing.FusedNorm) -> Entry:
     words = norm.weight.data_ptr(), "normed", "rows", norm.weight.shape[0], norm.epsilon
-    return kernels.add_rms_norm(), ("norm", "sums", "added", *words)
+    return loops.add_rms_norm(), ("norm", "sums", "added", *words)
 
 
 def _multiply(name: str, linear: Any, source: str, target: str) -> Iterator[Entry]:

@@ -1,4 +1,4 @@
-"""Attention over pages where they lie, by compiled loops: `kernels` and `chunk_attention`. For CPUs with numba.
+"""Attention over pages where they lie, by compiled loops: `loops` and `chunk_attention`. For CPUs with numba.
 
 Layers with a soft cap, and chunks of values of odd sizes, are computed as `attention.GatherAttention` does.
 """
@@ -12,8 +12,8 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from stage_runtime.engines.autoregressive import native
 from stage_runtime.engines.autoregressive.attention import BatchMeta, GatherAttention, LayerShape, _Group
+from stage_runtime.engines.autoregressive.kernels import native
 
 NO_WINDOW: Final = 1 << 40
 LEAST_READ: Final = 256  # tokens of a KV head for which a thread is worth its start
@@ -73,11 +73,11 @@ class PageAttention(GatherAttention):
     def alloc(
         self, layers: Mapping[int, LayerShape], num_blocks: int, block_size: int, dtype: torch.dtype, device: str
     ) -> None:
-        from stage_runtime.engines.autoregressive import chunk_attention, kernels
+        from stage_runtime.engines.autoregressive.kernels import chunk_attention, loops
 
         if torch.device(device).type != "cpu" or dtype not in native.DTYPES:
             raise ValueError(f"no compiled attention for {dtype} on {device}")
-        self._kernels, self._chunk_attention = kernels, chunk_attention
+        self._loops, self._chunk_attention = loops, chunk_attention
         self._halved = dtype is torch.bfloat16
         super().alloc(layers, num_blocks, block_size, dtype, device)
 
@@ -166,7 +166,7 @@ class PageAttention(GatherAttention):
 
     def decode_loop(self, shape: AttentionShape) -> native.Loop:
         _heads, group, key_dim, value_dim = shape
-        return self._kernels.decode_attention(self._halved, key_dim, value_dim, group, self._block_size)
+        return self._loops.decode_attention(self._halved, key_dim, value_dim, group, self._block_size)
 
     def chunk_loop(self, shape: AttentionShape) -> native.Loop:
         _heads, group, key_dim, value_dim = shape

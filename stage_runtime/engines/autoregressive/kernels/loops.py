@@ -18,8 +18,8 @@ import numpy as np
 from numba import cfunc, njit, types
 from numba.extending import intrinsic
 
-from stage_runtime.engines.autoregressive import loop_cache, tiles
-from stage_runtime.engines.autoregressive.native import Loop
+from stage_runtime.engines.autoregressive.kernels import loop_cache, tiles
+from stage_runtime.engines.autoregressive.kernels.native import Loop
 
 FAST = {"reassoc", "contract", "nsz", "arcp"}  # not nnan: NaN must reach the logits, which end the request
 SIGNATURE = types.void(types.intp)

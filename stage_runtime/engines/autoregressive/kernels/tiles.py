@@ -1,4 +1,4 @@
-"""Innermost loops of `kernels` and `products`, as LLVM's vector instructions.
+"""The innermost parts of `loops`, `chunk_attention` and `products`, as LLVM's vector instructions.
 
 numba's vectorizer would keep their sums in memory; here they stay in registers while the inputs go by. bf16 values are
 the upper halves of f32's, sums are f32. Addresses are whole numbers; packed weights are panels
@@ -17,7 +17,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from stage_runtime.engines.autoregressive import loop_cache
+from stage_runtime.engines.autoregressive.kernels import loop_cache
 
 LANES: Final = 16  # outputs of a panel: one register of AVX-512, several of others
 PANELS: Final = 2

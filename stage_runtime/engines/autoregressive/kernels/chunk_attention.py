@@ -1,4 +1,4 @@
-"""Attention of prompts' chunks, over pages where they lie. As `kernels`: imported only when `native.available`.
+"""Attention of prompts' chunks, over pages where they lie. As `loops`: imported only when `native.available`.
 
 The keys and values of a segment are copied into the form that `tiles.tile` multiplies by, once for many queries; sums
 of the segments before are scaled when a larger score is found (as flash attention does), so that what a thread needs
@@ -15,8 +15,8 @@ from typing import Any, Final
 import numpy as np
 from numba import njit
 
-from stage_runtime.engines.autoregressive import tiles
-from stage_runtime.engines.autoregressive.kernels import _access, _exp, f32_at, f64_of, i64_at, loop, next_part
+from stage_runtime.engines.autoregressive.kernels import tiles
+from stage_runtime.engines.autoregressive.kernels.loops import _access, _exp, f32_at, f64_of, i64_at, loop, next_part
 
 QUERIES: Final = 64  # tokens of a unit, at most: so often is a copied segment read
 KEYS: Final = 128  # of a segment: a multiple of `tiles.OUTPUTS`
@@ -46,7 +46,7 @@ def scratch(key_dim: int, value_dim: int, group: int) -> int:
 def attention(bf16: bool, key_dim: int, value_dim: int, group: int, block_size: int) -> Any:
     """Each query sees the keys up to its own.
 
-    Arguments, of the layer: as `kernels.decode_attention`. Of the step: units ``[units, 5]``: first token, tokens,
+    Arguments, of the layer: as `loops.decode_attention`. Of the step: units ``[units, 5]``: first token, tokens,
     position of the first, row of the tables, KV head; tables ``[rows, width]``; bounds of the parts in units; scratch,
     words of it for each part; width.
     """

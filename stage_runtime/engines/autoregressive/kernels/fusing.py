@@ -1,7 +1,7 @@
 """Layers of known classes, replaced by ones that do the same in fewer operators. Any other class stays as it is.
 
 The three projections of attention become one matrix, those of a gated feed-forward network, too; norms, rotary
-embedding and activation are compiled loops (`kernels`). Called when a model is loaded, before its linear layers are
+embedding and activation are compiled `loops`. Called when a model is loaded, before its linear layers are
 packed. For CPUs with numba.
 """
 
@@ -13,7 +13,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from stage_runtime.engines.autoregressive import models, native
+from stage_runtime.engines.autoregressive import models
+from stage_runtime.engines.autoregressive.kernels import native
 
 OWNER: Final = "transformers.models."
 LEAST: Final = 1 << 14  # values for which a thread is worth its start
@@ -42,10 +43,10 @@ class FusedNorm(nn.Module):
 
     def __init__(self, weight: Tensor, epsilon: float) -> None:
         super().__init__()
-        from stage_runtime.engines.autoregressive import kernels
+        from stage_runtime.engines.autoregressive.kernels import loops
 
         self.weight, self.epsilon = weight.detach(), native.bits(epsilon)
-        self.loop = kernels.rms_norm(weight.dtype is torch.bfloat16)
+        self.loop = loops.rms_norm(weight.dtype is torch.bfloat16)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.contiguous()
@@ -80,11 +81,11 @@ class FusedGatedMLP(nn.Module):
 
     def __init__(self, gate: nn.Linear, up: nn.Linear, down: nn.Module) -> None:
         super().__init__()
-        from stage_runtime.engines.autoregressive import kernels
+        from stage_runtime.engines.autoregressive.kernels import loops
 
         self.gate_up = _joined(gate, up)
         self.down = down
-        self.loop = kernels.silu_multiply(gate.weight.dtype is torch.bfloat16)
+        self.loop = loops.silu_multiply(gate.weight.dtype is torch.bfloat16)
 
     def forward(self, x: Tensor) -> Tensor:
         both = self.gate_up(x).contiguous()
@@ -101,7 +102,7 @@ class FusedAttention(nn.Module):
 
     def __init__(self, attention: Any, window: int | None) -> None:
         super().__init__()
-        from stage_runtime.engines.autoregressive import kernels
+        from stage_runtime.engines.autoregressive.kernels import loops
 
         self.layer_idx, self.scaling, self.window = int(attention.layer_idx), float(attention.scaling), window
         self.dim = int(attention.head_dim)
@@ -113,7 +114,7 @@ class FusedAttention(nn.Module):
             for one in (getattr(attention, "q_norm", None), getattr(attention, "k_norm", None))
             if one is not None
         ]
-        self.loop = kernels.rotate(attention.q_proj.weight.dtype is torch.bfloat16)
+        self.loop = loops.rotate(attention.q_proj.weight.dtype is torch.bfloat16)
 
     def forward(
         self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], **_others: Any

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 if TYPE_CHECKING:
-    from stage_runtime.engines.autoregressive.helpers import Team
+    from stage_runtime.engines.autoregressive.kernels.helpers import Team
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +80,7 @@ class Program:
         self._loops = torch.tensor(pairs, dtype=torch.int64)
 
     def run(self) -> None:
-        from stage_runtime.engines.autoregressive import helpers
+        from stage_runtime.engines.autoregressive.kernels import helpers
 
         threads = torch.get_num_threads()
         team = helpers_of(threads - 1) if threads > 1 else None
@@ -90,7 +90,7 @@ class Program:
 
 
 def helpers_of(count: int) -> Team | None:
-    from stage_runtime.engines.autoregressive import helpers
+    from stage_runtime.engines.autoregressive.kernels import helpers
 
     return helpers.team(count)
 

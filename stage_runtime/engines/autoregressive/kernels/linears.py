@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from stage_runtime.engines.autoregressive import native
+from stage_runtime.engines.autoregressive.kernels import native
 
 log = logging.getLogger(__name__)
 
@@ -87,7 +87,7 @@ class TiledLinear:
         """Raises: RuntimeError: as `packed`."""
         if not tiled(weight):
             raise RuntimeError(f"no compiled product for {weight.dtype} {list(weight.shape)}")
-        from stage_runtime.engines.autoregressive import products, tiles
+        from stage_runtime.engines.autoregressive.kernels import products, tiles
 
         self.outputs, self.inputs = weight.shape
         short = weight.bfloat16()
@@ -127,7 +127,7 @@ def tiled(weight: Tensor) -> bool:
     """Whether there is a `TiledLinear` of it."""
     if not native.available() or weight.dtype != torch.float32:
         return False
-    from stage_runtime.engines.autoregressive import tiles
+    from stage_runtime.engines.autoregressive.kernels import tiles
 
     return weight.shape[0] % tiles.OUTPUTS == 0 and weight.numel() > 0
 
