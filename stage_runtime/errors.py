@@ -8,7 +8,8 @@ OmniError
 │   ├── ProtocolError       a frame that cannot be understood: counted and dropped
 │   ├── TransferError       a relay could not move a payload (the request fails with transport_failed)
 │   │   ├── RelayFailed     it does not reach a peer that may be alive: the next relay is used
-│   │   └── RelayRefused    no relay that the pipeline allows reaches the peer: which, and why
+│   │   ├── RelayRefused    no relay that the pipeline allows reaches the peer: which, and why
+│   │   └── NoConnection    there is no link to the peer: the request is sent again, not to this instance
 │   └── EngineDeadError     an engine's process has ended: nothing more is computed for those who wait
 ├── LimitReached            LOCAL: no room for another peer: which limit, and what to do; the peer is refused
 ├── ConfigurationError      plan, environment or a dotted name is wrong: the process must not start
@@ -116,6 +117,14 @@ class RelayFailed(TransferError):
 
 class RelayRefused(TransferError):
     """No relay that the pipeline allows reaches a peer that is there."""
+
+
+class NoConnection(TransferError):
+    """There is no link to a peer, which is dead or will be connected again: ``peer`` is its incarnation."""
+
+    def __init__(self, message: str, peer: str) -> None:
+        super().__init__(message)
+        self.peer = peer
 
 
 class LimitReached(OmniError):

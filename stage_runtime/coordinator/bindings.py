@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from collections.abc import Set as AbstractSet
 from typing import Final
 
 from omnipipeline_spec.types.plan import PipelineRevision
@@ -19,6 +20,7 @@ from stage_runtime.rules.membership import Unbindable
 log = logging.getLogger(__name__)
 
 NEW_INSTANCE_WAIT_S: Final = 5.0  # a retry without another instance waits so long for a new incarnation
+LOOK_AGAIN_S: Final = 0.25  # meanwhile: connections come back, and nobody reports that here
 RETRY_AFTER_S: Final = 1.0
 
 
@@ -32,16 +34,23 @@ class Bindings:
         self._by_instance: dict[str, set[RequestHandle]] = {}
 
     def choose(
-        self, request_id: str, *, avoid: set[str], terminals: tuple[str, ...] | None
+        self,
+        request_id: str,
+        *,
+        avoid: set[str],
+        terminals: tuple[str, ...] | None,
+        exclude: AbstractSet[str] = frozenset(),
     ) -> tuple[PipelineRevision, dict[str, str]]:
         """A revision and an instance for each stage that the request may meet. They count it as load from now on:
         `attach` or `give_back` must follow.
 
+        avoid, exclude: as of `MembershipState.bind`.
         Raises: RequestError: there is no complete set of instances.
         """
         try:
             interrupted = self._membership.interrupted
-            return self._membership.state.bind(avoid=avoid | interrupted if interrupted else avoid, terminals=terminals)
+            avoid = avoid | interrupted if interrupted else avoid
+            return self._membership.state.bind(avoid=avoid, exclude=exclude, terminals=terminals)
         except Unbindable as error:
             raise RequestError(
                 "unavailable",
@@ -90,7 +99,11 @@ class Bindings:
 
 
 class Rebinding:
-    """Requests whose attempt was given up: bound again at once, or when an instance comes."""
+    """Requests whose attempt was given up: bound again at once, or when an instance comes.
+
+    While they wait they are bound to no instance that may be dead: none whose connection to this coordinator is broken,
+    and none that a stage of an earlier attempt did not reach a moment ago. An attempt there would spend the retry.
+    """
 
     def __init__(
         self,
@@ -109,6 +122,7 @@ class Rebinding:
         self._submit = submit
         self._gave_up = gave_up
         self._awaiting: dict[RequestHandle, asyncio.TimerHandle] = {}  #: Those that wait for an instance.
+        self._look_timer: asyncio.TimerHandle | None = None
 
     def __len__(self) -> int:
         """How many wait for an instance."""
@@ -116,14 +130,20 @@ class Rebinding:
 
     def rebind(self, handle: RequestHandle) -> None:
         """Bind it to other instances, or wait for one."""
-        if not self._try(handle):
+        if not self._try(handle, self._excluded(handle)):
             handle.bindings = {}
             self._awaiting[handle] = self._loop.call_later(NEW_INSTANCE_WAIT_S, self._give_up, handle)
+            if self._look_timer is None:
+                self._look_timer = self._loop.call_later(LOOK_AGAIN_S, self._look)
 
     def instances_changed(self) -> None:
-        """An instance is ready: bind the requests that wait for one."""
+        """An instance is ready, or a connection may be back: bind the requests that wait."""
+        in_vain = set[tuple[tuple[str, ...], frozenset[str]]]()  # what cannot be bound for one cannot for the next
         for handle in list(self._awaiting):
-            self._try(handle)
+            excluded = self._excluded(handle)
+            same = (tuple(handle.tracked.terminals), excluded)
+            if same not in in_vain and not self._try(handle, excluded):
+                in_vain.add(same)
 
     def forget(self, handle: RequestHandle) -> None:
         """The request is over."""
@@ -134,11 +154,24 @@ class Rebinding:
     def close(self) -> None:
         for timer in self._awaiting.values():
             timer.cancel()
+        if self._look_timer is not None:
+            self._look_timer.cancel()
 
-    def _try(self, handle: RequestHandle) -> bool:
+    def _look(self) -> None:
+        self._look_timer = None
+        self.instances_changed()
+        if self._awaiting:
+            self._look_timer = self._loop.call_later(LOOK_AGAIN_S, self._look)
+
+    def _excluded(self, handle: RequestHandle) -> frozenset[str]:
+        now = self._loop.time()
+        unreachable = [one for one, until in handle.unreachable.items() if now < until]
+        return frozenset(unreachable).union(self._membership.interrupted)
+
+    def _try(self, handle: RequestHandle, excluded: frozenset[str]) -> bool:
         try:
             revision, bindings = self._bindings.choose(
-                handle.id, avoid=handle.avoid, terminals=handle.tracked.terminals
+                handle.id, avoid=handle.avoid, exclude=excluded, terminals=handle.tracked.terminals
             )
         except RequestError:
             return False
@@ -149,5 +182,7 @@ class Rebinding:
 
     def _give_up(self, handle: RequestHandle) -> None:
         self._awaiting.pop(handle, None)
+        if self._try(handle, frozenset()):  # there is an instance, which may be reached again by now
+            return
         lacking = ", ".join(self._membership.state.lacking(terminals=handle.tracked.terminals))
         self._gave_up(handle, f"no instance of {lacking} came within {NEW_INSTANCE_WAIT_S:.0f} s")

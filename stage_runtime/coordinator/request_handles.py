@@ -97,6 +97,9 @@ class RequestHandle:
         self.timings: dict[str, Timing] = {}
         self.observed = Observed(admitted_us=time.time_ns() // 1000, clocks_us=clocks_us)
         self.avoid: set[str] = set()  #: Instances that an earlier attempt lost.
+        #: Instances to which a stage of an earlier attempt had no connection -> until when none is expected, on the
+        #: loop's clock.
+        self.unreachable: dict[str, float] = {}
         self.streams: dict[str, Inbound[Streamed]] = {}
         self.undelivered: dict[str, Resulted] = {}  #: By stage: results that wait for chunks.
         self.unread_nbytes = 0  #: Of what is here of its answer: out of order, undelivered, or not read.

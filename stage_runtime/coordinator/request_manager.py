@@ -62,6 +62,9 @@ from stage_runtime.wire.values import OmniRequest
 log = logging.getLogger(__name__)
 
 RECONNECT_S: Final = 1.0  # after two instances lost their connection: wait so long for a death or a reconnect
+#: After a stage has reported that it has no connection to an instance: by then a death is declared, or the stage has
+#: connected again, which it does 1.5 s after the connection broke (`stage.membership.MEET_AGAIN_S`).
+UNREACHABLE_S: Final = 2.0
 #: Instances up to which an abort is published beside what each bound one is sent: it reaches all, bound or not.
 PUBLISHED_MOST: Final = 64
 
@@ -307,6 +310,9 @@ class RequestManager:
         if failure.code == "transport_failed":
             # It is unknown which end failed, so a retry avoids all bound instances where others are ready.
             handle.avoid.update(handle.bindings.values())
+        if failure.unreachable is not None:
+            # A stage may notice a death before it is declared here: a retry is not spent on the dead instance.
+            handle.unreachable[failure.unreachable] = self._loop.time() + UNREACHABLE_S
         self._happen(handle, StageFailed(attempt, failure))
 
     def _give_up(self, attempts: list[tuple[RequestHandle, int]], peer: str) -> None:
@@ -314,7 +320,8 @@ class RequestManager:
         for handle, attempt in attempts:
             if handle.tracked.accepts(attempt) and peer in handle.bindings.values():
                 stage = next(stage for stage, bound in handle.bindings.items() if bound == peer)
-                self._failed(handle, attempt, Failure("transport_failed", "the connection to it broke", stage))
+                problem = "the connection to it broke"
+                self._failed(handle, attempt, Failure("transport_failed", problem, stage, unreachable=peer))
 
     def _happen(self, handle: RequestHandle, event: Stimulus, delivered: Resulted | None = None) -> Instructions:
         try:

@@ -10,7 +10,7 @@ from typing import Final
 from omnipipeline_spec.types.plan import PipelineRevision
 from omnipipeline_spec.types.pods import COORDINATOR
 from stage_runtime.coordinator.request_handles import RequestHandle
-from stage_runtime.errors import TransferError, ValueRefused, describe
+from stage_runtime.errors import NoConnection, TransferError, ValueRefused, describe
 from stage_runtime.transfers.sending import PendingSend, SendQueues
 from stage_runtime.wire.messages import Message, Submit
 from stage_runtime.wire.parts import Body, Failure, Header, Member
@@ -58,13 +58,17 @@ class Submission:
 
         assert handle.extracted is not None
         pending = PendingSend(handle.sending, handle.extracted, make, self._backend, lost)
+        unreachable: str | None = bindings[entry]
         try:
             if self._send_queues.ship((COORDINATOR, entry, bindings[entry]), pending, credits=BODY_CREDITS):
                 return
             problem = f"no connection to the instance of {entry!r}"
-        except TransferError as error:
+        except NoConnection as error:
             problem = str(error)
+        except TransferError as error:
+            problem, unreachable = str(error), None
         except Exception as error:
             lost(error)
             return
-        self._failed(handle, attempt, Failure("transport_failed", problem, entry, "relay"))
+        failure = Failure("transport_failed", problem, entry, "relay", unreachable=unreachable)
+        self._failed(handle, attempt, failure)

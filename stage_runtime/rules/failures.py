@@ -16,6 +16,7 @@ import msgspec
 from stage_runtime.errors import (
     CODES,
     HookError,
+    NoConnection,
     ProtocolError,
     RequestError,
     TransferError,
@@ -52,6 +53,8 @@ def failure_of(error: BaseException, stage: str, hook: str) -> Failure:
             return Failure("stage_failed", message, _name(error, "stage") or stage, _name(error, "hook") or hook)
         case ValueRefused():
             return Failure("stage_failed", safe_str(error), stage, hook)
+        case NoConnection():
+            return Failure("transport_failed", safe_str(error), stage, hook, unreachable=error.peer)
         case TransferError() | ProtocolError():
             return Failure("transport_failed", safe_str(error), stage, hook)
     return Failure("stage_failed", describe(error), stage, hook)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Final, TypeAlias
 
 import msgspec
@@ -183,11 +184,16 @@ class MembershipState:
         return changed
 
     def bind(
-        self, *, avoid: Iterable[str] = (), terminals: Collection[str] | None = None
+        self,
+        *,
+        avoid: Iterable[str] = (),
+        exclude: AbstractSet[str] = frozenset(),
+        terminals: Collection[str] | None = None,
     ) -> tuple[PipelineRevision, dict[str, str]]:
         """Choose a revision and one instance of each group that the request may meet.
 
         avoid: incarnations not to use when another one is there (those that failed an earlier attempt).
+        exclude: incarnations not to use at all.
         terminals: those that the request waits for; None: all. Stages that lead to none of them are left out.
         Returns: the revision and stage -> incarnation.
         Raises:  Unbindable: no revision has a complete set; names what the newest lacks.
@@ -198,14 +204,20 @@ class MembershipState:
             if len(self._complete) >= CHOICES_KEPT:
                 self._complete.clear()
             complete = self._complete[wanted] = self._complete_sets(wanted)
+        excluded: dict[str, None] = {}  #: Groups of which no other instance is there.
+        if exclude:
+            complete, excluded = _left_by(exclude, complete)
         sets = self._next_sets(complete)
         if sets is None:
-            raise Unbindable(self.lacking(terminals=wanted))
+            raise Unbindable(self.lacking(terminals=wanted) or list(excluded))
         picked: list[Instance] = []
         shunned = frozenset(avoid)
         for choice in sets.choices:
             everyone = choice.pool.items
-            if len(everyone) <= subsets.SUBSET:
+            if exclude:
+                left = [one for one in everyone if one.incarnation not in exclude]
+                instance = balancing.least(_without(left, shunned))
+            elif len(everyone) <= subsets.SUBSET:
                 instance = balancing.least(_without(everyone, shunned) if shunned else everyone)
             else:
                 instance = self._choose(sets.choices, choice, picked, shunned)
@@ -366,6 +378,17 @@ def _needed(revision: PipelineRevision, terminals: Collection[str] | None) -> di
         return revision.stages
     met = reachability.stages(revision, terminals)
     return {stage: group for stage, group in revision.stages.items() if stage in met}
+
+
+def _left_by(exclude: AbstractSet[str], complete: Iterable[Sets]) -> tuple[list[Sets], dict[str, None]]:
+    """Those that are complete without these instances, and the groups that the others lack."""
+    left, lacking = [], dict[str, None]()
+    for sets in complete:
+        without = [one.group for one in sets.choices if all(each.incarnation in exclude for each in one.pool.items)]
+        lacking.update(dict.fromkeys(without))
+        if not without:
+            left.append(sets)
+    return left, lacking
 
 
 def _without(instances: Sequence[Instance], shunned: Collection[str], *more: Sequence[Instance]) -> Sequence[Instance]:

@@ -12,7 +12,7 @@ from typing import Any, Final, TypeAlias
 
 from omnipipeline_spec.types.plan import StagePlan
 from omnipipeline_spec.types.pods import COORDINATOR
-from stage_runtime.errors import TransferError
+from stage_runtime.errors import NoConnection
 from stage_runtime.payloads import encoding
 from stage_runtime.payloads.pack import Extracted
 from stage_runtime.rules import streams
@@ -123,8 +123,8 @@ class _SendingEdge:
         if not self._process.send(self._peer, message):
             raise self._unreachable()
 
-    def _unreachable(self) -> TransferError:
-        return TransferError(f"no connection to the instance of {self._neighbour!r}")
+    def _unreachable(self) -> NoConnection:
+        return NoConnection(f"no connection to the instance of {self._neighbour!r}", self._peer)
 
 
 class RemoteEdge(_SendingEdge):

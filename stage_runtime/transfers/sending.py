@@ -17,7 +17,7 @@ from typing import Final, Protocol, TypeAlias
 import msgspec
 
 from omnipipeline_spec.types.plan import RelayPlan
-from stage_runtime.errors import RelayRefused, TransferError
+from stage_runtime.errors import NoConnection, RelayRefused, TransferError
 from stage_runtime.payloads.pack import Extracted
 from stage_runtime.profiler.recorder import recorder
 from stage_runtime.relays.dispatch import Relays
@@ -353,7 +353,7 @@ class SendQueues:
                 queue.window.give(reservation, nbytes)
                 self._relays.discard(operation)
         if not sent:
-            raise TransferError(f"no connection to {peer}")
+            raise NoConnection(f"no connection to {peer}", peer)
         with self._lock:
             retried = work.attempt > 1
             self._accounts.sent(queue.edge, operation.backend, nbytes, operation.copied_nbytes, retried=retried)

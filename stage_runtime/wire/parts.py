@@ -73,6 +73,7 @@ class Failure(msgspec.Struct, frozen=True, array_like=True):
     stage: str | None = None
     hook: str | None = None
     param: str | None = None
+    unreachable: Name | None = None  #: The instance to which the stage has no connection, of ``transport_failed``.
 
 
 class Timing(msgspec.Struct, frozen=True, array_like=True):

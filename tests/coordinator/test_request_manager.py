@@ -462,6 +462,68 @@ async def test_one_that_is_found_dead_after_another_has_lost_it_costs_one_retry(
         assert await read(handle) == [ResultEvent(stage="shout", data="served")]
 
 
+async def test_a_retry_is_not_spent_on_an_instance_that_a_stage_has_found_dead_first() -> None:
+    async with coordinator_harness(terminal_stages=lambda request: ["shout"]) as made:
+        handle = made.manager.admit(new_request())
+        made.fail(only(made), "split", "transport_failed", "no connection", unreachable="v1")
+        assert made.manager.status()["awaiting_instance"] == 1
+        made.coordinator.lost("v1")
+        made.join("v2", "voice")
+        (_, again) = made.submitted("f1")
+        made.complete(again, "shout", "alive")
+        assert await read(handle) == [ResultEvent(stage="shout", data="alive")]
+
+
+async def test_a_retry_is_not_spent_on_an_instance_whose_connection_is_broken() -> None:
+    """Two of different groups die at once, and the first is declared dead before the second."""
+    async with coordinator_harness(terminal_stages=lambda request: ["shout"]) as made:
+        handle = made.manager.admit(new_request())
+        made.channels.interrupted = {"f1", "v1"}
+        made.coordinator.lost("f1")
+        made.channels.interrupted = {"v1"}
+        made.join("f2", "front")
+        assert made.submitted("f2") == []
+        made.coordinator.lost("v1")
+        made.channels.interrupted = set()
+        made.join("v2", "voice")
+        made.complete(only(made, "f2"), "shout", "alive")
+        assert await read(handle) == [ResultEvent(stage="shout", data="alive")]
+
+
+async def test_a_retry_goes_to_an_instance_again_when_its_connection_is_back() -> None:
+    async with coordinator_harness(terminal_stages=lambda request: ["shout"]) as made:
+        handle = made.manager.admit(new_request())
+        made.channels.interrupted = {"v1"}
+        made.coordinator.lost("f1")
+        made.join("f2", "front")
+        assert made.submitted("f2") == []
+        made.channels.interrupted = set()
+        (again,) = await came(lambda: made.submitted("f2"))
+        made.complete(again, "shout", "back")
+        assert await read(handle) == [ResultEvent(stage="shout", data="back")]
+
+
+async def test_two_that_lose_each_other_and_are_the_only_ones_get_the_retry_when_they_may_have_met_again() -> None:
+    async with coordinator_harness(terminal_stages=lambda request: ["shout"]) as made:
+        handle = made.manager.admit(new_request())
+        made.coordinator.received("f1", PeerUnreachable("v1"))
+        await came(lambda: made.manager.status()["awaiting_instance"])
+        assert len(made.submitted("f1")) == 1
+        (_, again) = await came(lambda: made.submitted("f1")[1:] and made.submitted("f1"))
+        made.complete(again, "shout", "met")
+        assert await read(handle) == [ResultEvent(stage="shout", data="met")]
+
+
+async def test_an_instance_that_nobody_replaces_is_tried_at_the_end_of_the_wait() -> None:
+    async with coordinator_harness(terminal_stages=lambda request: ["shout"]) as made:
+        handle = made.manager.admit(new_request())
+        made.channels.interrupted = {"f1", "v1"}
+        made.fail(only(made), "split", "transport_failed", "no connection")
+        (_, again) = await came(lambda: made.submitted("f1")[1:] and made.submitted("f1"))
+        made.complete(again, "shout", "there all the time")
+        assert await read(handle) == [ResultEvent(stage="shout", data="there all the time")]
+
+
 async def test_a_result_that_cannot_be_fetched_counts_as_a_failed_transfer() -> None:
     async with coordinator_harness(retries=0) as made:
         handle = made.manager.admit(new_request())

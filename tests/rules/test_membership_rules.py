@@ -149,6 +149,27 @@ def test_an_instance_that_failed_an_attempt_is_avoided_while_there_is_another() 
     assert made.bind(avoid={"v1"})[1]["shout"] == "v1"
 
 
+@pytest.mark.parametrize("voices", [2, 40])
+def test_an_instance_that_is_excluded_gets_nothing_though_there_is_no_other(voices: int) -> None:
+    made = membership(member("f1", "front", "a1"), *(member(f"v{one}", "voice", "b1") for one in range(voices)))
+    everyone = {f"v{one}" for one in range(voices)}
+    assert made.bind(exclude=everyone - {"v1"}, avoid=everyone)[1]["shout"] == "v1"
+    with pytest.raises(Unbindable, match="no ready instance of voice"):
+        made.bind(exclude=everyone)
+    with pytest.raises(Unbindable, match="no ready instance of front, voice"):
+        made.bind(exclude=everyone | {"f1"})
+
+
+def test_a_revision_that_is_complete_without_the_excluded_gets_the_request() -> None:
+    made = membership(
+        member("f1", "front", "a1"),
+        member("old", "voice", "b1"),
+        member("new", "voice", "b2"),
+        revisions=(OLD, NEW),
+    )
+    assert {made.bind(exclude={"new"})[0].revision for _ in range(4)} == {"old"}
+
+
 def test_another_life_at_the_same_endpoint_proves_the_earlier_one_gone() -> None:
     made = membership(member("v1", "voice", "b1", endpoint="tcp://a:1"))
     assert made.join(member("v1", "voice", "b1", endpoint="tcp://a:1"), SCHEMAS["voice"]) == []
