@@ -58,6 +58,7 @@ def run(settings: CoordinatorSettings) -> int:
     """Serve until SIGTERM, drain, and return the exit code."""
     logs.configure(settings.log_format, name=COORDINATOR)
     limits.raise_limits()
+    pages.limit_heaps()
     return loops.run(_serve(settings))
 
 

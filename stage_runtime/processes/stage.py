@@ -23,6 +23,7 @@ from stage_runtime.processes.supervision import statuspipe
 from stage_runtime.processes.tasks import Tasks
 from stage_runtime.processes.watchdog import Watchdog
 from stage_runtime.profiler.recorder import recorder
+from stage_runtime.relays import pages
 from stage_runtime.relays.dispatch import Relays
 from stage_runtime.rules import edges, ticks
 from stage_runtime.settings import StageSettings
@@ -46,6 +47,7 @@ def run(settings: StageSettings) -> int:
     """Serve this process's stages until SIGTERM or Shutdown. Returns the exit code."""
     logs.configure(settings.log_format, name=settings.process)
     limits.raise_limits()
+    pages.limit_heaps()
     _meet_ranks(settings)
     return loops.run(_serve(FollowerProcess if settings.tp_rank > 0 else StageProcess, settings))
 

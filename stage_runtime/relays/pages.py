@@ -16,6 +16,8 @@ MADV_POPULATE_WRITE: Final = 23  # Linux 5.14
 
 
 MAP_FIXED: Final = 0x10
+M_ARENA_MAX: Final = -8
+HEAPS: Final = 4  # threads that compute allocate under the GIL mostly, one at a time
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -57,6 +59,17 @@ def populate(mapping: mmap.mmap, nbytes: int) -> None:
     except OSError:
         pages: np.ndarray[Any, Any] = np.frombuffer(mapping, np.uint8, nbytes)[::PAGE]
         pages |= 0  # a write that changes nothing
+
+
+def limit_heaps() -> None:
+    """Have glibc share a few heaps among all threads. Called before any is started; does nothing without glibc.
+
+    It makes up to eight for each processor, and keeps the free end of each of them, twice the largest block of several
+    MiB that was ever freed: `give_back` does not reach it. With 16 heaps a process kept 120 MiB, with 9 MiB in use.
+    """
+    mallopt = getattr(_libc, "mallopt", None)
+    if mallopt is not None:
+        mallopt(M_ARENA_MAX, HEAPS)
 
 
 def give_back() -> None:
