@@ -24,9 +24,15 @@ ROUTE_NBYTES: Final = 5  # as libzmq makes them: a zero and a number
 class Accepting:
     """One ROUTER socket: it names the connection of each frame."""
 
-    def __init__(self, sockets: Sockets, loop: asyncio.AbstractEventLoop, endpoint: str) -> None:
-        """Raises: ConfigurationError: nobody can listen there."""
+    def __init__(
+        self, sockets: Sockets, loop: asyncio.AbstractEventLoop, endpoint: str, surplus: Callable[[], None]
+    ) -> None:
+        """surplus: called for a part of a message beyond its frame, which no peer of ours sends.
+
+        Raises: ConfigurationError: nobody can listen there.
+        """
         self._loop = loop
+        self._surplus = surplus
         self._answered = False  #: Since the socket was looked at.
         self._look: Callable[[], None]
         self.socket = sockets.make(zmq.ROUTER, accepts=True)
@@ -40,15 +46,23 @@ class Accepting:
         self._look = look
 
     def receive(self, flags: int) -> bytes:
-        """The next frame. Raises: ZMQError: there is none."""
+        """The next frame. Raises: ZMQError: there is none.
+
+        A message is a route and a frame. A peer may send more parts, and one that looks like a route: then the next
+        message's own route comes where its frame is expected. No frame looks so. To ask libzmq for the end of each
+        message would cost twice as much as to receive it.
+        """
         receive = self.socket.recv
         route = receive(flags)
-        # A part that no peer of ours sends. To ask libzmq for the end of a message costs more than to receive it; what
-        # looks like a route and is none costs the next frame, which its peer sends again.
-        while len(route) != ROUTE_NBYTES or route[0]:
+        while not _is_route(route):
+            self._surplus()
             route = receive(flags)
+        frame = receive(flags)
+        while _is_route(frame):
+            self._surplus()
+            route, frame = frame, receive(flags)
         self.route = route
-        return receive(flags)
+        return frame
 
     def answer(self, route: bytes, frame: bytes) -> bool:
         """False: its connection is gone, or has no room."""
@@ -67,3 +81,7 @@ class Accepting:
         self._answered = False
         if not self.socket.closed:
             self._look()
+
+
+def _is_route(part: bytes) -> bool:
+    return len(part) == ROUTE_NBYTES and not part[0]

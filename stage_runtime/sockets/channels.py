@@ -137,7 +137,8 @@ class Channels:
 
     def bind(self, endpoint: str) -> str:
         """Listen there. Returns the endpoint as bound (a TCP port ``*`` or 0 is filled in)."""
-        accepting = Accepting(self._sockets, self._loop, endpoint)
+        surplus = functools.partial(self._reading.refuse, "malformed", "a message of several parts")
+        accepting = Accepting(self._sockets, self._loop, endpoint, surplus)
         self._accepting.append(accepting)
         socket, take = accepting.socket, functools.partial(self._take, accepting=accepting)
 
