@@ -141,7 +141,7 @@ class Coordinator:
             answer_limits=self._answer_limits,
         )
 
-        channels.let_beats_gather(lambda: not self.manager.in_flight)
+        channels.allow_paced_reads(lambda: not self.manager.in_flight)
 
         def members() -> dict[str, Member]:
             return {name: one.member for name, one in self.membership.state.instances.items()}

@@ -27,7 +27,7 @@ from stage_runtime.sockets.broadcasts import Broadcasts
 from stage_runtime.sockets.connecting import Connecting
 from stage_runtime.sockets.dialing import Dialers
 from stage_runtime.sockets.dismissals import Dismissals
-from stage_runtime.sockets.gathering import Gathering
+from stage_runtime.sockets.pacing import ReadPacing
 from stage_runtime.sockets.links import Link
 from stage_runtime.sockets.opening import Sockets
 from stage_runtime.sockets.reading import Reading
@@ -94,7 +94,7 @@ class Channels:
             short_connection=self._reading.short_connection,
         )
         self._dialers = Dialers(self._sockets, loop, self._take)
-        self._gathering = Gathering(loop, self._sockets)
+        self._read_pacing = ReadPacing(loop, self._sockets)
         self._repeats = Repeats()
         self._accepting: list[Accepting] = []
         self._broadcasts = Broadcasts(
@@ -145,13 +145,13 @@ class Channels:
         def drain(many: bool) -> int:
             return self._reading.drain(socket, accepting.receive, take, many)
 
-        self._gathering.read(socket, drain)
-        accepting.read(lambda: self._gathering.look(socket, drain))
+        self._read_pacing.read(socket, drain)
+        accepting.read(lambda: self._read_pacing.look(socket, drain))
         return accepting.endpoint
 
-    def let_beats_gather(self, allowed: Callable[[], bool]) -> None:
+    def allow_paced_reads(self, allowed: Callable[[], bool]) -> None:
         """Where beats come one soon after the other, read every few ms. allowed: whether all that comes may wait so."""
-        self._gathering.allowed = allowed
+        self._read_pacing.allowed = allowed
 
     def bind_publisher(self, endpoint: str) -> str:
         return self._broadcasts.bind(endpoint)
@@ -283,7 +283,7 @@ class Channels:
         self._acks.close()
         self._resending.close()
         self._dismissals.close()
-        self._gathering.close()
+        self._read_pacing.close()
         if self._idle_timer is not None:
             self._idle_timer.cancel()
         for link in [*self._links.values(), *self._unnamed.values()]:
@@ -315,7 +315,7 @@ class Channels:
         """accepting: where it came, if not by a coordinator or as an answer."""
         repeat = self._repeats.find(data)
         if repeat is not None and repeat.follows():
-            self._gathering.beats += 1
+            self._read_pacing.beats += 1
             self._receive(repeat.envelope, repeat.message)
             return
         frame = self._reading.opened(data)
@@ -376,7 +376,7 @@ class Channels:
                 self._resending.again(link)
             return
         if type(message) is Beat:
-            self._gathering.beats += 1
+            self._read_pacing.beats += 1
             if not frame.seq:
                 self._repeats.keep(link, frame, message)
         self._receive(frame, message)

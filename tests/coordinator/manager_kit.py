@@ -53,7 +53,7 @@ class MemoryChannels:
     def hint(self, peer: str, message: Message) -> None:
         self.send(peer, message)
 
-    def let_beats_gather(self, allowed: Callable[[], bool]) -> None:
+    def allow_paced_reads(self, allowed: Callable[[], bool]) -> None:
         self.may_wait = allowed
 
     def publish(self, message: Message) -> None:

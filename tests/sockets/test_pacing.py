@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from stage_runtime.sockets.gathering import DENSE_S, PAUSE_S, Gathering
+from stage_runtime.sockets.pacing import DENSE_S, PAUSE_S, ReadPacing
 from stage_runtime.wire.messages import Beat
 from tests.sockets.peers import PATIENCE_S, End, ends, introduce
 
@@ -67,11 +67,11 @@ class Socket:
 class Coordinator:
     def __init__(self) -> None:
         self.clock, self.socket = Clock(), Socket()
-        self.gathering = Gathering(self.clock, self.socket)  # type: ignore[arg-type]
-        self.gathering.allowed = lambda: True
+        self.pacing = ReadPacing(self.clock, self.socket)  # type: ignore[arg-type]
+        self.pacing.allowed = lambda: True
         self.expected: list[bool] = []  #: Of each read: whether many frames were likely.
         self._arrived = (0, 0)
-        self.gathering.read(self.socket, self._drain)  # type: ignore[arg-type]
+        self.pacing.read(self.socket, self._drain)  # type: ignore[arg-type]
 
     def arrive(self, *, beats: int = 0, others: int = 0) -> bool:
         """Frames come. Returns whether they were read at once."""
@@ -85,7 +85,7 @@ class Coordinator:
     def _drain(self, many: bool) -> int:
         self.expected.append(many)
         (beats, others), self._arrived = self._arrived, (0, 0)
-        self.gathering.beats += beats
+        self.pacing.beats += beats
         return beats + others
 
 
@@ -144,7 +144,7 @@ async def test_of_beats_and_messages_over_a_socket_that_pauses_none_is_lost() ->
     a, b = (End(name, TCP) for name in ("aa", "bb"))
     async with ends(a, b):
         introduce(a, b)
-        b.channels.let_beats_gather(lambda: True)
+        b.channels.allow_paced_reads(lambda: True)
         a.send("bb", "first")
         await b.listener.until(lambda: b.listener.received_words == ["first"])
         for number in range(300):

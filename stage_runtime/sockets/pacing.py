@@ -1,4 +1,4 @@
-"""Lets beats gather: a socket on which nothing but beats comes, one soon after the other, is read after a pause.
+"""Paces reads: a socket on which nothing but beats comes, one soon after the other, is read after a pause.
 
 A message that comes alone wakes this thread, which costs more than the message; network adapters hold their interrupts
 back for the same reason. A beat is replaced by the next one, so it is in no hurry. Not here: what a message is
@@ -20,7 +20,7 @@ PAUSE_S: Final = 0.005  # what a message waits at most; far below the time betwe
 DENSE_S: Final = 2 * PAUSE_S  # between two reads of beats; a beat that comes alone causes no pause, which has a timer
 
 
-class Gathering:
+class ReadPacing:
     """The sockets on which beats may come."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, sockets: Sockets) -> None:
