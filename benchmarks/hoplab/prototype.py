@@ -166,7 +166,7 @@ class Process:
             loop.remove_reader(int(self._pull.getsockopt(zmq.FD)))
         self._context.destroy(linger=0)
 
-    def say(self, peer: str, message: Payload | Returned) -> None:
+    def push(self, peer: str, message: Payload | Returned) -> None:
         """Any thread."""
         push, lock, numbers = self._links[peer]
         with lock:
@@ -176,7 +176,7 @@ class Process:
         """Any thread. The tensor at ``data``, if there is one, travels as bytes."""
         data = fields["data"]
         if data is None:
-            self.say(peer, Payload(header, self.name, target, _encode(fields)))
+            self.push(peer, Payload(header, self.name, target, _encode(fields)))
             return
         if isinstance(data, Tensor):
             shape, dtype, flat = data.shape, data.dtype, data.data
@@ -186,10 +186,10 @@ class Process:
         value = _encode({**fields, "data": msgspec.msgpack.Ext(1, b"\0\0\0\0")})
         refs = (Ref("payload.data", shape, dtype, 0, len(flat)),)
         if len(flat) <= INLINE_NBYTES:
-            self.say(peer, Payload(header, self.name, target, value, refs, bytes(flat)))
+            self.push(peer, Payload(header, self.name, target, value, refs, bytes(flat)))
             return
         start, generation = self.arena.put(flat)
-        self.say(peer, Payload(header, self.name, target, value, refs, b"", start, generation))
+        self.push(peer, Payload(header, self.name, target, value, refs, b"", start, generation))
 
     def open(self, sender: str, message: Payload, *, torch: bool) -> dict[str, Any]:
         fields = _value(message.value)
@@ -204,7 +204,7 @@ class Process:
     def give_back(self, sender: str, message: Payload) -> None:
         """Every view of the message's tensor is gone. Any thread."""
         if message.start >= 0:
-            self.say(sender, Returned(message.start, message.generation))
+            self.push(sender, Returned(message.start, message.generation))
 
     def _drain(self) -> None:
         with contextlib.suppress(zmq.Again):

@@ -84,7 +84,7 @@ class DecoderLayers(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList(layers)
         #: Of each engine that computes with this decoder, as long as its cache: they may do so at the same time.
-        self.programs: weakref.WeakKeyDictionary[PageAttention, Program] = weakref.WeakKeyDictionary()
+        self.programs: weakref.WeakKeyDictionary[PageAttention, DecoderProgram] = weakref.WeakKeyDictionary()
 
     def forward(self, hidden_states: Tensor, **given: Any) -> Tensor:
         backend, plan = models.current()
@@ -95,7 +95,7 @@ class DecoderLayers(nn.Module):
         assert isinstance(backend, PageAttention)
         program = self.programs.get(backend)
         if program is None:
-            program = self.programs[backend] = Program(list(self.layers), backend)
+            program = self.programs[backend] = DecoderProgram(list(self.layers), backend)
         return program.run(hidden_states[0], given["position_embeddings"], backend, plan)[None]
 
     def _computes(self, hidden_states: Tensor, backend: Any, plan: Any) -> bool:
@@ -109,7 +109,7 @@ class DecoderLayers(nn.Module):
         )
 
 
-class Program:
+class DecoderProgram:
     """The loops of all layers, for one cache, whose pages they find by their addresses. One run at a time.
 
     Names of a step's words: ``sums`` are the rows as they go from layer to layer, ``normed`` those after a norm,

@@ -24,7 +24,7 @@ MEET_EVERY: Final = 32  # steps between two all-reduces of whether anything is l
 MEET_WITHIN: Final = timedelta(minutes=10)  # a rank's longest step
 
 
-class Group(Protocol):
+class RankGroup(Protocol):
     """The ranks of a lockstep."""
 
     def any(self, value: bool) -> bool:
@@ -119,7 +119,7 @@ class DPEngineCoreProc(DataParallelProc):
 
     loop: WaveLoop
 
-    def __init__(self, served: Served, init: Init, *, engine_index: int = 0, group: Group | None = None) -> None:
+    def __init__(self, served: Served, init: Init, *, engine_index: int = 0, group: RankGroup | None = None) -> None:
         assert init.coordination is not None
         self._served = served
         self._steps = 0  #: Of this wave.
