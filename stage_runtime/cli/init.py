@@ -10,7 +10,7 @@ from pathlib import Path
 
 import click
 
-from omnipipeline_spec.types import quantities
+from omnipipeline_spec.types import quantities, resource
 from stage_runtime.cli import options
 from stage_runtime.errors import ConfigurationError
 
@@ -19,8 +19,8 @@ FILE = "pipeline.yaml"
 _TEMPLATE = """\
 # A pipeline of two stages in two processes. Run it here:  omni up -f pipeline.yaml
 # The same file on a cluster:                              kubectl apply -f pipeline.yaml
-apiVersion: omnipipeline.dev/v1alpha1
-kind: OmniPipeline
+apiVersion: API_VERSION
+kind: KIND
 metadata: {name: NAME}
 spec:
   serves: [chat]                # OpenAI routes that are answered; /v1/pipeline always is
@@ -62,7 +62,16 @@ def command(folder: Path) -> None:
         name = quantities.pipeline_slug(folder.resolve().name)
         # Never the pipeline's own name: a folder called `json` must not shadow a module.
         module = f"{name.replace('-', '_')}_stages"
-        text = _TEMPLATE.replace("NAME", name).replace("FILE", f"{module}.py").replace("MODULE", module)
+        facts = {
+            "API_VERSION": resource.API_VERSION,
+            "KIND": resource.KIND,
+            "NAME": name,
+            "FILE": f"{module}.py",
+            "MODULE": module,
+        }
+        text = _TEMPLATE
+        for word, fact in facts.items():
+            text = text.replace(word, fact)
         folder.mkdir(parents=True, exist_ok=True)
         try:
             with target.open("x", encoding="utf-8") as file:

@@ -27,9 +27,9 @@ from stage_runtime.sockets.broadcasts import Broadcasts
 from stage_runtime.sockets.connecting import Connecting
 from stage_runtime.sockets.dialing import Dialers
 from stage_runtime.sockets.dismissals import Dismissals
-from stage_runtime.sockets.pacing import ReadPacing
 from stage_runtime.sockets.links import Link
 from stage_runtime.sockets.opening import Sockets
+from stage_runtime.sockets.pacing import ReadPacing
 from stage_runtime.sockets.reading import Reading
 from stage_runtime.sockets.repeats import Repeats
 from stage_runtime.sockets.resending import Acknowledging, Resending

@@ -93,7 +93,7 @@ class Coordinator:
 def coordinator() -> Iterator[Coordinator]:
     made = Coordinator()
     yield made
-    made.gathering.close()
+    made.pacing.close()
 
 
 def test_a_beat_that_comes_alone_is_read_at_once_and_sets_no_timer(coordinator: Coordinator) -> None:
@@ -128,14 +128,14 @@ def test_what_is_no_beat_causes_no_pause(coordinator: Coordinator) -> None:
 
 
 def test_nothing_waits_while_somebody_waits_for_a_request(coordinator: Coordinator) -> None:
-    coordinator.gathering.allowed = lambda: False
+    coordinator.pacing.allowed = lambda: False
     assert all(coordinator.arrive(beats=1) for _ in range(20))
 
 
 def test_a_pause_ends_with_its_process(coordinator: Coordinator) -> None:
     coordinator.arrive(beats=1)
     coordinator.arrive(beats=1)
-    coordinator.gathering.close()
+    coordinator.pacing.close()
     coordinator.clock.advance(PAUSE_S)
     assert coordinator.socket.ready is None
 

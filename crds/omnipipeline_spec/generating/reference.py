@@ -16,7 +16,7 @@ from msgspec import inspect
 from omnipipeline_spec.generating import celrules
 from omnipipeline_spec.generating.schema import description_of
 from omnipipeline_spec.pipeline import PipelineConfig
-from omnipipeline_spec.types import quantities
+from omnipipeline_spec.types import quantities, resource
 from omnipipeline_spec.types.status import PipelineStatus
 from omnipipeline_spec.types.values import default_of, extra_of, fields_of, is_list, to_document, without_none
 
@@ -29,8 +29,8 @@ _HEAD: Final = """\
 One file describes a pipeline, on a laptop (`omni up -f`) and on a cluster (`kubectl apply -f`):
 
 ```yaml
-apiVersion: omnipipeline.dev/v1alpha1
-kind: OmniPipeline
+apiVersion: API_VERSION
+kind: KIND
 metadata: {name: hello}
 spec:
   stages:
@@ -73,7 +73,8 @@ because no resource can hold it. Quotes make any scalar a string.
 
 def render() -> str:
     """The reference as the file holds it."""
-    return "".join([_HEAD, *_section("spec", PipelineConfig), *_rules(), *_section("status", PipelineStatus)])
+    head = _HEAD.replace("API_VERSION", resource.API_VERSION).replace("KIND", resource.KIND)
+    return "".join([head, *_section("spec", PipelineConfig), *_rules(), *_section("status", PipelineStatus)])
 
 
 def _section(path: str, struct: type[msgspec.Struct]) -> Iterator[str]:
