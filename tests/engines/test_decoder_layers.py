@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -21,7 +22,7 @@ from tests.engines.generation_kit import VOCABULARY, Answers, alone_with, core, 
 
 pytest.importorskip("numba")
 
-from stage_runtime.engines.autoregressive.kernels import decoder_layers
+from stage_runtime.engines.autoregressive.kernels import decoder_layers, decoder_pass
 from stage_runtime.engines.autoregressive.kernels.attention_pages import PageAttention
 
 KNOWN = ["llama", "mistral", "qwen2", "qwen3"]
@@ -33,6 +34,7 @@ def wide_model(kind: str) -> Any:
     """With heads of 32 values, whose chunks are computed by a loop, too."""
     config = copy.deepcopy(tiny_model(kind).config)
     config.head_dim = 32
+    config.max_position_embeddings = 4096
     torch.manual_seed(3)
     return generation_kit.transformers.AutoModelForCausalLM.from_config(config).eval()
 
@@ -61,13 +63,18 @@ def test_joined_layers_answer_token_for_token_as_generate_does(kind: str, wide: 
     assert answers.tokens == {name: alone_with(expected, prompt, 12) for name, prompt in asked.items()}
 
 
-def runner(kind: str, *, joined: bool, wide: bool = True) -> ModelRunner:
+def runner(kind: str, *, joined: bool, direct: bool = False, wide: bool = True) -> ModelRunner:
+    """direct: with the short way through the decoder (`decoder_pass`)."""
     model = PagedModel(copy.deepcopy(wide_model(kind) if wide else tiny_model(kind)))
     fusing.fuse(model.model)
     linears.pack(model.model, "numba")
     if joined:
         decoder_layers.join(model.model)
-    return ModelRunner(model, PageAttention(), num_blocks=200, block_size=BLOCK)
+    if direct:
+        found = decoder_pass.of(model.model)
+        assert found is not None
+        model.shorter = found.run
+    return ModelRunner(model, PageAttention(), num_blocks=400, block_size=BLOCK)
 
 
 def step(rows: list[tuple[int, int]]) -> Pass:
@@ -88,8 +95,9 @@ def step(rows: list[tuple[int, int]]) -> Pass:
 
 
 @pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("direct", [False, True])
 @pytest.mark.parametrize("kind", KNOWN)
-def test_every_kind_of_step_gives_the_logits_of_the_layers_one_by_one(kind: str) -> None:
+def test_every_kind_of_step_gives_the_logits_of_the_layers_one_by_one(kind: str, direct: bool) -> None:
     """One token, more rows than before (the buffers grow), chunks alone and beside rows that decode, fewer again."""
     steps = [
         [(0, 1)],
@@ -99,11 +107,46 @@ def test_every_kind_of_step_gives_the_logits_of_the_layers_one_by_one(kind: str)
         [(51, 1), (9, 1), (107, 1), (0, 1)],
         [(52, 1)],
     ]
-    one_by_one, joined = runner(kind, joined=False), runner(kind, joined=True)
+    one_by_one, joined = runner(kind, joined=False), runner(kind, joined=True, direct=direct)
     with torch.inference_mode():
         for rows in steps:
             expected, found = (each.compute(step(rows)).logits for each in (one_by_one, joined))
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_the_short_way_knows_positions_beyond_those_that_it_began_with() -> None:
+    """They are computed when they are needed; a table that one pass made larger serves the next one."""
+    many = decoder_pass.FIRST_POSITIONS
+    general, direct = (runner("llama", joined=True, direct=short) for short in (False, True))
+    with torch.inference_mode():
+        for rows in ([(0, many + 6)], [(many + 6, 1)], [(0, 5)], [(5, 1)]):
+            expected, found = (each.compute(step(rows)).logits for each in (general, direct))
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_the_short_way_takes_embeddings_and_gives_hidden_rows() -> None:
+    general, direct = (runner("qwen3", joined=True, direct=short) for short in (False, True))
+    size = general.model.row_size
+    assert size is not None
+    with torch.inference_mode():
+        given = torch.randn(2, size, generator=torch.Generator().manual_seed(1))
+        plain = step([(0, 9), (0, 3)])
+        wanted = msgspec.structs.replace(plain, places=[2, 10], embeddings=given.numpy().tobytes(), hidden=True)
+        expected, found = (each.compute(wanted) for each in (general, direct))
+        assert expected.hidden is not None and found.hidden is not None
+        torch.testing.assert_close(found.logits, expected.logits, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(found.hidden, expected.hidden, rtol=1e-4, atol=1e-4)
+        assert not torch.equal(expected.logits, general.compute(plain).logits), "the embeddings were used"
+
+
+@pytest.mark.parametrize("kind", sorted(set(generation_kit.CONFIGS) - set(KNOWN)))
+def test_other_decoders_have_no_short_way(kind: str) -> None:
+    model = copy.deepcopy(tiny_model(kind))
+    fusing.fuse(model)
+    with torch.inference_mode():
+        linears.pack(model, "numba")
+    decoder_layers.join(model)
+    assert decoder_pass.of(model) is None
 
 
 def joined_layers(model: Any) -> decoder_layers.DecoderLayers:
@@ -170,6 +213,17 @@ def test_layers_with_other_products_stay_as_they_are(linear: linears.LinearsBack
     with torch.inference_mode():
         linears.pack(model, linear)
     assert decoder_layers.join(model) == 0
+
+
+def test_small_layers_are_one_program_because_their_calls_cost_more_than_their_products() -> None:
+    """Whatever form each product would have by itself: most of such a layer's time is Python's."""
+    config = copy.deepcopy(tiny_model("llama").config)
+    config.hidden_size, config.intermediate_size, config.head_dim = 128, 192, 32
+    model = generation_kit.transformers.AutoModelForCausalLM.from_config(config).eval()
+    fusing.fuse(model)
+    with torch.inference_mode():
+        linears.pack(model, program=decoder_layers.products(model))
+    assert decoder_layers.join(model) == config.num_hidden_layers
 
 
 @pytest.mark.parametrize("kind", sorted(set(generation_kit.CONFIGS) - set(KNOWN)))

@@ -159,6 +159,31 @@ def test_the_choice_is_the_least_factor_over_all_numbers_of_rows(
     assert linears.choose(times) == chosen
 
 
+WIDE, TALL = (8, 4), (4, 8)
+#: Of one call, in a layer's share of what its calls from Python cost.
+CALL = linears.CALLS_S
+
+
+@pytest.mark.parametrize(
+    ("wide", "tall", "threads", "is_together"),
+    [
+        ({"numba": 1.0, "onednn": 2.0}, {"numba": 1.0, "mkl": 2.0}, 1, True),  # the best form of each
+        ({"numba": 1.4, "onednn": 1.0}, {"numba": 1.0, "mkl": 2.0}, 1, True),  # its calls cost more than the difference
+        ({"numba": 2.4, "onednn": 1.0}, {"numba": 1.0, "mkl": 2.0}, 1, False),
+        ({"numba": 2.4, "onednn": 1.0}, {"numba": 1.0, "mkl": 2.0}, 2, True),  # another thread waits meanwhile
+        ({"numba": 1.0}, {"mkl": 1.0}, 1, False),  # a shape has no such form
+    ],
+)
+def test_a_program_is_taken_when_all_its_products_and_calls_together_are_faster(
+    wide: dict[LinearsBackend, float], tall: dict[LinearsBackend, float], threads: int, is_together: bool
+) -> None:
+    times = {
+        shape: {form: [factor * CALL] * len(linears.ROWS) for form, factor in forms.items()}
+        for shape, forms in ((WIDE, wide), (TALL, tall))
+    }
+    assert linears.together(times, [[WIDE, TALL]] * 3, threads) is is_together
+
+
 Rounds = list[dict[LinearsBackend, list[float]]]
 
 

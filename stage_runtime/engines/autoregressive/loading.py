@@ -10,12 +10,12 @@ from typing import Any, Final, NamedTuple, cast
 import torch
 
 from stage_runtime.api import Autoregressive
-from stage_runtime.engines.autoregressive import attention_guests, compiling, dtypes
+from stage_runtime.engines.autoregressive import attention_guests, compiling, dtypes, preparing
 from stage_runtime.engines.autoregressive.attention import AttentionBackend, GatherAttention, LayerShape
 from stage_runtime.engines.autoregressive.core import EngineCore
 from stage_runtime.engines.autoregressive.embeddings import ModelEmbeddings
 from stage_runtime.engines.autoregressive.executors import InlineExecutor, ThreadExecutor
-from stage_runtime.engines.autoregressive.kernels import attention_pages, fusing, linears
+from stage_runtime.engines.autoregressive.kernels import attention_pages, linears
 from stage_runtime.engines.autoregressive.model_runner import ModelRunner
 from stage_runtime.engines.autoregressive.models import PagedModel, load_model, settle_long_rope
 from stage_runtime.engines.autoregressive.models import load_tokenizer as load_tokenizer
@@ -84,22 +84,11 @@ def assemble(
     paged = PagedModel(model)
     used: dict[linears.LinearsBackend, int] = {}
     backend = _attention(spec, paged)
-    if isinstance(backend, attention_pages.PageAttention):
-        with torch.inference_mode():
-            fused = fusing.fuse(model)
-        log.info("fused layers: %s", ", ".join(f"{count} {name}" for name, count in fused.items()) or "none")
     if paged.device.type == "cpu":
         progress("choosing the fastest form of the weights")
-        with torch.inference_mode():
-            loops = isinstance(backend, attention_pages.PageAttention)
-            used = linears.pack(model, cast(Any, spec.linears), loops=loops)
-        log.info("linear layers: %s", ", ".join(f"{count} {backend}" for backend, count in used.items()))
-    if spec.compile:
+        used = preparing.prepare(spec, paged, loops=isinstance(backend, attention_pages.PageAttention))
+    elif spec.compile:
         compiling.compile_parts(model)
-    elif isinstance(backend, attention_pages.PageAttention):
-        from stage_runtime.engines.autoregressive.kernels import decoder_layers
-
-        log.info("layers that are computed by one program: %d", decoder_layers.join(model))
     length = min(paged.positions, spec.max_model_len or paged.positions)
     num_blocks = _blocks(spec, paged, length)
     if ranks is not None:

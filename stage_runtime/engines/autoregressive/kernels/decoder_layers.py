@@ -46,12 +46,27 @@ def join(model: nn.Module) -> int:
     return joined
 
 
+def products(model: nn.Module) -> list[list[nn.Module]]:
+    """The linear layers of each layer that `join` would join if all their products were `linears.TiledLinear`.
+
+    After `fusing.fuse`, before `linears.pack`.
+    """
+    found: list[list[nn.Module]] = []
+    for parent in model.modules():
+        if isinstance(parent, nn.ModuleList) and len(parent) > 0 and all(map(_known, parent)):
+            layers = [list(_linears(layer)) for layer in parent]
+            if all(type(one) is nn.Linear and linears.tiled(one.weight) for layer in layers for one in layer):
+                found += layers
+    return found
+
+
 def _joinable(layers: nn.ModuleList) -> bool:
     """Whether the loops compute all of them, and their sizes are the same."""
     return len(layers) > 0 and all(map(_fits, layers)) and len(set(map(_sizes, layers))) == 1
 
 
-def _fits(layer: Any) -> bool:
+def _known(layer: Any) -> bool:
+    """Whether the loops compute all of it but for its products."""
     kind = type(layer)
     return (
         kind.__qualname__ in CLASSES
@@ -60,10 +75,12 @@ def _fits(layer: Any) -> bool:
         and isinstance(layer.mlp, fusing.FusedGatedMLP)
         and isinstance(layer.input_layernorm, fusing.FusedNorm)
         and isinstance(layer.post_attention_layernorm, fusing.FusedNorm)
-        and all(
-            type(one) is linears.PackedLinear and isinstance(one.product, linears.TiledLinear)
-            for one in _linears(layer)
-        )
+    )
+
+
+def _fits(layer: Any) -> bool:
+    return _known(layer) and all(
+        type(one) is linears.PackedLinear and isinstance(one.product, linears.TiledLinear) for one in _linears(layer)
     )
 
 
@@ -88,25 +105,28 @@ class DecoderLayers(nn.Module):
 
     def forward(self, hidden_states: Tensor, **given: Any) -> Tensor:
         backend, plan = models.current()
-        if not self._computes(hidden_states, backend, plan):
+        if hidden_states.shape[0] != 1 or not self.computes(hidden_states.shape[1], backend, plan):
             for layer in self.layers:
                 hidden_states = layer(hidden_states, **given)
             return hidden_states
-        assert isinstance(backend, PageAttention)
-        program = self.programs.get(backend)
-        if program is None:
-            program = self.programs[backend] = DecoderProgram(list(self.layers), backend)
-        return program.run(hidden_states[0], given["position_embeddings"], backend, plan)[None]
+        return self.run(hidden_states[0], given["position_embeddings"], backend, plan).clone()[None]
 
-    def _computes(self, hidden_states: Tensor, backend: Any, plan: Any) -> bool:
+    def computes(self, rows: int, backend: Any, plan: Any) -> bool:
+        """Whether `run` does a step of so many rows."""
         first: Any = self.layers[0]
         return (
             isinstance(backend, PageAttention)
             and isinstance(plan, StepPlan)
-            and hidden_states.shape[0] == 1
-            and hidden_states.shape[1] > 0
+            and rows > 0
             and (plan.chunks is None or backend.computes_chunks(first.self_attn.dim))
         )
+
+    def run(self, rows: Tensor, turns: Sequence[Tensor], backend: Any, plan: StepPlan) -> Tensor:
+        """rows: ``[rows, hidden]``. turns: cosines and sines. Returns: as rows; valid until the backend's next step."""
+        program = self.programs.get(backend)
+        if program is None:
+            program = self.programs[backend] = DecoderProgram(list(self.layers), backend)
+        return program.run(rows, turns, backend, plan)
 
 
 class DecoderProgram:
@@ -159,8 +179,8 @@ class DecoderProgram:
             yield backend.chunk_loop(shape), _attend("chunk", CHUNK_WORDS, of_layer)
         yield from _multiply("o", attention.o_proj, "attended", "added")
 
-    def run(self, rows: Tensor, turns: tuple[Tensor, Tensor], backend: PageAttention, plan: StepPlan) -> Tensor:
-        """rows: ``[rows, hidden]``. turns: cosines and sines. backend: the one that it is made for."""
+    def run(self, rows: Tensor, turns: Sequence[Tensor], backend: PageAttention, plan: StepPlan) -> Tensor:
+        """As `DecoderLayers.run`. backend: the one that it is made for."""
         count = rows.shape[0]
         buffers = self._room(count)
         buffers["sums"][:count] = rows
@@ -186,7 +206,7 @@ class DecoderProgram:
         for name, places in self._places:
             self._words[places] = step[name]
         self._program.run()
-        return buffers["sums"][:count].clone()
+        return buffers["sums"][:count]
 
     def _parts(self, rows: int) -> dict[str, int]:
         """Of the loops."""

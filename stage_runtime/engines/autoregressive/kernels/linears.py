@@ -11,7 +11,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -22,12 +22,15 @@ from stage_runtime.engines.autoregressive.kernels import native
 log = logging.getLogger(__name__)
 
 LinearsBackend = Literal["plain", "onednn", "mkl", "numba"]
+Shape: TypeAlias = tuple[int, int]  #: outputs, inputs
 ROWS: Final = (1, 16, 64)  # rows of a step for which each form is timed
 LEAST_ROUNDS: Final = 5
 MOST_S: Final = 0.5  # of this thread, for one shape
 CLOSE: Final = 1.1  # as a factor: less than what two measurements of one form differ by
 TICK_S: Final = 1e-7  # a clock that has not moved
 PREFERRED: Final[tuple[LinearsBackend, ...]] = ("numba", "onednn", "mkl", "plain")  # the first may need half the memory
+#: What a program of a decoder's layers saves of each layer: 0.24 to 0.41 ms were measured, with 1 to 32 rows.
+CALLS_S: Final = 0.3e-3
 SMALLEST: Final = 64 * 64  # below, the call itself is what takes time
 MKL_HINT: Final = 16  # rows that MKL packs for
 LEAST_COPIED: Final = 1 << 14  # values for which a thread is worth its start
@@ -189,28 +192,66 @@ def choose(times: Mapping[LinearsBackend, Sequence[float]]) -> LinearsBackend:
 
 
 def pack(
-    model: nn.Module, choice: LinearsBackend | Literal["auto"] = "auto", *, loops: bool = True
+    model: nn.Module,
+    choice: LinearsBackend | Literal["auto"] = "auto",
+    *,
+    loops: bool = True,
+    program: Sequence[Sequence[nn.Module]] = (),
 ) -> dict[LinearsBackend, int]:
     """Replace the linear layers of ``model`` on a CPU, each shape in the form that is fastest for it.
 
     choice: of all layers; with "numba", those whose shape has no such form are as with "auto". loops: whether "auto"
-    may choose it. Returns: how many layers have which form.
+    may choose it. program: linear layers of each layer of a decoder that are one program if all of them are "numba":
+    the choice is then made for all together (`together`). Returns: how many layers have which form.
     """
-    chosen: dict[tuple[int, int], LinearsBackend] = {}
+    times: dict[Shape, dict[LinearsBackend, list[float]]] = {}
+    chosen: dict[Shape, LinearsBackend] = {}
     used: dict[LinearsBackend, int] = {}
-    for parent, name, linear in list(_linears(model)):
-        weight, bias = _weights(linear)
-        shape = (weight.shape[0], weight.shape[1])
-        if shape not in chosen:
-            if choice == "auto" or (choice == "numba" and not tiled(weight)):
-                chosen[shape] = choose(measure(weight, _candidates(weight, loops)))
-            else:
-                chosen[shape] = choice
-        backend = chosen[shape]
+    found = [(parent, name, linear, *_weights(linear)) for parent, name, linear in _linears(model)]
+    for _parent, _name, _linear, weight, _bias in found:
+        shape = _shape(weight)
+        if shape in chosen:
+            continue
+        if choice == "auto" or (choice == "numba" and not tiled(weight)):
+            times[shape] = measure(weight, _candidates(weight, loops))
+            chosen[shape] = choose(times[shape])
+        else:
+            chosen[shape] = choice
+    shapes = [[_shape(_weights(linear)[0]) for linear in layer] for layer in program]
+    as_one = loops and all(one in times for layer in shapes for one in layer) and together(times, shapes)
+    members = {id(linear) for layer in program for linear in layer} if as_one else set()
+    for parent, name, linear, weight, bias in found:
+        backend: LinearsBackend = "numba" if id(linear) in members else chosen[_shape(weight)]
         used[backend] = used.get(backend, 0) + 1
         if backend != "plain":
             setattr(parent, name, PackedLinear(weight, bias, backend))
     return used
+
+
+def together(
+    times: Mapping[Shape, Mapping[LinearsBackend, Sequence[float]]],
+    layers: Sequence[Sequence[Shape]],
+    threads: int | None = None,
+) -> bool:
+    """Whether a decoder's layers are faster as one program, with all products in the form "numba", than one by one.
+
+    times: as `measure` gives them. layers: the shapes of each layer's products. threads: while one calls loops, the
+    others wait; None: as many as torch has. Decided by the geometric mean of `ROWS`, as `choose` does.
+    """
+    shapes = [shape for layer in layers for shape in layer]
+    if not all("numba" in times[shape] for shape in shapes):
+        return False
+    calls = len(layers) * CALLS_S * (threads or torch.get_num_threads())
+    factors = []
+    for index in range(len(ROWS)):
+        as_one = sum(times[shape]["numba"][index] for shape in shapes)
+        apart = sum(times[shape][choose(times[shape])][index] for shape in shapes) + calls
+        factors.append(math.log(max(as_one, TICK_S) / max(apart, TICK_S)))
+    return statistics.fmean(factors) <= 0
+
+
+def _shape(weight: Tensor) -> Shape:
+    return weight.shape[0], weight.shape[1]
 
 
 def _candidates(weight: Tensor, loops: bool) -> Sequence[LinearsBackend]:
