@@ -321,6 +321,12 @@ def test_on_a_cpu_ids_become_nothing_and_ranks_stay() -> None:
     assert bare.local_gpus == {"a": ((),), "b": ((),)}
 
 
+def test_on_a_cpu_a_relay_between_gpus_is_what_auto_chooses() -> None:
+    bare = planning.without_gpus(plan_of(pair({"gpu": [0]}, {"gpu": [0]}, relayBackend="cuda_ipc")))
+    assert {stage.relay.backend for unit in bare.units for stage in unit.stages} == {"auto"}
+    assert (bare.coordinator.relay_backend, [edge.relay for edge in bare.edges]) == ("auto", ["shm"])
+
+
 def test_a_number_that_equals_its_default_is_not_hashed_however_it_was_made() -> None:
     computed = UnitPlan(pipeline="p", name="u", groups=(), stages=(), drain_timeout_s=float("120"))
     decoded = msgspec.json.decode(b'{"pipeline":"p","name":"u","groups":[],"stages":[]}', type=UnitPlan)

@@ -58,6 +58,14 @@ def ranked(first: Any, second: Any, **spec: Any) -> list[str]:
         ),
         (faults(pair({"relay": {"device": "cuda"}})), ["stages[0].relay.device: is cuda, and 'a' has no gpu"]),
         (faults(pair({"gpu": [0], "relay": {"device": "cuda"}})), []),
+        (faults(pair({"gpu": [0]}, {"gpu": [0]}, relayBackend="cuda_ipc")), []),
+        (faults(pair({"process": "p"}, {"process": "p"}, relayBackend="cuda_ipc")), []),
+        (
+            faults(pair({"gpu": [0]}, {}, relayBackend="cuda_ipc")),
+            [
+                "relayBackend: is cuda_ipc, and 'b' of the edge a -> b has no gpu: give it one, or use auto",
+            ],
+        ),
         (faults(pair({"gpu": [0], "relay": {"device": "cpu"}})), []),
         (faults(pair(relayBackend="mooncake", dataPlane={"mooncakeProtocol": "tcp"})), []),
         (

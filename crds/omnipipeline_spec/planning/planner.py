@@ -28,6 +28,7 @@ from omnipipeline_spec.types.plan import (
     StagePlan,
     UnitPlan,
 )
+from omnipipeline_spec.types.relays import RELAYS
 from omnipipeline_spec.validation import grouping, topology
 from omnipipeline_spec.validation.grouping import Grouping
 
@@ -65,20 +66,31 @@ def plan(spec: PipelineConfig, *, name: str | None = None) -> PipelinePlan:
 
 
 def without_gpus(plan: PipelinePlan) -> PipelinePlan:
-    """The same plan for a machine without GPUs: GPU ids are removed, tensor-parallel ranks stay."""
+    """The same plan for a machine without GPUs: GPU ids are removed, tensor-parallel ranks stay.
+
+    A relay between GPUs that the pipeline names becomes what `auto` chooses.
+    """
     units = tuple(_unit_without_gpus(unit) for unit in plan.units)
     revisions = {unit.name: unit.revision for unit in units}
     return msgspec.structs.replace(
         plan,
         units=units,
-        edges=tuple(_edge_without_gpus(edge, plan.coordinator.relay_backend) for edge in plan.edges),
+        coordinator=msgspec.structs.replace(
+            plan.coordinator, relay_backend=_backend_without_gpus(plan.coordinator.relay_backend)
+        ),
+        edges=tuple(_edge_without_gpus(edge) for edge in plan.edges),
         local_gpus={group: ((),) * len(devices) for group, devices in plan.local_gpus.items()},
         current=_stamped(msgspec.structs.replace(plan.current, units=revisions, revision="")),
     )
 
 
-def _edge_without_gpus(edge: EdgePlan, backend: str) -> EdgePlan:
-    if edge.relay != "cuda_ipc" or backend != "auto":
+def _backend_without_gpus(backend: str) -> str:
+    named = RELAYS.get(backend)  # type: ignore[call-overload]
+    return "auto" if named is not None and named.of_gpus else backend
+
+
+def _edge_without_gpus(edge: EdgePlan) -> EdgePlan:
+    if edge.relay != "cuda_ipc":
         return edge
     return msgspec.structs.replace(edge, relay="shm", medium="memory")
 
@@ -341,7 +353,9 @@ def _unit_without_gpus(unit: UnitPlan) -> UnitPlan:
             gpus=(),
             gpu_memory_fraction=None,
             gpu_memory_bytes=None,
-            relay=msgspec.structs.replace(stage.relay, device="cpu"),
+            relay=msgspec.structs.replace(
+                stage.relay, device="cpu", backend=_backend_without_gpus(stage.relay.backend)
+            ),
         )
         for stage in unit.stages
     )

@@ -18,6 +18,7 @@ class RelayTraits(msgspec.Struct, frozen=True, kw_only=True):
 
     one_pod: bool = False  #: It never crosses pods.
     by_rdma: bool = False  #: It uses RDMA devices where there are some.
+    of_gpus: bool = False  #: Both ends need a GPU.
 
 
 RELAYS: dict[RelayBackend, RelayTraits] = {
@@ -26,5 +27,5 @@ RELAYS: dict[RelayBackend, RelayTraits] = {
     "nccl": RelayTraits(by_rdma=True),
     "nixl": RelayTraits(by_rdma=True),
     "mooncake": RelayTraits(by_rdma=True),
-    "cuda_ipc": RelayTraits(one_pod=True),
+    "cuda_ipc": RelayTraits(one_pod=True, of_gpus=True),
 }

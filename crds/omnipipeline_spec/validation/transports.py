@@ -18,6 +18,7 @@ def faults(spec: PipelineConfig) -> Iterator[Fault]:
     """All faults of relays and ways between pods."""
     yield from _ranks(spec)
     yield from _devices(spec)
+    yield from _without_gpu(spec)
     yield from _mooncake(spec)
     yield from _without_tcp(spec)
 
@@ -86,6 +87,27 @@ def _devices(spec: PipelineConfig) -> Iterator[Fault]:
         if stage.relay is not None and stage.relay.device == "cuda" and not stage.gpus:
             message = f"is cuda, and {stage.name!r} has no gpu"
             yield Fault(path=f"stages[{index}].relay.device", message=message, names=(stage.name,))
+
+
+def _without_gpu(spec: PipelineConfig) -> Iterator[Fault]:
+    """A relay between GPUs reaches no stage without one: each request on such an edge would fail."""
+    named = RELAYS.get(spec.relay_backend)
+    if named is None or not named.of_gpus:
+        return
+    groups = grouping.group(spec)
+    group_of = {stage.name: name for name, members in groups.groups.items() for stage in members}
+    gpus_of = {stage.name: stage.gpus for stage in spec.stages}
+    for stage in spec.stages:
+        for target in (*stage.next, *stage.stream_to):
+            if group_of.get(target) in (None, group_of[stage.name]):
+                continue
+            without = [name for name in (stage.name, target) if not gpus_of[name]]
+            if without:
+                message = f"is {spec.relay_backend}, and {without[0]!r} of the edge {stage.name} -> {target} "
+                yield Fault(
+                    path="relayBackend", message=f"{message}has no gpu: give it one, or use auto", names=tuple(without)
+                )
+                return
 
 
 def _mooncake(spec: PipelineConfig) -> Iterator[Fault]:
