@@ -322,7 +322,8 @@ def test_on_a_cpu_ids_become_nothing_and_ranks_stay() -> None:
 
 
 def test_on_a_cpu_a_relay_between_gpus_is_what_auto_chooses() -> None:
-    bare = planning.without_gpus(plan_of(pair({"gpu": [0]}, {"gpu": [0]}, relayBackend="cuda_ipc")))
+    half = {"gpu": [0], "gpuMemory": {"fraction": 0.4}}
+    bare = planning.without_gpus(plan_of(pair(half, half, relayBackend="cuda_ipc")))
     assert {stage.relay.backend for unit in bare.units for stage in unit.stages} == {"auto"}
     assert (bare.coordinator.relay_backend, [edge.relay for edge in bare.edges]) == ("auto", ["shm"])
 

@@ -12,6 +12,8 @@ from omnipipeline_spec.types.errors import InvalidPipeline
 from omnipipeline_spec.validation import topology
 from tests.contract.rulecases import pair
 
+HALF: dict[str, Any] = {"gpu": [0], "gpuMemory": {"fraction": 0.4}}
+
 
 def faults(document: Any) -> list[str]:
     spec, found = topology.of_document(document)
@@ -58,7 +60,7 @@ def ranked(first: Any, second: Any, **spec: Any) -> list[str]:
         ),
         (faults(pair({"relay": {"device": "cuda"}})), ["stages[0].relay.device: is cuda, and 'a' has no gpu"]),
         (faults(pair({"gpu": [0], "relay": {"device": "cuda"}})), []),
-        (faults(pair({"gpu": [0]}, {"gpu": [0]}, relayBackend="cuda_ipc")), []),
+        (faults(pair(HALF, HALF, relayBackend="cuda_ipc")), []),
         (faults(pair({"process": "p"}, {"process": "p"}, relayBackend="cuda_ipc")), []),
         (
             faults(pair({"gpu": [0]}, {}, relayBackend="cuda_ipc")),

@@ -104,9 +104,8 @@ def _without_gpu(spec: PipelineConfig) -> Iterator[Fault]:
             without = [name for name in (stage.name, target) if not gpus_of[name]]
             if without:
                 message = f"is {spec.relay_backend}, and {without[0]!r} of the edge {stage.name} -> {target} "
-                yield Fault(
-                    path="relayBackend", message=f"{message}has no gpu: give it one, or use auto", names=tuple(without)
-                )
+                message += "has no gpu: give it one, or use auto"
+                yield Fault(path="relayBackend", message=message, names=tuple(without))
                 return
 
 
