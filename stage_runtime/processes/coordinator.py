@@ -162,7 +162,7 @@ def _planes(settings: CoordinatorSettings, stack: contextlib.AsyncExitStack) -> 
         on_release=coordinator.release,
         on_failed=coordinator.relay_failed,
         security=security,
-        doors=Doors(loop),
+        doors=Doors(loop, at=" by the tcp relay"),
         settings=process_context.relay_settings(settings),
     )
     stack.callback(relays.close)

@@ -81,7 +81,7 @@ class RankProcess:
             on_release=release,
             on_failed=relay_failed,
             security=security,
-            doors=Doors(loop),
+            doors=Doors(loop, at=" by the tcp relay"),
             settings=process_context.relay_settings(settings),
         )
         stack.callback(self._relays.close)

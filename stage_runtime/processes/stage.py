@@ -170,7 +170,7 @@ class StageProcess(RankProcess):
             incarnation=incarnation,
             on_release=plane.release,
             security=security,
-            doors=Doors(loop),
+            doors=Doors(loop, at=" by the tcp relay"),
             settings=relay_settings,
         )
         stack.callback(relays.close)

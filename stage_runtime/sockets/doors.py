@@ -30,8 +30,10 @@ LOCAL: Final = "ipc://"
 class Doors:
     """The Unix sockets that a process listens at."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, *, at: str = "") -> None:
+        """at: which sockets of the process these are, for the log: it has some of the control plane and of a relay."""
         self._loop = loop
+        self._at = at
         self._paths: list[str] = []
         self._shut = False
         self._timer: asyncio.TimerHandle | None = None
@@ -50,14 +52,15 @@ class Doors:
         allowed, left = limits.descriptors()
         if not self._shut and left < min(SHUT_BELOW, allowed // 8):
             log.error(
-                "new peers are refused: the process may open %d descriptors (RLIMIT_NOFILE), and %d are left; %s",
+                "new peers are refused%s: the process may open %d descriptors (RLIMIT_NOFILE), and %d are left; %s",
+                self._at,
                 allowed,
                 max(left, 0),
                 limits.RAISE_DESCRIPTORS,
             )
             self._set(shut=True)
         elif self._shut and left >= min(OPEN_FROM, allowed // 6):
-            log.info("new peers are accepted again: %d descriptors are left", left)
+            log.info("new peers are accepted again%s: %d descriptors are left", self._at, left)
             self._set(shut=False)
 
     def close(self) -> None:
