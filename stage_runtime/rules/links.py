@@ -110,6 +110,7 @@ class Incoming:
         "_peer_has_session",
         "_resumed",
         "_void",
+        "acknowledged",
         "last_received",
         "owed",
         "peer_session",
@@ -121,6 +122,7 @@ class Incoming:
         self.peer_session = 0  #: The peer's session that all frames here belong to; 0: no frame was received yet.
         self.last_received = 0  #: Everything up to here has been delivered.
         self.owed = 0  #: Frames delivered since the last ack went out.
+        self.acknowledged = False  #: An ack of a frame has gone out, which may be lost.
         self._asked = False
         self._peer_has_session = False  #: A frame has shown that the peer receives this session.
         self._void = 0  #: Sessions of the peer up to this one are discarded.
@@ -172,7 +174,7 @@ class Incoming:
         following = seq == self.last_received + 1
         if following:
             self.last_received = seq
-        self.owed += 1  # after ``heard``: an ack that another thread writes in between covers it or is owed again
+        self.owed += 1  # in this order: what another thread acknowledges in between is owed again
         if following:
             self._asked = False
             return Verdict.DELIVER
@@ -184,4 +186,5 @@ class Incoming:
     def acked(self) -> int:
         """What to write into an outgoing frame's ``ack``; nothing is owed afterwards."""
         self.owed = 0
+        self.acknowledged = self.last_received > 0
         return self.last_received

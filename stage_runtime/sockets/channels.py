@@ -250,8 +250,14 @@ class Channels:
         return self._reading.other_protocol_at
 
     async def settled(self, timeout_s: float) -> bool:
-        """Wait until every sent frame is acknowledged. False after ``timeout_s``."""
+        """Wait until every sent frame is acknowledged. False after ``timeout_s``.
+
+        Frames are sent once more, so that who has them acknowledges them soon.
+        """
         deadline = self._loop.time() + timeout_s
+        for link in list(self._links.values()):
+            if link.unacked:
+                self._resending.again(link)
         while any(link.undelivered for link in self._links.values()):
             if self._loop.time() > deadline:
                 return False
@@ -354,7 +360,7 @@ class Channels:
             self._deliver(link, frame)
         elif verdict is Verdict.DUPLICATE:
             self.counters["duplicates"] += 1
-            self._acks.owe(link)
+            self._acks.owe(link, again=True)
         else:
             self.counters["gaps"] += 1
             if verdict is Verdict.GAP:

@@ -40,6 +40,7 @@ class Link:
         "connection",
         "endpoint",
         "incoming",
+        "is_known",
         "keep_awake",
         "lost",
         "peer",
@@ -70,6 +71,7 @@ class Link:
         self.route = b""  #: Of the peer's connection there.
         self.keep_awake = False  #: No other process notices its peer's death.
         self.used = True  #: Since `channels` has looked last: a frame was sent or received.
+        self.is_known = False  #: The peer has acknowledged a frame: it has this link.
         self.lost = False
         self.repeat: bytes | None = None  #: Its key in `sockets.repeats`.
         self.unreadable_logged = False  #: A message of the peer's could not be read, and the log has it.

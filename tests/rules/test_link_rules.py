@@ -135,6 +135,14 @@ def test_a_gap_is_asked_for_once_until_it_is_filled() -> None:
     assert verdicts == [deliver, gap, asked, asked, deliver, deliver, gap]
 
 
+def test_a_link_is_acknowledged_with_the_first_ack_of_a_frame() -> None:
+    incoming = Incoming(1)
+    assert (incoming.acked(), incoming.acknowledged) == (0, False)  # as any first frame of ours says
+    incoming.accept(1)
+    assert not incoming.acknowledged
+    assert (incoming.acked(), incoming.acknowledged) == (1, True)
+
+
 def test_frames_outside_the_order_are_always_delivered_and_owe_nothing() -> None:
     incoming = Incoming(1)
     assert [incoming.accept(0) for _ in range(3)] == [Verdict.DELIVER] * 3

@@ -8,6 +8,7 @@ import pytest
 import zmq
 
 from stage_runtime.sockets.addresses import CurveSecurity
+from stage_runtime.sockets.links import Link
 from stage_runtime.wire.messages import Deregister, Message
 from tests.sockets.peers import PATIENCE_S, SECRET, End, Listener, Proxy, ends
 
@@ -127,3 +128,46 @@ async def test_parts_that_no_peer_sends_hurt_nobody(part: bytes) -> None:
         assert await a.channels.settled(PATIENCE_S)
         assert b.listener.received_words == ["before", *(str(number) for number in range(20))]
         assert a.listener.lost_peers == b.listener.lost_peers == []
+
+
+async def test_who_has_had_an_ack_waits_for_the_next_one_and_sends_nothing_again() -> None:
+    """Ten messages, one after the other, in less time than an ack may take: two acks, of the first and of the rest."""
+    a, b = End("aa", TCP), End("bb", TCP)
+    async with ends(a, b):
+        one_way(a, b)
+        a.send("bb", "first")
+        link = a.channels.link("bb")
+        assert link is not None
+        await a.listener.until(lambda: not link.undelivered)
+        written: list[int] = []
+        acknowledged = Link.acknowledge
+
+        def counted(one: Link, *, gap: bool = False) -> bool:
+            written.append(one.incoming.last_received)
+            return acknowledged(one, gap=gap)
+
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(Link, "acknowledge", counted)
+            for number in range(10):
+                a.send("bb", str(number))
+                await b.listener.until(lambda number=number: b.listener.received_words[-1:] == [str(number)])  # type: ignore[misc]
+            assert link.undelivered
+            await a.listener.until(lambda: not link.undelivered)
+        assert written[-1] == 11 and len(written) < 10
+        assert a.channels.counters["resent"] == 0
+
+
+async def test_who_waits_for_acks_gets_them_soon() -> None:
+    """They would be late: its frames come again, and those are acknowledged soon."""
+    a, b = End("aa", TCP), End("bb", TCP)
+    async with ends(a, b):
+        one_way(a, b)
+        a.send("bb", "first")
+        link = a.channels.link("bb")
+        assert link is not None
+        await a.listener.until(lambda: not link.undelivered)
+        a.send("bb", "last")
+        await b.listener.until(lambda: b.listener.received_words == ["first", "last"])
+        assert await a.channels.settled(PATIENCE_S)
+        assert (a.channels.counters["resent"], b.channels.counters["duplicates"]) == (1, 1)
+        assert b.listener.received_words == ["first", "last"]
