@@ -21,9 +21,10 @@ MOST_ALIVE: Final = 1000
 IDLE_S: Final = beats.LONGEST_S
 BEATS: Final = 20_000
 BEATS_S: Final = 3.0
-SLICES: Final = 5  # in which what is compared takes turns
+SLICES: Final = 20  # in which what is compared takes turns
 WORK_S: Final = 0.5
-PER_SECOND: Final = 100.0  # requests of all coordinators together, where their cost is measured
+PER_SECOND: Final = 100.0  # requests of one coordinator, where their cost is measured
+PER_SECOND_EACH: Final = 40.0  # of each of several: a request costs more where they come rarely, in any fleet
 AT_ONCE: Final = 20  # requests in flight at each coordinator, during a roll or a death
 WARM_UP_S: Final = 0.02  # for each instance, and five seconds: the links that requests use are open then
 MEMBERSHIP: Final = ("Welcome", "Members", "Neighbours", "Hello", "Ready")
@@ -161,13 +162,13 @@ async def serve(fleet: Fleet, base: Fleet, requests: int) -> Served:
 
 
 async def side_by_side(fleet: Fleet, numbers: list[int], requests: int, balance_s: float) -> list[SideBySide]:
-    """The same requests by one, two … of the fleet's coordinators."""
+    """As many requests by each of one, two … of the fleet's coordinators."""
     await _warm_up(fleet.coordinators, fleet.size)
     idle = [await _idle(child) for child in fleet.coordinators]
     costs: dict[int, list[float]] = {number: [] for number in numbers}
     for _ in range(SLICES):
         for number in numbers:
-            loads = await _load(fleet.coordinators[:number], requests // SLICES // number)
+            loads = await _load(fleet.coordinators[:number], requests // SLICES, PER_SECOND_EACH)
             spent = sum(each["processor_s"] - its * each["wall_s"] for each, its in zip(loads, idle, strict=False))
             costs[number].append(1e6 * spent / sum(each["requests"] for each in loads))
     return [
@@ -275,9 +276,8 @@ async def _warm_up(coordinators: list[Child], size: int) -> None:
     await asyncio.gather(*(one.ask("end_load") for one in coordinators))
 
 
-async def _load(coordinators: list[Child], requests: int) -> list[dict[str, Any]]:
-    """So many requests at each, at `PER_SECOND` of all together."""
-    per_second = PER_SECOND / len(coordinators)
+async def _load(coordinators: list[Child], requests: int, per_second: float = PER_SECOND) -> list[dict[str, Any]]:
+    """So many requests at each."""
     return await asyncio.gather(*(one.ask("load", requests=requests, per_second=per_second) for one in coordinators))
 
 
