@@ -88,7 +88,7 @@ RESULT: Final = _result()
 
 
 class LightInstance:
-    """One instance of one group. `sockets.channels.Handler`."""
+    """One instance of one group. `sockets.receiving.Handler`."""
 
     def __init__(
         self,
@@ -177,7 +177,7 @@ class LightInstance:
     def send(self, peer: str, message: Message) -> bool:
         return self._process.send(peer, message)
 
-    # --- sockets.channels.Handler -------------------------------------------------------------------------------
+    # --- sockets.receiving.Handler -----------------------------------------------------------------------------
 
     def introduced(self, sender: str, message: Message) -> bool:
         self.heard[type(message).__name__] += 1

@@ -88,7 +88,7 @@ class Flights:
 
 
 class _End:
-    """`sockets.channels.Handler`: an instance, or the coordinator that passes frames on."""
+    """`sockets.receiving.Handler`: an instance, or the coordinator that passes frames on."""
 
     def __init__(self, name: str, security: CurveSecurity | None) -> None:
         self.words: asyncio.Queue[str] = asyncio.Queue()

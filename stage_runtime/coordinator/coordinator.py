@@ -1,6 +1,6 @@
 """Dispatches control messages to membership and the request manager.
 
-`sockets.channels.Handler`.
+`sockets.receiving.Handler`.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ class Coordinator:
         self.profiling = PipelineProfiling(profiles, members, channels.send, self._loop, clocks)
         self.operations = Operations(members, stages, channels.send, self._loop)
 
-    # --- sockets.channels.Handler -------------------------------------------------------------------------------
+    # --- sockets.receiving.Handler -----------------------------------------------------------------------------
 
     def introduced(self, sender: str, message: Message) -> bool:
         if not isinstance(message, Hello):

@@ -1,9 +1,9 @@
 """The control plane of one process: one socket that receives, a link per peer, PUB or SUB for broadcasts.
 
 Owned by the process's one I/O thread (an asyncio loop; uvloop in production); `Link.send` alone may be called from
-other threads. `opening` makes the sockets, `reading` reads them, `connecting` connects links and detects dead peers;
-`rules.links` keeps sequence numbers and acknowledgements. This module has the table of links: it counts, orders and
-acknowledges messages, and passes them to a `Handler`.
+other threads. `opening` makes the sockets, `reading` reads them, `receiving` passes what has come to a `Handler`,
+`connecting` connects links and detects dead peers; `rules.links` keeps sequence numbers and acknowledgements. This
+module has the table of links: it makes, names, wakes and drops them.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import itertools
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import Final, Protocol
+from typing import Final
 
 import zmq
 
-from stage_runtime.errors import LimitReached, ProtocolError, describe
-from stage_runtime.rules.links import Incoming, Standing, Verdict
+from stage_runtime.errors import LimitReached
+from stage_runtime.rules.links import Incoming
 from stage_runtime.sockets import detours, limits
 from stage_runtime.sockets.accepting import Accepting
 from stage_runtime.sockets.addresses import CurveSecurity
@@ -31,38 +31,14 @@ from stage_runtime.sockets.links import Link
 from stage_runtime.sockets.opening import Sockets
 from stage_runtime.sockets.pacing import ReadPacing
 from stage_runtime.sockets.reading import Reading
-from stage_runtime.sockets.repeats import Repeats
+from stage_runtime.sockets.receiving import Handler, Receiving
 from stage_runtime.sockets.resending import Acknowledging, Resending
-from stage_runtime.wire import codec
-from stage_runtime.wire.frames import Envelope, RequestRef
-from stage_runtime.wire.messages import Abort, Ack, Beat, Message
+from stage_runtime.wire.messages import Message
 
 log = logging.getLogger(__name__)
 
 SETTLED_POLL_S: Final = 0.01
 GIVEN_UP_KEPT: Final = 10_000  # peers; as many as a coordinator remembers that it has declared dead
-
-
-class Handler(Protocol):
-    """Receives the messages for this process. Called on the I/O thread."""
-
-    def introduced(self, sender: str, message: Message) -> bool:
-        """A message of a sender without a link. True: it has a link now (`Channels.connect`), deliver the message.
-
-        Any message type: a sender whose link was dropped here does not know it yet.
-        """
-
-    def received(self, sender: str, message: Message) -> None:
-        """A message, in order, exactly once. Must not raise for a request's sake."""
-
-    def unreadable(self, sender: str, request: RequestRef | None, problem: str) -> None:
-        """A message of ``sender``'s could not be read or dealt with, and was stepped over. ``request`` must end.
-
-        None: it belonged to no request.
-        """
-
-    def lost(self, peer: str) -> None:
-        """``peer`` is proven unreachable. Its link is closed already; nothing more comes from it."""
 
 
 class Channels:
@@ -93,16 +69,15 @@ class Channels:
             handshake_failed=lambda why: self._reading.refuse("handshake_failures", why),
             short_connection=self._reading.short_connection,
         )
-        self._dialers = Dialers(self._sockets, loop, self._take)
+        self._dialers = Dialers(self._sockets, loop, lambda frame: self._receiving.take(frame))
         self._read_pacing = ReadPacing(loop, self._sockets)
-        self._repeats = Repeats()
         self._accepting: list[Accepting] = []
         self._broadcasts = Broadcasts(
             incarnation,
             sockets=self._sockets,
             reading=self._reading,
             counters=self.counters,
-            deliver=self._take_broadcast,
+            deliver=lambda frame: self._receiving.take_broadcast(frame),
         )
         self._sessions = itertools.count(1)
         self._links: dict[str, Link] = {}  #: By incarnation.
@@ -124,6 +99,18 @@ class Channels:
             flush=self._resending.flush,
             gone=self._gone,
         )
+        self._receiving = Receiving(
+            incarnation,
+            handler,
+            self._links,
+            self.counters,
+            reading=self._reading,
+            pacing=self._read_pacing,
+            acks=self._acks,
+            resending=self._resending,
+            renew=self._renew,
+            lose=self._lose,
+        )
         #: The peers, if any, that pass the first frames of a new link on: the coordinators, which know both ends.
         self.detours: Callable[[], Iterable[str]] = lambda: ()
         self._in_detour = False
@@ -140,7 +127,7 @@ class Channels:
         surplus = functools.partial(self._reading.refuse, "malformed", "a message of several parts")
         accepting = Accepting(self._sockets, self._loop, endpoint, surplus)
         self._accepting.append(accepting)
-        socket, take = accepting.socket, functools.partial(self._take, accepting=accepting)
+        socket, take = accepting.socket, functools.partial(self._receiving.take, accepting=accepting)
 
         def drain(many: bool) -> int:
             return self._reading.drain(socket, accepting.receive, take, many)
@@ -311,131 +298,9 @@ class Channels:
             return
         self._in_detour = True
         try:
-            self._take(frame)
+            self._receiving.take(frame)
         finally:
             self._in_detour = False
-
-    # --- hearing ------------------------------------------------------------------------------------------------
-
-    def _take(self, data: bytes, accepting: Accepting | None = None) -> None:
-        """accepting: where it came, if not by a coordinator or as an answer."""
-        repeat = self._repeats.find(data)
-        if repeat is not None and repeat.follows():
-            self._read_pacing.beats += 1
-            self._receive(repeat.envelope, repeat.message)
-            return
-        frame = self._reading.opened(data)
-        if frame is None:
-            return
-        if frame.receiver != self.incarnation and not (frame.receiver == "" and frame.seq == 0):
-            self.counters["misdirected"] += 1  # addressed to an earlier incarnation at this endpoint
-            return
-        link = self._links.get(frame.sender)
-        if link is not None and link.incoming.follows(frame.session, frame.ack_session, frame.seq):
-            link.used = True
-            if accepting is not None:
-                link.accepting, link.route = accepting, accepting.route
-            if frame.ack and link.acked(frame.ack):
-                self._resending.acknowledged(link)
-            if frame.seq:
-                self._acks.owe(link)
-            self._deliver(link, frame)
-        else:
-            self._take_other(frame, accepting)
-
-    def _take_other(self, frame: Envelope, accepting: Accepting | None) -> None:
-        """A frame that is not as nearly all are."""
-        link = self._link_of(frame, accepting)
-        if link is None:
-            return
-        link.used = True
-        if accepting is not None:
-            link.accepting, link.route = accepting, accepting.route
-        if frame.ack_session and frame.ack and link.acked(frame.ack):
-            self._resending.acknowledged(link)
-        verdict = link.incoming.accept(frame.seq)
-        if verdict is Verdict.DELIVER:
-            if frame.seq:
-                self._acks.owe(link)
-            self._deliver(link, frame)
-        elif verdict is Verdict.DUPLICATE:
-            self.counters["duplicates"] += 1
-            self._acks.owe(link, again=True)
-        else:
-            self.counters["gaps"] += 1
-            if verdict is Verdict.GAP:
-                self._acks.now(link, gap=True)
-
-    def _deliver(self, link: Link, frame: Envelope) -> None:
-        """Deliver a frame whose sequence number is accepted: if it fails, the next frame is delivered all the same."""
-        try:
-            message = codec.read(frame)
-        except ProtocolError as error:
-            self.counters["unreadable"] += 1
-            if not link.unreadable_logged:
-                link.unreadable_logged = True
-                log.error("a message of %s cannot be read (logged once per peer): %s", frame.sender, error)
-            self._handler.unreadable(frame.sender, frame.request, str(error))
-            return
-        if type(message) is Ack:
-            if message.gap:
-                self._resending.again(link)
-            return
-        if type(message) is Beat:
-            self._read_pacing.beats += 1
-            if not frame.seq:
-                self._repeats.keep(link, frame, message)
-        self._receive(frame, message)
-
-    def _receive(self, frame: Envelope, message: Message) -> None:
-        self.counters["received"] += 1
-        try:
-            self._handler.received(frame.sender, message)
-        except Exception as error:  # the outermost loop: one message must not end what others wait for
-            self.counters["handler_errors"] += 1
-            log.exception("handling %s from %s failed", type(message).__name__, frame.sender)
-            self._handler.unreadable(frame.sender, frame.request, describe(error))
-
-    def _link_of(self, frame: Envelope, accepting: Accepting | None) -> Link | None:
-        """The link that ``frame`` belongs to; None when it is to be dropped."""
-        link = self._links.get(frame.sender)
-        standing = link.incoming.stand(frame.session, frame.ack_session) if link is not None else None
-        if link is not None and standing is Standing.RENEWED:
-            log.info("peer %s has dropped its link to this process", frame.sender)
-            if link.only_receives:  # nothing of ours is lost with it, and the peer reports what it has lost
-                self.drop(frame.sender)
-                link = self.connect(frame.sender, link.endpoint, asleep=True)
-            else:
-                self._lose(link)
-                link = None
-            standing = None if link is None else link.incoming.stand(frame.session, frame.ack_session)
-        if link is None:
-            link = self._introduce(frame)
-            standing = link.incoming.stand(frame.session, frame.ack_session) if link is not None else None
-        if standing is Standing.CURRENT:
-            return link
-        if link is not None:
-            self.counters["stale_sessions"] += 1
-            if accepting is not None:
-                link.accepting, link.route = accepting, accepting.route
-            if standing is Standing.LAGGING:
-                self._acks.now(link)
-        return None
-
-    def _introduce(self, frame: Envelope) -> Link | None:
-        message = self._reading.message(frame)
-        if message is None:
-            return None
-        if self._handler.introduced(frame.sender, message):
-            return self._links.get(frame.sender)
-        why = f"{type(message).__name__} of a process without a link"
-        self._reading.refuse("unknown_peers", why, peer=frame.sender)
-        return None
-
-    def _take_broadcast(self, frame: Envelope) -> None:
-        message = self._reading.message(frame) if frame.sender in self._links else None
-        if isinstance(message, Abort):
-            self._handler.received(frame.sender, message)
 
     # --- watching lives -----------------------------------------------------------------------------------------
 
@@ -483,6 +348,10 @@ class Channels:
         self._idle_timer = self._loop.call_later(every_s, self._close_idle, every_s)
         self._connecting.let_sleep(self._links.values())
 
+    def _renew(self, link: Link) -> Link:
+        self.drop(link.peer)
+        return self.connect(link.peer, link.endpoint, asleep=True)
+
     def _lose(self, link: Link) -> None:
         if self._links.get(link.peer) is link:
             link.lost = True
@@ -491,7 +360,7 @@ class Channels:
 
     def _close_link(self, link: Link) -> None:
         self._acks.forget(link)
-        self._repeats.forget(link)
+        self._receiving.forget(link)
         self._resending.forget(link)
         link.close()
         self._connecting.leave(link)

@@ -1,4 +1,4 @@
-"""The process of a TP stage's rank 1..: no coordinator, no neighbours, only rank 0. `sockets.channels.Handler`."""
+"""The process of a TP stage's rank 1..: no coordinator, no neighbours, only rank 0. `sockets.receiving.Handler`."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class FollowerHost:
         if self._thread is not None:
             self._thread.join(timeout_s)
 
-    # --- sockets.channels.Handler -------------------------------------------------------------------------------
+    # --- sockets.receiving.Handler -----------------------------------------------------------------------------
 
     def introduced(self, sender: str, message: Message) -> bool:
         if not isinstance(message, RankHello) or self._leader not in (None, sender):

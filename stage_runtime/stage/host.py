@@ -1,4 +1,4 @@
-"""One process of a process group: its stages, and who handles what is received. `sockets.channels.Handler`.
+"""One process of a process group: its stages, and who handles what is received. `sockets.receiving.Handler`.
 
 Holds no thread of its own and no state of a request: messages of requests go to `requests`, of members and coordinators
 to `membership`, operations to `administration`. Called by the I/O thread and by `processes.stage`.
@@ -149,7 +149,7 @@ class Host:
         """Load every stage's engine."""
         self._startup.load(make)
 
-    # --- sockets.channels.Handler -------------------------------------------------------------------------------
+    # --- sockets.receiving.Handler -----------------------------------------------------------------------------
 
     def introduced(self, sender: str, message: Message) -> bool:
         if isinstance(message, Welcome):

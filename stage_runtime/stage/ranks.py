@@ -3,7 +3,7 @@
 A coordinator may declare rank 0 dead, which then takes a new incarnation and opens its other planes anew. The followers
 must not notice: their engines are in the same steps, and a step that is lost between two lives would leave them apart.
 So this plane has an incarnation that no coordinator knows. Where it breaks, all ranks are replaced together.
-`sockets.channels.Handler`. Called by `processes.stage`, which opens it.
+`sockets.receiving.Handler`. Called by `processes.stage`, which opens it.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class RankPlane:
                 problem = f"this stage has no rank {message.rank}"
                 self._answer(message.asker, ProfilerReply(message.question.call_id, now, now, error=problem))
 
-    # --- sockets.channels.Handler -------------------------------------------------------------------------------
+    # --- sockets.receiving.Handler -----------------------------------------------------------------------------
 
     def introduced(self, sender: str, message: Message) -> bool:
         if not isinstance(message, RankHello) or not self._leader.introduced(sender, message):

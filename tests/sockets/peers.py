@@ -26,7 +26,7 @@ PATIENCE_S = 60.0
 
 
 class Listener:
-    """`sockets.channels.Handler`: keeps what it hears. Lets anybody in who says Hello."""
+    """`sockets.receiving.Handler`: keeps what it hears. Lets anybody in who says Hello."""
 
     def __init__(self) -> None:
         self.channels: Channels
