@@ -97,6 +97,7 @@ async def relay_table(
     file: str | None,
     *,
     hurt: Callable[..., Awaitable[relay_faults.Outcome]] = relay_faults.hurt,
+    slow: Callable[..., Awaitable[relay_faults.Outcome]] = relay_faults.slow,
     give_up_often: Callable[..., Awaitable[relay_faults.Outcome]] = relay_faults.give_up_often,
 ) -> int:
     """Print what each fault did to a relay, and write it to ``file``. Returns: the exit code."""
@@ -106,6 +107,8 @@ async def relay_table(
         for fault in relay_faults.FAULTS:
             found.append(await hurt(relay, fault))
             broken += _printed(found[-1], found[-1].broken())
+        found.append(await slow(relay))
+        broken += _printed(found[-1], found[-1].broken())
         found.append(await give_up_often(relay, transfers))
         broken += _printed(found[-1], found[-1].broken())
         found.append(await give_up_often(relay, min(transfers, CONTROL_TRANSFERS), careless=True))

@@ -21,6 +21,13 @@ def ip(*words: str) -> bytes:
     return subprocess.run(["ip", *words], check=True, capture_output=True, timeout=COMMAND_S).stdout
 
 
+def limit(space: str, link: str, nbytes_per_s: int) -> None:
+    """Let no more bytes a second out of a namespace by that link."""
+    shape = ("tbf", "rate", f"{8 * nbytes_per_s}bit", "burst", "16kb", "latency", "400ms")
+    argv = ["tc", "-n", space, "qdisc", "replace", "dev", link, "root", *shape]
+    subprocess.run(argv, check=True, capture_output=True, timeout=COMMAND_S)
+
+
 def new_name(prefix: str) -> str:
     """At most 11 characters after two of ``prefix``: a link's name has 15, and its maker may append some."""
     return f"{prefix}{os.getpid():x}x{secrets.token_hex(1)}"

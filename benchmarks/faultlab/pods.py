@@ -49,6 +49,11 @@ class Pods:
     def mend(self) -> None:
         namespaces.ip("-n", self._space("far"), "link", "set", "eth0", "up")
 
+    def slow(self, nbytes_per_s: int) -> None:
+        """No more bytes a second go over the link, in either direction."""
+        for pod in ADDRESSES:
+            namespaces.limit(self._space(pod), "eth0", nbytes_per_s)
+
     def close(self) -> None:
         for pod in ADDRESSES:
             namespaces.ip("netns", "del", self._space(pod))

@@ -22,6 +22,7 @@ from typing import Any, Final, Literal, TypeVar
 import msgspec
 
 from benchmarks.faultlab.pods import ADDRESSES, Pod, Pods, child
+from stage_runtime.transfers.receiving import STALLED_S
 
 Fault = Literal["kill", "freeze", "link", "vanish", "restart"]
 
@@ -34,6 +35,8 @@ DEADLINE_S: Final = 3.0
 LATE: Final = 32 << 20  # given up on its way
 KEPT: Final = 8  # transfers beside it
 LARGE: Final = 96 << 20
+SLOW_PER_S: Final = 200_000  # bytes, of a link
+SLOW_NBYTES: Final = 3 << 20  # over it
 STOPS_MOST: Final = 50  # tries to stop a process while it sends
 DRAINED_S: Final = 1.0  # what is in the kernel's buffers has come, also where the relay's thread runs late
 CALM_S: Final = 5.0
@@ -367,6 +370,24 @@ async def hurt(relay: str, fault: Fault) -> Outcome:
         wrong=wrong,
         held=held,
         exits=exits,
+    )
+
+
+async def slow(relay: str) -> Outcome:
+    """A link over which a transfer takes far longer than a get waits for its next bytes: nothing is given up."""
+    async with ground(relay) as land:
+        land.pods.slow(SLOW_PER_S)
+        near, far = await land.start("near", "near"), await land.start("far", "far")
+        begun = time.monotonic()
+        wrong = await _checked(near, await near.fetch(far, SLOW_NBYTES, 1, deadline_s=STALLED_S), 1)
+        took_s = time.monotonic() - begun
+        assert took_s > STALLED_S, f"the link was not slow: {took_s:.1f} s"
+        exits = await land.close("far")
+        await near.ask(do="forget", peer="far")
+        held = await land.held(near)
+        exits |= await land.close("near")
+    return Outcome(
+        relay=relay, fault="slow", transfers=1, noticed_s=0.0, reason="", wrong=wrong, held=held, exits=exits
     )
 
 

@@ -8,7 +8,7 @@ from typing import Final, TypeVar
 
 import msgspec
 
-from benchmarks.scale import COST, FIRST_BYTE, Figures
+from benchmarks.scale import FIRST_BYTE, Figures
 from docs.pictures.scaling import FILE
 from stage_runtime.rules import beats
 

@@ -1,29 +1,31 @@
-"""How much the mooncake relay reads at once from a peer, by how fast the bytes came from it before.
+"""How much of a transfer moves at once, by how fast the bytes of its route came before.
 
-Mooncake does not say how much of a read is here. So a slow peer is told from a dead one by the ends of its pieces, and
-these have to be small where bytes come slowly. No threads and no clock here. Used by `reading`, in its threads.
+NIXL, Mooncake and torch.distributed do not say how much of a read or a write is done. So a slow peer is told from a
+dead one by the ends of its pieces, and these have to be small where bytes come slowly. No threads and no clock here.
+Used by `mooncake`, `nccl` and `nixl`, in their threads.
 """
 
 from __future__ import annotations
 
 from typing import Final
 
-FIRST_NBYTES: Final = 2 << 20  # of a peer whose speed is not known: 0.4 MB/s are enough not to be late
+FIRST_NBYTES: Final = 128 << 10  # of a peer whose speed is not known: 25 KB/s are enough not to be late
 LEAST_NBYTES: Final = 64 << 10
-MOST_NBYTES: Final = 16 << 20  # an abort is heeded once a piece; with 4 MiB, 256 MiB took a third longer
-PIECE_S: Final = 1.0  # that a piece is to take, at most
+PIECE_S: Final = 1.0  # that a piece is to take, at most: far below the time after which nothing more is awaited
 
 
 class Pace:
-    """Of one peer."""
+    """Of one route."""
 
-    def __init__(self) -> None:
+    def __init__(self, most_nbytes: int) -> None:
+        """most_nbytes: of a piece, however fast the route is."""
+        self._most_nbytes = most_nbytes
         self._per_s: float | None = None  #: Bytes, by the piece before.
 
     def next_nbytes(self) -> int:
         if self._per_s is None:
-            return FIRST_NBYTES
-        return int(min(max(self._per_s * PIECE_S, LEAST_NBYTES), MOST_NBYTES))
+            return min(FIRST_NBYTES, self._most_nbytes)
+        return int(min(max(self._per_s * PIECE_S, LEAST_NBYTES), self._most_nbytes))
 
     def took(self, nbytes: int, seconds: float) -> None:
         """A piece was here after so long."""

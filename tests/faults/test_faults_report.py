@@ -27,10 +27,13 @@ async def test_the_outcomes_of_a_relay_are_written_whether_or_not_a_promise_was_
     async def give_up_often(relay: str, transfers: int, careless: bool = False) -> Outcome:
         return outcome(relay, "careless" if careless else "often", wrong=int(careless))
 
+    async def slow(relay: str) -> Outcome:
+        return outcome(relay, "slow")
+
     file = tmp_path / "found.json"
-    assert await faults.relay_table("nixl", 10, str(file), hurt=hurt, give_up_often=give_up_often) == code
+    assert await faults.relay_table("nixl", 10, str(file), hurt=hurt, slow=slow, give_up_often=give_up_often) == code
     found = msgspec.json.decode(file.read_bytes(), type=list[Outcome])
-    assert [each.fault for each in found] == [*FAULTS, "often", "careless"]
+    assert [each.fault for each in found] == [*FAULTS, "slow", "often", "careless"]
     assert {each.noticed_s for each in found[: len(FAULTS)]} == {noticed_s}
 
 

@@ -39,6 +39,12 @@ async def test_a_peer_that_is_hurt_on_the_way_costs_its_own_transfers_alone(rela
     assert outcome.transfers > 0 or fault in ("kill", "vanish")
 
 
+@pytest.mark.parametrize("relay", RELAYS if THOROUGH else ["nccl"])
+async def test_a_peer_behind_a_slow_link_is_not_taken_for_a_dead_one(relay: str) -> None:
+    outcome = await relay_faults.slow(relay)
+    assert outcome.broken() == []
+
+
 @pytest.mark.parametrize("relay", RELAYS if THOROUGH else ["nixl"])
 async def test_what_comes_late_lands_in_no_memory_that_was_given_to_another_transfer(relay: str) -> None:
     outcome = await relay_faults.give_up_often(relay, 10_000 if THOROUGH else 40)

@@ -206,7 +206,7 @@ async def test_facts_that_are_none_do_not_reach(changes: dict[str, Any]) -> None
         b"",
         b"\xff\xff\xff\xff" + b"x" * 100,
         b"\0\0\0\3abc",
-        messages.NcclGrant(1, 72_000),
+        messages.NcclGrant(1, 72_000, 1 << 20),
         messages.Join("0" * 32, "b", "0" * 32, "gloo"),
     ],
     ids=str,

@@ -120,7 +120,7 @@ def test_a_peer_is_disconnected_before_a_world_that_stalls_is_aborted(
     theirs.setblocking(False)
     sending = world(Watching(log, moves=False), stall_s=0.05)
     with pytest.raises(Broken, match="does not move"):
-        list(sending.send(np.ones(9, np.uint8), ours))
+        list(sending.send(np.ones(9, np.uint8), ours, 9))
     assert log == ["send 9 on cpu", "abort after b''"]
 
 
@@ -134,7 +134,7 @@ def test_a_peer_that_does_not_join_ends_the_world_and_not_its_thread(
     group = Group(log, joins=joins)
     sending = world(group, stall_s=0.05)
     with pytest.raises(Broken, match="does not join"):
-        list(sending.send(np.ones(9, np.uint8), ours))
+        list(sending.send(np.ones(9, np.uint8), ours, 9))
     assert theirs.recv(1) == b"" and log == []
     sending.abort()
     assert log == []  # not while the library is in a call
@@ -150,8 +150,8 @@ def test_pieces_of_a_world_that_has_joined_are_begun_where_they_are_asked_for(
 ) -> None:
     group = Group([])
     sending = world(group)
-    assert list(sending.send(np.ones(3, np.uint8), connection[0])) == [3]
-    assert list(sending.receive(np.zeros(5, np.uint8), connection[0])) == [5]
+    assert list(sending.send(np.ones(3, np.uint8), connection[0], 2)) == [2, 1]
+    assert list(sending.receive(np.zeros(5, np.uint8), connection[0], 9)) == [5]
     assert group.threads[1] == threading.current_thread().name != group.threads[0]
     sending.abort()
     assert group.log[-1] == "abort"

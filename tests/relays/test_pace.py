@@ -1,40 +1,49 @@
-"""How much is read at once from a peer of any speed."""
+"""How much moves at once between peers of any speed."""
 
 from __future__ import annotations
 
 import pytest
 
-from stage_runtime.relays.mooncake import pace, reading
-from stage_runtime.relays.mooncake.pace import Pace
+from stage_runtime.relays import pace
+from stage_runtime.relays.mooncake import reading
+from stage_runtime.relays.nccl import messages
+from stage_runtime.relays.nixl import worker
+from stage_runtime.relays.pace import Pace
+from stage_runtime.transfers.receiving import STALLED_S
 
 MIB = 1 << 20
+MOST = 16 * MIB
 
 
 def test_a_peer_of_unknown_speed_is_asked_for_a_little_and_a_fast_one_for_much() -> None:
-    peer = Pace()
+    peer = Pace(MOST)
     assert peer.next_nbytes() == pace.FIRST_NBYTES
     peer.took(48, 3.0)  # a slot's header
     assert peer.next_nbytes() == pace.FIRST_NBYTES
-    peer.took(2 * MIB, 0.002)
-    assert peer.next_nbytes() == pace.MOST_NBYTES
+    peer.took(pace.FIRST_NBYTES, 0.002)
+    assert peer.next_nbytes() == MOST
 
 
 @pytest.mark.parametrize("per_s", [30_000, 100_000, 1_000_000, 5 * MIB, 100 * MIB])
-def test_a_peer_that_is_slow_all_the_time_is_late_once_at_most(per_s: int) -> None:
-    peer, late = Pace(), 0
+@pytest.mark.parametrize(
+    ("most", "late_s"),
+    [(reading.MOST_NBYTES, reading.LATE_S), (messages.MOST_NBYTES, STALLED_S), (worker.MOST_NBYTES, STALLED_S)],
+)
+def test_a_peer_that_is_slow_all_the_time_is_late_once_at_most(per_s: int, most: int, late_s: float) -> None:
+    peer, late = Pace(most), 0
     for _ in range(10):
         nbytes = peer.next_nbytes()
-        if nbytes / per_s > reading.LATE_S:
+        if nbytes / per_s > late_s:
             late += 1
             peer.gave_up()
         else:
             peer.took(nbytes, nbytes / per_s)
-    assert late <= (per_s < pace.FIRST_NBYTES / reading.LATE_S)
-    assert peer.next_nbytes() / per_s < reading.LATE_S
+    assert late <= (per_s < pace.FIRST_NBYTES / late_s)
+    assert peer.next_nbytes() / per_s < late_s
 
 
 def test_a_peer_that_was_slow_for_a_while_is_asked_for_much_again() -> None:
-    peer = Pace()
+    peer = Pace(MOST)
     peer.took(16 * MIB, 4.0)
     assert peer.next_nbytes() == 4 * MIB
     peer.took(4 * MIB, 0.004)

@@ -25,12 +25,13 @@ from stage_runtime.relays.base import OnRelease, Peer, TransferKey
 from stage_runtime.relays.gets import Get, Gets
 from stage_runtime.relays.mooncake.engine import ReadId, ReadState, TransferEngine
 from stage_runtime.relays.mooncake.messages import MooncakeFacts, MooncakeMetadata, address_of
-from stage_runtime.relays.mooncake.pace import Pace
 from stage_runtime.relays.mooncake.turns import STALL_S, Turns
 from stage_runtime.relays.operations import GetOperation
+from stage_runtime.relays.pace import Pace
 from stage_runtime.relays.pins import Pins
 
 THREADS: Final = 2  # each reads one piece
+MOST_NBYTES: Final = 16 << 20  # of a piece, at whose end an abort is heeded; with 4 MiB, 256 MiB took a third longer
 MOST_THREADS: Final = 8  # with those that read from stalled peers
 LATE_S: Final = 5.0  # a piece that takes longer is given up: its peer is frozen, or not reached any more
 QUICK_S: Final = 100e-6  # so long, a thread only lets others run between two looks at its read
@@ -48,7 +49,7 @@ class MooncakeRoute:
         self.facts = facts
         self.gone = False
         self.moved_at = 0.0  #: When something last came from it, on `time.monotonic`.
-        self.pace = Pace()
+        self.pace = Pace(MOST_NBYTES)
 
 
 class MooncakeGet(Get):

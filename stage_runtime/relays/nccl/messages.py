@@ -10,7 +10,10 @@ from typing import Annotated, Any, Final, Literal, TypeAlias
 
 import msgspec
 
-MOST_NBYTES: Final = 4096  # of a message: an order has less than 200
+from stage_runtime.relays.pace import LEAST_NBYTES
+
+MOST_MESSAGE_NBYTES: Final = 4096  # an order has less than 200
+MOST_NBYTES: Final = 16 << 20  # of a piece
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 Port: TypeAlias = Annotated[int, msgspec.Meta(ge=1, lt=1 << 16)]
 
@@ -45,11 +48,12 @@ class Join(msgspec.Struct, frozen=True, array_like=True, tag=1):
     backend: Literal["gloo", "nccl"]
 
 
-class NcclGrant(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """Receiver to sender: I have memory for that transfer. They are sent in the order of the grants."""
+class NcclGrant(msgspec.Struct, frozen=True, array_like=True, tag=5):  # 2 had no size of pieces
+    """Receiver to sender: I have memory for that transfer. They are sent in the order of the grants, in such pieces."""
 
     transfer: int
     nbytes: Count
+    piece_nbytes: Annotated[int, msgspec.Meta(ge=LEAST_NBYTES, le=MOST_NBYTES)]
 
 
 class Next(msgspec.Struct, frozen=True, array_like=True, tag=3):
@@ -85,7 +89,7 @@ def receive(connection: socket.socket) -> bytes:
     Raises: OSError: the other end is gone, nothing came in time, or what came is no message.
     """
     nbytes = int.from_bytes(_exactly(connection, 4), "big")
-    if nbytes > MOST_NBYTES:
+    if nbytes > MOST_MESSAGE_NBYTES:
         raise OSError(f"a message of {nbytes} bytes")
     return _exactly(connection, nbytes)
 

@@ -26,6 +26,7 @@ from stage_runtime.relays.nccl import messages, worlds
 from stage_runtime.relays.nccl.messages import Join, NcclFacts, NcclGrant, NcclMetadata, Withdrawn
 from stage_runtime.relays.nccl.worlds import Broken, CollectiveBackend, World
 from stage_runtime.relays.operations import GetOperation
+from stage_runtime.relays.pace import Pace
 from stage_runtime.relays.pins import Pins
 
 GRANTED: Final = 4  # transfers that a sender knows it is to send next
@@ -35,11 +36,12 @@ CONNECT_S: Final = 3.0
 class NcclGet(Get):
     """One get under way."""
 
-    __slots__ = ("metadata",)
+    __slots__ = ("metadata", "piece_nbytes")
 
     def __init__(self, operation: GetOperation, metadata: NcclMetadata, request_id: str, holder: str) -> None:
         super().__init__(operation, metadata.nbytes, request_id, holder)
         self.metadata = metadata
+        self.piece_nbytes = 0  #: As granted.
 
 
 class NcclRoute:
@@ -60,6 +62,7 @@ class NcclRoute:
         self.backend = backend
         self.gone = False
         self.moved_at = 0.0  #: When something last came from it, on `time.monotonic`.
+        self.pace = Pace(messages.MOST_NBYTES)
         self.due: queue.SimpleQueue[NcclGet | None] = queue.SimpleQueue()
         self.thread: threading.Thread | None = None
         self._own = own
@@ -228,7 +231,8 @@ class NcclReceiver:
                 return None
             granted.append(found)
             connection, _ = route.connected()
-            messages.send(connection, NcclGrant(found.metadata.transfer, found.nbytes))
+            found.piece_nbytes = route.pace.next_nbytes()
+            messages.send(connection, NcclGrant(found.metadata.transfer, found.nbytes, found.piece_nbytes))
         return granted[0]
 
     def _receive(self, route: NcclRoute, incoming: NcclGet) -> str | None:
@@ -241,9 +245,15 @@ class NcclReceiver:
             return answer.reason[:200]
         route.moved_at = time.monotonic()
         start = incoming.region.ctypes.data - self._memory.address
-        for nbytes in world.receive(self._bytes[start : start + incoming.nbytes], connection):
-            route.moved_at = time.monotonic()
-            incoming.here_nbytes += nbytes
+        into = self._bytes[start : start + incoming.nbytes]
+        try:
+            for nbytes in world.receive(into, connection, incoming.piece_nbytes):
+                before, route.moved_at = route.moved_at, time.monotonic()
+                route.pace.took(nbytes, route.moved_at - before)
+                incoming.here_nbytes += nbytes
+        except Broken:
+            route.pace.gave_up()
+            raise
         return None
 
     def _on_loop(self, call: Callable[..., object], *arguments: object) -> None:

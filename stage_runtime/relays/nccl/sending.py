@@ -190,7 +190,8 @@ class NcclSender:
         try:
             messages.send(session.connection, Next(grant.transfer))
             start = outgoing.placed[1]
-            for _ in session.world.send(self._sent[start : start + outgoing.nbytes], session.connection):
+            sent = self._sent[start : start + outgoing.nbytes]
+            for _ in session.world.send(sent, session.connection, grant.piece_nbytes):
                 pass
         finally:
             with self._lock:

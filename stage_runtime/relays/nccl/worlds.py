@@ -26,7 +26,6 @@ from stage_runtime.errors import ConfigurationError
 
 RECEIVER: Final = 0
 SENDER: Final = 1
-PIECE_NBYTES: Final = 16 << 20  # in STALL_S: 1.6 MB/s are enough to be no stalled transfer
 PIECES: Final = 2  # of a transfer, under way at once
 STALL_S: Final = 10.0
 JOIN_S: Final = 5.0
@@ -174,17 +173,17 @@ class World:
         except RuntimeError as error:  # DistError is one
             raise Broken(_plain(str(error))) from None
 
-    def send(self, array: Any, connection: socket.socket) -> Iterator[int]:
+    def send(self, array: Any, connection: socket.socket, piece_nbytes: int) -> Iterator[int]:
         """Send an array of bytes, which nothing may write to meanwhile. Yields the size of each completed piece.
 
-        connection: to the other rank; its end is the world's.
+        connection: to the other rank; its end is the world's. piece_nbytes: as at the other rank.
         Raises: Broken: it does not move, or its peer is gone; the world is over, and nothing is read any more.
         """
-        return self._pieces(self._send, array, connection)
+        return self._pieces(self._send, array, connection, piece_nbytes)
 
-    def receive(self, array: Any, connection: socket.socket) -> Iterator[int]:
+    def receive(self, array: Any, connection: socket.socket, piece_nbytes: int) -> Iterator[int]:
         """As `send`, into an array of bytes."""
-        return self._pieces(self._receive, array, connection)
+        return self._pieces(self._receive, array, connection, piece_nbytes)
 
     def abort(self) -> None:
         """End it. When this returns, the library neither reads nor writes memory for it."""
@@ -223,12 +222,16 @@ class World:
                     return
 
     def _pieces(
-        self, begin: Callable[[Any, socket.socket], PieceTransfer], array: Any, connection: socket.socket
+        self,
+        begin: Callable[[Any, socket.socket], PieceTransfer],
+        array: Any,
+        connection: socket.socket,
+        piece_nbytes: int,
     ) -> Iterator[int]:
         works: collections.deque[PieceTransfer] = collections.deque()
         try:
-            for start in range(0, len(array), PIECE_NBYTES):
-                works.append(begin(array[start : start + PIECE_NBYTES], connection))
+            for start in range(0, len(array), piece_nbytes):
+                works.append(begin(array[start : start + piece_nbytes], connection))
                 if len(works) == PIECES:
                     yield self._through(works.popleft(), connection)
             while works:

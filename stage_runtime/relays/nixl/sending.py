@@ -103,6 +103,7 @@ class NixlSender:
             moving = self._moving.get((route.peer, cancel.transfer))
         if moving is not None:
             moving[1].stopping = moving[1].stopping or reason
+            route.pace.gave_up()  # it may have been too slow
         else:
             worker.notify(route, TransferStopped(route.token, cancel.transfer, cancel.generation, True, reason))
 

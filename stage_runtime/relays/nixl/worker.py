@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
@@ -21,10 +21,11 @@ from stage_runtime.relays.filling import Filling
 from stage_runtime.relays.nixl import messages
 from stage_runtime.relays.nixl.agent import Agent, Handle, Unreachable
 from stage_runtime.relays.nixl.messages import NixlFacts, Notice
+from stage_runtime.relays.pace import Pace
 
 log = logging.getLogger(__name__)
 
-PIECE_NBYTES: Final = 4 << 20  # progress is seen once a piece: 0.4 MB/s are enough to be no stalled transfer
+MOST_NBYTES: Final = 4 << 20  # of a piece, at whose end progress is seen
 PIECES: Final = 2  # of a transfer, under way at once
 #: How long nothing has happened, and how long to sleep then; 0: let other threads run.
 PAUSES_S: Final = ((100e-6, 0.0), (5e-3, 50e-6), (50e-3, 200e-6), (1.0, 1e-3))
@@ -46,6 +47,7 @@ class NixlRoute:
         self.leaving = False  #: To be unloaded when nothing moves on it.
         self.gone = False  #: The peer was forgotten: it is not connected to again.
         self.moved_at = 0.0  #: When something last came from it, on `time.monotonic`.
+        self.pace = Pace(MOST_NBYTES)  #: Of what is moved from here.
 
 
 class Move:
@@ -54,11 +56,12 @@ class Move:
     __slots__ = (
         "broken",
         "filling",
-        "handles",
         "message",
+        "moved_at",
         "nbytes",
         "ours",
         "over",
+        "pieces",
         "posted",
         "route",
         "stopping",
@@ -91,7 +94,8 @@ class Move:
         self.message = message
         self.filling = filling
         self.posted = 0
-        self.handles: collections.deque[Handle] = collections.deque()
+        self.moved_at = 0.0  #: When its last piece was over, on `time.monotonic`.
+        self.pieces: collections.deque[_Piece] = collections.deque()
         self.stopping: str | None = None  #: Why no further piece is posted.
         self.broken = False  #: A piece has failed: of what was sent, some may be on its way still.
 
@@ -99,6 +103,14 @@ class Move:
     def ready_nbytes(self) -> int:
         """So many of its bytes may be moved now."""
         return self.nbytes if self.filling is None else self.filling.nbytes
+
+
+class _Piece(NamedTuple):
+    """One that moves."""
+
+    handle: Handle
+    nbytes: int
+    posted_at: float
 
 
 class Worker:
@@ -166,7 +178,7 @@ class Worker:
         """Close the route to a peer, as soon as nothing moves on it: NIXL would call a transfer failed that goes on.
         The next use opens it anew.
         """
-        route.leaving = any(move.route is route and move.handles for move in self._moves)
+        route.leaving = any(move.route is route and move.pieces for move in self._moves)
         if route.loaded and not route.leaving:
             route.loaded = False
             self._agent.unload(route.peer)
@@ -221,21 +233,24 @@ class Worker:
     def _advance(self, move: Move) -> bool:
         """Post what may be posted, note what has arrived. Whether anything has."""
         arrived = False
-        while move.handles:
+        while move.pieces:
+            piece = move.pieces[0]
             try:
-                if not self._agent.done(move.handles[0]):
+                if not self._agent.done(piece.handle):
                     break
-                move.route.moved_at = time.monotonic()
+                now = time.monotonic()
+                move.route.pace.took(piece.nbytes, now - max(piece.posted_at, move.moved_at))
+                move.moved_at = move.route.moved_at = now
             except Unreachable as error:
                 move.stopping, move.broken = str(error), True
-            move.handles.popleft()
+            move.pieces.popleft()
             arrived = True
-        while len(move.handles) < PIECES and move.posted < move.ready_nbytes and move.stopping is None:
+        while len(move.pieces) < PIECES and move.posted < move.ready_nbytes and move.stopping is None:
             try:
                 self._post_piece(move)
             except Unreachable as error:
                 move.stopping, move.broken = str(error), True
-        if move.handles or (move.posted < move.nbytes and move.stopping is None):
+        if move.pieces or (move.posted < move.nbytes and move.stopping is None):
             return arrived
         self._moves.remove(move)
         if move.broken or move.route.leaving:
@@ -244,7 +259,7 @@ class Worker:
         return True
 
     def _post_piece(self, move: Move) -> None:
-        nbytes = min(PIECE_NBYTES, move.ready_nbytes - move.posted)
+        nbytes = min(move.route.pace.next_nbytes(), move.ready_nbytes - move.posted)
         self._load(move.route)
         handle = self._agent.begin(
             write=move.write,
@@ -255,7 +270,7 @@ class Worker:
             message=move.message(nbytes),
         )
         move.posted += nbytes
-        move.handles.append(handle)
+        move.pieces.append(_Piece(handle, nbytes, time.monotonic()))
 
     def _load(self, route: NixlRoute) -> None:
         if not route.loaded:
