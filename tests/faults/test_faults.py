@@ -20,6 +20,7 @@ from benchmarks.faultlab.experiments import Outcome
 from benchmarks.faultlab.ledger import Entry, Ledger
 from stage_runtime.wire.messages import Beat
 from tests.sockets.peers import End, ends, hello
+from tests.thoroughness import rows
 
 PATIENCE_S = 300  # per test, on a machine that does much else
 #: In CI the tests that want a network of their own must run: without root or `ip` they fail there.
@@ -81,8 +82,11 @@ async def test_a_cut_network_and_two_that_lose_each_other_cost_no_unstreamed_req
 @pytest.mark.netns
 @pytest.mark.timeout(PATIENCE_S)
 @needs_namespaces
-@pytest.mark.parametrize("says", ["nothing", "beats"])
-@pytest.mark.parametrize("coordinator", [False, True], ids=["a neighbour", "a coordinator"])
+@pytest.mark.parametrize(
+    ("coordinator", "says"),
+    rows([(False, "nothing"), (False, "beats"), (True, "beats"), (True, "nothing")], each_run=2),
+    ids=lambda one: {False: "a neighbour", True: "a coordinator"}.get(one, one),
+)
 async def test_a_machine_that_vanishes_from_the_network_is_lost_in_time(coordinator: bool, says: str) -> None:
     """No FIN, no RST: every packet is dropped. Coordinators are checked by the kernel, others by heartbeats."""
     with contextlib.closing(network.Network()) as net:

@@ -274,7 +274,7 @@ worlds = st.builds(
 )
 
 
-@settings(max_examples=examples(300), deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(worlds, revisions, counts, st.integers(1, 3), st.sampled_from(["Coherent", "Recreate"]))
 def test_from_any_state_the_goal_is_reached_and_then_nothing_changes(
     world: RolloutSimulation, desired: dict[str, str], replicas: dict[str, int], surge: int, strategy: str
@@ -290,7 +290,7 @@ def test_from_any_state_the_goal_is_reached_and_then_nothing_changes(
     assert not again.rolling
 
 
-@settings(max_examples=examples(300), deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(counts, revisions, st.integers(1, 3), happenings, st.sets(keys))
 def test_a_roll_is_never_below_capacity_and_never_above_its_surge(
     replicas: dict[str, int],
@@ -315,7 +315,7 @@ def test_a_roll_is_never_below_capacity_and_never_above_its_surge(
         assert max(complete) >= 1, "no revision has a complete set"
 
 
-@settings(max_examples=examples(200), deadline=None)
+@settings(max_examples=examples(70), deadline=None)
 @given(counts, st.lists(revisions, min_size=2, max_size=4), happenings)
 def test_edits_in_mid_roll_never_take_the_capacity_that_is_there(
     replicas: dict[str, int], edits: list[dict[str, str]], events: list[tuple[str, tuple[str, str]]]

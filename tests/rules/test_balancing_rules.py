@@ -17,6 +17,7 @@ from stage_runtime.rules import balancing, edges, subsets
 from stage_runtime.rules.balancing import GroupLoad, Load
 from stage_runtime.rules.membership import MembershipState
 from stage_runtime.wire.parts import Member
+from tests.thoroughness import rows
 
 WORST = 1.3  # of the mean
 
@@ -37,7 +38,7 @@ FLEETS = [
 ]
 
 
-@pytest.mark.parametrize("fleet", FLEETS, ids=str)
+@pytest.mark.parametrize("fleet", rows(FLEETS, each_run=5), ids=str)
 def test_the_worst_instance_has_at_most_1_3_times_the_mean(fleet: Fleet) -> None:
     outcome = simulation.run(fleet)
     assert outcome.worst_average <= WORST
@@ -298,23 +299,26 @@ class Growing:
         return found
 
 
+GROWTHS = [
+    (100, 100, 100, 1, 1),
+    (100, 100, 100, 20, 1),
+    (100, 100, 100, 100, 1),
+    (100, 100, 100, 400, 1),
+    (100, 100, 20, 1, 1),
+    (100, 100, 20, 20, 1),
+    (20, 100, 100, 1, 1),
+    (4, 40, 40, 1, 1),
+    (4, 40, 40, 8, 1),
+    (40, 40, 10, 4, 1),
+    (40, 40, 10, 20, 1),
+    (40, 40, 10, 40, 1),
+    (100, 100, 100, 20, 4),
+]
+
+
 @pytest.mark.parametrize(
     ("entries", "old", "new", "at_once", "coordinators"),
-    [
-        (100, 100, 100, 1, 1),
-        (100, 100, 100, 20, 1),
-        (100, 100, 100, 100, 1),
-        (100, 100, 100, 400, 1),
-        (100, 100, 20, 1, 1),
-        (100, 100, 20, 20, 1),
-        (20, 100, 100, 1, 1),
-        (4, 40, 40, 1, 1),
-        (4, 40, 40, 8, 1),
-        (40, 40, 10, 4, 1),
-        (40, 40, 10, 20, 1),
-        (40, 40, 10, 40, 1),
-        (100, 100, 100, 20, 4),
-    ],
+    rows(GROWTHS, each_run=5),
 )
 def test_in_a_group_that_has_grown_each_instance_gets_its_share(
     entries: int, old: int, new: int, at_once: int, coordinators: int
