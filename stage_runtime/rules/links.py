@@ -15,7 +15,7 @@ from typing import Final
 ACK_EVERY: Final = 32  # frames received before an ack is sent on its own; when idle a timer sends it earlier
 
 
-class Outgoing:
+class LinkSender:
     """The sender's half of one link. Not thread-safe: the caller holds the link's lock."""
 
     __slots__ = ("_frames", "_given", "last")  # one for each link
@@ -96,7 +96,7 @@ class Standing(Enum):
     RENEWED = "renewed"  #: Its sender has dropped the session that we still have: drop ours.
 
 
-class Incoming:
+class LinkReceiver:
     """The receiver's half of one link.
 
     session: our number of this link, higher than that of any link to the same peer before.
@@ -117,7 +117,7 @@ class Incoming:
         "session",
     )
 
-    def __init__(self, session: int, before: Incoming | None = None) -> None:
+    def __init__(self, session: int, before: LinkReceiver | None = None) -> None:
         self.session = session
         self.peer_session = 0  #: The peer's session that all frames here belong to; 0: no frame was received yet.
         self.last_received = 0  #: Everything up to here has been delivered.

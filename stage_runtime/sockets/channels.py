@@ -19,7 +19,7 @@ from typing import Final
 import zmq
 
 from stage_runtime.errors import LimitReached
-from stage_runtime.rules.links import Incoming
+from stage_runtime.rules.links import LinkReceiver
 from stage_runtime.sockets import detours, limits
 from stage_runtime.sockets.accepting import Accepting
 from stage_runtime.sockets.addresses import CurveSecurity
@@ -82,7 +82,7 @@ class Channels:
         self._sessions = itertools.count(1)
         self._links: dict[str, Link] = {}  #: By incarnation.
         self._unnamed: dict[str, Link] = {}  #: By endpoint: connected, not introduced yet.
-        self._given_up: dict[str, Incoming] = {}  #: Of the last link to a peer that was dropped, the oldest first.
+        self._given_up: dict[str, LinkReceiver] = {}  #: Of the last link to a peer that was dropped, the oldest first.
         self._acks = Acknowledging(loop, self._wake)
         self._resending = Resending(
             loop, self.counters, self._dialers.turn, flushed=lambda link: self._dismissals.flushed(link)
@@ -162,7 +162,7 @@ class Channels:
                 limits.check()
                 self._dismissals.keep(known)
             return known
-        incoming = Incoming(next(self._sessions), self._given_up.get(peer))
+        incoming = LinkReceiver(next(self._sessions), self._given_up.get(peer))
         link = Link(self.incarnation, peer, endpoint, incoming, stalled=self._stalled, watch=self._resending.watch)
         link.keep_awake = not peer
         if not asleep:
@@ -183,7 +183,7 @@ class Channels:
         link = self._unnamed.pop(endpoint, None)
         if link is not None:
             link.peer = peer
-            link.incoming = Incoming(link.incoming.session, self._given_up.get(peer))
+            link.incoming = LinkReceiver(link.incoming.session, self._given_up.get(peer))
             self._links[peer] = link
             self._dismissals.forget(peer)
         return link

@@ -15,7 +15,7 @@ from threading import Lock
 
 import zmq
 
-from stage_runtime.rules.links import Incoming, Outgoing
+from stage_runtime.rules.links import LinkReceiver, LinkSender
 from stage_runtime.sockets.accepting import Accepting
 from stage_runtime.sockets.dialing import Connection
 from stage_runtime.wire import codec
@@ -55,7 +55,7 @@ class Link:
         me: str,
         peer: str,
         endpoint: str,
-        incoming: Incoming,
+        incoming: LinkReceiver,
         *,
         stalled: Callable[[Link], None],
         watch: Callable[[Link], None],
@@ -78,7 +78,7 @@ class Link:
         self._me = me
         self._stalled = stalled
         self._watch = watch
-        self._outgoing = Outgoing()
+        self._outgoing = LinkSender()
         self._detours_from = 0  #: The last frame before the connection that is being made, or is there.
         self._detoured = (0, 0)  #: The last frame since then that went another way as well, and the bytes of all those.
         self._watched = False  #: The I/O thread looks after unacknowledged frames. False where there are none.

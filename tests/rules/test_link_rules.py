@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from stage_runtime.rules.links import Incoming, Outgoing, Standing, Verdict
+from stage_runtime.rules.links import LinkReceiver, LinkSender, Standing, Verdict
 from tests.thoroughness import examples
 
 
@@ -16,8 +16,8 @@ class Wire:
     """One direction of a link over a connection that may break: what is under way is lost then, as with ZeroMQ."""
 
     def __init__(self) -> None:
-        self.outgoing = Outgoing()
-        self.incoming = Incoming(1)
+        self.outgoing = LinkSender()
+        self.incoming = LinkReceiver(1)
         self.under_way: deque[tuple[int, bytes]] = deque()
         self.acks: deque[tuple[int, bool]] = deque()
         self.delivered: list[bytes] = []
@@ -121,7 +121,7 @@ def test_without_acknowledgements_a_lost_frame_stays_lost() -> None:
 
 
 def test_a_frame_that_was_never_written_leaves_no_hole() -> None:
-    outgoing = Outgoing()
+    outgoing = LinkSender()
     abandoned = outgoing.number()  # its message could not be encoded
     assert outgoing.number() == abandoned == 1
     outgoing.keep(1, b"one")
@@ -129,14 +129,14 @@ def test_a_frame_that_was_never_written_leaves_no_hole() -> None:
 
 
 def test_a_gap_is_asked_for_once_until_it_is_filled() -> None:
-    incoming = Incoming(1)
+    incoming = LinkReceiver(1)
     verdicts = [incoming.accept(seq) for seq in (1, 3, 4, 5, 2, 3, 5)]
     deliver, gap, asked = Verdict.DELIVER, Verdict.GAP, Verdict.ASKED
     assert verdicts == [deliver, gap, asked, asked, deliver, deliver, gap]
 
 
 def test_a_link_is_acknowledged_with_the_first_ack_of_a_frame() -> None:
-    incoming = Incoming(1)
+    incoming = LinkReceiver(1)
     assert (incoming.acked(), incoming.acknowledged) == (0, False)  # as any first frame of ours says
     incoming.accept(1)
     assert not incoming.acknowledged
@@ -144,14 +144,14 @@ def test_a_link_is_acknowledged_with_the_first_ack_of_a_frame() -> None:
 
 
 def test_frames_outside_the_order_are_always_delivered_and_owe_nothing() -> None:
-    incoming = Incoming(1)
+    incoming = LinkReceiver(1)
     assert [incoming.accept(0) for _ in range(3)] == [Verdict.DELIVER] * 3
     assert (incoming.last_received, incoming.owed) == (0, 0)
 
 
 @given(st.integers(0, 5), st.integers(6, 2**63))
 def test_an_ack_of_what_was_never_sent_frees_nothing(sent: int, ack: int) -> None:
-    outgoing = Outgoing()
+    outgoing = LinkSender()
     for seq in range(1, sent + 1):
         outgoing.keep(seq, b"x")
     assert outgoing.acked(ack) is False
@@ -159,7 +159,7 @@ def test_an_ack_of_what_was_never_sent_frees_nothing(sent: int, ack: int) -> Non
 
 
 def test_an_ack_may_be_for_a_frame_that_waits_to_be_sent_again() -> None:
-    outgoing = Outgoing()
+    outgoing = LinkSender()
     for seq in (1, 2, 3):
         outgoing.keep(seq, b"%d" % seq)
         outgoing.sent()
@@ -187,31 +187,31 @@ def test_an_ack_may_be_for_a_frame_that_waits_to_be_sent_again() -> None:
 def test_a_frame_is_placed_by_both_ends_numbers(
     before: list[tuple[int, int]], session: int, ack_session: int, standing: Standing
 ) -> None:
-    incoming = Incoming(2)
+    incoming = LinkReceiver(2)
     for earlier in before:
         incoming.stand(*earlier)
     assert incoming.stand(session, ack_session) is standing
 
 
 def test_frames_sent_before_the_peer_received_anything_are_void_once_the_link_was_given_up() -> None:
-    first = Incoming(1)
+    first = LinkReceiver(1)
     assert first.stand(7, 0) is Standing.CURRENT
     assert first.accept(1) is Verdict.DELIVER
     assert first.stand(7, 1) is Standing.CURRENT, "it hears us"
-    later = Incoming(3, Incoming(2, first))
+    later = LinkReceiver(3, LinkReceiver(2, first))
     assert later.stand(7, 0) is Standing.LAGGING
     assert later.stand(8, 0) is Standing.CURRENT
     assert later.accept(1) is Verdict.DELIVER
 
 
 def test_a_peer_that_never_noticed_the_dropped_link_goes_on_where_it_was() -> None:
-    first = Incoming(1)
+    first = LinkReceiver(1)
     assert first.stand(7, 0) is Standing.CURRENT
     assert [first.accept(seq) for seq in (1, 2)] == [Verdict.DELIVER] * 2
-    later = Incoming(3, Incoming(2, first))
+    later = LinkReceiver(3, LinkReceiver(2, first))
     assert later.stand(7, 0) is Standing.CURRENT
     assert [later.accept(seq) for seq in (1, 2, 3)] == [Verdict.DUPLICATE] * 2 + [Verdict.DELIVER]
-    anew = Incoming(3, Incoming(2, first))
+    anew = LinkReceiver(3, LinkReceiver(2, first))
     assert anew.stand(8, 0) is Standing.CURRENT
     assert anew.accept(1) is Verdict.DELIVER
 
@@ -221,12 +221,12 @@ class End:
 
     def __init__(self) -> None:
         self.session = 1
-        self.incoming = Incoming(1)
+        self.incoming = LinkReceiver(1)
         self.sent: list[tuple[int, int]] = []  #: (session, ack_session) of what may be said again, late.
 
     def renew(self) -> None:
         self.session += 1
-        self.incoming = Incoming(self.session, self.incoming)
+        self.incoming = LinkReceiver(self.session, self.incoming)
 
     def word(self) -> tuple[int, int]:
         self.sent.append((self.session, self.incoming.peer_session))

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import msgspec
 import pytest
 
-from stage_runtime.rules.links import Incoming
+from stage_runtime.rules.links import LinkReceiver
 from stage_runtime.sockets import detours
 from stage_runtime.sockets.links import Link
 from stage_runtime.wire import codec
@@ -167,7 +167,7 @@ async def test_on_one_machine_nothing_goes_by_the_coordinator(folder: Path) -> N
 
 @pytest.fixture
 def link() -> Iterator[Link]:
-    made = Link("aa", "bb", "tcp://b:1", Incoming(1), stalled=lambda link: None, watch=lambda link: None)
+    made = Link("aa", "bb", "tcp://b:1", LinkReceiver(1), stalled=lambda link: None, watch=lambda link: None)
     yield made
     made.close()
 
