@@ -22,7 +22,7 @@ from tests.engines.generation_kit import VOCABULARY, Answers, alone_with, core, 
 
 pytest.importorskip("numba")
 
-from stage_runtime.engines.autoregressive.kernels import decoder_layers, decoder_pass
+from stage_runtime.engines.autoregressive.kernels import decoder_layers, decoder_pass, tiles
 from stage_runtime.engines.autoregressive.kernels.attention_pages import PageAttention
 
 KNOWN = ["llama", "mistral", "qwen2", "qwen3"]
@@ -63,9 +63,18 @@ def test_joined_layers_answer_token_for_token_as_generate_does(kind: str, wide: 
     assert answers.tokens == {name: alone_with(expected, prompt, 12) for name, prompt in asked.items()}
 
 
-def runner(kind: str, *, joined: bool, direct: bool = False, wide: bool = True) -> ModelRunner:
-    """direct: with the short way through the decoder (`decoder_pass`)."""
-    model = PagedModel(copy.deepcopy(wide_model(kind) if wide else tiny_model(kind)))
+def runner(
+    kind: str,
+    *,
+    joined: bool,
+    direct: bool = False,
+    wide: bool = True,
+    short: bool = False,
+    dtype: torch.dtype = torch.float32,
+) -> ModelRunner:
+    """direct: with the short way through the decoder (`decoder_pass`). short: weights that bf16 holds."""
+    own = copy.deepcopy(wide_model(kind) if wide else tiny_model(kind))
+    model = PagedModel(own.bfloat16().to(dtype) if short else own)
     fusing.fuse(model.model)
     linears.pack(model.model, "numba")
     if joined:
@@ -112,6 +121,24 @@ def test_every_kind_of_step_gives_the_logits_of_the_layers_one_by_one(kind: str,
         for rows in steps:
             expected, found = (each.compute(step(rows)).logits for each in (one_by_one, joined))
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.skipif(not tiles.DOTS, reason="this processor does not multiply bf16 by bf16")
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("direct", [False, True])
+@pytest.mark.parametrize("kind", KNOWN)
+def test_joined_layers_in_bf16_are_as_near_to_f32_as_the_layers_one_by_one(kind: str, direct: bool) -> None:
+    steps = [[(0, 20), (0, 3)], [(20, 1), (3, 1), (0, 90)], [(21, 30), (4, 5), (90, 17)], [(51, 1), (9, 1)]]
+    exact = runner(kind, joined=False, short=True)
+    apart = runner(kind, joined=False, short=True, dtype=torch.bfloat16)
+    joined = runner(kind, joined=True, short=True, dtype=torch.bfloat16, direct=direct)
+    assert isinstance(joined.model.model.model.layers[0], decoder_layers.DecoderLayers)
+    with torch.inference_mode():
+        expected, *others = (
+            torch.cat([one.compute(step(rows)).logits.float() for rows in steps]) for one in (exact, apart, joined)
+        )
+    theirs, ours = (float((one - expected).norm()) for one in others)
+    assert 0 < ours <= 1.2 * theirs
 
 
 def test_the_short_way_knows_positions_beyond_those_that_it_began_with() -> None:

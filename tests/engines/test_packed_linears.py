@@ -51,6 +51,14 @@ def test_an_error_of_a_form_that_this_torch_has_is_not_taken_for_its_absence() -
         linears.measure(torch.randn(32, 8).as_subclass(Broken), ["plain"])
 
 
+def needs_dots() -> None:
+    pytest.importorskip("numba")
+    from stage_runtime.engines.autoregressive.kernels import tiles
+
+    if not tiles.DOTS:
+        pytest.skip("this processor does not multiply bf16 by bf16")
+
+
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("short", [True, False])
 @settings(max_examples=examples(25))
@@ -79,6 +87,31 @@ def test_a_compiled_product_is_that_of_exact_weights(
         torch.testing.assert_close(multiply(x).double(), exact, rtol=1e-5, atol=1e-4)
     finally:
         torch.set_num_threads(before)
+
+
+@settings(max_examples=examples(25))
+@given(
+    rows=st.sampled_from([1, 2, 3, 15, 16, 17, 64, 127, 129]),
+    inputs=st.sampled_from([2, 30, 48, 200]),
+    outputs=st.sampled_from([32, 64, 160]),
+    bias=st.booleans(),
+)
+def test_a_compiled_product_of_bf16_is_as_near_as_bf16_holds(rows: int, inputs: int, outputs: int, bias: bool) -> None:
+    needs_dots()
+    torch.manual_seed(rows * inputs + outputs)
+    weight = torch.randn(outputs, inputs).bfloat16()
+    added = torch.randn(outputs).bfloat16() if bias else None
+    x = torch.randn(inputs, rows).bfloat16().T  # rows are not one after the other
+    exact = x.double() @ weight.double().T + (0 if added is None else added.double())
+    found = linears.TiledLinear(weight, added)(x)
+    assert found.dtype is torch.bfloat16
+    torch.testing.assert_close(found.double(), exact, rtol=2.0**-8, atol=1e-3)
+
+
+def test_bf16_has_no_compiled_product_where_inputs_are_no_pairs() -> None:
+    needs_dots()
+    assert not linears.tiled(torch.ones(32, 7, dtype=torch.bfloat16))
+    assert linears.tiled(torch.ones(32, 8, dtype=torch.bfloat16))
 
 
 def test_nan_of_a_row_stays_in_that_row_of_a_compiled_product() -> None:

@@ -47,5 +47,6 @@ def _why_apart(spec: Autoregressive, paged: PagedModel, could: bool) -> str:
     if could:
         return "products of other forms are faster" if spec.linears == "auto" else f"linears={spec.linears!r}"
     if paged.dtype is not torch.float32:
-        return f"a program computes float32, and this is {str(paged.dtype).removeprefix('torch.')}"
+        kind = str(paged.dtype).removeprefix("torch.")
+        return f"a program computes float32, and bfloat16 where there is avx512_bf16; this is {kind}"
     return f"no program for the layers of {type(paged.model).__name__}, or for their sizes"

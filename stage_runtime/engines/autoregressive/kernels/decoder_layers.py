@@ -1,7 +1,8 @@
 """All layers of a decoder as one program of compiled loops: between two of them no Python runs, and helpers stay awake.
 
 Of the classes that `fusing` knows, once their linear layers are `linears.TiledLinear`. A step that the loops do not
-compute goes through the layers one by one, as before. For CPUs with numba; f32.
+compute goes through the layers one by one, as before. For CPUs with numba. f32; or bf16 where the processor multiplies
+it, with sums between layers in f32.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from stage_runtime.engines.autoregressive.kernels.attention_pages import (
 )
 
 CLASSES: Final = frozenset({"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"})
-F32: Final = 4  # bytes
+SUMS: Final = frozenset({"sums", "added"})  # f32 in any case
 
 #: An argument of a loop, or its number of parts: the same in every step; or a step's, by its name.
 Word: TypeAlias = int | str
@@ -142,7 +143,8 @@ class DecoderProgram:
         self._shape = backend.shape(layers[0].self_attn.layer_idx, layers[0].self_attn.heads)
         self._buffers: dict[str, Tensor] = {}
         norms = [layer.input_layernorm for layer in layers]
-        entries = [_norm(norms[0])]
+        self._dtype: torch.dtype = norms[0].weight.dtype
+        entries = [_add(norms[0])]  # nothing is added to the first rows
         # The rows after the last layer are added, too; what a norm makes of them is not read.
         for layer, norm in zip(layers, [*norms[1:], norms[-1]], strict=True):
             entries += [*self._attention(layer.self_attn, backend), _add(layer.post_attention_layernorm)]
@@ -171,7 +173,8 @@ class DecoderProgram:
         turned = attention.heads + attention.kv_heads
         yield attention.loop, ("turn_heads", "qkv", "cosines", "sines", "rows", turned, dim, stride)
         sizes = (attention.kv_heads * dim, attention.kv_heads * dim)
-        yield loops.write_pages(), ("write", "k", "v", keys, values, "slots", "rows", *sizes, stride)
+        write = loops.write_pages(self._dtype is torch.bfloat16)
+        yield write, ("write", "k", "v", keys, values, "slots", "rows", *sizes, stride)
         of_layer: tuple[Word, ...] = ("qkv", keys, values, "attended", shape.kv_heads, attention.window or NO_WINDOW)
         of_layer += (native.bits(attention.scaling), stride, dim)
         yield backend.decode_loop(shape), _attend("decode", DECODE_WORDS, of_layer)
@@ -184,15 +187,17 @@ class DecoderProgram:
         count = rows.shape[0]
         buffers = self._room(count)
         buffers["sums"][:count] = rows
+        buffers["added"][:count] = 0
         cosines, sines = (one.expand(1, count, -1).contiguous() for one in turns)
         addresses = {name: one.data_ptr() for name, one in buffers.items()}
         attention = self._first.self_attn
-        keys = addresses["qkv"] + attention.heads * attention.dim * F32
+        size = self._dtype.itemsize
+        keys = addresses["qkv"] + attention.heads * attention.dim * size
         step: dict[str, int] = {
             **addresses,
             **self._parts(count),
             "k": keys,
-            "v": keys + attention.kv_heads * attention.dim * F32,
+            "v": keys + attention.kv_heads * attention.dim * size,
             "rows": count,
             "cosines": cosines.data_ptr(),
             "sines": sines.data_ptr(),
@@ -206,7 +211,7 @@ class DecoderProgram:
         for name, places in self._places:
             self._words[places] = step[name]
         self._program.run()
-        return buffers["sums"][:count]
+        return buffers["sums"][:count].to(self._dtype)
 
     def _parts(self, rows: int) -> dict[str, int]:
         """Of the loops."""
@@ -225,7 +230,10 @@ class DecoderProgram:
             widths = {"sums": qkv.inputs, "normed": qkv.inputs, "qkv": qkv.outputs, "attended": o.inputs}
             widths |= {"added": o.outputs, "gate_up": gate_up.outputs, "inner": down.inputs}
             widths["blocks"] = max(one.inputs for one in (qkv, o, gate_up, down))
-            self._buffers = {name: torch.empty(rows, width) for name, width in widths.items()}
+            self._buffers = {
+                name: torch.empty(rows, width, dtype=torch.float32 if name in SUMS else self._dtype)
+                for name, width in widths.items()
+            }
         return self._buffers
 
 
@@ -235,21 +243,16 @@ def _attend(name: str, count: int, of_layer: Sequence[Word]) -> Sequence[Word]:
     return parts, *of_layer, *of_step
 
 
-def _norm(norm: fusing.FusedNorm) -> Entry:
-    dim = norm.weight.shape[0]
-    return norm.loop, ("norm", "sums", norm.weight.data_ptr(), "normed", "rows", 1, dim, dim, dim, norm.epsilon)
-
-
 def _add(norm: fusing.FusedNorm) -> Entry:
     words = norm.weight.data_ptr(), "normed", "rows", norm.weight.shape[0], norm.epsilon
-    return loops.add_rms_norm(), ("norm", "sums", "added", *words)
+    return loops.add_rms_norm(norm.weight.dtype is torch.bfloat16), ("norm", "sums", "added", *words)
 
 
 def _multiply(name: str, linear: Any, source: str, target: str) -> Iterator[Entry]:
     product: linears.TiledLinear = linear.product
-    yield product.interleave, (f"copy_{name}", source, "blocks", "rows", product.inputs)
-    words = "blocks", *product.addresses, target, "rows", product.inputs, product.outputs
-    yield product.multiply, (f"multiply_{name}", *words)
+    yield product.interleave, (f"copy_{name}", source, "blocks", "rows", product.words)
+    words = "blocks", *product.addresses, target, "rows", product.words, product.outputs
+    yield product.multiply_sums if target in SUMS else product.multiply, (f"multiply_{name}", *words)
 
 
 def _feed_forward(mlp: Any) -> Iterator[Entry]:

@@ -80,10 +80,11 @@ def _built(backend: LinearsBackend) -> bool:
 
 
 class TiledLinear:
-    """A product by compiled loops (`products.multiply`). f32.
+    """A product by compiled loops (`products.multiply`).
 
-    Weights that bf16 holds exactly, as those of most checkpoints, are kept as bf16: the numbers are the same, and a
-    step of few requests, which takes as long as its weights take to be read, reads half as much.
+    f32 weights that bf16 holds exactly, as those of most checkpoints, are kept as bf16: the numbers are the same, and a
+    step of few requests, which takes as long as its weights take to be read, reads half as much. bf16 weights are
+    multiplied by bf16 rows, where the processor does that (`tiles.DOTS`).
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
@@ -93,12 +94,20 @@ class TiledLinear:
         from stage_runtime.engines.autoregressive.kernels import products, tiles
 
         self.outputs, self.inputs = weight.shape
-        short = weight.bfloat16()
-        halved = torch.equal(short.float(), weight)
-        panels = (short if halved else weight).view(-1, tiles.LANES, self.inputs)
+        if weight.dtype is torch.bfloat16:
+            self.words = self.inputs // 2  #: Of four bytes, in a row of x: loops count these.
+            panels = weight.view(-1, tiles.LANES, self.words, 2)
+            self.multiply = products.multiply(False, True, True)
+            self.multiply_sums = products.multiply(False, True, False)  #: As `multiply`, with an output in f32.
+        else:
+            self.words = self.inputs
+            short = weight.bfloat16()
+            halved = torch.equal(short.float(), weight)
+            panels = (short if halved else weight).view(-1, tiles.LANES, self.inputs)
+            self.multiply = self.multiply_sums = products.multiply(halved)
         self._weight = panels.transpose(1, 2).contiguous()
-        self._bias = (weight.new_zeros(self.outputs) if bias is None else bias).contiguous()
-        self.interleave, self.multiply = products.interleave(), products.multiply(halved)
+        self._bias = (weight.new_zeros(self.outputs) if bias is None else bias).float().contiguous()
+        self.interleave = products.interleave()
         self._most_parts = self.outputs // tiles.OUTPUTS
         self.weight_bytes = self._weight.numel() * self._weight.itemsize
 
@@ -107,9 +116,9 @@ class TiledLinear:
         out = x.new_empty(rows, self.outputs)
         if rows > 1:
             blocks = torch.empty_like(x)
-            self.interleave(self.copy_parts(rows), x.data_ptr(), blocks.data_ptr(), rows, self.inputs)
+            self.interleave(self.copy_parts(rows), x.data_ptr(), blocks.data_ptr(), rows, self.words)
             x = blocks
-        self.multiply(self.parts(), x.data_ptr(), *self.addresses, out.data_ptr(), rows, self.inputs, self.outputs)
+        self.multiply(self.parts(), x.data_ptr(), *self.addresses, out.data_ptr(), rows, self.words, self.outputs)
         return out
 
     @property
@@ -119,7 +128,7 @@ class TiledLinear:
 
     def copy_parts(self, rows: int) -> int:
         """Of `interleave`."""
-        return min(native.parts_for(rows * self.inputs, LEAST_COPIED), self.inputs)
+        return min(native.parts_for(rows * self.inputs, LEAST_COPIED), self.words)
 
     def parts(self) -> int:
         """Of `multiply`."""
@@ -128,10 +137,12 @@ class TiledLinear:
 
 def tiled(weight: Tensor) -> bool:
     """Whether there is a `TiledLinear` of it."""
-    if not native.available() or weight.dtype != torch.float32:
+    if not native.available() or weight.dtype not in native.DTYPES:
         return False
     from stage_runtime.engines.autoregressive.kernels import tiles
 
+    if weight.dtype is torch.bfloat16 and not (tiles.DOTS and weight.shape[1] % 2 == 0):
+        return False
     return weight.shape[0] % tiles.OUTPUTS == 0 and weight.numel() > 0
 
 

@@ -286,15 +286,16 @@ def rms_norm(bf16: bool) -> Any:
 
 
 @loop
-def add_rms_norm() -> Any:
-    """``sums += added``, then `rms_norm` of the sums; f32.
+def add_rms_norm(bf16: bool) -> Any:
+    """``sums += added``, then `rms_norm` of the sums. Both are f32; bf16: weight and output are not.
 
     Arguments: sums, added, weight, output, rows, dim, epsilon.
     """
+    at, load, store = _access(bf16)
 
     def kernel(data):
         words = i64_at(data)
-        sums, added, weight, output = f32_at(words[2]), f32_at(words[3]), f32_at(words[4]), f32_at(words[5])
+        sums, added, weight, output = f32_at(words[2]), f32_at(words[3]), at(words[4]), at(words[5])
         rows, dim = words[6], words[7]
         epsilon = np.float32(f64_of(words[8]))
         while True:
@@ -310,21 +311,22 @@ def add_rms_norm() -> Any:
                     total += value * value
                 factor = np.float32(1) / np.sqrt(total / np.float32(dim) + epsilon)
                 for d in range(dim):
-                    output[base + d] = sums[base + d] * factor * weight[d]
+                    store(output, base + d, sums[base + d] * factor * load(weight, d))
 
     return kernel
 
 
 @loop
-def write_pages() -> Any:
-    """Copy rows into pages; f32. Arguments: K and V rows, pages of K and of V, slots ``[rows]``, rows, values of a
+def write_pages(bf16: bool) -> Any:
+    """Copy rows into pages. Arguments: K and V rows, pages of K and of V, slots ``[rows]``, rows, values of a
     token's K and V, stride by row.
     """
+    at, _load, _store = _access(bf16)
 
     def kernel(data):
         words = i64_at(data)
-        new_keys, new_values = f32_at(words[2]), f32_at(words[3])
-        keys, values = f32_at(words[4]), f32_at(words[5])
+        new_keys, new_values = at(words[2]), at(words[3])
+        keys, values = at(words[4]), at(words[5])
         slots = i64_at(words[6])
         rows, key_size, value_size, by_row = words[7], words[8], words[9], words[10]
         while True:

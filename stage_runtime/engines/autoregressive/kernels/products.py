@@ -18,7 +18,7 @@ ROWS_AT_ONCE: Final = 128 // tiles.ROWS * tiles.ROWS
 def interleave() -> Any:
     """Rows as `multiply` reads them: each block of `tiles.ROWS` rows, the last one smaller, as ``[inputs, rows]``.
 
-    Arguments: input and output, f32, rows, inputs.
+    Arguments: input and output, f32, rows, inputs. Of bf16, a pair of values is copied as one, and counted so.
     """
 
     def kernel(data):
@@ -40,12 +40,14 @@ def interleave() -> Any:
 
 
 @loop
-def multiply(halved: bool) -> Any:
-    """A linear layer: ``output = x @ weights + bias``. halved: weights are bf16; everything else is f32.
+def multiply(halved: bool, paired: bool = False, rounded: bool = False) -> Any:
+    """A linear layer: ``output = x @ weights + bias``. halved: weights are bf16; everything else is f32. paired: x and
+    weights are bf16, and ``inputs`` counts pairs of them; rounded: the output, too.
 
     Arguments: x as `interleave` gives it, weights as `tiles` packs them, bias, output, rows, inputs, outputs.
     """
-    tile, width = tiles.tile(halved), tiles.weight_bytes(halved)
+    tile = tiles.pair_tile(rounded) if paired else tiles.tile(halved)
+    width, out = tiles.weight_bytes(halved), 2 if rounded else 4
 
     def kernel(data):
         words = i64_at(data)
@@ -65,7 +67,7 @@ def multiply(halved: bool) -> Any:
                             x + row * inputs * 4,
                             weights + column * inputs * width,
                             bias + column * 4,
-                            output + (row * outputs + column) * 4,
+                            output + (row * outputs + column) * out,
                             inputs,
                             outputs,
                         )

@@ -44,7 +44,10 @@ def registers(features: str) -> Registers:
     return WIDE if "+avx512f" in features.split(",") else NARROW
 
 
-REGISTERS: Final = registers(loop_cache.features())
+FEATURES: Final = loop_cache.features()
+REGISTERS: Final = registers(FEATURES)
+#: Whether the processor multiplies bf16 by bf16, two at a time, and adds both products to an f32.
+DOTS: Final = "+avx512bf16" in FEATURES.split(",")
 ROWS: Final = REGISTERS.rows
 AHEAD: Final = 2048  # bytes of weights: asked for so long before they are read; measured in turns with 0, 1024 and 4096
 
@@ -53,6 +56,22 @@ _F32: Final = ir.FloatType()
 _VECTOR: Final = ir.VectorType(_F32, LANES)
 _UPPER_HALVES: Final = ir.VectorType(ir.IntType(16), LANES)
 _BITS: Final = ir.VectorType(ir.IntType(32), LANES)
+
+
+class _Bf16(ir.Type):  # type: ignore[misc]
+    """LLVM's, for which llvmlite has no class."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Bf16)
+
+    def __hash__(self) -> int:
+        return hash(_Bf16)
+
+
+_PAIRS: Final = ir.VectorType(_Bf16(), 2 * LANES)
 
 
 def weight_bytes(halved: bool) -> int:
@@ -69,22 +88,50 @@ def tile(halved: bool, registers: Registers = REGISTERS) -> Any:
     @intrinsic
     def multiply(typing_context, rows, x, weights, bias, output, inputs, stride):
         def build(context, builder, signature, values):
-            after = builder.append_basic_block("after")
-            switch = builder.switch(values[0], after)
-            for count in range(1, registers.rows + 1):
-                block = builder.append_basic_block(f"rows{count}")
-                switch.add_case(_word(count), block)
-                builder.position_at_end(block)
-                panels = PANELS if count * PANELS <= registers.sums else 1
-                for first in range(0, PANELS, panels):
-                    _product(_Code(builder), halved, count, range(first, first + panels), *values[1:])
-                builder.branch(after)
-            builder.position_at_end(after)
+            def of(count: int, panels: range) -> None:
+                _product(_Code(builder), halved, count, panels, *values[1:])
+
+            _by_rows(builder, values[0], registers, of)
             return context.get_dummy_value()
 
         return types.void(*[types.int64] * 7), build
 
     return multiply
+
+
+def pair_tile(rounded: bool, registers: Registers = REGISTERS) -> Any:
+    """As `tile`, of bf16 by bf16: x is ``[pairs, rows, 2]``, panels are ``[pairs, LANES, 2]``. Where there are `DOTS`.
+
+    The function takes the number of pairs of inputs, not of inputs. rounded: the output is bf16; else f32, as the bias.
+    """
+
+    @intrinsic
+    def multiply(typing_context, rows, x, weights, bias, output, pairs, stride):
+        def build(context, builder, signature, values):
+            def of(count: int, panels: range) -> None:
+                _dot_product(_Code(builder), rounded, count, panels, *values[1:])
+
+            _by_rows(builder, values[0], registers, of)
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 7), build
+
+    return multiply
+
+
+def _by_rows(builder: Any, rows: Any, registers: Registers, product: Callable[[int, range], None]) -> None:
+    """Code of ``product`` for each number of rows, and for the panels whose sums stay in registers."""
+    after = builder.append_basic_block("after")
+    switch = builder.switch(rows, after)
+    for count in range(1, registers.rows + 1):
+        block = builder.append_basic_block(f"rows{count}")
+        switch.add_case(_word(count), block)
+        builder.position_at_end(block)
+        panels = PANELS if count * PANELS <= registers.sums else 1
+        for first in range(0, PANELS, panels):
+            product(count, range(first, first + panels))
+        builder.branch(after)
+    builder.position_at_end(after)
 
 
 def scores(bf16: bool, dim: int, wide: int, group: int) -> Any:
@@ -186,6 +233,38 @@ class _Code:
         first = self.builder.insert_element(nothing, value, ir.Constant(ir.IntType(32), 0))
         return self.builder.shuffle_vector(first, nothing, ir.Constant(_BITS, [0] * LANES))
 
+    def pairs(self, address: Any) -> Any:
+        """`LANES` pairs of bf16."""
+        found = self.builder.load(self.builder.inttoptr(address, _BITS.as_pointer()), align=4)
+        return self.builder.bitcast(found, _PAIRS)
+
+    def same_pair(self, address: Any) -> Any:
+        """One pair of bf16 in all lanes."""
+        value = self.builder.load(self.builder.inttoptr(address, ir.IntType(32).as_pointer()), align=4)
+        nothing = ir.Constant(_BITS, ir.Undefined)
+        first = self.builder.insert_element(nothing, value, ir.Constant(ir.IntType(32), 0))
+        same = self.builder.shuffle_vector(first, nothing, ir.Constant(_BITS, [0] * LANES))
+        return self.builder.bitcast(same, _PAIRS)
+
+    def dotted(self, one: Any, other: Any, total: Any) -> Any:
+        """``total`` and both products of each pair."""
+        kind = ir.FunctionType(_VECTOR, [_VECTOR, _PAIRS, _PAIRS])
+        call = self._declared("llvm.x86.avx512bf16.dpbf16ps.512", kind)
+        return self.builder.call(call, [total, one, other])
+
+    def rounded(self, vector: Any) -> Any:
+        """As bf16: to the nearest, ties to even. NaN stays NaN."""
+        builder = self.builder
+
+        def all_lanes(value: int) -> Any:
+            return ir.Constant(_BITS, [value] * LANES)
+
+        bits = builder.bitcast(vector, _BITS)
+        odd = builder.and_(builder.lshr(bits, all_lanes(16)), all_lanes(1))
+        upper = builder.lshr(builder.add(builder.add(bits, all_lanes(0x7FFF)), odd), all_lanes(16))
+        upper = builder.select(builder.fcmp_unordered("uno", vector, vector), all_lanes(0x7FC0), upper)
+        return builder.trunc(upper, _UPPER_HALVES)
+
     def fetch(self, address: Any) -> None:
         """Ask for what is read soon. Any address will do: of one that cannot be read, nothing comes."""
         pointer, word = ir.IntType(8).as_pointer(), ir.IntType(32)
@@ -203,8 +282,8 @@ class _Code:
         """Of lanes that are no NaN."""
         return self.builder.call(self._top, [vector], fastmath=("nnan",))
 
-    def store(self, value: Any, address: Any) -> None:
-        self.builder.store(value, self.builder.inttoptr(address, value.type.as_pointer()), align=4)
+    def store(self, value: Any, address: Any, align: int = 4) -> None:
+        self.builder.store(value, self.builder.inttoptr(address, value.type.as_pointer()), align=align)
 
     def loop(self, count: Any, begins: Sequence[Any], body: Callable[[Any, list[Any]], list[Any]]) -> list[Any]:
         """``count`` times, at least once: ``body(index, sums)`` returns the next sums. Returns: the last ones."""
@@ -255,6 +334,39 @@ def _product(
     for row in range(rows):
         for panel in panels:
             code.store(next(found), code.at(output, (stride, row * 4), (_word(panel), LANES * 4)))
+
+
+def _dot_product(
+    code: _Code,
+    rounded: bool,
+    rows: int,
+    panels: range,
+    x: Any,
+    weights: Any,
+    bias: Any,
+    output: Any,
+    pairs: Any,
+    stride: Any,
+) -> None:
+    """As `_product`, by pairs of inputs."""
+    width, out = 4, 2 if rounded else 4
+    lines = [code.at(weights, (pairs, panel * LANES * width)) for panel in panels]
+    begins = [code.vector(code.at(bias, (_word(panel), LANES * 4))) for panel in panels]
+
+    def body(index: Any, sums: list[Any]) -> list[Any]:
+        for line in lines:
+            code.fetch(code.at(line, (index, LANES * width), (_word(AHEAD), 1)))
+        taken = [code.pairs(code.at(line, (index, LANES * width))) for line in lines]
+        values = [code.same_pair(code.at(x, (index, rows * width), (_word(row), width))) for row in range(rows)]
+        both = [(value, one) for value in values for one in taken]
+        return [code.dotted(value, one, total) for (value, one), total in zip(both, sums, strict=True)]
+
+    found = iter(code.loop(pairs, begins * rows, body))
+    for row in range(rows):
+        for panel in panels:
+            place = code.at(output, (stride, row * out), (_word(panel), LANES * out))
+            sums = next(found)
+            code.store(code.rounded(sums) if rounded else sums, place, align=out)
 
 
 def _scores(
