@@ -117,6 +117,7 @@ class Scheduler:
         self._resuming: dict[str, Request] = {}  #: Of ``_paused``: those whose rows have come.
         self._finished: list[str] = []
         self._arrivals = 0
+        self._budget = 0  #: Tokens that are left of the step that is being scheduled.
 
     # --- requests -----------------------------------------------------------------------------------------------
 
@@ -260,6 +261,7 @@ class Scheduler:
         is scheduled; requests that wait for its result are left out.
         """
         rows: dict[str, Row] = {}
+        self._budget = self.limits.max_batched_tokens
         preempted = self.stats.preemptions
         self._resume()
         for request in sorted(self._running, key=lambda one: (one.ready - one.computed > 1, self._key(one))):
@@ -277,14 +279,15 @@ class Scheduler:
         finished, self._finished = tuple(self._finished), []
         return SchedulerOutput(tuple(rows.values()), finished)
 
-    def _budget(self, rows: Mapping[str, Row]) -> int:
-        return self.limits.max_batched_tokens - sum(row.count for row in rows.values())
+    def _plan(self, rows: dict[str, Row], request: Request, count: int) -> None:
+        rows[request.id] = _row(request, request.computed, count)
+        self._budget -= count
 
     def _continue(self, request: Request, rows: dict[str, Row]) -> None:
         """A row for a running request, unless it was preempted, waits for a result, or nothing is left for it."""
         if request.state is not RequestStatus.RUNNING:
             return
-        count = min(request.ready - request.computed, self._budget(rows), self.limits.max_chunk)
+        count = min(request.ready - request.computed, self._budget, self.limits.max_chunk)
         if count <= 0:
             return
         fresh = self._blocks_for(request.computed + count) - len(request.blocks)
@@ -294,11 +297,12 @@ class Scheduler:
             if victim is None:
                 return
             self._preempt(victim)
-            rows.pop(victim.id, None)
+            if (lost := rows.pop(victim.id, None)) is not None:
+                self._budget += lost.count
             if victim is request:
                 return
         request.blocks += self.pool.take(fresh)
-        rows[request.id] = _row(request, request.computed, count)
+        self._plan(rows, request, count)
 
     def _begin(self, rows: dict[str, Row], followers: list[Request]) -> bool:
         """A row for the first request of the queue, if there is room for it.
@@ -307,8 +311,7 @@ class Scheduler:
         leave them the places and the blocks that they will need.
         """
         request = self._queue.first()
-        budget = self._budget(rows)
-        if request is None or budget <= 0 or len(self._running) + len(followers) >= self.limits.max_requests:
+        if request is None or self._budget <= 0 or len(self._running) + len(followers) >= self.limits.max_requests:
             return False
         size = self.limits.block_size
         if self._precedes(self._filling.get(request.follows), request):
@@ -335,7 +338,7 @@ class Scheduler:
         request.happen(RequestEvent.SCHEDULED)
         self._run(request)
         hits = len(found) * size
-        count = min(request.ready - hits, budget, self.limits.max_chunk)
+        count = min(request.ready - hits, self._budget, self.limits.max_chunk)
         self.pool.share(found)
         request.blocks = [*found, *self.pool.take(self._blocks_for(hits + count) - len(found))]
         request.computed = hits
@@ -348,7 +351,7 @@ class Scheduler:
             request.hit_tokens = hits
             self.stats.prompt_tokens += request.prompt_tokens
             self.stats.hit_tokens += hits
-        rows[request.id] = _row(request, hits, count)
+        self._plan(rows, request, count)
         return True
 
     def _being_filled(self, request: Request, hashes: Sequence[bytes]) -> list[bytes]:
@@ -446,9 +449,9 @@ class Scheduler:
     def _cache(self, request: Request, row: Row) -> None:
         """Make the blocks that the row has filled known."""
         size = self.limits.block_size
-        if not self.limits.prefix_caching:
-            return
         first, last = row.start // size, (row.start + row.count) // size
+        if first == last or not self.limits.prefix_caching:
+            return
         filled = self._hashes(request, last)[first:]
         for index, content in enumerate(filled, first):
             self.pool.cache(request.blocks[index], content)
