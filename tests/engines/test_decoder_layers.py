@@ -141,6 +141,18 @@ def test_joined_layers_in_bf16_are_as_near_to_f32_as_the_layers_one_by_one(kind:
     assert 0 < ours <= 1.2 * theirs
 
 
+def test_layers_whose_norms_have_another_dtype_are_not_joined() -> None:
+    model = copy.deepcopy(wide_model("llama"))
+    fusing.fuse(model)
+    with torch.inference_mode():
+        linears.pack(model, "numba")
+    norm = model.model.layers[1].post_attention_layernorm
+    norm.weight = norm.weight.bfloat16()
+    assert decoder_layers.join(model) == 0
+    norm.weight = norm.weight.float()
+    assert decoder_layers.join(model) == 2
+
+
 def test_the_short_way_knows_positions_beyond_those_that_it_began_with() -> None:
     """They are computed when they are needed; a table that one pass made larger serves the next one."""
     many = decoder_pass.FIRST_POSITIONS

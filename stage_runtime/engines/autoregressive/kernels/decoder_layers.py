@@ -80,9 +80,13 @@ def _known(layer: Any) -> bool:
 
 
 def _fits(layer: Any) -> bool:
-    return _known(layer) and all(
+    if not _known(layer) or not all(
         type(one) is linears.PackedLinear and isinstance(one.product, linears.TiledLinear) for one in _linears(layer)
-    )
+    ):
+        return False
+    norms = layer.input_layernorm, layer.post_attention_layernorm, *layer.self_attn.norms
+    # Loops read each other's output by its address.
+    return len({one.weight.dtype for one in norms} | {one.product.dtype for one in _linears(layer)}) == 1
 
 
 def _linears(layer: Any) -> tuple[Any, ...]:
@@ -92,7 +96,14 @@ def _linears(layer: Any) -> tuple[Any, ...]:
 def _sizes(layer: Any) -> tuple[Any, ...]:
     attention = layer.self_attn
     sizes = [(one.product.inputs, one.product.outputs) for one in _linears(layer)]
-    return (*sizes, attention.heads, attention.kv_heads, attention.dim, len(attention.norms))
+    return (
+        *sizes,
+        layer.input_layernorm.weight.dtype,
+        attention.heads,
+        attention.kv_heads,
+        attention.dim,
+        len(attention.norms),
+    )
 
 
 class DecoderLayers(nn.Module):

@@ -93,7 +93,7 @@ class TiledLinear:
             raise RuntimeError(f"no compiled product for {weight.dtype} {list(weight.shape)}")
         from stage_runtime.engines.autoregressive.kernels import products, tiles
 
-        self.outputs, self.inputs = weight.shape
+        self.outputs, self.inputs, self.dtype = *weight.shape, weight.dtype
         if weight.dtype is torch.bfloat16:
             self.words = self.inputs // 2  #: Of four bytes, in a row of x: loops count these.
             panels = weight.view(-1, tiles.LANES, self.words, 2)

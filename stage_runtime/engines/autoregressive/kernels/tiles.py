@@ -10,6 +10,7 @@ the upper halves of f32's, sums are f32. Addresses are whole numbers; packed wei
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -22,6 +23,7 @@ from stage_runtime.engines.autoregressive.kernels import loop_cache
 LANES: Final = 16  # outputs of a panel: one register of AVX-512, several of others
 PANELS: Final = 2
 OUTPUTS: Final = PANELS * LANES  # of a tile
+PAIR: Final = 4  # bytes of two bf16 values
 
 
 class Registers(NamedTuple):
@@ -85,18 +87,7 @@ def tile(halved: bool, registers: Registers = REGISTERS) -> Any:
     distance between rows.
     """
 
-    @intrinsic
-    def multiply(typing_context, rows, x, weights, bias, output, inputs, stride):
-        def build(context, builder, signature, values):
-            def of(count: int, panels: range) -> None:
-                _product(_Code(builder), halved, count, panels, *values[1:])
-
-            _by_rows(builder, values[0], registers, of)
-            return context.get_dummy_value()
-
-        return types.void(*[types.int64] * 7), build
-
-    return multiply
+    return _tile(registers, functools.partial(_product, halved=halved))
 
 
 def pair_tile(rounded: bool, registers: Registers = REGISTERS) -> Any:
@@ -105,13 +96,14 @@ def pair_tile(rounded: bool, registers: Registers = REGISTERS) -> Any:
     The function takes the number of pairs of inputs, not of inputs. rounded: the output is bf16; else f32, as the bias.
     """
 
-    @intrinsic
-    def multiply(typing_context, rows, x, weights, bias, output, pairs, stride):
-        def build(context, builder, signature, values):
-            def of(count: int, panels: range) -> None:
-                _dot_product(_Code(builder), rounded, count, panels, *values[1:])
+    return _tile(registers, functools.partial(_dot_product, rounded=rounded))
 
-            _by_rows(builder, values[0], registers, of)
+
+def _tile(registers: Registers, product: Callable[..., None]) -> Any:
+    @intrinsic
+    def multiply(typing_context, rows, x, weights, bias, output, inputs, stride):
+        def build(context, builder, signature, values):
+            _by_rows(builder, values[0], registers, lambda *form: product(_Code(builder), *form, *values[1:]))
             return context.get_dummy_value()
 
         return types.void(*[types.int64] * 7), build
@@ -307,7 +299,6 @@ class _Code:
 
 def _product(
     code: _Code,
-    halved: bool,
     rows: int,
     panels: range,
     x: Any,
@@ -316,29 +307,24 @@ def _product(
     output: Any,
     inputs: Any,
     stride: Any,
+    *,
+    halved: bool,
 ) -> None:
     """A tile, or one panel of it."""
     width = weight_bytes(halved)
     lines = [code.at(weights, (inputs, panel * LANES * width)) for panel in panels]
-    begins = [code.vector(code.at(bias, (_word(panel), LANES * 4))) for panel in panels]
 
     def body(index: Any, sums: list[Any]) -> list[Any]:
-        for line in lines:
-            code.fetch(code.at(line, (index, LANES * width), (_word(AHEAD), 1)))
-        taken = [code.vector(code.at(line, (index, LANES * width)), halved) for line in lines]
+        taken = [code.vector(line, halved) for line in _read(code, lines, index, width)]
         values = [code.same(code.at(x, (index, rows * 4), (_word(row), 4))) for row in range(rows)]
         pairs = [(value, one) for value in values for one in taken]
         return [code.fused(value, one, total) for (value, one), total in zip(pairs, sums, strict=True)]
 
-    found = iter(code.loop(inputs, begins * rows, body))
-    for row in range(rows):
-        for panel in panels:
-            code.store(next(found), code.at(output, (stride, row * 4), (_word(panel), LANES * 4)))
+    _keep(code, code.loop(inputs, _biases(code, bias, panels) * rows, body), panels, output, stride, 4)
 
 
 def _dot_product(
     code: _Code,
-    rounded: bool,
     rows: int,
     panels: range,
     x: Any,
@@ -347,26 +333,38 @@ def _dot_product(
     output: Any,
     pairs: Any,
     stride: Any,
+    *,
+    rounded: bool,
 ) -> None:
     """As `_product`, by pairs of inputs."""
-    width, out = 4, 2 if rounded else 4
-    lines = [code.at(weights, (pairs, panel * LANES * width)) for panel in panels]
-    begins = [code.vector(code.at(bias, (_word(panel), LANES * 4))) for panel in panels]
+    lines = [code.at(weights, (pairs, panel * LANES * PAIR)) for panel in panels]
 
     def body(index: Any, sums: list[Any]) -> list[Any]:
-        for line in lines:
-            code.fetch(code.at(line, (index, LANES * width), (_word(AHEAD), 1)))
-        taken = [code.pairs(code.at(line, (index, LANES * width))) for line in lines]
-        values = [code.same_pair(code.at(x, (index, rows * width), (_word(row), width))) for row in range(rows)]
+        taken = [code.pairs(line) for line in _read(code, lines, index, PAIR)]
+        values = [code.same_pair(code.at(x, (index, rows * PAIR), (_word(row), PAIR))) for row in range(rows)]
         both = [(value, one) for value in values for one in taken]
         return [code.dotted(value, one, total) for (value, one), total in zip(both, sums, strict=True)]
 
-    found = iter(code.loop(pairs, begins * rows, body))
-    for row in range(rows):
-        for panel in panels:
-            place = code.at(output, (stride, row * out), (_word(panel), LANES * out))
-            sums = next(found)
-            code.store(code.rounded(sums) if rounded else sums, place, align=out)
+    sums = code.loop(pairs, _biases(code, bias, panels) * rows, body)
+    _keep(code, [code.rounded(one) for one in sums] if rounded else sums, panels, output, stride, 2 if rounded else 4)
+
+
+def _biases(code: _Code, bias: Any, panels: range) -> list[Any]:
+    return [code.vector(code.at(bias, (_word(panel), LANES * 4))) for panel in panels]
+
+
+def _read(code: _Code, lines: Sequence[Any], index: Any, width: int) -> list[Any]:
+    """Addresses of the weights of an input, or of a pair; those that follow are asked for. width: of one, in bytes."""
+    for line in lines:
+        code.fetch(code.at(line, (index, LANES * width), (_word(AHEAD), 1)))
+    return [code.at(line, (index, LANES * width)) for line in lines]
+
+
+def _keep(code: _Code, sums: Sequence[Any], panels: range, output: Any, stride: Any, width: int) -> None:
+    """Store sums, by row and panel. width: of an output, in bytes."""
+    for number, one in enumerate(sums):
+        row, panel = divmod(number, len(panels))
+        code.store(one, code.at(output, (stride, row * width), (_word(panels[panel]), LANES * width)), align=width)
 
 
 def _scores(
