@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import time
+from typing import Any
+
 import pytest
 
 from stage_runtime.relays import pace
+from stage_runtime.relays.base import Peer
 from stage_runtime.relays.mooncake import reading
 from stage_runtime.relays.nccl import messages
 from stage_runtime.relays.nixl import worker
@@ -40,6 +44,42 @@ def test_a_peer_that_is_slow_all_the_time_is_late_once_at_most(per_s: int, most:
             peer.took(nbytes, nbytes / per_s)
     assert late <= (per_s < pace.FIRST_NBYTES / late_s)
     assert peer.next_nbytes() / per_s < late_s
+
+
+class SlowAgent:
+    """Of nixl: moves so many bytes a second. Its clock is the test's."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, per_s: int) -> None:
+        self.now, self.per_s = 100.0, per_s
+        self.pieces: list[int] = []
+        self.here_at: list[float] = []
+        monkeypatch.setattr(time, "monotonic", lambda: self.now)
+
+    def load(self, peer: str, metadata: bytes) -> None: ...
+
+    def notifications(self) -> dict[str, list[bytes]]:
+        return {}
+
+    def begin(self, *, nbytes: int, **_others: Any) -> int:
+        self.pieces.append(nbytes)
+        self.here_at.append(max([self.now, *self.here_at[-1:]]) + nbytes / self.per_s)
+        return len(self.pieces) - 1
+
+    def done(self, handle: int) -> bool:
+        return self.now >= self.here_at[handle]
+
+
+@pytest.mark.parametrize(("per_s", "most"), [(200_000, 250_000), (3_000_000_000, worker.MOST_NBYTES)])
+def test_nixl_moves_pieces_of_a_second_at_most(monkeypatch: pytest.MonkeyPatch, per_s: int, most: int) -> None:
+    agent, ended = SlowAgent(monkeypatch, per_s), list[str | None]()
+    thread = worker.Worker(agent, noticed=lambda *_: None, expects=lambda: False)  # type: ignore[arg-type]
+    route = worker.NixlRoute(Peer("slow"), None, b"", b"", reads=False)  # type: ignore[arg-type]
+    thread.move(worker.Move(route, 0, 0, 20 * MIB, write=True, over=lambda _move, why: ended.append(why)))
+    while not ended:
+        agent.now = min(at for at in agent.here_at if at > agent.now)
+        thread._turn()
+    assert ended == [None] and sum(agent.pieces) == 20 * MIB
+    assert most / 2 < max(agent.pieces) <= most
 
 
 def test_a_peer_that_was_slow_for_a_while_is_asked_for_much_again() -> None:

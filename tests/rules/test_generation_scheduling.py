@@ -104,6 +104,17 @@ def test_rows_that_decode_come_first_and_prompts_fill_the_budget_in_chunks() -> 
     assert shape(scheduler.schedule()) == [("a", 4, 1), ("b", 5, 5), ("c", 2, 2)]
 
 
+def test_a_row_of_a_request_that_is_preempted_gives_its_tokens_back() -> None:
+    scheduler = make(blocks=7, max_chunk=4)
+    paper = Paper(scheduler)
+    ask(scheduler, "a", list(range(10)))
+    ask(scheduler, "b", [1])
+    paper.step()
+    paper.step()
+    assert shape(scheduler.schedule()) == [("a", 8, 2)], "b had a row before a found no block"
+    assert scheduler._budget == 8 - 2
+
+
 def test_a_request_whose_result_is_under_way_is_left_out_of_the_next_step() -> None:
     scheduler = make()
     paper = Paper(scheduler)
@@ -414,6 +425,8 @@ class Schedulers(RuleBasedStateMachine):
     def begin_a_step(self) -> None:
         if len(self.under_way) < 2:
             step = self.scheduler.schedule()
+            left = self.scheduler.limits.max_batched_tokens - step.total_num_scheduled_tokens
+            assert self.scheduler._budget == left, "rows of preempted requests give their tokens back"
             self.under_way.append((step, self.paper.run(step)))
 
     @precondition(lambda self: self.under_way)

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import pytest
 import zmq
 
+from stage_runtime.rules.links import ACK_EVERY
+from stage_runtime.sockets import resending
 from stage_runtime.sockets.addresses import CurveSecurity
 from stage_runtime.sockets.links import Link
 from stage_runtime.wire.messages import Deregister, Message
@@ -130,8 +134,11 @@ async def test_parts_that_no_peer_sends_hurt_nobody(part: bytes) -> None:
         assert a.listener.lost_peers == b.listener.lost_peers == []
 
 
-async def test_who_has_had_an_ack_waits_for_the_next_one_and_sends_nothing_again() -> None:
-    """Ten messages, one after the other, in less time than an ack may take: two acks, of the first and of the rest."""
+@asynccontextmanager
+async def known(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[End, End, Link]]:
+    """The first end has had an ack of the second one. No late ack comes by itself, nothing is sent again."""
+    monkeypatch.setattr(resending, "ACK_LATE_S", 3600.0)
+    monkeypatch.setattr(resending, "RESEND_LATER_S", 3600.0)
     a, b = End("aa", TCP), End("bb", TCP)
     async with ends(a, b):
         one_way(a, b)
@@ -139,33 +146,24 @@ async def test_who_has_had_an_ack_waits_for_the_next_one_and_sends_nothing_again
         link = a.channels.link("bb")
         assert link is not None
         await a.listener.until(lambda: not link.undelivered)
-        written: list[int] = []
-        acknowledged = Link.acknowledge
+        yield a, b, link
 
-        def counted(one: Link, *, gap: bool = False) -> bool:
-            written.append(one.incoming.last_received)
-            return acknowledged(one, gap=gap)
 
-        with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(Link, "acknowledge", counted)
-            for number in range(10):
-                a.send("bb", str(number))
-                await b.listener.until(lambda number=number: b.listener.received_words[-1:] == [str(number)])  # type: ignore[misc]
-            assert link.undelivered
-            await a.listener.until(lambda: not link.undelivered)
-        assert written[-1] == 11 and len(written) < 10
+async def test_who_has_had_an_ack_gets_the_next_one_with_many_frames(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with known(monkeypatch) as (a, b, link):
+        for number in range(ACK_EVERY - 1):
+            a.send("bb", str(number))
+        await b.listener.until(lambda: len(b.listener.received_words) == ACK_EVERY)
+        await asyncio.sleep(4 * (resending.ACK_SOON_S + resending.ACK_TICK_S))
+        assert link.undelivered == ACK_EVERY - 1
+        a.send("bb", "last")
+        await a.listener.until(lambda: not link.undelivered)
         assert a.channels.counters["resent"] == 0
 
 
-async def test_who_waits_for_acks_gets_them_soon() -> None:
-    """They would be late: its frames come again, and those are acknowledged soon."""
-    a, b = End("aa", TCP), End("bb", TCP)
-    async with ends(a, b):
-        one_way(a, b)
-        a.send("bb", "first")
-        link = a.channels.link("bb")
-        assert link is not None
-        await a.listener.until(lambda: not link.undelivered)
+async def test_who_waits_for_acks_gets_them_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its frames come again, and those are acknowledged soon."""
+    async with known(monkeypatch) as (a, b, _link):
         a.send("bb", "last")
         await b.listener.until(lambda: b.listener.received_words == ["first", "last"])
         assert await a.channels.settled(PATIENCE_S)

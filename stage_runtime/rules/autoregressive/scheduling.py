@@ -3,7 +3,7 @@
 `schedule` fills a token budget: rows that decode first, then prompts in chunks, in the order of the policy. A request
 that finds no block takes those of the newest one, which is computed again later. A request whose next block is being
 computed for another one waits for it. `update_from_output` appends the sampled tokens and ends requests. Called by the
-engine core alone, in its thread.
+engine core alone, in its thread. One class and what it gives: all its parts change the same queue, lists and blocks.
 """
 
 from __future__ import annotations
