@@ -49,7 +49,7 @@ class FollowerProcess(RankProcess):
     def loaded(self) -> None:
         logs.protect()
         self._loaded = True
-        statuspipe.report(self._settings.status_fd, statuspipe.Ready())
+        statuspipe.report(self._settings.status_fd, statuspipe.Loaded())
 
     def _stop(self, reason: str) -> None:
         if self._stopping or not self._loaded:

@@ -35,8 +35,8 @@ INHERITED = (
     "OMNI_HTTP_ANSWERS_MB",
 )
 
-_LEADER = frozenset({statuspipe.Ready, statuspipe.Registered})
-_FOLLOWER = frozenset({statuspipe.Ready})  # ranks 1.. talk to rank 0 alone
+_LEADER = frozenset({statuspipe.Loaded, statuspipe.Registered})
+_FOLLOWER = frozenset({statuspipe.Loaded})  # ranks 1.. talk to rank 0 alone
 _SERVING = frozenset({statuspipe.Serving})
 
 

@@ -200,7 +200,7 @@ class StageProcess(RankProcess):
         logs.protect()
         self._loaded = True
         self._watchdog.arm()
-        statuspipe.report(self._settings.status_fd, statuspipe.Ready())
+        statuspipe.report(self._settings.status_fd, statuspipe.Loaded())
         log.info("ready: %s", ", ".join(self._host.stages))
         self._host.announce_ready()
 

@@ -39,7 +39,7 @@ def main(script: list[str]) -> None:
             case "loading":
                 statuspipe.report(FD, statuspipe.Loading(stage="s", message="weights 1/2"))
             case "ready":
-                statuspipe.report(FD, statuspipe.Ready())
+                statuspipe.report(FD, statuspipe.Loaded())
             case "fail":
                 try:
                     broken_factory()

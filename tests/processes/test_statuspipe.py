@@ -18,10 +18,10 @@ from stage_runtime.processes.supervision import statuspipe
     "event",
     [
         statuspipe.Loading(stage="thinker", message="weights 3/14"),
-        statuspipe.Ready(),
+        statuspipe.Loaded(),
         statuspipe.Registered(),
         statuspipe.Serving(url="http://127.0.0.1:8000"),
-        statuspipe.Failed(stage="thinker", error="ValueError: no", traceback="Traceback…"),
+        statuspipe.StartFailed(stage="thinker", error="ValueError: no", traceback="Traceback…"),
         statuspipe.Draining(),
         statuspipe.Stats(gauges={"relay_shm_sent_bytes": 1.0}),
     ],
@@ -40,7 +40,7 @@ def test_a_factory_failure_keeps_the_end_of_a_traceback_that_is_longer_than_the_
     os.close(writer)
     with open(reader, "rb") as lines:
         event = statuspipe.parse(lines.read())
-    assert isinstance(event, statuspipe.Failed)
+    assert isinstance(event, statuspipe.StartFailed)
     assert event.traceback.rstrip().endswith("the cause")
 
 
@@ -90,12 +90,12 @@ def test_lines_of_several_threads_are_never_mixed() -> None:
 def test_reporting_to_a_dead_supervisor_is_no_error() -> None:
     reader, writer = os.pipe()
     os.close(reader)
-    statuspipe.report(writer, statuspipe.Ready())
+    statuspipe.report(writer, statuspipe.Loaded())
     os.close(writer)
 
 
 def test_reporting_without_a_pipe_is_no_error() -> None:
-    statuspipe.report(None, statuspipe.Ready())
+    statuspipe.report(None, statuspipe.Loaded())
 
 
 @pytest.mark.parametrize("line", [b"hello", b"{}", b'{"event":"nonsense"}', b'{"event":"serving"}', b"\xff\x00"])
@@ -117,7 +117,7 @@ def test_what_is_wrong_with_a_configuration_is_reported_in_one_line_without_our_
         loading.resolve("json:lodas", field="stages.a.factory")
     except ConfigurationError as error:
         failure = statuspipe.failed(error, stage="a")
-    assert failure == statuspipe.Failed(stage="a", error="stages.a.factory: 'json' has no 'lodas'; did you mean loads?")
+    assert failure == statuspipe.StartFailed(stage="a", error="stages.a.factory: 'json' has no 'lodas'; did you mean loads?")
 
 
 def test_an_author_s_traceback_begins_with_their_own_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,7 +32,7 @@ IMPATIENT = RestartPolicy(startup_s=SHORT_S, grace_s=PATIENCE_S)
 
 def command(name: str, *script: str) -> Command:
     argv = (sys.executable, "-P", str(ACTOR), *script)
-    return Command(name=name, argv=argv, env=dict(os.environ), awaits=frozenset({statuspipe.Ready}))
+    return Command(name=name, argv=argv, env=dict(os.environ), awaits=frozenset({statuspipe.Loaded}))
 
 
 def instance(name: str, *script: str) -> InstanceSpec:

@@ -37,7 +37,7 @@ class Command(msgspec.Struct, frozen=True, kw_only=True):
     name: str  #: Of the process, for people: ``voice``, ``voice.1`` (a replica), ``talker_tp1``.
     argv: tuple[str, ...]
     env: dict[str, str]
-    awaits: frozenset[type[statuspipe.StatusEvent]] = frozenset({statuspipe.Ready})
+    awaits: frozenset[type[statuspipe.StatusEvent]] = frozenset({statuspipe.Loaded})
 
 
 class Child:
@@ -50,7 +50,7 @@ class Child:
         self.tail: deque[str] = deque(maxlen=TAIL_LINES)
         self._fatal: list[str] = []  #: From where a crash begins: stacks of many threads are longer than the tail.
         self.events: list[statuspipe.Status] = []  #: Newest last; of `Loading` only the newest is kept.
-        self.failure: statuspipe.Failed | None = None
+        self.failure: statuspipe.StartFailed | None = None
         self.failed_at = math.inf  #: Monotonic time of `failure`.
         self.gauges: dict[str, float] = {}  #: Of its last `statuspipe.Stats`.
         self.last_sign = time.monotonic()  #: When it last sent an event or printed a line.
@@ -128,7 +128,7 @@ class Child:
             self.gauges = event.gauges
             return
         self.last_sign = time.monotonic()
-        if isinstance(event, statuspipe.Failed):
+        if isinstance(event, statuspipe.StartFailed):
             self.failure, self.failed_at = self.failure or event, min(self.failed_at, self.last_sign)
         if isinstance(event, statuspipe.Loading):
             self.events = [other for other in self.events if not isinstance(other, statuspipe.Loading)]

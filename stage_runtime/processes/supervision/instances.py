@@ -163,10 +163,10 @@ class SupervisedInstance:
             return "ending", ""
         if child.ready:
             return "ready", next((event.url for event in child.events if isinstance(event, statuspipe.Serving)), "")
-        match next((event for event in reversed(child.events) if not isinstance(event, statuspipe.Failed)), None):
+        match next((event for event in reversed(child.events) if not isinstance(event, statuspipe.StartFailed)), None):
             case statuspipe.Loading(stage=stage, message=text):
                 return "loading", f"{stage}: {text}" if text else stage
-            case statuspipe.Ready():
+            case statuspipe.Loaded():
                 return "registering", ""
             case _:
                 return "starting", ""

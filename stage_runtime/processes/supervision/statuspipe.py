@@ -35,7 +35,7 @@ class Loading(StatusEvent, frozen=True, kw_only=True):
     message: str = ""
 
 
-class Ready(StatusEvent, frozen=True, kw_only=True):
+class Loaded(StatusEvent, frozen=True, kw_only=True):
     """All stages are made and warmed up."""
 
 
@@ -49,7 +49,7 @@ class Serving(StatusEvent, frozen=True, kw_only=True):
     url: str
 
 
-class Failed(StatusEvent, frozen=True, kw_only=True):
+class StartFailed(StatusEvent, frozen=True, kw_only=True):
     """A factory or the configuration raised; the process ends with exit code 1 after this."""
 
     stage: str = ""  #: Empty when no stage is to blame.
@@ -67,18 +67,18 @@ class Stats(StatusEvent, frozen=True, kw_only=True):
     gauges: dict[str, float]
 
 
-Status = Loading | Ready | Registered | Serving | Failed | Draining | Stats
+Status = Loading | Loaded | Registered | Serving | StartFailed | Draining | Stats
 _decoder: msgspec.json.Decoder[Status] = msgspec.json.Decoder(Status)
 
 
-def failed(error: BaseException, *, stage: str = "") -> Failed:
+def failed(error: BaseException, *, stage: str = "") -> StartFailed:
     """The event for an exception, with its traceback (the end of it when it is very long).
 
     An error of the configuration is one line: a traceback of the runtime would not help.
     """
     if isinstance(error, ConfigurationError):
-        return Failed(stage=stage, error=_line(safe_str(error)))
-    return Failed(stage=stage, error=_line(crashes.raised(error)), traceback=format_traceback(error)[-MAX_TRACEBACK:])
+        return StartFailed(stage=stage, error=_line(safe_str(error)))
+    return StartFailed(stage=stage, error=_line(crashes.raised(error)), traceback=format_traceback(error)[-MAX_TRACEBACK:])
 
 
 def _line(text: str) -> str:
