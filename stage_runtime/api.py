@@ -157,7 +157,8 @@ class Autoregressive(msgspec.Struct, frozen=True, kw_only=True):
     dtype: of weights and cache: ``float32``, ``bfloat16``, ``float16``; ``auto`` takes bfloat16 where the device has
     instructions for it, else float32. A CPU without them refuses ``bfloat16``.
     linears: the form of the weights on a CPU: ``auto`` measures, or ``plain``, ``onednn``, ``mkl``, ``numba`` (products
-    compiled for the processor, float32 only; weights that bfloat16 holds exactly take half the memory).
+    compiled for the processor: float32, where weights that bfloat16 holds exactly take half the memory, and bfloat16
+    with avx512_bf16).
     kernels: on a CPU, ``numba`` compiles attention for the processor (extra ``numba``) and ``torch`` takes torch's
     operators; ``auto`` takes numba where it is installed. On a GPU ``auto`` is ``torch``; ``flash-attn`` and
     ``flashinfer`` take the kernels of those projects (extras of these names; not tried on a GPU so far).

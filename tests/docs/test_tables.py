@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+import stage_runtime as omni
 from omnipipeline_spec import planning
 from omnipipeline_spec.pipeline import PipelineConfig, StageConfig
 from omnipipeline_spec.types import canonical, pods
@@ -204,3 +205,13 @@ def test_a_plan_is_encoded_in_one_way(planned: tuple[PipelinePlan, dict[str, str
     """As decisions.md has it: the same plan gives the same bytes, whoever encodes it."""
     plan, _ = planned
     assert canonical.encode(plan) == canonical.encode(msgspec.json.decode(canonical.encode(plan), type=PipelinePlan))
+
+
+def test_every_setting_of_the_engine_stands_in_its_table_with_its_default() -> None:
+    explained_elsewhere = {"model", "prompt", "deliver", "stream", "hidden_rows", "params"}
+    documented = {}
+    for row in table("engine-settings", "docs/engine.md"):
+        names, defaults = named(row[0]), row[1].split(", ") if "," in row[0] else [row[1]]
+        documented |= dict(zip(names, (default.strip("`") for default in defaults), strict=True))
+    fields = msgspec.structs.fields(omni.Autoregressive)
+    assert documented == {field.name: str(field.default) for field in fields if field.name not in explained_elsewhere}
