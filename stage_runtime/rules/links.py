@@ -22,22 +22,22 @@ class LinkSender:
 
     def __init__(self) -> None:
         self.last = 0  #: The newest sequence number given out.
-        self._frames: deque[tuple[int, bytes]] = deque()  #: Not acknowledged; ascending.
+        self._frames: deque[bytes] = deque()  #: Not acknowledged, in order; the last one is ``last``.
         self._given = 0  #: How many of them, from the first on, the socket has; the others wait.
 
     def number(self) -> int:
         """The next frame's sequence number. Spent by `keep` alone: a frame that cannot be written leaves no hole."""
         return self.last + 1
 
-    def keep(self, seq: int, frame: bytes, *, sent: bool = False) -> None:
-        """Keep a frame until it is acknowledged. It waits to be sent; or the socket has taken it, with no backlog."""
-        self.last = seq
-        self._frames.append((seq, frame))
+    def keep(self, frame: bytes, *, sent: bool = False) -> None:
+        """Keep the next frame until it is acknowledged. It waits to be sent; or the socket has it, with no backlog."""
+        self.last += 1
+        self._frames.append(frame)
         self._given += sent
 
     def next(self) -> bytes | None:
         """The frame to send now, if any; `sent` confirms that the socket took it."""
-        return self._frames[self._given][1] if self._given < len(self._frames) else None
+        return self._frames[self._given] if self._given < len(self._frames) else None
 
     def sent(self) -> None:
         self._given += 1
@@ -47,14 +47,13 @@ class LinkSender:
 
         An ack of frames never sent frees none. After a rewind, acknowledged frames may be among those that wait.
         """
-        if ack > self.last:
+        freed = ack - self.last + len(self._frames)
+        if ack > self.last or freed <= 0:
             return False
-        freed = 0
-        while self._frames and self._frames[0][0] <= ack:
+        for _ in range(freed):
             self._frames.popleft()
-            freed += 1
         self._given = max(self._given - freed, 0)
-        return freed > 0
+        return True
 
     def rewind(self) -> int:
         """Send all unacknowledged frames again: the connection broke or frames are missing. Returns how many."""
@@ -73,11 +72,12 @@ class LinkSender:
 
     def frames(self) -> Iterator[bytes]:
         """Everything that the receiver may not have."""
-        yield from (frame for _, frame in self._frames)
+        return iter(self._frames)
 
     def after(self, seq: int) -> Iterator[tuple[int, bytes]]:
         """What of it follows ``seq``, with its numbers."""
-        yield from (one for one in self._frames if one[0] > seq)
+        first = self.last - len(self._frames) + 1
+        return ((number, frame) for number, frame in enumerate(self._frames, first) if number > seq)
 
 
 class Verdict(Enum):

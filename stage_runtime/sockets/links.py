@@ -104,16 +104,15 @@ class Link:
     def _give(self, message: Message) -> bool:
         """Number ``message``, keep it, and give it to the socket. True when it waits."""
         outgoing = self._outgoing
-        seq = outgoing.number()
-        frame = self._frame(seq, message)
+        frame = self._frame(outgoing.number(), message)
         if not outgoing.backlog and self.connection is not None:
             try:
                 self.connection.send(frame)
-                outgoing.keep(seq, frame, sent=True)
+                outgoing.keep(frame, sent=True)
                 return False
             except zmq.Again:
                 pass
-        outgoing.keep(seq, frame)
+        outgoing.keep(frame)
         return self._flush()
 
     def send_unordered(self, message: Message) -> None:
