@@ -35,6 +35,7 @@ from benchmarks.hoplab.limits import memcpy_us, raw_tcp_us, zmq_one_way_us
 from benchmarks.hoplab.measuring import Visits, rate, visits
 from benchmarks.hoplab.pipelines import Running, pipeline, running, tensor
 from stage_runtime.processes import collecting
+from stage_runtime.rules import introductions
 from stage_runtime.web.app import make_app
 from stage_runtime.web.server import Server
 from stage_runtime.web.settings import WebSettings
@@ -69,6 +70,14 @@ async def ours(stack: contextlib.AsyncExitStack) -> tuple[Side, dict[int, Runnin
 async def bare(stack: contextlib.AsyncExitStack) -> Side:
     started = {stages: await stack.enter_async_context(prototype.Pipeline(stages).running()) for stages in (1, 2, 4)}
     return Side({stages: one.once for stages, one in started.items()}, {k: one.pids for k, one in started.items()})
+
+
+async def introduced(both: tuple[Side, Side]) -> None:
+    """Until requests no longer bring along where the stages of their pipeline are, as they do at first."""
+    for side in both:
+        for once in side.once.values():
+            await once(None)
+    await asyncio.sleep(introductions.FRESH_S)
 
 
 def bare_tensor(nbytes: int) -> prototype.Tensor | None:
@@ -208,6 +217,7 @@ async def main(arguments: argparse.Namespace) -> None:
             side, apart = await ours(stack)
             both = (side, await bare(stack))
             collecting.settle()  # as a coordinator's process does
+            await introduced(both)
             figures["visits"] = await visited(both, rounds=rounds, requests=requests)
             figures["rates"] = await rates(both, apart[2], rounds=3 if arguments.quick else 5, total=total)
             if not arguments.quick:

@@ -21,8 +21,9 @@ from pathlib import Path
 
 import msgspec
 
-from benchmarks.scalelab import children, fleet, roundtrips, simulation, streams
-from benchmarks.scalelab.fleet import Changed, Fleet, Joined, Served, SideBySide
+from benchmarks.scalelab import children, fleet, linkmemory, roundtrips, simulation, streams
+from benchmarks.scalelab.fleet import Changed, Fleet, Joined, Restarted, Served, SideBySide
+from benchmarks.scalelab.linkmemory import LinkMemory
 from benchmarks.scalelab.roundtrips import FirstMessage
 from benchmarks.scalelab.streams import Streams
 from stage_runtime.errors import describe
@@ -51,7 +52,9 @@ class Figures(msgspec.Struct):
     machine: str
     joined: list[Joined] = []
     served: list[Served] = []
+    link_memory: list[LinkMemory] = []
     side_by_side: list[SideBySide] = []
+    restarted: list[Restarted] = []
     changed: list[Changed] = []
     simulated: list[Simulated] = []
     streams: list[Streams] = []
@@ -65,9 +68,6 @@ class Figures(msgspec.Struct):
             if one.join_s > JOIN_S:
                 yield f"{one.instances} instances joined in {one.join_s:.1f} s, not in {JOIN_S:g} s"
         for served in self.served:
-            if served.bytes_per_link > LINK_BYTES or served.descriptors_per_link > LINK_DESCRIPTORS:
-                link = f"{served.bytes_per_link / 1024:.0f} KiB and {served.descriptors_per_link:.1f} descriptors"
-                yield f"{served.instances} instances: a link takes {link}"
             if served.processor_us > COST * served.base_processor_us:
                 cost = f"{served.processor_us:.0f} us, {served.base_processor_us:.0f} us with {BASE}"
                 yield f"{served.instances} instances: a request costs {cost}"
@@ -88,6 +88,9 @@ class Figures(msgspec.Struct):
         for changed in self.changed:
             if changed.failed:
                 yield f"{changed.what} of {changed.instances}: {changed.failed} requests failed: {changed.reasons}"
+        for link in self.link_memory:
+            if link.nbytes > LINK_BYTES or link.descriptors > LINK_DESCRIPTORS:
+                yield f"a link takes {link.nbytes / 1024:.0f} KiB and {link.descriptors:.1f} descriptors at {link.end}"
         for first in self.first_messages:
             if first.detour and first.round_trips > ROUND_TRIPS:
                 how = "CURVE" if first.curve else "plain"
@@ -117,6 +120,10 @@ async def measure(figures: Figures, arguments: argparse.Namespace) -> None:
     if arguments.side_by_side:
         async with part(figures, "coordinators side by side"):
             await measure_side_by_side(figures, arguments)
+    async with part(figures, "memory of links"):
+        for sends, receives in ((True, False), (False, True), (True, True)):
+            figures.link_memory.append(await linkmemory.measure(sends=sends, receives=receives))
+            show(figures.link_memory[-1])
     async with part(figures, "first messages"):
         for curve, detour in itertools.product((False, True), (False, True)):
             figures.first_messages.append(await roundtrips.measure(curve, detour=detour))
@@ -144,6 +151,8 @@ async def measure_fleet(figures: Figures, instances: int, base: Fleet, arguments
         show(joined)
         figures.served.append(await fleet.serve(made, base, arguments.requests))
         show(figures.served[-1])
+        figures.restarted.append(await fleet.restart_coordinator(made))
+        show(figures.restarted[-1])
         figures.changed.append(await fleet.roll(made, arguments.at_once))
         show(figures.changed[-1])
         figures.changed.append(await fleet.kill_a_tenth(made))

@@ -73,6 +73,14 @@ class Coordinating:
             await asyncio.sleep(0.02)
         return {}
 
+    async def until_served(self) -> dict[str, Any]:
+        """Until a request is answered."""
+        while True:
+            failed: Counter[str] = Counter()
+            await self._client(range(1), [], failed)
+            if not failed:
+                return {}
+
     async def load(self, requests: int, per_second: float) -> dict[str, Any]:
         """So many requests at even distances, whatever is in flight."""
         latencies: list[float] = []
@@ -138,6 +146,7 @@ def main() -> None:
         return {
             "usage": made.usage,
             "until_ready": made.until_ready,
+            "until_served": made.until_served,
             "load": made.load,
             "begin_load": made.begin_load,
             "end_load": made.end_load,

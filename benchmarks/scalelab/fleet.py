@@ -94,12 +94,20 @@ class Changed(msgspec.Struct, frozen=True):
     reasons: dict[str, int] = {}
 
 
+class Restarted(msgspec.Struct, frozen=True):
+    """A coordinator was killed, and another one started in its place at once."""
+
+    instances: int
+    serves_s: float  #: Until it has answered a request.
+    joined_s: float  #: Until all instances are ready at it.
+
+
 async def start(instances: int, coordinators: int) -> tuple[Fleet, Joined]:
     """instances: a multiple of 10, the number of groups."""
     folder = tempfile.TemporaryDirectory(prefix="scale-")
     names = [f"c{number}" for number in range(coordinators)]
-    dead_after = str(3.0 if instances <= MOST_ALIVE else 60.0)
-    began = [await Child.start("benchmarks.scalelab.coordinating", folder.name, name, dead_after) for name in names]
+    dead_after = _dead_after_s(instances)
+    began = [await _coordinator(folder.name, name, instances) for name in names]
     parts = shares(instances // len(GROUPS))
     endpoints = [f"ipc://{folder.name}/{name}" for name in names]
     children = [await Child.start("benchmarks.scalelab.instances", folder.name, dead_after, *endpoints) for _ in parts]
@@ -196,6 +204,19 @@ async def _balance(fleet: Fleet, coordinators: list[Child], seconds: float) -> f
     return worst(before, after, 2)
 
 
+async def restart_coordinator(fleet: Fleet) -> Restarted:
+    """Of a fleet with one."""
+    (old,) = fleet.coordinators
+    await old.kill()
+    begun = time.perf_counter()
+    new = await _coordinator(fleet.folder.name, "c0", fleet.size)
+    fleet.coordinators = [new]
+    await new.ask("until_served")
+    serves_s = time.perf_counter() - begun
+    await new.ask("until_ready", instances=fleet.size)
+    return Restarted(fleet.size, serves_s, time.perf_counter() - begun)
+
+
 async def roll(fleet: Fleet, at_once: int) -> Changed:
     """Replace every instance under load."""
 
@@ -243,6 +264,14 @@ def shares(of_each_group: int) -> list[int]:
     processes = max(1, -(-rest * len(GROUPS) // MOST_IN_A_PROCESS))
     parts = [rest // processes + (number < rest % processes) for number in range(processes)]
     return [*(part for part in parts if part), last]
+
+
+async def _coordinator(folder: str, name: str, instances: int) -> Child:
+    return await Child.start("benchmarks.scalelab.coordinating", folder, name, _dead_after_s(instances))
+
+
+def _dead_after_s(instances: int) -> str:
+    return str(3.0 if instances <= MOST_ALIVE else 60.0)
 
 
 async def _under_load(fleet: Fleet, what: str, change: Any) -> Changed:

@@ -30,6 +30,7 @@ def page() -> str:
 def tables(figures: Figures) -> str:
     joined = {one.instances: one for one in figures.joined if one.coordinators == 1}
     served = {one.instances: one for one in figures.served}
+    restarts = {one.instances: one for one in figures.restarted}
     rolls = {one.instances: one for one in figures.changed if one.what == "roll"}
     deaths = {one.instances: one for one in figures.changed if one.what != "roll"}
     sizes = sorted(joined)
@@ -52,8 +53,6 @@ def tables(figures: Figures) -> str:
             lambda one: f"{one.coordinator_descriptors_per_peer:.1f}",
             "3",
         ),
-        row("memory of a link at its instance", served, lambda one: _kib(one.bytes_per_link), "64 KiB"),
-        row("descriptors of a link at its instance", served, lambda one: f"{one.descriptors_per_link:.1f}", "3"),
         row("processor time of a request", served, lambda one: f"{one.processor_us:.0f} us"),
         row("beside that with ten, measured in turns", served, lambda one: f"{one.cost:.2f}", "1.2"),
         row(
@@ -73,11 +72,15 @@ def tables(figures: Figures) -> str:
             lambda one: f"{one.beat_us:.0f} us" if one.beat_us else "",
             "20 us",
         ),
+        row("the only coordinator killed: until the next one serves", restarts, lambda one: f"{one.serves_s:.1f} s"),
+        row("until it has all instances", restarts, lambda one: f"{one.joined_s:.1f} s"),
         row("all instances replaced under load, 50 at a time", rolls, lambda one: f"{one.seconds:.1f} s"),
         row("requests lost meanwhile", rolls, lambda one: f"{one.failed} of {one.requests}", "0"),
         row("a tenth killed at once: until it is noticed", deaths, lambda one: f"{one.seconds:.1f} s"),
         row("requests lost by it", deaths, lambda one: f"{one.failed} of {one.requests}", "0"),
     ]
+    links = [["a link, at", "memory", "target", "descriptors", "target"]]
+    links += [[one.end, _kib(one.nbytes), "64 KiB", f"{one.descriptors:.0f}", "3"] for one in figures.link_memory]
     beside = [["coordinators side by side", "processor time of a request", "load of the worst instance"]]
     beside += [
         [str(one.coordinators), f"{one.processor_us / 1000:.2f} ms", f"{one.worst:.2f}"] for one in figures.side_by_side
@@ -117,7 +120,7 @@ def tables(figures: Figures) -> str:
             ],
         )
     ]
-    return "\n".join(_table(rows) for rows in (fleets, beside, first, idle) if len(rows) > 1)
+    return "\n".join(_table(rows) for rows in (fleets, links, beside, first, idle) if len(rows) > 1)
 
 
 def statements(figures: Figures) -> list[str]:
@@ -135,7 +138,6 @@ def statements(figures: Figures) -> list[str]:
     per_s = 10_000 / beats.interval_s(10_000)
     (held,) = figures.streams
     return [
-        f"with 24 links (300 instances) it is {_kib(served[300].bytes_per_link)} a link",
         f"{min(beats_us):.0f} to {max(beats_us):.0f} us in the table",
         f"{1000 / beats.interval_s(1000):.0f} a second with 1,000 instances",
         f"A request costs {min(costs):.2f} to {max(costs):.2f} of what it costs with ten instances",
