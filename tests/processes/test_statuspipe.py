@@ -117,7 +117,9 @@ def test_what_is_wrong_with_a_configuration_is_reported_in_one_line_without_our_
         loading.resolve("json:lodas", field="stages.a.factory")
     except ConfigurationError as error:
         failure = statuspipe.failed(error, stage="a")
-    assert failure == statuspipe.StartFailed(stage="a", error="stages.a.factory: 'json' has no 'lodas'; did you mean loads?")
+    assert failure == statuspipe.StartFailed(
+        stage="a", error="stages.a.factory: 'json' has no 'lodas'; did you mean loads?"
+    )
 
 
 def test_an_author_s_traceback_begins_with_their_own_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,6 @@ import hashlib
 import signal
 import sys
 import threading
-from collections.abc import AsyncIterator, Iterator
 from typing import Any, Literal
 
 import numpy as np
@@ -40,22 +39,8 @@ from tests.relays.near_end import (
 )
 from tests.relays.relay_pairs import MIB, PATIENCE_S, SMALL, FarEnd, pair
 
-ASKED = RelaySettings(named=frozenset({"mooncake"}), arena_bytes=256 * MIB, prefault_bytes=0)
-
-
-@pytest.fixture
-def far() -> Iterator[FarEnd]:
-    end = FarEnd()
-    yield end
-    end.process.send_signal(signal.SIGCONT)
-    end.close()
-
-
-@pytest.fixture
-async def near(far: FarEnd) -> AsyncIterator[Near]:
-    end = Near(far, "mooncake")
-    yield end
-    end.relays.close()
+RELAY = "mooncake"  # of the fixture `near`
+ASKED = RelaySettings(named=frozenset({RELAY}), arena_bytes=256 * MIB, prefault_bytes=0)
 
 
 async def test_what_a_frozen_sender_sends_when_it_goes_on_lands_in_no_memory_that_is_used(

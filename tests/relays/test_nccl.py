@@ -8,7 +8,6 @@ import hashlib
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import msgspec
@@ -35,20 +34,7 @@ from tests.relays.near_end import (
 )
 from tests.relays.relay_pairs import MIB, PATIENCE_S, SMALL, FarEnd, pair
 
-
-@pytest.fixture
-def far() -> Iterator[FarEnd]:
-    end = FarEnd()
-    yield end
-    end.process.send_signal(signal.SIGCONT)
-    end.close()
-
-
-@pytest.fixture
-async def near(far: FarEnd) -> AsyncIterator[Near]:
-    end = Near(far, "nccl")
-    yield end
-    end.relays.close()
+RELAY = "nccl"  # of the fixture `near`
 
 
 async def test_the_slot_that_a_frozen_receiver_was_being_sent_is_free_when_its_world_has_ended(

@@ -7,7 +7,7 @@ import base64
 import hashlib
 import os
 import signal
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from typing import Any
 
 import msgspec
@@ -33,22 +33,8 @@ from tests.relays.near_end import (
 )
 from tests.relays.relay_pairs import MIB, PATIENCE_S, SMALL, FarEnd, Pair, pair
 
-ASKED = RelaySettings(named=frozenset({"nixl"}), arena_bytes=256 * MIB, prefault_bytes=0)
-
-
-@pytest.fixture
-def far() -> Iterator[FarEnd]:
-    end = FarEnd()
-    yield end
-    end.process.send_signal(signal.SIGCONT)
-    end.close()
-
-
-@pytest.fixture
-async def near(far: FarEnd) -> AsyncIterator[Near]:
-    end = Near(far, "nixl")
-    yield end
-    end.relays.close()
+RELAY = "nixl"  # of the fixture `near`
+ASKED = RelaySettings(named=frozenset({RELAY}), arena_bytes=256 * MIB, prefault_bytes=0)
 
 
 async def test_the_slot_that_a_frozen_receiver_was_being_sent_is_not_used_before_the_transfer_has_ended(

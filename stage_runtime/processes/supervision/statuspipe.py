@@ -78,7 +78,9 @@ def failed(error: BaseException, *, stage: str = "") -> StartFailed:
     """
     if isinstance(error, ConfigurationError):
         return StartFailed(stage=stage, error=_line(safe_str(error)))
-    return StartFailed(stage=stage, error=_line(crashes.raised(error)), traceback=format_traceback(error)[-MAX_TRACEBACK:])
+    return StartFailed(
+        stage=stage, error=_line(crashes.raised(error)), traceback=format_traceback(error)[-MAX_TRACEBACK:]
+    )
 
 
 def _line(text: str) -> str:
