@@ -209,7 +209,7 @@ def test_a_plan_is_encoded_in_one_way(planned: tuple[PipelinePlan, dict[str, str
 
 def test_every_setting_of_the_engine_stands_in_its_table_with_its_default() -> None:
     explained_elsewhere = {"model", "prompt", "deliver", "stream", "hidden_rows", "params"}
-    documented = {}
+    documented: dict[str, str] = {}
     for row in table("engine-settings", "docs/engine.md"):
         names, defaults = named(row[0]), row[1].split(", ") if "," in row[0] else [row[1]]
         documented |= dict(zip(names, (default.strip("`") for default in defaults), strict=True))
