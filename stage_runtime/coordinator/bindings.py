@@ -20,7 +20,7 @@ from stage_runtime.rules.membership import Unbindable
 log = logging.getLogger(__name__)
 
 NEW_INSTANCE_WAIT_S: Final = 5.0  # a retry without another instance waits so long for a new incarnation
-LOOK_AGAIN_S: Final = 0.25  # meanwhile: connections come back, and nobody reports that here
+LOOK_AGAIN_S: Final = 0.25  # meanwhile: connections that come back are not reported here
 RETRY_AFTER_S: Final = 1.0
 
 

@@ -1,7 +1,7 @@
 """Names of the events that the runtime records, and which of them open and close an interval or a hop.
 
 Pure. `recorder` writes events, `views` reads them. Names are lowercase, with the layer that owns the event as prefix.
-Source: seed 001, "Standard event names".
+Their table: docs/profiling.md, "Events".
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Events → three views: each request's timeline, intervals per stage, hops per edge.
 
-Pure but for reading the files (`reading`). Keys and pairing rules: seed 001, "Generating reports". An event that opens
+Pure but for reading the files (`reading`). Keys: docs/profiling.md, "The report". An event that opens
 two intervals closes each on its own; what is left open at the end is counted as unpaired, never guessed.
 """
 

@@ -1,7 +1,8 @@
 """How much of a transfer moves at once, by how fast the bytes of its route came before.
 
-NIXL, Mooncake and torch.distributed do not say how much of a read or a write is done. So a slow peer is told from a
-dead one by the ends of its pieces, and these have to be small where bytes come slowly. No threads and no clock here.
+NIXL, Mooncake and torch.distributed do not report how much of a read or a write is done. So a slow peer is
+distinguished from a dead one by the ends of its pieces, and these must be small where bytes come slowly. No threads and
+no clock here.
 Used by `mooncake`, `nccl` and `nixl`, in their threads.
 """
 

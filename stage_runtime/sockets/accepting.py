@@ -29,7 +29,7 @@ class Accepting:
     ) -> None:
         """surplus: called for a part of a message beyond its frame, which no peer of ours sends.
 
-        Raises: ConfigurationError: nobody can listen there.
+        Raises: ConfigurationError: the endpoint cannot be bound.
         """
         self._loop = loop
         self._surplus = surplus

@@ -25,7 +25,7 @@ class ReadPacing:
 
     def __init__(self, loop: asyncio.AbstractEventLoop, sockets: Sockets) -> None:
         self.beats = 0  #: In the present read.
-        #: Whether everything that comes may wait so long, because nobody waits for a request.
+        #: Whether all frames may wait so long, because no request is in flight.
         self.allowed: Callable[[], bool] = lambda: False
         self._loop = loop
         self._sockets = sockets

@@ -1,4 +1,4 @@
-"""What a frame that has come means: it is told from repeats and strangers, acknowledged, and its message delivered.
+"""Classifies each received frame (new, repeated, of an unknown peer), acknowledges it and delivers its message.
 
 `reading` reads the frames, `rules.links` knows which one follows; here they meet the links. On the I/O thread.
 """

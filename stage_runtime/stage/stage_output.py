@@ -251,8 +251,9 @@ class StageOutput:
             return routing.stream_targets(plan.name, plan.stream_to, chunk.to, terminal=plan.terminal)
         if plan.terminal and chunk.to in (None, COORDINATOR, [COORDINATOR]):
             return (COORDINATOR,)
-        cure = "declare it in streamTo" if chunk.to is not None else "add streamTo, or make the stage terminal"
-        raise HookError(plan.name, "chunk", f"a chunk to {chunk.to or 'nobody'}: {cure}")
+        if chunk.to is None:
+            raise HookError(plan.name, "chunk", "a chunk without a target: add streamTo, or make the stage terminal")
+        raise HookError(plan.name, "chunk", f"a chunk to {chunk.to}: declare it in streamTo")
 
     def _skip(self, work: RequestWork, target: str, *, chunks: int | None = None) -> None:
         """Tell ``target`` that nothing more comes on this edge: it stops waiting and begins nothing."""

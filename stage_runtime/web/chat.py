@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions: read, translate, admit, answer. What anything means is in `translating`."""
+"""POST /v1/chat/completions: read, translate, admit, answer. The meaning of fields is in `translating`."""
 
 from __future__ import annotations
 

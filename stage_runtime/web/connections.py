@@ -50,7 +50,7 @@ class Phase(enum.Enum):
     """What a connection waits for."""
 
     HEAD = enum.auto()  #: The rest of a head; of a new connection the first one.
-    ANSWER = enum.auto()  #: Us. `exchange` limits the time for the body.
+    ANSWER = enum.auto()  #: The application. `exchange` limits the time for the body.
     DISCARD = enum.auto()  #: The rest of a body that is not read.
     IDLE = enum.auto()  #: The next request.
     REFUSED = enum.auto()  #: Wait for the client to close: closing at once could lose the answer.

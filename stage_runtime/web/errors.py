@@ -56,7 +56,7 @@ def body(error: RequestError, request_id: str | None) -> dict[str, Any]:
 
 
 def _shown(text: Any, most: int) -> str:
-    """A client's or an author's words, as JSON has them: short, and without halves of characters."""
+    """A client's or an author's text for JSON: shortened, lone surrogates replaced."""
     whole = str(text)
     short = whole if len(whole) <= most else f"{whole[:most]}…"
     return short.encode("utf-8", "replace").decode()

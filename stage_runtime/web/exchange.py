@@ -91,7 +91,7 @@ class Exchange:
     def only_header(self, name: bytes) -> str | None:
         """As `header`.
 
-        Raises: InvalidRequest: it is there twice, and another reader may take the other one.
+        Raises: InvalidRequest: it is there twice; a proxy may have read the other one.
         """
         found = self._headers.get(name, ())
         if len(found) > 1:
@@ -108,7 +108,7 @@ class Exchange:
         return self.request_id
 
     def answer_id(self) -> str:
-        """The request's id, which every answer has: of one that no route has named, or that names itself twice, too."""
+        """The request's id for the answer. Also of a request that no route took, or whose header is there twice."""
         if self.request_id is None:
             single = len(self._headers.get(b"x-request-id", ())) == 1
             given = self.header(b"x-request-id") if single else None

@@ -88,7 +88,7 @@ class Middleware:
 
 
 async def fail(exchange: Exchange, error: RequestError) -> None:
-    """Answer with an error, or leave an answer that has begun unfinished: the client sees it torn off."""
+    """Answer with an error. An answer that has begun is left incomplete, which the client notices."""
     exchange.failure = error.code
     if exchange.started:
         return

@@ -1,4 +1,4 @@
-"""GET /v1/models: the one model that there is."""
+"""GET /v1/models: the pipeline's one model."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The profiler's routes: start, stop, list, fetch, report. On the admin port; behind the API keys.
 
-Bodies, defaults and wildcards are those of seed 001, "HTTP surface".
+Bodies, defaults and wildcards are in docs/profiling.md, "Over HTTP".
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Every route there is, one entry each: path, handler, types of body and answer, its text in OpenAPI.
+"""The table of all routes: path, handler, types of body and answer, text in OpenAPI.
 
 Called by `app` and by `processes.coordinator`. A test compares the table in docs/http-api.md with it.
 """

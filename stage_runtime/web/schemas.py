@@ -222,7 +222,7 @@ _FIELD = re.compile(r"^Object (?P<fault>contains unknown|missing required) field
 
 
 def refusal(message: str, body: Any) -> InvalidRequest:
-    """msgspec's complaint in a client's words, with the parameter's name."""
+    """msgspec's message as an error for the client, with the parameter's name."""
     found = _AT.match(clipped(message))
     what, path = (found["what"], found["path"] or "") if found else (message, "")
     if (field := _FIELD.match(what)) is not None:
@@ -235,7 +235,7 @@ def refusal(message: str, body: Any) -> InvalidRequest:
 
 
 def unknown(name: str, body: Any) -> InvalidRequest:
-    """The complaint about a field that ``body`` does not have."""
+    """The error for a field that ``body`` does not have."""
     return InvalidRequest(f"{name}: unknown parameter{_nearest(name, body)}", param=name)
 
 

@@ -121,14 +121,14 @@ class Server:
 
 
 class _Uvicorn(uvicorn.Server):
-    """Leaves signals to the process: it has more to end than this."""
+    """uvicorn's server without signal handlers: the process has its own."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
 
     def cut(self) -> None:
-        """End what is open, now: the tasks of its requests are cancelled, and so the requests aborted."""
+        """Cancel the tasks of open requests now, which aborts the requests."""
         self.force_exit = True
         for task in self.server_state.tasks:
             task.cancel()

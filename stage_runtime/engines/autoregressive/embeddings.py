@@ -23,7 +23,7 @@ class ModelEmbeddings:
     def __init__(self, hidden: int, dtype: torch.dtype) -> None:
         self._hidden = hidden
         self._dtype = dtype
-        self._key = os.urandom(KEY_BYTES)  # of this process: nobody can search rows with equal names beforehand
+        self._key = os.urandom(KEY_BYTES)  # of this process: rows with equal names cannot be prepared
 
     def place(self, tokens: Sequence[int], embeds: Any) -> PlacedRows:
         wanted = sum(token == ROW for token in tokens)
@@ -33,7 +33,7 @@ class ModelEmbeddings:
         return _placed(tokens, rows, self._names(rows))
 
     def _checked(self, embeds: Any) -> Tensor:
-        """On the host, in the model's dtype, of nobody else."""
+        """On the host, in the model's dtype, in memory of their own."""
         if not isinstance(embeds, Tensor):
             raise ValueError(f"embeddings must be a torch tensor, not {type(embeds).__name__}")
         if embeds.dtype not in FLOATS:

@@ -1,4 +1,4 @@
-"""Operations that the engine offers to whoever operates the pipeline (`omni call`). Each runs between two steps."""
+"""Operations of the engine for operators of the pipeline (`omni call`). Each runs between two steps."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RequestOutputCollector:
-    """One request's outputs that nobody has taken yet: one at most. An error takes the place of everything."""
+    """One request's outputs that were not taken yet, joined into one. An error replaces them."""
 
     def __init__(self, kind: OutputKind) -> None:
         self._joins = kind is OutputKind.DELTA

@@ -116,7 +116,7 @@ class ProcessEngine:
             self._loop = None
             with contextlib.suppress(asyncio.CancelledError, EngineDeadError):
                 await reader
-            await asyncio.gather(*self._replacing)  # or their processes would be nobody's
+            await asyncio.gather(*self._replacing)  # or their processes would have no owner
             draining = self._client.reqs_in_flight and not self._client.dead
             await self._client.close(drain_s=DRAIN_S if draining else 0.0)
 

@@ -272,7 +272,7 @@ class TcpRelay(AbstractRelay[TcpRoute, TcpMetadata]):
                 socket.send(body, copy=False)
 
     def _kept(self, part: memoryview, put: PutOperation) -> memoryview:
-        """The same bytes, which nobody writes into: of an author's tensor in the arena they stay where they are."""
+        """The same bytes, which are not written to any more; those of an author's tensor in the arena stay in place."""
         region = self._context.arena.read_region(part) if len(part) >= buffers.NOGIL_NBYTES else None
         if region is None:
             return self._copied(part)

@@ -1,7 +1,7 @@
 """The blocks of a paged KV cache: who uses which, and which of the unused ones still hold a known prefix. Pure.
 
-A full block is known by a hash of all tokens up to its end. A block that nobody uses any more keeps its hash until the
-block is taken for something else, least recently used first. Block 0 is padding and belongs to nobody.
+A full block is known by a hash of all tokens up to its end. A block without users keeps its hash until the
+block is taken for something else, least recently used first. Block 0 is padding and is never given out.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class BlockPool:
 
     @property
     def free(self) -> int:
-        """Blocks that nobody uses, cached ones included."""
+        """Blocks without users, cached ones included."""
         return len(self._free)
 
     @property
@@ -110,10 +110,10 @@ class BlockPool:
     def cache(self, block: int, content: bytes) -> None:
         """A used block is full and its KV is written. If another block holds the same, that one stays the cached one.
 
-        Raises: BlockFault: nobody uses it, or it was cached with other content.
+        Raises: BlockFault: it has no user, or it was cached with other content.
         """
         if not self._users[block]:
-            raise BlockFault(f"block {block} is cached by nobody who uses it")
+            raise BlockFault(f"block {block} is to be cached and has no user")
         if self._hash_of[block] not in (None, content):
             raise BlockFault(f"block {block} holds something else")
         if content not in self._cached:

@@ -138,7 +138,7 @@ class DPEngineCoreProc(DataParallelProc):
         if wave > self.current_wave:
             self.current_wave = wave
         elif wave < self.current_wave and not self.loop.engines_running:
-            # Its client takes the old wave for running, so nobody has started the other engines.
+            # Its client takes the old wave for running, so it has not started the other engines.
             self.outputs.put(COORDINATOR, EngineCoreOutputs(start_wave=self.current_wave))
 
     def _on_start_wave(self, start: StartWave) -> None:

@@ -14,7 +14,7 @@ class MessageTracker(Protocol):
 
 
 class BufferPool:
-    """Lends bytearrays. One that a socket may still read is lent to nobody. One thread."""
+    """Lends bytearrays; never one that a socket may still read. One thread."""
 
     def __init__(self, most: int = 4) -> None:
         """most: how many free ones are kept."""

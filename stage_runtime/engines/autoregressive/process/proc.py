@@ -107,7 +107,7 @@ class EngineCoreProc:
             self.outputs.put(client, EngineCoreOutputs(scheduled=tuple(scheduled)))
 
     def deliver(self, outputs: Sequence[EngineCoreOutput]) -> list[str]:
-        """A step's outputs, to the clients that asked; those of aborted requests to nobody."""
+        """A step's outputs, to the clients that asked; those of aborted requests are dropped."""
         owners = self.inputs.owners
         by_client: dict[int, list[EngineCoreOutput]] = {}
         for output in outputs:

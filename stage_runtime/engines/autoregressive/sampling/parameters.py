@@ -24,7 +24,7 @@ GREEDY_BELOW: Final = 1e-5  # as in vLLM: divided by less, f32 logits soon overf
 
 
 class OutputKind(Enum):
-    DELTA = "delta"  #: What is new since the last output; outputs that nobody has taken yet are joined.
+    DELTA = "delta"  #: What is new since the last output; outputs that were not taken yet are joined.
     CUMULATIVE = "cumulative"  #: Everything so far.
     FINAL_ONLY = "final_only"  #: One output, at the end.
 
