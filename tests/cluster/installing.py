@@ -7,7 +7,9 @@ Here: helm, the plugin, reading objects and conditions, the wait for a pipeline.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import socket
 import subprocess
 import sys
 import time
@@ -169,6 +171,17 @@ def wait_ready(cluster: Cluster, namespace: str, name: str, *, timeout_s: int = 
 
 
 def url(cluster: Cluster, namespace: str, name: str) -> str:
-    """The Service by its address: the test runs on the node, outside of the cluster's DNS."""
+    """The Service of a pipeline that is ready, by its address: the test runs on the node, outside of the cluster's DNS.
+
+    It takes connections: kube-proxy routes to a pod a moment after that is ready, and refuses them until then.
+    """
     spec = read(cluster, "-n", namespace, f"service/{name}")["spec"]
-    return f"http://{spec['clusterIP']}:{spec['ports'][0]['port']}"
+    address, port = spec["clusterIP"], spec["ports"][0]["port"]
+
+    def connected() -> bool:
+        with contextlib.suppress(OSError), socket.create_connection((address, port), timeout=5):
+            return True
+        return False
+
+    wait_for(f"kube-proxy routes {address}:{port} to {name}", connected, timeout_s=30)
+    return f"http://{address}:{port}"
