@@ -18,7 +18,8 @@ from stage_runtime.engines.autoregressive.process.serving import Served
 from stage_runtime.engines.autoregressive.sampling.parameters import SamplingParams
 from stage_runtime.engines.autoregressive.steps import ModelOutput
 from stage_runtime.rules.autoregressive.blocks import BlockPool
-from stage_runtime.rules.autoregressive.scheduling import Scheduler, SchedulerLimits, SchedulerOutput
+from stage_runtime.rules.autoregressive.scheduling import Scheduler
+from stage_runtime.rules.autoregressive.steps import SchedulerLimits, SchedulerOutput
 
 VOCABULARY = 1000
 BLOCKS = 200

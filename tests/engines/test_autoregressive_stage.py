@@ -18,7 +18,8 @@ from stage_runtime.engines.autoregressive.stage import AutoregressiveEngine
 from stage_runtime.errors import ConfigurationError
 from stage_runtime.metrics import catalog
 from stage_runtime.rules.autoregressive.blocks import BlockPool
-from stage_runtime.rules.autoregressive.scheduling import Scheduler, SchedulerLimits
+from stage_runtime.rules.autoregressive.scheduling import Scheduler
+from stage_runtime.rules.autoregressive.steps import SchedulerLimits
 from tests.engines.engine_kit import PATIENCE_S, Rig, gate, running
 from tests.engines.generation_kit import (
     VOCABULARY,

@@ -19,7 +19,8 @@ from stage_runtime.engines.autoregressive.models import PagedModel
 from stage_runtime.engines.autoregressive.sampling.parameters import SamplingParams
 from stage_runtime.errors import ConfigurationError
 from stage_runtime.rules.autoregressive.blocks import BlockPool
-from stage_runtime.rules.autoregressive.scheduling import Scheduler, SchedulerLimits
+from stage_runtime.rules.autoregressive.scheduling import Scheduler
+from stage_runtime.rules.autoregressive.steps import SchedulerLimits
 from tests.engines.generation_kit import VOCABULARY, attention, tiny_model, tiny_tokenizer
 
 PROMPT = [(7 * at * at + 3) % 250 for at in range(60)]

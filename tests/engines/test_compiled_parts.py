@@ -17,7 +17,8 @@ from stage_runtime.engines.autoregressive.executors import InlineExecutor
 from stage_runtime.engines.autoregressive.model_runner import ModelRunner
 from stage_runtime.engines.autoregressive.models import PagedModel
 from stage_runtime.rules.autoregressive.blocks import BlockPool
-from stage_runtime.rules.autoregressive.scheduling import Scheduler, SchedulerLimits
+from stage_runtime.rules.autoregressive.scheduling import Scheduler
+from stage_runtime.rules.autoregressive.steps import SchedulerLimits
 from tests.engines.generation_kit import VOCABULARY, Answers, alone, tiny_model
 
 PROMPTS = {"a": [1, 2, 3], "b": list(range(40)), "c": [9] * 17}

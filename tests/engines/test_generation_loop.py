@@ -19,7 +19,8 @@ from stage_runtime.engines.autoregressive.steps import ModelOutput
 from stage_runtime.engines.autoregressive.text.grammar_texts import Grammar
 from stage_runtime.rules.autoregressive.blocks import BlockPool
 from stage_runtime.rules.autoregressive.requests import FinishReason, Hold
-from stage_runtime.rules.autoregressive.scheduling import Scheduler, SchedulerLimits, SchedulerOutput
+from stage_runtime.rules.autoregressive.scheduling import Scheduler
+from stage_runtime.rules.autoregressive.steps import SchedulerLimits, SchedulerOutput
 from tests.engines.generation_kit import END, VOCABULARY, Answers, ScriptedExecutor, core, scripted_core
 
 PATIENCE_S = 100.0  # how long a test waits before it fails, on a machine that others use

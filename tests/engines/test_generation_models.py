@@ -16,7 +16,8 @@ from stage_runtime.engines.autoregressive.model_runner import NAN, ModelRunner
 from stage_runtime.engines.autoregressive.models import PagedModel, UnsupportedModel
 from stage_runtime.rules.autoregressive.blocks import BlockPool
 from stage_runtime.rules.autoregressive.requests import FinishReason
-from stage_runtime.rules.autoregressive.scheduling import Scheduler, SchedulerLimits
+from stage_runtime.rules.autoregressive.scheduling import Scheduler
+from stage_runtime.rules.autoregressive.steps import SchedulerLimits
 from tests.engines.generation_kit import VOCABULARY, Answers, alone, tiny_model
 
 transformers: Any = untyped

@@ -23,12 +23,8 @@ from stage_runtime.rules.autoregressive.requests import (
     RequestStatus,
     TokenLimits,
 )
-from stage_runtime.rules.autoregressive.scheduling import (
-    Scheduler,
-    SchedulerLimits,
-    SchedulerOutput,
-    Update,
-)
+from stage_runtime.rules.autoregressive.scheduling import Scheduler
+from stage_runtime.rules.autoregressive.steps import SchedulerLimits, SchedulerOutput, Update
 from stage_runtime.rules.autoregressive.waiting_queue import STALE_MOST
 
 

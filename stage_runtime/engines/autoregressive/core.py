@@ -25,7 +25,8 @@ from stage_runtime.engines.autoregressive.text.grammars import Matcher
 from stage_runtime.errors import describe
 from stage_runtime.rules.autoregressive.blocks import hash_blocks
 from stage_runtime.rules.autoregressive.requests import FinishReason, Hold, Reason, Request, TokenLimits
-from stage_runtime.rules.autoregressive.scheduling import Scheduler, SchedulerOutput, Update
+from stage_runtime.rules.autoregressive.scheduling import Scheduler
+from stage_runtime.rules.autoregressive.steps import SchedulerOutput, Update
 
 log = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from stage_runtime.engines.autoregressive.model_runner import Masks, ModelRunner
 from stage_runtime.engines.autoregressive.sampling.parameters import SamplingParams
 from stage_runtime.engines.autoregressive.steps import ModelOutput
-from stage_runtime.rules.autoregressive.scheduling import SchedulerOutput
+from stage_runtime.rules.autoregressive.steps import SchedulerOutput
 
 
 class InlineExecutor:

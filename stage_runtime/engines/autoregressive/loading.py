@@ -25,7 +25,8 @@ from stage_runtime.engines.autoregressive.text import call_forms
 from stage_runtime.engines.autoregressive.text.grammars import Grammars
 from stage_runtime.errors import ConfigurationError
 from stage_runtime.rules.autoregressive.blocks import BlockPool
-from stage_runtime.rules.autoregressive.scheduling import Policy, Scheduler, SchedulerLimits
+from stage_runtime.rules.autoregressive.scheduling import Scheduler
+from stage_runtime.rules.autoregressive.steps import Policy, SchedulerLimits
 
 log = logging.getLogger(__name__)
 

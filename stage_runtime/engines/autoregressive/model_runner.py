@@ -22,7 +22,7 @@ from stage_runtime.engines.autoregressive.sampling.parameters import SamplingPar
 from stage_runtime.engines.autoregressive.sampling.sampler import RowState, reports, sample
 from stage_runtime.engines.autoregressive.steps import ModelOutput
 from stage_runtime.errors import describe
-from stage_runtime.rules.autoregressive.scheduling import Row, SchedulerOutput
+from stage_runtime.rules.autoregressive.steps import Row, SchedulerOutput
 
 log = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from stage_runtime.engines.simple import TakesNoChunks
 from stage_runtime.errors import InvalidRequest
 from stage_runtime.rules.autoregressive import balancing
 from stage_runtime.rules.autoregressive.requests import Request
-from stage_runtime.rules.autoregressive.scheduling import SchedulerOutput
+from stage_runtime.rules.autoregressive.steps import SchedulerOutput
 
 
 class AutoregressiveEngine:

@@ -3,18 +3,17 @@
 `schedule` fills a token budget: rows that decode first, then prompts in chunks, in the order of the policy. A request
 that finds no block takes those of the newest one, which is computed again later. A request whose next block is being
 computed for another one waits for it. `update_from_output` appends the sampled tokens and ends requests. Called by the
-engine core alone, in its thread. One class and what it gives: all its parts change the same queue, lists and blocks.
+engine core alone, in its thread. What it gives is in `steps`.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Final, Literal
-
-import msgspec
+from typing import Final
 
 from stage_runtime.errors import IllegalEvent
+from stage_runtime.rules.autoregressive import steps
 from stage_runtime.rules.autoregressive.blocks import BlockPool, hash_blocks
 from stage_runtime.rules.autoregressive.requests import (
     QUEUED,
@@ -25,78 +24,20 @@ from stage_runtime.rules.autoregressive.requests import (
     RequestEvent,
     RequestStatus,
 )
+from stage_runtime.rules.autoregressive.steps import (
+    Policy,
+    Row,
+    SchedulerCounts,
+    SchedulerLimits,
+    SchedulerOutput,
+    Update,
+)
 from stage_runtime.rules.autoregressive.waiting_queue import PriorityKey, WaitingQueue
-
-Policy = Literal["fcfs", "priority"]
 
 _ORDER: Final[dict[Policy, Callable[[Request], PriorityKey]]] = {
     "fcfs": lambda request: (0, request.arrival),
     "priority": lambda request: (request.priority, request.arrival),
 }
-
-
-class SchedulerLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """max_requests: rows of one step. max_batched_tokens: tokens of one step. max_chunk: of one prompt in one step.
-    max_model_len: tokens of one request, prompt and answer together.
-    """
-
-    block_size: int = 16
-    max_requests: int = 32
-    max_batched_tokens: int = 512
-    max_chunk: int = 512
-    max_model_len: int = 2048
-    policy: Policy = "fcfs"
-    prefix_caching: bool = True
-
-
-class Row(msgspec.Struct, frozen=True):
-    """Tokens ``start .. start + count`` of a request, in one step.
-
-    samples: it ends at the request's last token, so that the next token is sampled from it. blocks: the request's: it
-    may lose them while the step is under way.
-    """
-
-    request: Request
-    start: int
-    count: int
-    samples: bool
-    blocks: list[int]
-
-
-def _row(request: Request, start: int, count: int) -> Row:
-    samples = not request.open and start + count == len(request.tokens)
-    return Row(request, start, count, samples, request.blocks)
-
-
-class SchedulerOutput(msgspec.Struct, frozen=True):
-    """One step. ``finished``: requests that have ended since the last one: the runner forgets them."""
-
-    rows: tuple[Row, ...]
-    finished: tuple[str, ...]
-
-    @property
-    def total_num_scheduled_tokens(self) -> int:
-        return sum(row.count for row in self.rows)
-
-
-class Update(msgspec.Struct, frozen=True):
-    """What a step has done to one request."""
-
-    request: Request
-    token: int | None = None
-    finish: FinishReason | None = None
-    reason: Reason = None
-
-
-class SchedulerCounts:
-    """Counters, since the scheduler was made."""
-
-    def __init__(self) -> None:
-        self.preemptions = 0
-        self.prompt_tokens = 0  #: Of requests that were scheduled.
-        self.hit_tokens = 0  #: Of those, found in the prefix cache.
-        self.computed_tokens = 0
-        self.generated_tokens = 0
 
 
 class Scheduler:
@@ -280,7 +221,7 @@ class Scheduler:
         return SchedulerOutput(tuple(rows.values()), finished)
 
     def _plan(self, rows: dict[str, Row], request: Request, count: int) -> None:
-        rows[request.id] = _row(request, request.computed, count)
+        rows[request.id] = steps.row(request, request.computed, count)
         self._budget -= count
 
     def _continue(self, request: Request, rows: dict[str, Row]) -> None:

@@ -22,7 +22,7 @@ from stage_runtime.engines.autoregressive.process.messages import (
 from stage_runtime.engines.autoregressive.process.outputs import OutputThread
 from stage_runtime.engines.autoregressive.process.serving import Served
 from stage_runtime.errors import InvalidRequest, describe
-from stage_runtime.rules.autoregressive.scheduling import SchedulerOutput
+from stage_runtime.rules.autoregressive.steps import SchedulerOutput
 from stage_runtime.sockets import multipart
 
 log = logging.getLogger(__name__)

@@ -1,0 +1,78 @@
+"""What the scheduler is made with and what it gives: limits, the rows of a step, what a step has done, counts. Pure.
+
+Which tokens a step computes is decided by `scheduling`.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from stage_runtime.rules.autoregressive.requests import FinishReason, Reason, Request
+
+Policy = Literal["fcfs", "priority"]
+
+
+class SchedulerLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """max_requests: rows of one step. max_batched_tokens: tokens of one step. max_chunk: of one prompt in one step.
+    max_model_len: tokens of one request, prompt and answer together.
+    """
+
+    block_size: int = 16
+    max_requests: int = 32
+    max_batched_tokens: int = 512
+    max_chunk: int = 512
+    max_model_len: int = 2048
+    policy: Policy = "fcfs"
+    prefix_caching: bool = True
+
+
+class Row(msgspec.Struct, frozen=True):
+    """Tokens ``start .. start + count`` of a request, in one step.
+
+    samples: it ends at the request's last token, so that the next token is sampled from it. blocks: the request's: it
+    may lose them while the step is under way.
+    """
+
+    request: Request
+    start: int
+    count: int
+    samples: bool
+    blocks: list[int]
+
+
+def row(request: Request, start: int, count: int) -> Row:
+    samples = not request.open and start + count == len(request.tokens)
+    return Row(request, start, count, samples, request.blocks)
+
+
+class SchedulerOutput(msgspec.Struct, frozen=True):
+    """One step. ``finished``: requests that have ended since the last one: the runner forgets them."""
+
+    rows: tuple[Row, ...]
+    finished: tuple[str, ...]
+
+    @property
+    def total_num_scheduled_tokens(self) -> int:
+        return sum(row.count for row in self.rows)
+
+
+class Update(msgspec.Struct, frozen=True):
+    """What a step has done to one request."""
+
+    request: Request
+    token: int | None = None
+    finish: FinishReason | None = None
+    reason: Reason = None
+
+
+class SchedulerCounts:
+    """Counters, since the scheduler was made."""
+
+    def __init__(self) -> None:
+        self.preemptions = 0
+        self.prompt_tokens = 0  #: Of requests that were scheduled.
+        self.hit_tokens = 0  #: Of those, found in the prefix cache.
+        self.computed_tokens = 0
+        self.generated_tokens = 0
