@@ -269,3 +269,12 @@ def test_two_ends_that_gave_up_apart_come_together_again(
                 speak(b, a, b.sent[which % len(b.sent)])
     assert [speak(a, b), speak(b, a)] == [Standing.CURRENT] * 2
     assert (a.incoming.peer_session, b.incoming.peer_session) == (b.session, a.session)
+
+
+def test_after_an_ack_the_frames_that_were_not_sent_are_next() -> None:
+    outgoing = LinkSender()
+    for number in range(1, 5):
+        outgoing.keep(b"%d" % number, sent=number <= 3)
+    assert outgoing.acked(2) is True
+    assert (outgoing.unacked, outgoing.backlog, outgoing.next()) == (1, 1, b"4")
+    assert list(outgoing.after(3)) == [(4, b"4")]
