@@ -22,7 +22,7 @@ from stage_runtime.wire.messages import Deregister, Message
 
 LINKS: Final = 300
 MESSAGES: Final = 1000  # on each link and in each direction: libzmq's queues have used all that they keep
-BURST: Final = 5
+BURST: Final = 5  # on each link at once; of more, what waits to be sent and acknowledged is measured, too
 PAUSE_S: Final = 0.01
 SETTLED_S: Final = 2.5  # late acks have gone out
 MESSAGE: Final = Deregister("x" * 64)
