@@ -44,6 +44,12 @@ def _plainly(error: UnicodeError) -> tuple[str, int]:
     return "".join(_PLAIN.get(each, "?") for each in error.object[error.start : error.end]), error.end
 
 
+def _installs(error: ModuleNotFoundError) -> str:
+    """The line for a package that is not installed. A module that an author's code lacks never comes here: who imports
+    that code reports it."""
+    return f"the package of the module {error.name!r} is not installed: pip install 'omnipipeline[runtime]'"
+
+
 class _Commands(click.Group):
     """Finds a command's module when it is named."""
 
@@ -56,7 +62,11 @@ class _Commands(click.Group):
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
                 stream.reconfigure(errors="omni-plain")
-        return super().main(*args, **more)
+        try:
+            return super().main(*args, **more)
+        except ModuleNotFoundError as error:
+            click.echo(f"error: {_installs(error)}", err=True)
+            sys.exit(1)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)

@@ -5,6 +5,7 @@ Called by the commands beside it.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import signal
 import sys
@@ -36,6 +37,13 @@ def pipeline_options(function: Function) -> Function:
         metavar="FILE",
         help="A resource, a plain YAML, FILE.py[:name] or package.module:name.",
     )(function)
+
+
+def need(*modules: str) -> None:
+    """Raises: ModuleNotFoundError: one of them is not installed, before another process meets that."""
+    for module in modules:
+        if importlib.util.find_spec(module) is None:
+            raise ModuleNotFoundError(f"No module named {module!r}", name=module)
 
 
 @contextmanager

@@ -18,7 +18,10 @@ from stage_runtime.cli.server import CoordinatorClient, server, server_options
 WIDTH_WITHOUT_TERMINAL: Final = 120
 BAR: Final = 10  # columns of a queue or of busy places
 WITH_BARS: Final = 110  # columns of the terminal; in a narrower one the numbers stand alone
-WITH_TARGETS: Final = 76  # below that, without the stages' targets too
+GAP: Final = 1  # columns between two of the table
+STAGE: Final = 12  # columns that a stage's name gets before its targets get any
+TARGETS: Final = 10  # columns with which the targets are shown at all
+NUMBERS: Final = ("READY", "WAITING", "RUNNING", "PER s", "QUEUE ms", "RUN ms", "BUSY")  # BUSY goes first, READY last
 PREFIX: Final = "omnipipeline_"
 
 Series = dict[tuple[str, str], float]  #: (name without prefix, the stage or outcome) -> value
@@ -82,40 +85,88 @@ def parse(text: str) -> Series:
     return found
 
 
+class Columns(msgspec.Struct, frozen=True):
+    """How wide each column is: 0 for one that there is no room for."""
+
+    stage: int
+    targets: int
+    numbers: dict[str, int]
+    bar: int
+
+    @property
+    def left_out(self) -> list[str]:
+        """The headings of columns that are not shown."""
+        hidden = [name for name in NUMBERS if not self.numbers[name]]
+        return ["TO", *hidden] if not self.targets else hidden
+
+
+def columns(stages: Sequence[str], targets: Sequence[str], *, width: int) -> Columns:
+    """Numbers are shown whole or not at all; names get the rest and are cut with a sign."""
+    bar = BAR if width >= WITH_BARS else 0
+    numbers = {name: max(len(name), 7) for name in NUMBERS}
+    numbers |= {"READY": 5, "PER s": 6, "BUSY": 5}
+    numbers |= dict.fromkeys(("WAITING", "RUNNING"), bar + 6 if bar else 7)
+    longest, most_targets = (max(map(len, (*each, heading))) for each, heading in ((stages, "STAGE"), (targets, "TO")))
+    for name in reversed(NUMBERS):
+        if _taken(numbers) + min(longest, STAGE) <= width:
+            break
+        numbers[name] = 0
+    room = max(width - _taken(numbers), 1)
+    stage = min(longest, room)
+    if room - min(longest, STAGE) - GAP >= TARGETS:
+        stage = min(longest, max(room - GAP - most_targets, STAGE))
+        return Columns(stage, min(most_targets, room - GAP - stage), numbers, bar)
+    return Columns(stage, 0, numbers, bar)
+
+
+def _taken(numbers: Mapping[str, int]) -> int:
+    return sum(GAP + each for each in numbers.values() if each)
+
+
 def draw(before: Sample, now: Sample, *, width: int) -> RenderableType:
     """One row a stage, in the order of the graph; rates and times are those of the interval."""
-    bar = BAR if width >= WITH_BARS else 0
     edges = [tuple(edge) for edge in now.status["edges"]]
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    table.add_column("STAGE", no_wrap=True)
-    if width >= WITH_TARGETS:
-        table.add_column("TO", no_wrap=True)
-    table.add_column("READY", no_wrap=True, justify="right", min_width=5)
-    for heading in ("WAITING", "RUNNING"):
-        table.add_column(
-            heading, no_wrap=True, justify="left" if bar else "right", min_width=max(bar + 5, len(heading))
-        )
-    for heading in ("PER s", "QUEUE ms", "RUN ms", "BUSY"):
-        table.add_column(heading, no_wrap=True, justify="right", min_width=len(heading))
-    for stage in ordered(now.status["stages"], edges):
-        done = _grown(before, now, "stage_run_seconds_count", stage)
-        run_s = _grown(before, now, "stage_run_seconds_sum", stage)
-        queue_s = _grown(before, now, "stage_queue_seconds_sum", stage)
-        waiting, running = (int(now.series.get((f"stage_{name}", stage), 0)) for name in ("waiting", "running"))
-        ready = _ready(now.status, stage)
-        seconds = now.at - before.at
+    stages = ordered(now.status["stages"], edges)
+    targets = [_targets(stage, edges) for stage in stages]
+    widths = columns(stages, targets, width=width)
+    table = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style="dim")
+    for heading, columns_wide in (("STAGE", widths.stage), ("TO", widths.targets)):
+        if columns_wide:
+            table.add_column(heading, no_wrap=True, overflow="ellipsis", width=columns_wide)
+    for heading, columns_wide in widths.numbers.items():
+        left = bool(widths.bar) and heading in ("WAITING", "RUNNING")
+        if columns_wide:
+            table.add_column(heading, no_wrap=True, justify="left" if left else "right", width=columns_wide)
+    for stage, to in zip(stages, targets, strict=True):
+        numbers = _numbers(before, now, stage, widths.bar)
         table.add_row(
-            Text(stage, style="bold" if running else ""),
-            *([Text(_targets(stage, edges), style="dim")] if width >= WITH_TARGETS else []),
-            Text(str(ready), style="" if ready else "bold red"),
-            _bar(waiting, "yellow", bar),
-            _bar(running, "green", bar),
-            _rate(done, seconds),
-            _mean_ms(queue_s, done),
-            _mean_ms(run_s, done),
-            f"{100 * run_s / seconds / ready:.0f} %" if seconds > 0 and ready else "-",
+            Text(stage, style="bold" if now.series.get(("stage_running", stage)) else ""),
+            *([Text(to, style="dim")] if widths.targets else []),
+            *(cell for heading, cell in numbers.items() if widths.numbers[heading]),
         )
-    return Group(_headline(before, now), "", table)
+    shown: list[RenderableType] = [_headline(before, now), Text(), table]
+    if widths.left_out:
+        shown.append(Text(f"a wider terminal also shows {', '.join(widths.left_out)}", style="dim"))
+    return Group(*shown)
+
+
+def _numbers(before: Sample, now: Sample, stage: str, bar: int) -> dict[str, Text]:
+    """By heading, in the order of `NUMBERS`."""
+    done = _grown(before, now, "stage_run_seconds_count", stage)
+    run_s = _grown(before, now, "stage_run_seconds_sum", stage)
+    queue_s = _grown(before, now, "stage_queue_seconds_sum", stage)
+    waiting, running = (int(now.series.get((f"stage_{name}", stage), 0)) for name in ("waiting", "running"))
+    busy, ready = now.series.get(("stage_busy_ratio", stage)), _ready(now.status, stage)
+    cells = (
+        Text(str(ready), style="" if ready else "bold red"),
+        _bar(waiting, "yellow", bar),
+        _bar(running, "green", bar),
+        Text(_rate(done, now.at - before.at)),
+        Text(_mean_ms(queue_s, done)),
+        Text(_mean_ms(run_s, done)),
+        Text("-" if busy is None or not ready else f"{100 * busy:.0f} %"),
+    )
+    return dict(zip(NUMBERS, cells, strict=True))
 
 
 def ordered(stages: Sequence[str], edges: Sequence[tuple[str, ...]]) -> list[str]:
@@ -157,11 +208,18 @@ def _grown(before: Sample, now: Sample, name: str, label: str) -> float:
 
 
 def _rate(count: float, seconds: float) -> str:
-    return f"{count / seconds:.1f}" if seconds > 0 else "-"
+    if seconds <= 0:
+        return "-"
+    rate = count / seconds
+    return f"{rate:.1f}" if rate < 1000 else f"{rate:.0f}"
 
 
 def _mean_ms(seconds: float, count: float) -> str:
-    return f"{1000 * seconds / count:.2f}" if count > 0 else "-"
+    """In seven columns at most, up to a week."""
+    if count <= 0:
+        return "-"
+    mean_ms = 1000 * seconds / count
+    return f"{mean_ms:.2f}" if mean_ms < 10_000 else f"{mean_ms / 1000:.0f} s"
 
 
 def _bar(count: int, style: str, most: int) -> Text:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any, Final, NamedTuple
 
@@ -270,14 +270,18 @@ class Membership:
         """Ready instances, and what the last beats of all instances report of each stage."""
         waiting: Counter[tuple[str, ...]] = Counter()
         running: Counter[tuple[str, ...]] = Counter()
+        shares: defaultdict[tuple[str, ...], list[float]] = defaultdict(list)
         for beat in self._beats.values():
             for name, count in beat.waiting.items():
                 waiting[name,] += count
                 running[name,] += beat.running.get(name, 0)
+            for name, share in planes.busy(beat.gauges).items():
+                shares[name,].append(share)
         return {
             catalog.INSTANCES_READY: {(group,): count for group, count in self.ready_count().items()},
             catalog.STAGE_WAITING: dict(waiting),
             catalog.STAGE_RUNNING: dict(running),
+            catalog.STAGE_BUSY: {labels: sum(each) / len(each) for labels, each in shares.items()},
         }
 
     def gauges(self) -> Mapping[str, planes.Gauges]:

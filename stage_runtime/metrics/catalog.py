@@ -76,6 +76,12 @@ STAGE_RUNNING: Final = Metric(
     help="Requests that the stage computes, all instances together",
     labels=("stage",),
 )
+STAGE_BUSY: Final = Metric(
+    name="omnipipeline_stage_busy_ratio",
+    kind="gauge",
+    help="Share of the last second in which an instance of the stage computed a request or more, their mean",
+    labels=("stage",),
+)
 STAGE_QUEUE_TIME: Final = Metric(
     name="omnipipeline_stage_queue_seconds",
     kind="histogram",
@@ -337,6 +343,7 @@ COORDINATOR: Final = (
     INSTANCES_READY,
     STAGE_WAITING,
     STAGE_RUNNING,
+    STAGE_BUSY,
     STAGE_QUEUE_TIME,
     STAGE_RUN_TIME,
     HTTP_REQUESTS,

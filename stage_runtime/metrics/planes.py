@@ -29,7 +29,10 @@ class EdgeGauges(Protocol):
     quarantined: int
 
 
+BUSY_DIGITS: Final = 3  # of a share
+
 _RELAY: Final = "relay_"
+_BUSY: Final = "stage_busy:"
 _SLOTS: Final = "relay_slots_"
 _EVENT: Final = "control_"
 _RELAYS: Final[Mapping[str, Metric]] = {**catalog.RELAY, **catalog.NIXL}
@@ -64,9 +67,11 @@ def gauges(
     edges: Mapping[tuple[str, str, str], EdgeGauges] = {},
     edge_transports: Mapping[tuple[str, str, str, str], int] = {},
     engines: Mapping[str, Gauges] = {},
+    busy: Mapping[str, float] = {},
 ) -> dict[str, float]:
     """relays: `Relays.stats`. events: counters of the control plane. edges: `SendQueues.edges`. edge_transports:
-    instances by source, target, relay and medium. engines: by stage, what its engine reports of itself.
+    instances by source, target, relay and medium. engines: by stage, what its engine reports of itself. busy: by
+    stage, the share of the time in which it computed something.
     """
     return {
         **{_RELAY + name: float(value) for name, value in relays.items()},
@@ -84,7 +89,13 @@ def gauges(
             for stage, values in engines.items()
             for name, value in values.items()
         },
+        **{_BUSY + stage: share for stage, share in busy.items()},
     }
+
+
+def busy(gauges: Gauges) -> dict[str, float]:
+    """By stage, as `gauges` was given it."""
+    return {name.removeprefix(_BUSY): share for name, share in gauges.items() if name.startswith(_BUSY)}
 
 
 def transports(gauges: Gauges) -> list[dict[str, Any]]:

@@ -216,7 +216,7 @@ class Host:
         self._idle_trimming.beat(self.process.relays)
         if self._profiling is not None:
             self._profiling.beat()
-        gauges = self.gauges()
+        gauges = self.gauges(busy={name: stage.busy_share() for name, stage in self.stages.items()})
         of_ranks = {} if self._ranks is None else self._ranks.gauges
         beat = Beat(
             {name: stage.waiting for name, stage in self.stages.items()},
@@ -227,8 +227,8 @@ class Host:
         self.membership.hint(beat)
         return gauges
 
-    def gauges(self) -> dict[str, float]:
-        """The numbers of the process's planes, by name."""
+    def gauges(self, *, busy: Mapping[str, float] = {}) -> dict[str, float]:
+        """The numbers of the process's planes, by name. busy: by stage, of the time since the last beat."""
         process = self.process
         return planes.gauges(
             relays=process.relays.stats(),
@@ -238,6 +238,7 @@ class Host:
             sends_queued=process.send_queues.queued,
             events=process.channels.counters + process.counters,
             engines={name: stage.inbox.gauges for name, stage in self.stages.items()},
+            busy=busy,
         )
 
     def _edge_transports(self) -> dict[edge_transports.EdgeTransport, int]:

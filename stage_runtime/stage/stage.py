@@ -113,6 +113,10 @@ class Stage:
         """Requests that are being computed."""
         return sum(1 for work in self.input.works() if work.began_at is not None)
 
+    def busy_share(self) -> float:
+        """Of the time since the last call, what it computed at least one request."""
+        return self.input.busy.share()
+
     def _queued(self, work: RequestWork) -> bool:
         """It could begin, if a worker were free."""
         here = work.has_payload or bool(self.plan.stream_from and work.queued_at)

@@ -32,6 +32,7 @@ from stage_runtime.stage.arrivals import (
     PayloadArrival,
     Sealed,
 )
+from stage_runtime.stage.busy import Busy
 from stage_runtime.stage.hooks import Hooks
 from stage_runtime.stage.joins import Joins
 from stage_runtime.stage.recorded import InputEvents
@@ -63,6 +64,7 @@ class StageInput:
         stream to a request that is over here. reject: fails a request that is over here, wherever it still runs.
         """
         self.engine: Engine | None = None  #: Set when it is loaded.
+        self.busy = Busy()
         self._plan = plan
         self._hooks = hooks
         self._inbox = inbox
@@ -288,6 +290,7 @@ class StageInput:
                     gathering=gathering,
                     sources=plan.stream_from,
                     parking=self._inbox.parking,
+                    busy=self.busy,
                     inputs=("",) if plan.entry else plan.wait_for or plan.inputs_from,
                     lockstep=plan.tp_size > 1,
                     device=self._device,

@@ -65,8 +65,7 @@ class StageOutput:
 
     def began(self, work: Work) -> None:
         ours = _ours(work)
-        if ours.began_at is None:
-            ours.began_at = time.monotonic()
+        ours.began()
         if recorder.active:
             if (depth := ours.left_depth) is None:
                 recorder.note(self._events.run_start, ours.request_id, ours.attempt)

@@ -15,6 +15,7 @@ from stage_runtime.payloads import encoding
 from stage_runtime.rules.expecting import Expecting
 from stage_runtime.rules.gathering import Gathering
 from stage_runtime.rules.streams import STREAM_WINDOW, Merge, Outbound
+from stage_runtime.stage.busy import Busy
 from stage_runtime.transfers.sending import attempt_key
 from stage_runtime.wire import outputs
 from stage_runtime.wire.parts import Header, Member, Timing
@@ -55,6 +56,7 @@ class RequestWork(msgspec.Struct, eq=False, kw_only=True):
     fate: Fate
     gathering: Gathering | None = None
     parking: Parking | None = None
+    busy: Busy | None = None  #: Of the stage.
     device: str = "cpu"  #: Where the tensors lie that the stage is given.
     lockstep: bool = False  #: The ranks of a TP stage compute it: what one begins all end, or a collective would hang.
     joined: bool = False  #: Several inputs may arrive: note when each does.
@@ -120,6 +122,8 @@ class RequestWork(msgspec.Struct, eq=False, kw_only=True):
             if self.over:
                 return False
             self.over = self.dead = True
+            if self.began_at is not None and self.busy is not None:
+                self.busy.ended()
             gate, self._gate = self._gate, None
         if gate is not None:
             gate.open()
@@ -222,8 +226,12 @@ class RequestWork(msgspec.Struct, eq=False, kw_only=True):
             self._received_at[source, stream] = time.monotonic()
 
     def began(self) -> None:
-        if self.began_at is None:
-            self.began_at = time.monotonic()
+        """The stage's function has it. After its end here, which another thread may have brought, nothing is noted."""
+        with _lock:
+            if self.began_at is None and not self.over:
+                self.began_at = time.monotonic()
+                if self.busy is not None:
+                    self.busy.began()
 
     def timing(self, stage: str) -> tuple[Timing, ...]:
         """All timings known, this stage's among them, as of now."""
@@ -252,6 +260,7 @@ def begun(
     sources: tuple[str, ...],
     inputs: tuple[str, ...] = (),
     parking: Parking | None = None,
+    busy: Busy | None = None,
     lockstep: bool = False,
     device: str = "cpu",
 ) -> RequestWork:
@@ -272,6 +281,7 @@ def begun(
         fate=Fate(),
         gathering=gathering,
         parking=parking,
+        busy=busy,
         lockstep=lockstep,
         device=device,
         joined=len(inputs) + len(sources) > 1,

@@ -13,7 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 from click.testing import CliRunner, Result
+from hypothesis import given
+from hypothesis import strategies as st
 from rich.console import Console, RenderableType
 
 from stage_runtime.cli import main, top, trace
@@ -95,6 +98,8 @@ def test_the_graph_is_shown_with_queues_busy_stages_and_rates() -> None:
             "stage_queue_seconds_sum/a": 0.2,
             "stage_waiting/a": 12,
             "stage_running/a": 2,
+            "stage_busy_ratio/a": 0.5,
+            "stage_busy_ratio/b": 0.0,
             "requests_total/completed": 15,
             "requests_total/stage_failed": 1,
         },
@@ -104,10 +109,56 @@ def test_the_graph_is_shown_with_queues_busy_stages_and_rates() -> None:
     assert first.split() == ["a", "⇢", "b", "1", "12", "▪" * 10 + "+", "2", "▪▪", "5.0", "20.00", "100.00", "50", "%"]
     assert second.split() == ["b", "→", "client", "1", "0", "0", "0.0", "-", "-", "0", "%"]
 
-    for width in (40, 64, 79, 100):  # numbers are never cut: bars go first, then what follows from the graph
+    for width in (64, 79, 100):  # numbers are never cut: bars go first
         first = lines(top.draw(before, now, width=width), width=width)[3]
         assert "▪" not in first
-        assert width < 60 or first.split()[-8:] == ["1", "12", "2", "5.0", "20.00", "100.00", "50", "%"]
+        assert first.split()[-8:] == ["1", "12", "2", "5.0", "20.00", "100.00", "50", "%"]
+
+
+def test_a_batch_of_requests_that_run_together_keeps_a_stage_busy_once() -> None:
+    """Eight requests that ran for a second each within a second."""
+    now = sample(11.0, **{"stage_run_seconds_count/a": 8, "stage_run_seconds_sum/a": 8.0, "stage_busy_ratio/a": 1.0})
+    first = lines(top.draw(sample(10.0), now, width=80), width=80)[3]
+    assert first.split()[-3:] == ["1000.00", "100", "%"]
+
+
+WIDE = {
+    "stages": ["listen", "language_model_with_a_long_name", "speak"],
+    "edges": [
+        ["listen", "language_model_with_a_long_name", "normal"],
+        ["listen", "speak", "normal"],
+        ["language_model_with_a_long_name", "speak", "stream"],
+    ],
+    "instances": [{"stages": ["listen", "language_model_with_a_long_name", "speak"], "ready": True}],
+}
+
+
+@given(width=st.integers(20, 200), large=st.booleans())
+def test_no_column_vanishes_without_a_sign_and_no_number_is_cut(width: int, large: bool) -> None:
+    much = 1e5 if large else 1.0
+    before, after = sample(10.0), sample(11.0)
+    series = {
+        ("stage_run_seconds_count", "speak"): much,
+        ("stage_run_seconds_sum", "speak"): 123 * much,
+        ("stage_queue_seconds_sum", "speak"): 9.87654 * much,
+        ("stage_waiting", "speak"): 4096.0,
+        ("stage_running", "speak"): 256.0,
+        ("stage_busy_ratio", "speak"): 1.0,
+    }
+    now = msgspec.structs.replace(after, status={**after.status, **WIDE}, series=series)
+    drawn = lines(top.draw(before, now, width=width), width=width)
+    header = next(line for line in drawn if line.startswith("STAGE"))
+    row = next(line for line in drawn if line.startswith("speak"))
+    table_and_note = " ".join(drawn[drawn.index(header) :])
+    assert [each for each in ("STAGE", "TO", *top.NUMBERS) if each not in table_and_note] == []
+    assert all(len(line) <= width for line in drawn)
+    shown = [each for each in top.NUMBERS if each in header]
+    values = ["1", "4096", "256", "100000" if large else "1.0", "9876.54", "123 s", "100 %"]
+    expected = " ".join(value for heading, value in zip(top.NUMBERS, values, strict=True) if heading in shown)
+    assert " ".join(row.replace("▪", "").replace("+", "").split()).endswith(expected)
+    if width >= 80:
+        assert shown == list(top.NUMBERS)
+        assert "→" in row
 
 
 def test_in_a_narrow_terminal_the_numbers_are_whole() -> None:

@@ -30,7 +30,8 @@ code:
           return lambda payload: time.sleep(3600)
 """
 PATIENCE_S = 100.0  # how long a test waits before it fails, on a machine that others use
-OMNI = (sys.executable, "-P", "-m", "stage_runtime")
+PROGRAM = ("-P", "-m", "stage_runtime")
+OMNI = (sys.executable, *PROGRAM)
 
 
 @pytest.fixture
@@ -75,12 +76,29 @@ def eventually(holds: Callable[[], object], within_s: float = PATIENCE_S) -> Non
 
 @contextmanager
 def up(
-    base: Path, *more: str, file: Path = HELLO, environ: dict[str, str] | None = None, by: tuple[str, ...] = ()
+    base: Path,
+    *more: str,
+    file: Path = HELLO,
+    environ: dict[str, str] | None = None,
+    by: tuple[str, ...] = (),
+    python: str = sys.executable,
 ) -> Iterator[Run]:
-    """by: the program that starts it, if another one does."""
+    """by: the program that starts it, if another one does. python: the interpreter that has `omni`."""
     output = base / "output.txt"
     with output.open("wb") as sink:
-        arguments = [*by, *OMNI, "up", "-f", str(file), "--port", "0", "--set", f"endpoints.basePath={base}", *more]
+        arguments = [
+            *by,
+            python,
+            *PROGRAM,
+            "up",
+            "-f",
+            str(file),
+            "--port",
+            "0",
+            "--set",
+            f"endpoints.basePath={base}",
+            *more,
+        ]
         with subprocess.Popen(arguments, stdout=sink, stderr=sink, env=environ) as program:
             try:
                 yield Run(program, output)
