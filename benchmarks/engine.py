@@ -39,8 +39,9 @@ import torch
 import stage_runtime as omni
 from benchmarks.enginelab.others import Ask, Run, others
 from benchmarks.enginelab.parallel import Engines
-from stage_runtime.engines.autoregressive import loading, models
-from stage_runtime.engines.autoregressive.core import EngineCore, EngineCoreRequest
+from stage_runtime.engines.autoregressive.core.engine_core import EngineCore, EngineCoreRequest
+from stage_runtime.engines.autoregressive.loading import loader
+from stage_runtime.engines.autoregressive.model import models
 from stage_runtime.engines.autoregressive.sampling.parameters import SamplingParams
 
 SHARED: Final = 400  # tokens at the beginning of all prompts of that workload
@@ -180,16 +181,16 @@ def arms(options: argparse.Namespace, checkpoint: str) -> tuple[dict[str, Arm], 
     settings |= {"model": checkpoint, "max_requests": max(options.requests)}
     for name in [one for one in wanted if one.startswith("engine") and one != "engine-dp2"]:
         spec = omni.Autoregressive(**{**settings, **changed(name)})
-        loaded = loading.load(spec)
+        loaded = loader.load(spec)
         print(f"{name}: linear layers {loaded.linears}, {loaded.num_blocks} blocks", file=sys.stderr)
         found[name] = engine(loaded.core)
         vocabulary = len(loaded.tokenizer)
     if "engine-dp2" in wanted:
         found["engine-dp2"] = Engines(omni.Autoregressive(**{**settings, "threads": None, "data_parallel_size": 2}))
-    loader = models.transformers().AutoModelForCausalLM
+    transformers = models.transformers().AutoModelForCausalLM
     for name in ("generate", "continuous"):
         if name in wanted:
-            model = loader.from_pretrained(checkpoint, dtype=dtype, attn_implementation="sdpa").eval()
+            model = transformers.from_pretrained(checkpoint, dtype=dtype, attn_implementation="sdpa").eval()
             vocabulary = int(model.config.vocab_size)
             found[name] = generate(model, options.one_by_one) if name == "generate" else continuous(model)
     return found, vocabulary

@@ -10,10 +10,10 @@ import psutil
 
 from benchmarks.enginelab.others import Ask, Run
 from stage_runtime.api import Autoregressive
-from stage_runtime.engines.autoregressive import making
 from stage_runtime.engines.autoregressive.clients.data_parallel import DPLBAsyncMPClient
-from stage_runtime.engines.autoregressive.core import EngineCoreRequest
+from stage_runtime.engines.autoregressive.core.engine_core import EngineCoreRequest
 from stage_runtime.engines.autoregressive.sampling.parameters import SamplingParams
+from stage_runtime.engines.autoregressive.stage import factory
 
 
 class Engines:
@@ -21,7 +21,7 @@ class Engines:
 
     def __init__(self, spec: Autoregressive) -> None:
         self._runner = asyncio.Runner()
-        launch = making.launch_of(spec, "cpu")
+        launch = factory.launch_of(spec, "cpu")
         self._client = self._runner.run(DPLBAsyncMPClient.launch_all(launch, spec.data_parallel_size))
         self._turns = 0
 

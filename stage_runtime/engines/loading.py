@@ -250,9 +250,9 @@ def _custom(made: Any, run: Callable[..., Any], blame: str) -> Engine:
 
 def _autoregressive(made: Autoregressive, context: StageContext | None, sources: tuple[str, ...]) -> Engine:
     """Load its model. Imports torch and transformers, which other stages do not need."""
-    from stage_runtime.engines.autoregressive import making
+    from stage_runtime.engines.autoregressive.stage import factory
 
-    return making.make(made, context, sources)
+    return factory.make(made, context, sources)
 
 
 def _simple(made: Simple, blame: str) -> Engine:

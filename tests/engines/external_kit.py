@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import stage_runtime as omni
-from stage_runtime.engines.autoregressive.process_stage import EngineClient, ProcessEngine
+from stage_runtime.engines.autoregressive.stage.process_engine import EngineClient, ProcessEngine
 from tests.engines.engine_kit import Rig
 from tests.engines.generation_kit import tiny_tokenizer
 

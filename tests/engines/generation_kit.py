@@ -13,16 +13,16 @@ import torch
 import transformers as untyped
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from stage_runtime.engines.autoregressive.attention import GatherAttention
-from stage_runtime.engines.autoregressive.core import EngineCore, EngineCoreOutput, EngineCoreRequest
-from stage_runtime.engines.autoregressive.embeddings import ModelEmbeddings
-from stage_runtime.engines.autoregressive.executors import InlineExecutor, ThreadExecutor
+from stage_runtime.engines.autoregressive.core.engine_core import EngineCore, EngineCoreOutput, EngineCoreRequest
+from stage_runtime.engines.autoregressive.core.executors import InlineExecutor, ThreadExecutor
 from stage_runtime.engines.autoregressive.kernels import fusing, linears
 from stage_runtime.engines.autoregressive.kernels.attention_pages import PageAttention
-from stage_runtime.engines.autoregressive.model_runner import ModelRunner
-from stage_runtime.engines.autoregressive.models import PagedModel
+from stage_runtime.engines.autoregressive.model.attention import GatherAttention
+from stage_runtime.engines.autoregressive.model.embeddings import ModelEmbeddings
+from stage_runtime.engines.autoregressive.model.model_runner import ModelRunner
+from stage_runtime.engines.autoregressive.model.models import PagedModel
+from stage_runtime.engines.autoregressive.sampling.model_output import ModelOutput
 from stage_runtime.engines.autoregressive.sampling.parameters import SamplingParams
-from stage_runtime.engines.autoregressive.steps import ModelOutput
 from stage_runtime.rules.autoregressive.blocks import BlockPool
 from stage_runtime.rules.autoregressive.requests import FinishReason
 from stage_runtime.rules.autoregressive.scheduling import Scheduler

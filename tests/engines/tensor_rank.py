@@ -13,10 +13,10 @@ import sys
 from typing import Any
 
 import stage_runtime as omni
-from stage_runtime.engines.autoregressive import loading
-from stage_runtime.engines.autoregressive.model_runner import ModelRunner
-from stage_runtime.engines.autoregressive.parallel.ranks import RankLost, Ranks, follow
-from stage_runtime.engines.autoregressive.prompt_rows import ROW
+from stage_runtime.engines.autoregressive.loading import loader
+from stage_runtime.engines.autoregressive.model.model_runner import ModelRunner
+from stage_runtime.engines.autoregressive.tensor_parallel.ranks import RankLost, Ranks, follow
+from stage_runtime.engines.autoregressive.text.prompt_rows import ROW
 from tests.engines.generation_kit import Answers, rows_of, tiny_model, tiny_tokenizer
 
 ROWS = "13"  #: Requests whose prompts are given as embeddings.
@@ -41,7 +41,7 @@ def main(rank: int, size: int, file: str, kind: str, kernels: str) -> None:
     spec = omni.Autoregressive(
         model="in memory", kernels=kernels, block_size=4, max_requests=8, max_batched_tokens=32, max_chunk=16
     )
-    loaded = loading.assemble(spec, copy.deepcopy(tiny_model(kind)), tiny_tokenizer(), ranks=ranks)
+    loaded = loader.assemble(spec, copy.deepcopy(tiny_model(kind)), tiny_tokenizer(), ranks=ranks)
     print(json.dumps({"kv_heads": loaded.runner.model.layers[0].kv_heads}), flush=True)
     if "DIES_IN_PASS" in os.environ:
         die_in(loaded.runner, int(os.environ["DIES_IN_PASS"]))

@@ -17,9 +17,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import stage_runtime as omni
-from stage_runtime.engines.autoregressive import loading
-from stage_runtime.engines.autoregressive.attention import AttentionBackend, BatchMeta, GatherAttention, LayerShape
-from stage_runtime.engines.autoregressive.attention_guests import FLASH_PAGE, FlashAttention, FlashinferAttention
+from stage_runtime.engines.autoregressive.loading import loader
+from stage_runtime.engines.autoregressive.model.attention import (
+    AttentionBackend,
+    BatchMeta,
+    GatherAttention,
+    LayerShape,
+)
+from stage_runtime.engines.autoregressive.model.attention_guests import FLASH_PAGE, FlashAttention, FlashinferAttention
 from stage_runtime.errors import ConfigurationError
 from tests.engines.generation_kit import tiny_model, tiny_tokenizer
 from tests.thoroughness import examples
@@ -210,7 +215,7 @@ def test_what_a_guest_does_not_compute_is_refused(
 def test_a_guest_without_a_gpu_is_refused(name: str) -> None:
     spec = omni.Autoregressive(model="in memory", kernels=name, linears="plain")
     with pytest.raises(ConfigurationError, match=f"kernels='{name}'.*: needs a GPU"):
-        loading.assemble(spec, copy.deepcopy(tiny_model("llama")), tiny_tokenizer())
+        loader.assemble(spec, copy.deepcopy(tiny_model("llama")), tiny_tokenizer())
 
 
 @pytest.mark.parametrize(("make", "name"), [(FlashAttention, "flash-attn"), (FlashinferAttention, "flashinfer")])

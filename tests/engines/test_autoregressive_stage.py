@@ -13,8 +13,8 @@ import pytest
 
 import stage_runtime as omni
 from stage_runtime.engines import events, loading
-from stage_runtime.engines.autoregressive.core import EngineCore
-from stage_runtime.engines.autoregressive.stage import AutoregressiveEngine
+from stage_runtime.engines.autoregressive.core.engine_core import EngineCore
+from stage_runtime.engines.autoregressive.stage.thread_engine import AutoregressiveEngine
 from stage_runtime.errors import ConfigurationError
 from stage_runtime.metrics import catalog
 from stage_runtime.rules.autoregressive.blocks import BlockPool

@@ -10,12 +10,13 @@ import pytest
 import torch
 
 import stage_runtime as omni
-from stage_runtime.engines.autoregressive import dtypes, loading
-from stage_runtime.engines.autoregressive.core import EngineCore, EngineCoreRequest
-from stage_runtime.engines.autoregressive.executors import InlineExecutor
+from stage_runtime.engines.autoregressive.core.engine_core import EngineCore, EngineCoreRequest
+from stage_runtime.engines.autoregressive.core.executors import InlineExecutor
 from stage_runtime.engines.autoregressive.kernels import fusing
-from stage_runtime.engines.autoregressive.model_runner import ModelRunner
-from stage_runtime.engines.autoregressive.models import PagedModel
+from stage_runtime.engines.autoregressive.loading import loader
+from stage_runtime.engines.autoregressive.model import dtypes
+from stage_runtime.engines.autoregressive.model.model_runner import ModelRunner
+from stage_runtime.engines.autoregressive.model.models import PagedModel
 from stage_runtime.engines.autoregressive.sampling.parameters import SamplingParams
 from stage_runtime.errors import ConfigurationError
 from stage_runtime.rules.autoregressive.blocks import BlockPool
@@ -95,7 +96,7 @@ def test_a_processor_without_instructions_refuses_bf16_and_names_the_cure() -> N
 def test_a_stage_is_loaded_in_the_dtype_that_auto_chooses(tmp_path: Any) -> None:
     tiny_model("llama").save_pretrained(tmp_path)
     tiny_tokenizer().save_pretrained(tmp_path)
-    loaded = loading.load(omni.Autoregressive(model=str(tmp_path), dtype="auto", kernels="torch", linears="plain"))
+    loaded = loader.load(omni.Autoregressive(model=str(tmp_path), dtype="auto", kernels="torch", linears="plain"))
     assert str(loaded.runner.model.dtype) == f"torch.{dtypes.chosen('auto', 'cpu')}"
     with pytest.raises(ConfigurationError, match="dtype='float8'"):
-        loading.check(omni.Autoregressive(model="", dtype="float8"))
+        loader.check(omni.Autoregressive(model="", dtype="float8"))

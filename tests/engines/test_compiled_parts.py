@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import nn
 
-from stage_runtime.engines.autoregressive import compiling
-from stage_runtime.engines.autoregressive.attention import GatherAttention
-from stage_runtime.engines.autoregressive.core import EngineCore
-from stage_runtime.engines.autoregressive.executors import InlineExecutor
-from stage_runtime.engines.autoregressive.model_runner import ModelRunner
-from stage_runtime.engines.autoregressive.models import PagedModel
+from stage_runtime.engines.autoregressive.core.engine_core import EngineCore
+from stage_runtime.engines.autoregressive.core.executors import InlineExecutor
+from stage_runtime.engines.autoregressive.loading import compiling
+from stage_runtime.engines.autoregressive.model.attention import GatherAttention
+from stage_runtime.engines.autoregressive.model.model_runner import ModelRunner
+from stage_runtime.engines.autoregressive.model.models import PagedModel
 from stage_runtime.rules.autoregressive.blocks import BlockPool
 from stage_runtime.rules.autoregressive.scheduling import Scheduler
 from stage_runtime.rules.autoregressive.steps import SchedulerLimits

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from stage_runtime.engines.autoregressive.kernels import fusing, linears
-from stage_runtime.engines.autoregressive.model_runner import ModelRunner, Pass
-from stage_runtime.engines.autoregressive.models import PagedModel
+from stage_runtime.engines.autoregressive.model.model_runner import ModelRunner, Pass
+from stage_runtime.engines.autoregressive.model.models import PagedModel
 from tests.engines import generation_kit
 from tests.engines.generation_kit import VOCABULARY, Answers, alone_with, core, tiny_model
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import msgspec
 
-from stage_runtime.engines.autoregressive.busy_loop import RequestType
-from stage_runtime.engines.autoregressive.core import EngineCoreRequest
+from stage_runtime.engines.autoregressive.core.busy_loop import RequestType
+from stage_runtime.engines.autoregressive.core.engine_core import EngineCoreRequest
+from stage_runtime.engines.autoregressive.process.engine_messages import AddHeader, EngineCoreRequestType, Refused
 from stage_runtime.engines.autoregressive.process.inputs import Inputs
-from stage_runtime.engines.autoregressive.process.messages import AddHeader, EngineCoreRequestType, Refused
 from stage_runtime.engines.autoregressive.process.serial import MsgpackEncoder
 from stage_runtime.engines.autoregressive.sampling.parameters import SamplingParams
 from tests.engines.counting_core import counting

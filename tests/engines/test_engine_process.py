@@ -19,11 +19,10 @@ import pytest
 from stage_runtime.engines.autoregressive.clients.abstract import UtilityFailed
 from stage_runtime.engines.autoregressive.clients.async_mp import AsyncMPClient
 from stage_runtime.engines.autoregressive.clients.inproc import InprocClient
-from stage_runtime.engines.autoregressive.clients.launching import EngineLaunch
 from stage_runtime.engines.autoregressive.clients.making import make_async_client, make_client
 from stage_runtime.engines.autoregressive.clients.sync_mp import SyncMPClient
-from stage_runtime.engines.autoregressive.core import EngineCoreRequest
-from stage_runtime.engines.autoregressive.process.messages import (
+from stage_runtime.engines.autoregressive.core.engine_core import EngineCoreRequest
+from stage_runtime.engines.autoregressive.process.engine_messages import (
     ENGINE_CORE_DEAD,
     AddHeader,
     EngineCoreOutputs,
@@ -33,6 +32,7 @@ from stage_runtime.engines.autoregressive.process.messages import (
     UtilityOutput,
     identity,
 )
+from stage_runtime.engines.autoregressive.process.launching import EngineLaunch
 from stage_runtime.engines.autoregressive.sampling.parameters import SamplingParams
 from stage_runtime.errors import ConfigurationError, EngineDeadError, RequestError
 from stage_runtime.rules.autoregressive.requests import Hold
@@ -309,9 +309,9 @@ async def test_sigterm_finishes_what_is_under_way_and_refuses_what_comes() -> No
 
 def test_an_engine_ends_with_a_killed_parent_whatever_it_computes() -> None:
     program = (
-        "from stage_runtime.engines.autoregressive.clients.launching import EngineLaunch\n"
+        "from stage_runtime.engines.autoregressive.process.launching import EngineLaunch\n"
         "from stage_runtime.engines.autoregressive.clients.sync_mp import SyncMPClient\n"
-        "from stage_runtime.engines.autoregressive.core import EngineCoreRequest\n"
+        "from stage_runtime.engines.autoregressive.core.engine_core import EngineCoreRequest\n"
         "from stage_runtime.engines.autoregressive.sampling.parameters import SamplingParams\n"
         f"client = SyncMPClient(EngineLaunch(factory={LAUNCHED!r}, kwargs={{'slow': {SLOW}}}))\n"
         f"request = EngineCoreRequest(request_id='a', prompt_token_ids=[{SLOW}], params=SamplingParams())\n"

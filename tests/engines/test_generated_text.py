@@ -11,14 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
-from stage_runtime.engines.autoregressive.core import EngineCoreOutput
-from stage_runtime.engines.autoregressive.output_processor import (
+from stage_runtime.engines.autoregressive.core.engine_core import EngineCoreOutput
+from stage_runtime.engines.autoregressive.core.output_processor import (
     OutputProcessor,
     RequestOutput,
     RequestOutputCollector,
 )
+from stage_runtime.engines.autoregressive.sampling.model_output import TokenLogprobs
 from stage_runtime.engines.autoregressive.sampling.parameters import OutputKind, SamplingParams
-from stage_runtime.engines.autoregressive.steps import TokenLogprobs
 from stage_runtime.engines.autoregressive.text.detokenizer import Detokenizer, Spelling, StopStrings
 from stage_runtime.rules.autoregressive.requests import FinishReason
 from tests.engines.generation_kit import tiny_tokenizer

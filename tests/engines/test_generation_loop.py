@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from stage_runtime.engines.autoregressive.busy_loop import BusyLoop, RequestType, ShutdownState
-from stage_runtime.engines.autoregressive.core import EngineCore, EngineCoreOutput, EngineCoreRequest
-from stage_runtime.engines.autoregressive.executors import ThreadExecutor
+from stage_runtime.engines.autoregressive.core.busy_loop import BusyLoop, RequestType, ShutdownState
+from stage_runtime.engines.autoregressive.core.engine_core import EngineCore, EngineCoreOutput, EngineCoreRequest
+from stage_runtime.engines.autoregressive.core.executors import ThreadExecutor
+from stage_runtime.engines.autoregressive.sampling.model_output import ModelOutput
 from stage_runtime.engines.autoregressive.sampling.parameters import SamplingParams
-from stage_runtime.engines.autoregressive.steps import ModelOutput
 from stage_runtime.engines.autoregressive.text.grammar_texts import Grammar
 from stage_runtime.rules.autoregressive.blocks import BlockPool
 from stage_runtime.rules.autoregressive.requests import FinishReason, Hold

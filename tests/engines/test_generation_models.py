@@ -9,11 +9,11 @@ import pytest
 import torch
 import transformers as untyped
 
-from stage_runtime.engines.autoregressive.attention import GatherAttention, LayerShape
-from stage_runtime.engines.autoregressive.core import EngineCore
-from stage_runtime.engines.autoregressive.executors import InlineExecutor
-from stage_runtime.engines.autoregressive.model_runner import NAN, ModelRunner
-from stage_runtime.engines.autoregressive.models import PagedModel, UnsupportedModel
+from stage_runtime.engines.autoregressive.core.engine_core import EngineCore
+from stage_runtime.engines.autoregressive.core.executors import InlineExecutor
+from stage_runtime.engines.autoregressive.model.attention import GatherAttention, LayerShape
+from stage_runtime.engines.autoregressive.model.model_runner import NAN, ModelRunner
+from stage_runtime.engines.autoregressive.model.models import PagedModel, UnsupportedModel
 from stage_runtime.rules.autoregressive.blocks import BlockPool
 from stage_runtime.rules.autoregressive.requests import FinishReason
 from stage_runtime.rules.autoregressive.scheduling import Scheduler

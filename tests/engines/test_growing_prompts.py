@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import stage_runtime as omni
-from stage_runtime.engines.autoregressive.core import EngineCore
-from stage_runtime.engines.autoregressive.stage import AutoregressiveEngine
+from stage_runtime.engines.autoregressive.core.engine_core import EngineCore
+from stage_runtime.engines.autoregressive.stage.thread_engine import AutoregressiveEngine
 from tests.engines.engine_kit import Rig, running
 from tests.engines.generation_kit import (
     ScriptedExecutor,

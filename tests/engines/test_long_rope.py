@@ -10,7 +10,7 @@ import torch
 import transformers as untyped
 
 import stage_runtime as omni
-from stage_runtime.engines.autoregressive import loading
+from stage_runtime.engines.autoregressive.loading import loader
 from tests.engines.generation_kit import VOCABULARY, Answers, alone_with, tiny_tokenizer
 
 transformers: Any = untyped
@@ -56,7 +56,7 @@ def answers(length: int, **prompts: list[int]) -> dict[str, list[int]]:
     spec = omni.Autoregressive(
         model="", max_model_len=length, max_chunk=16, max_batched_tokens=32, linears="plain", kernels="torch"
     )
-    given = Answers(loading.assemble(spec, copy.deepcopy(model()), tiny_tokenizer()).core)
+    given = Answers(loader.assemble(spec, copy.deepcopy(model()), tiny_tokenizer()).core)
     for name, prompt in prompts.items():
         given.ask(name, prompt)
     given.run()

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stage_runtime.engines.autoregressive.attention import BatchMeta, GatherAttention, LayerShape
 from stage_runtime.engines.autoregressive.kernels import attention_pages
+from stage_runtime.engines.autoregressive.model.attention import BatchMeta, GatherAttention, LayerShape
 from stage_runtime.errors import ConfigurationError
 from tests.engines.generation_kit import tiny_model, tiny_tokenizer
 from tests.thoroughness import examples
@@ -116,9 +116,9 @@ def test_kernels_of_numba_are_refused_for_a_dtype_without_them() -> None:
     import copy
 
     import stage_runtime as omni
-    from stage_runtime.engines.autoregressive import loading
+    from stage_runtime.engines.autoregressive.loading import loader
 
     spec = omni.Autoregressive(model="in memory", kernels="numba", dtype="float16", linears="plain")
     model = copy.deepcopy(tiny_model("llama")).half()
     with pytest.raises(ConfigurationError, match="float32 or bfloat16"):
-        loading.assemble(spec, model, tiny_tokenizer())
+        loader.assemble(spec, model, tiny_tokenizer())

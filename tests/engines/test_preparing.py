@@ -9,10 +9,10 @@ import pytest
 pytest.importorskip("numba")
 
 from stage_runtime.api import Autoregressive
-from stage_runtime.engines.autoregressive import preparing
-from stage_runtime.engines.autoregressive.compiling import CompiledPart
 from stage_runtime.engines.autoregressive.kernels import decoder_layers
-from stage_runtime.engines.autoregressive.models import PagedModel
+from stage_runtime.engines.autoregressive.loading import preparing
+from stage_runtime.engines.autoregressive.loading.compiling import CompiledPart
+from stage_runtime.engines.autoregressive.model.models import PagedModel
 from tests.engines.generation_kit import tiny_model
 
 

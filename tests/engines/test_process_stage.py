@@ -16,12 +16,12 @@ import pytest
 
 import stage_runtime as omni
 from stage_runtime.engines import events
-from stage_runtime.engines.autoregressive import making
 from stage_runtime.engines.autoregressive.clients.async_mp import AsyncMPClient
 from stage_runtime.engines.autoregressive.clients.data_parallel import DPLBAsyncMPClient
-from stage_runtime.engines.autoregressive.clients.launching import EngineLaunch
-from stage_runtime.engines.autoregressive.parallel.coordinator import DPCoordinator
-from stage_runtime.engines.autoregressive.process_stage import ProcessEngine
+from stage_runtime.engines.autoregressive.data_parallel.dp_coordinator import DPCoordinator
+from stage_runtime.engines.autoregressive.process.launching import EngineLaunch
+from stage_runtime.engines.autoregressive.stage import factory
+from stage_runtime.engines.autoregressive.stage.process_engine import ProcessEngine
 from stage_runtime.errors import EngineDeadError
 from stage_runtime.metrics import catalog
 from tests.engines.counting_core import LAUNCHED
@@ -228,7 +228,7 @@ def test_a_stage_crashes_when_the_coordinator_of_its_engines_is_killed() -> None
 def test_processors_are_divided_among_engines(
     processors: list[int], engines: int, expected: tuple[tuple[int, ...], ...]
 ) -> None:
-    assert making.divided(processors, engines) == expected
+    assert factory.divided(processors, engines) == expected
 
 
 def test_an_operation_is_carried_out_by_every_engine_and_utilities_of_clients_are_none() -> None:

@@ -9,13 +9,13 @@ import msgspec
 import pytest
 import torch
 
-from stage_runtime.engines.autoregressive.clients.launching import EngineLaunch
 from stage_runtime.engines.autoregressive.clients.sync_mp import SyncMPClient
-from stage_runtime.engines.autoregressive.core import EngineCoreRequest
-from stage_runtime.engines.autoregressive.embeddings import ModelEmbeddings
-from stage_runtime.engines.autoregressive.process.messages import Extension
-from stage_runtime.engines.autoregressive.prompt_rows import ROW, PromptRows
+from stage_runtime.engines.autoregressive.core.engine_core import EngineCoreRequest
+from stage_runtime.engines.autoregressive.model.embeddings import ModelEmbeddings
+from stage_runtime.engines.autoregressive.process.engine_messages import Extension
+from stage_runtime.engines.autoregressive.process.launching import EngineLaunch
 from stage_runtime.engines.autoregressive.sampling.parameters import SamplingParams
+from stage_runtime.engines.autoregressive.text.prompt_rows import ROW, PromptRows
 from tests.engines.generation_kit import (
     BACKENDS,
     CONFIGS,

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from stage_runtime.engines.autoregressive.models import UnsupportedModel
-from stage_runtime.engines.autoregressive.parallel import sharding
+from stage_runtime.engines.autoregressive.model.models import UnsupportedModel
+from stage_runtime.engines.autoregressive.tensor_parallel import sharding
 from tests.engines.generation_kit import VOCABULARY, alone, tiny_model
 
 WAIT_S = 200  # two processes that import torch and transformers, on a machine that others use

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stage_runtime.engines.autoregressive.answers import LONG
 from stage_runtime.engines.autoregressive.sampling import parameters
 from stage_runtime.engines.autoregressive.sampling.parameters import SamplingParams
+from stage_runtime.engines.autoregressive.stage.answers import LONG
 from stage_runtime.engines.autoregressive.text import prompting, tools
 from stage_runtime.engines.autoregressive.text.grammar_texts import Grammar
 from stage_runtime.engines.autoregressive.text.tools import Call, CallParser

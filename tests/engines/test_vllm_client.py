@@ -14,8 +14,8 @@ import pytest
 import stage_runtime as omni
 from stage_runtime.engines import loading
 from stage_runtime.engines.autoregressive.external import vllm
-from stage_runtime.engines.autoregressive.process_stage import ProcessEngine
 from stage_runtime.engines.autoregressive.sampling.parameters import from_params
+from stage_runtime.engines.autoregressive.stage.process_engine import ProcessEngine
 from stage_runtime.errors import ConfigurationError, EngineDeadError
 from tests.engines import external_kit
 from tests.engines.engine_kit import running

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from stage_runtime.engines.autoregressive.process.serving import Served
+from stage_runtime.engines.autoregressive.core.serving import Served
 from tests.engines import generation_kit
 
 

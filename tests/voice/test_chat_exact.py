@@ -34,7 +34,7 @@ def reference() -> tuple[str, list[list[int]]]:
     """The checkpoint, and what transformers answers to each prompt alone."""
     import torch
 
-    from stage_runtime.engines.autoregressive import models
+    from stage_runtime.engines.autoregressive.model import models
 
     checkpoint = str(checkpoints.from_gguf(GGUF, report=print))
     model: Any = models.transformers().AutoModelForCausalLM.from_pretrained(
@@ -53,15 +53,15 @@ def reference() -> tuple[str, list[list[int]]]:
 @pytest.mark.parametrize("kernels", ["torch", "numba"])
 def test_greedy_answers_are_those_of_generate_with_chunks_late_joins_and_a_shared_prefix(kernels: str) -> None:
     """numba: attention over pages in place, and fused layers."""
-    from stage_runtime.engines.autoregressive import loading
-    from stage_runtime.engines.autoregressive.core import EngineCoreRequest
+    from stage_runtime.engines.autoregressive.core.engine_core import EngineCoreRequest
+    from stage_runtime.engines.autoregressive.loading import loader
     from stage_runtime.engines.autoregressive.sampling.parameters import SamplingParams
 
     if kernels == "numba":
         pytest.importorskip("numba")
     checkpoint, expected = reference()
     spec = omni.Autoregressive(model=checkpoint, max_chunk=32, max_batched_tokens=48, kernels=kernels)
-    core = loading.load(spec).core
+    core = loader.load(spec).core
     params = SamplingParams(temperature=0.0, max_tokens=ANSWER, ignore_eos=True)
     waiting = list(enumerate(prompts()))
     found: list[list[int]] = [[] for _ in waiting]

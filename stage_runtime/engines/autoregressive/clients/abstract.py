@@ -13,10 +13,9 @@ from typing import Any, Final
 
 import msgspec
 
-from stage_runtime.engines.autoregressive.clients import launching
-from stage_runtime.engines.autoregressive.clients.launching import EngineLaunch, EngineProcess
-from stage_runtime.engines.autoregressive.core import EngineCoreRequest
-from stage_runtime.engines.autoregressive.process.messages import (
+from stage_runtime.engines.autoregressive.core.engine_core import EngineCoreRequest
+from stage_runtime.engines.autoregressive.process import launching
+from stage_runtime.engines.autoregressive.process.engine_messages import (
     ENGINE_CORE_DEAD,
     READY,
     AddHeader,
@@ -31,6 +30,7 @@ from stage_runtime.engines.autoregressive.process.messages import (
     UtilityOutput,
     identity,
 )
+from stage_runtime.engines.autoregressive.process.launching import EngineLaunch, EngineProcess
 from stage_runtime.engines.autoregressive.process.serial import Buffer, MsgpackDecoder, MsgpackEncoder
 from stage_runtime.errors import EngineDeadError, OmniError, PeerError, ProtocolError, RequestError
 from stage_runtime.sockets import multipart

@@ -10,19 +10,19 @@ from typing import Any, Final, Self
 
 import msgspec
 
-from stage_runtime.engines.autoregressive.clients import launching
 from stage_runtime.engines.autoregressive.clients.abstract import lost
 from stage_runtime.engines.autoregressive.clients.async_mp import AsyncMPClient
-from stage_runtime.engines.autoregressive.clients.launching import EngineLaunch
-from stage_runtime.engines.autoregressive.core import EngineCoreRequest
-from stage_runtime.engines.autoregressive.parallel.coordinator import DPCoordinator
-from stage_runtime.engines.autoregressive.process.messages import (
+from stage_runtime.engines.autoregressive.core.engine_core import EngineCoreRequest
+from stage_runtime.engines.autoregressive.data_parallel.dp_coordinator import DPCoordinator
+from stage_runtime.engines.autoregressive.process import launching
+from stage_runtime.engines.autoregressive.process.engine_messages import (
     EngineCoreOutputs,
     FirstRequest,
     Replaced,
     ScaleEngines,
     identity,
 )
+from stage_runtime.engines.autoregressive.process.launching import EngineLaunch
 from stage_runtime.errors import ConfigurationError, EngineDeadError
 from stage_runtime.rules.autoregressive.balancing import Balancer
 from stage_runtime.rules.autoregressive.waves import PublishState

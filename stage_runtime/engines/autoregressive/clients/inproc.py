@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from stage_runtime.engines.autoregressive.clients.abstract import UtilityFailed
-from stage_runtime.engines.autoregressive.clients.launching import EngineLaunch
-from stage_runtime.engines.autoregressive.core import EngineCoreRequest
-from stage_runtime.engines.autoregressive.process.messages import EngineCoreOutputs, Extension, Refused
-from stage_runtime.engines.autoregressive.process.serving import Served
+from stage_runtime.engines.autoregressive.core.engine_core import EngineCoreRequest
+from stage_runtime.engines.autoregressive.core.serving import Served
+from stage_runtime.engines.autoregressive.process.engine_messages import EngineCoreOutputs, Extension, Refused
+from stage_runtime.engines.autoregressive.process.launching import EngineLaunch
 from stage_runtime.engines.loading import resolve
 from stage_runtime.errors import ConfigurationError, describe
 

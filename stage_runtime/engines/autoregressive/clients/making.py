@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from stage_runtime.engines.autoregressive.clients.async_mp import AsyncMPClient
 from stage_runtime.engines.autoregressive.clients.inproc import InprocClient
-from stage_runtime.engines.autoregressive.clients.launching import EngineLaunch
 from stage_runtime.engines.autoregressive.clients.sync_mp import SyncMPClient
+from stage_runtime.engines.autoregressive.process.launching import EngineLaunch
 from stage_runtime.errors import ConfigurationError
 
 

@@ -6,15 +6,20 @@ import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from stage_runtime.engines.autoregressive.core import EngineCoreOutput, EngineCoreRequest
-from stage_runtime.engines.autoregressive.process.messages import EngineCoreOutputs, Extension, Refused, SchedulerStats
-from stage_runtime.engines.autoregressive.steps import TokenLogprobs
+from stage_runtime.engines.autoregressive.core.engine_core import EngineCoreOutput, EngineCoreRequest
+from stage_runtime.engines.autoregressive.process.engine_messages import (
+    EngineCoreOutputs,
+    Extension,
+    Refused,
+    SchedulerStats,
+)
+from stage_runtime.engines.autoregressive.sampling.model_output import TokenLogprobs
 from stage_runtime.errors import EngineDeadError, InvalidRequest
 from stage_runtime.rules.autoregressive.requests import FinishReason, Reason
 
 
 class ExternalClient:
-    """`process_stage.EngineClient`. Every call on the event loop, after `attach`, but for `_post` and `_post_dead`."""
+    """`process_engine.EngineClient`. Every call on the event loop, after `attach`, but for `_post` and `_post_dead`."""
 
     def __init__(self) -> None:
         self.reqs_in_flight: dict[str, int] = {}  #: Each with its number of tokens so far.

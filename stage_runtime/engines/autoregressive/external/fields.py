@@ -6,7 +6,7 @@ from collections.abc import Set
 from typing import Final
 
 from stage_runtime.api import Autoregressive
-from stage_runtime.engines.autoregressive.core import EngineCoreRequest
+from stage_runtime.engines.autoregressive.core.engine_core import EngineCoreRequest
 from stage_runtime.engines.autoregressive.sampling.parameters import SamplingParams
 from stage_runtime.errors import ConfigurationError, InvalidRequest
 from stage_runtime.rules.autoregressive import balancing

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from stage_runtime.engines.autoregressive import models
+from stage_runtime.engines.autoregressive.model import models
 from stage_runtime.errors import ConfigurationError
 
 #: Architectures of transformers, and what GGUF calls them.

@@ -16,11 +16,11 @@ from queue import Empty, SimpleQueue
 from typing import Any, Final
 
 from stage_runtime.api import Autoregressive, StageContext
-from stage_runtime.engines.autoregressive import dtypes, models
-from stage_runtime.engines.autoregressive.core import EngineCoreOutput, EngineCoreRequest
+from stage_runtime.engines.autoregressive.core.engine_core import EngineCoreOutput, EngineCoreRequest
 from stage_runtime.engines.autoregressive.external import fields, gguf_file
 from stage_runtime.engines.autoregressive.external.client import ExternalClient, output
-from stage_runtime.engines.autoregressive.process.messages import Refused
+from stage_runtime.engines.autoregressive.model import dtypes, models
+from stage_runtime.engines.autoregressive.process.engine_messages import Refused
 from stage_runtime.engines.autoregressive.sampling.parameters import SamplingParams
 from stage_runtime.errors import ConfigurationError, describe
 from stage_runtime.rules.autoregressive.requests import FinishReason

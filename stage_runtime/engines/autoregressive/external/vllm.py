@@ -15,13 +15,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
 from stage_runtime.api import Autoregressive, StageContext
-from stage_runtime.engines.autoregressive import dtypes, models
-from stage_runtime.engines.autoregressive.core import EngineCoreOutput, EngineCoreRequest
+from stage_runtime.engines.autoregressive.core.engine_core import EngineCoreOutput, EngineCoreRequest
 from stage_runtime.engines.autoregressive.external import fields
 from stage_runtime.engines.autoregressive.external.client import ExternalClient, output
-from stage_runtime.engines.autoregressive.process.messages import Refused
+from stage_runtime.engines.autoregressive.model import dtypes, models
+from stage_runtime.engines.autoregressive.process.engine_messages import Refused
+from stage_runtime.engines.autoregressive.sampling.model_output import TokenLogprobs
 from stage_runtime.engines.autoregressive.sampling.parameters import SamplingParams
-from stage_runtime.engines.autoregressive.steps import TokenLogprobs
 from stage_runtime.engines.autoregressive.text.grammar_texts import WRITTEN, Grammar
 from stage_runtime.engines.autoregressive.text.grammars import MOST
 from stage_runtime.errors import ConfigurationError, InvalidRequest, describe
@@ -37,7 +37,7 @@ _SAME: Final = (
 TAKES: Final = frozenset({*_SAME, "top_p", "stop_token_ids", "logit_bias", "grammar", "cache_salt"})
 _REASONS: Final = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORT}
 LEAST_TOP_P: Final = 1e-9  # vLLM refuses 0, which is the likeliest token alone, as this is
-HOST_CACHE_BYTES: Final = 1 << 29  # as `loading.HOST_CACHE_BYTES`
+HOST_CACHE_BYTES: Final = 1 << 29  # as `loader.HOST_CACHE_BYTES`
 BLOCK: Final = 128  # tokens of one of its blocks on a CPU
 WATCH_S: Final = 1.0  # between looks whether the core has ended while nothing is computed
 

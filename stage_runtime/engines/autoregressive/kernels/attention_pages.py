@@ -12,8 +12,8 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from stage_runtime.engines.autoregressive.attention import BatchMeta, GatherAttention, LayerShape, _Group
 from stage_runtime.engines.autoregressive.kernels import native
+from stage_runtime.engines.autoregressive.model.attention import BatchMeta, GatherAttention, LayerShape, _Group
 
 NO_WINDOW: Final = 1 << 40
 LEAST_READ: Final = 256  # tokens of a KV head for which a thread is worth its start

@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from stage_runtime.engines.autoregressive import models
 from stage_runtime.engines.autoregressive.kernels import fusing, linears, loops, native
 from stage_runtime.engines.autoregressive.kernels.attention_pages import (
     CHUNK_WORDS,
@@ -24,6 +23,7 @@ from stage_runtime.engines.autoregressive.kernels.attention_pages import (
     PageAttention,
     StepPlan,
 )
+from stage_runtime.engines.autoregressive.model import models
 
 CLASSES: Final = frozenset({"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"})
 SUMS: Final = frozenset({"sums", "added"})  # f32 in any case

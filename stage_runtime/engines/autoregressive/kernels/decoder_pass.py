@@ -12,8 +12,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from stage_runtime.engines.autoregressive import models
 from stage_runtime.engines.autoregressive.kernels import decoder_layers, fusing
+from stage_runtime.engines.autoregressive.model import models
 
 #: Each was compared with its source: embedding, layers, norm, head, and nothing between them.
 CLASSES: Final = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})

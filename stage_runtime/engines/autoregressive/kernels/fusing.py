@@ -13,8 +13,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from stage_runtime.engines.autoregressive import models
 from stage_runtime.engines.autoregressive.kernels import native
+from stage_runtime.engines.autoregressive.model import models
 
 OWNER: Final = "transformers.models."
 LEAST: Final = 1 << 14  # values for which a thread is worth its start

@@ -16,10 +16,16 @@ import msgspec
 
 from stage_runtime import diagnostics
 from stage_runtime.engines import ending
+from stage_runtime.engines.autoregressive.core.serving import Served
 from stage_runtime.engines.autoregressive.process import parents
-from stage_runtime.engines.autoregressive.process.messages import EngineFailed, EngineHello, EngineReady, Init, identity
+from stage_runtime.engines.autoregressive.process.engine_messages import (
+    EngineFailed,
+    EngineHello,
+    EngineReady,
+    Init,
+    identity,
+)
 from stage_runtime.engines.autoregressive.process.proc import EngineCoreProc
-from stage_runtime.engines.autoregressive.process.serving import Served
 from stage_runtime.engines.loading import resolve
 from stage_runtime.errors import ConfigurationError, format_traceback
 from stage_runtime.sockets import multipart
@@ -88,7 +94,7 @@ def _make(init: Init, index: int) -> _Made:
 def _kind(init: Init) -> type[EngineCoreProc]:
     if init.coordination is None:
         return EngineCoreProc
-    from stage_runtime.engines.autoregressive.parallel.engine import DataParallelProc, DPEngineCoreProc
+    from stage_runtime.engines.autoregressive.data_parallel.dp_engine import DataParallelProc, DPEngineCoreProc
 
     return DPEngineCoreProc if init.coordination.lockstep else DataParallelProc
 

@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import Any, Final
 
-from stage_runtime.engines.autoregressive.busy_loop import RequestType
-from stage_runtime.engines.autoregressive.core import EngineCore, EngineCoreRequest
-from stage_runtime.engines.autoregressive.process.messages import (
+from stage_runtime.engines.autoregressive.core.busy_loop import RequestType
+from stage_runtime.engines.autoregressive.core.engine_core import EngineCore, EngineCoreRequest
+from stage_runtime.engines.autoregressive.process.engine_messages import (
     READY,
     AddHeader,
     EngineCoreRequestType,

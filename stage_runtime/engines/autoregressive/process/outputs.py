@@ -12,7 +12,7 @@ from typing import Final
 import msgspec
 
 from stage_runtime.engines.autoregressive.process.buffers import BufferPool
-from stage_runtime.engines.autoregressive.process.messages import (
+from stage_runtime.engines.autoregressive.process.engine_messages import (
     COORDINATOR,
     ENGINE_CORE_DEAD,
     READY,

@@ -7,11 +7,11 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from stage_runtime.engines.autoregressive.busy_loop import BusyLoop, RequestType
-from stage_runtime.engines.autoregressive.core import EngineCore, EngineCoreOutput
-from stage_runtime.engines.autoregressive.operations import OPERATIONS
-from stage_runtime.engines.autoregressive.process.inputs import Inputs
-from stage_runtime.engines.autoregressive.process.messages import (
+from stage_runtime.engines.autoregressive.core.busy_loop import BusyLoop, RequestType
+from stage_runtime.engines.autoregressive.core.engine_core import EngineCore, EngineCoreOutput
+from stage_runtime.engines.autoregressive.core.operations import OPERATIONS
+from stage_runtime.engines.autoregressive.core.serving import Served
+from stage_runtime.engines.autoregressive.process.engine_messages import (
     EngineCoreOutputs,
     Init,
     Refused,
@@ -19,8 +19,8 @@ from stage_runtime.engines.autoregressive.process.messages import (
     UtilityOutput,
     identity,
 )
+from stage_runtime.engines.autoregressive.process.inputs import Inputs
 from stage_runtime.engines.autoregressive.process.outputs import OutputThread
-from stage_runtime.engines.autoregressive.process.serving import Served
 from stage_runtime.errors import InvalidRequest, describe
 from stage_runtime.rules.autoregressive.steps import SchedulerOutput
 from stage_runtime.sockets import multipart

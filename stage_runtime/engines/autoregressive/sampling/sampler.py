@@ -13,8 +13,8 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
+from stage_runtime.engines.autoregressive.sampling.model_output import TokenLogprobs
 from stage_runtime.engines.autoregressive.sampling.parameters import SamplingParams
-from stage_runtime.engines.autoregressive.steps import TokenLogprobs
 
 ROWS_AT_ONCE: Final = 64  # of log probabilities: more need much memory and are not faster
 FIRST_CANDIDATES: Final = 256  # of a nucleus; sorting a whole vocabulary costs more than the rest of sampling

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from stage_runtime.api import Generation, Prompt
-from stage_runtime.engines.autoregressive.prompt_rows import ROW
 from stage_runtime.engines.autoregressive.text import tools
 from stage_runtime.engines.autoregressive.text.call_forms import FORMS, CallForm
+from stage_runtime.engines.autoregressive.text.prompt_rows import ROW
 from stage_runtime.errors import InvalidRequest
 from stage_runtime.wire.values import Chunk, Finish, Note, Result, StagePayload, Text, Usage
 

@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from stage_runtime.engines.autoregressive.attention import BatchMeta, GatherAttention, LayerShape
+from stage_runtime.engines.autoregressive.model.attention import BatchMeta, GatherAttention, LayerShape
 from stage_runtime.errors import ConfigurationError
 
 FLASH_PAGE: Final = 256  # tokens: flash-attn's pages are multiples of it

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Final, TypeAlias
 
 import msgspec
 
-from stage_runtime.engines.autoregressive.core import EngineCoreOutput
+from stage_runtime.engines.autoregressive.core.engine_core import EngineCoreOutput
 
 ENGINE_CORE_DEAD: Final = b"ENGINE_CORE_DEAD"
 READY: Final = b"READY"  # then an engine's identity: it is connected

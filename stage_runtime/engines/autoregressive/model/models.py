@@ -16,7 +16,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from stage_runtime.engines.autoregressive.attention import AttentionBackend, LayerShape
+from stage_runtime.engines.autoregressive.model.attention import AttentionBackend, LayerShape
 from stage_runtime.errors import ConfigurationError
 
 log = logging.getLogger(__name__)

@@ -7,13 +7,13 @@ import signal
 from types import TracebackType
 from typing import Final
 
-from stage_runtime.engines.autoregressive.clients.launching import EngineProcess
-from stage_runtime.engines.autoregressive.process.messages import Coordination
+from stage_runtime.engines.autoregressive.process.engine_messages import Coordination
+from stage_runtime.engines.autoregressive.process.launching import EngineProcess
 from stage_runtime.errors import ConfigurationError
 from stage_runtime.sockets import multipart
 
 START_S: Final = 60.0
-_MODULE: Final = "stage_runtime.engines.autoregressive.parallel"
+_MODULE: Final = "stage_runtime.engines.autoregressive.data_parallel"
 
 
 class DPCoordinator:

@@ -13,11 +13,11 @@ from typing import Any
 
 from stage_runtime.api import Autoregressive, StageContext
 from stage_runtime.engines import events
-from stage_runtime.engines.autoregressive import operations
-from stage_runtime.engines.autoregressive.answers import Entered, GenerationAnswers
-from stage_runtime.engines.autoregressive.busy_loop import BusyLoop, RequestType
-from stage_runtime.engines.autoregressive.core import EngineCore, EngineCoreOutput, EngineCoreRequest
-from stage_runtime.engines.autoregressive.growing import FromStream, GrowingPrompts, Grown
+from stage_runtime.engines.autoregressive.core import operations
+from stage_runtime.engines.autoregressive.core.busy_loop import BusyLoop, RequestType
+from stage_runtime.engines.autoregressive.core.engine_core import EngineCore, EngineCoreOutput, EngineCoreRequest
+from stage_runtime.engines.autoregressive.stage.answers import Entered, GenerationAnswers
+from stage_runtime.engines.autoregressive.stage.growing import FromStream, GrowingPrompts, Grown
 from stage_runtime.engines.base import Inbox, Outbox, Work
 from stage_runtime.engines.simple import TakesNoChunks
 from stage_runtime.errors import InvalidRequest

@@ -1,6 +1,6 @@
 """The requests of one stage that generates tokens: from what arrives to prompts, from outputs to chunks and results.
 
-What computes them is elsewhere: `stage` has the engine core in its own thread. Everything here is on the stage's
+Here is nothing that computes them. Everything here is on the stage's
 thread, but for `names`. A request whose consumer lags behind is not waited for: its deltas are joined until its gate
 opens.
 """
@@ -16,9 +16,9 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import msgspec
 
 from stage_runtime.api import Autoregressive, Generation, Prompt, StageContext
-from stage_runtime.engines.autoregressive.choices import Choice
-from stage_runtime.engines.autoregressive.core import EngineCoreOutput, EngineCoreRequest
-from stage_runtime.engines.autoregressive.output_processor import OutputProcessor
+from stage_runtime.engines.autoregressive.core.choices import Choice
+from stage_runtime.engines.autoregressive.core.engine_core import EngineCoreOutput, EngineCoreRequest
+from stage_runtime.engines.autoregressive.core.output_processor import OutputProcessor
 from stage_runtime.engines.autoregressive.sampling import parameters
 from stage_runtime.engines.autoregressive.text import call_forms, prompting, tools
 from stage_runtime.engines.autoregressive.text.detokenizer import Spelling
@@ -83,7 +83,7 @@ class GenerationAnswers:
         """wake: a gate has opened, or a long prompt is encoded; called in any thread. abort: these are to be computed
         no further. check: whether the engine could compute a request; in any thread; raises ValueError if not.
         """
-        from stage_runtime.engines.autoregressive.loading import decoder
+        from stage_runtime.engines.autoregressive.loading.loader import decoder
 
         self.outbox: Outbox  #: Set before anything arrives.
         self._tokenizer = tokenizer

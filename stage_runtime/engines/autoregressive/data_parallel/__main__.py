@@ -1,4 +1,6 @@
-"""``python -m stage_runtime.engines.autoregressive.parallel FRONT OUTPUT BACK GREETING ENGINES PARENT``: a coordinator.
+"""``python -m stage_runtime.engines.autoregressive.data_parallel FRONT OUTPUT BACK GREETING ENGINES PARENT``.
+
+The coordinator of the engines of one instance.
 
 Three sockets: FRONT publishes counts and waves to clients and takes their messages, OUTPUT takes those of engines, BACK
 publishes the start of waves to engines. What cannot be understood is dropped.
@@ -16,7 +18,7 @@ from typing import Final, TypeAlias
 import msgspec
 
 from stage_runtime.engines.autoregressive.process import parents
-from stage_runtime.engines.autoregressive.process.messages import (
+from stage_runtime.engines.autoregressive.process.engine_messages import (
     READY,
     EngineCoreRequestType,
     FirstRequest,

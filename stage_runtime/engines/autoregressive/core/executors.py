@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from stage_runtime.engines.autoregressive.model_runner import Masks, ModelRunner
+from stage_runtime.engines.autoregressive.model.model_runner import Masks, ModelRunner
+from stage_runtime.engines.autoregressive.sampling.model_output import ModelOutput
 from stage_runtime.engines.autoregressive.sampling.parameters import SamplingParams
-from stage_runtime.engines.autoregressive.steps import ModelOutput
 from stage_runtime.rules.autoregressive.steps import SchedulerOutput
 
 

@@ -13,8 +13,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from stage_runtime.engines.autoregressive.models import UnsupportedModel
-from stage_runtime.engines.autoregressive.parallel.ranks import Ranks
+from stage_runtime.engines.autoregressive.model.models import UnsupportedModel
+from stage_runtime.engines.autoregressive.tensor_parallel.ranks import Ranks
 
 SAME_IN_ALL = frozenset({"replicated_with_grad_allreduce"})
 

@@ -9,13 +9,13 @@ from typing import Any, Final
 from stage_runtime.api import Autoregressive, StageContext
 from stage_runtime.engines.autoregressive.clients.async_mp import AsyncMPClient
 from stage_runtime.engines.autoregressive.clients.data_parallel import DPLBAsyncMPClient
-from stage_runtime.engines.autoregressive.clients.launching import EngineLaunch
-from stage_runtime.engines.autoregressive.parallel.coordinator import DPCoordinator
-from stage_runtime.engines.autoregressive.process_stage import EngineClient, ProcessEngine
+from stage_runtime.engines.autoregressive.data_parallel.dp_coordinator import DPCoordinator
+from stage_runtime.engines.autoregressive.process.launching import EngineLaunch
+from stage_runtime.engines.autoregressive.stage.process_engine import EngineClient, ProcessEngine
 from stage_runtime.engines.base import Engine
 from stage_runtime.errors import ConfigurationError
 
-FACTORY: Final = "stage_runtime.engines.autoregressive.process.serving:autoregressive"
+FACTORY: Final = "stage_runtime.engines.autoregressive.core.serving:autoregressive"
 MOST_ENGINES: Final = 64
 #: What an engine process needs not know: functions of the author, and what its client does.
 _OF_THE_STAGE: Final = frozenset(
@@ -39,9 +39,10 @@ def make(spec: Autoregressive, context: StageContext | None, sources: Sequence[s
 
     Blocks until all is loaded. sources: upstream stages that stream into this one.
     """
-    from stage_runtime.engines.autoregressive import loading, models
+    from stage_runtime.engines.autoregressive.loading import loader
+    from stage_runtime.engines.autoregressive.model import models
 
-    loading.check(spec)
+    loader.check(spec)
     device = "cpu" if context is None else context.device
     progress = (lambda text: None) if context is None else context.progress
     if not 1 <= spec.data_parallel_size <= MOST_ENGINES:
@@ -53,9 +54,9 @@ def make(spec: Autoregressive, context: StageContext | None, sources: Sequence[s
     if context is not None and context.tp_size > 1:
         return _rank(spec, context, sources)
     if not spec.own_process and spec.data_parallel_size == 1:
-        from stage_runtime.engines.autoregressive.stage import AutoregressiveEngine
+        from stage_runtime.engines.autoregressive.stage.thread_engine import AutoregressiveEngine
 
-        loaded = loading.load(spec, device=device, progress=progress)
+        loaded = loader.load(spec, device=device, progress=progress)
         return AutoregressiveEngine(spec, loaded.core, loaded.tokenizer, context, sources)
     tokenizer = models.load_tokenizer(spec.model, revision=spec.revision)
     progress(f"starting {spec.data_parallel_size} engine processes with {spec.model}")
@@ -78,15 +79,15 @@ def _external(spec: Autoregressive, context: StageContext | None) -> Engine:
 
 def _rank(spec: Autoregressive, context: StageContext, sources: Sequence[str]) -> Engine:
     """One rank of a TP stage (``tpSize``); the other ranks are processes of the same instance."""
-    from stage_runtime.engines.autoregressive import loading
-    from stage_runtime.engines.autoregressive.parallel.following import FollowingEngine
-    from stage_runtime.engines.autoregressive.parallel.ranks import Ranks
-    from stage_runtime.engines.autoregressive.stage import AutoregressiveEngine
+    from stage_runtime.engines.autoregressive.loading import loader
+    from stage_runtime.engines.autoregressive.stage.following import FollowingEngine
+    from stage_runtime.engines.autoregressive.stage.thread_engine import AutoregressiveEngine
+    from stage_runtime.engines.autoregressive.tensor_parallel.ranks import Ranks
 
     if spec.own_process or spec.data_parallel_size > 1:
         raise ConfigurationError("omni.Autoregressive: tpSize goes with neither own_process nor data_parallel_size")
     ranks = Ranks(context.tp_rank, context.tp_size)
-    loaded = loading.load(spec, device=context.device, progress=context.progress, ranks=ranks)
+    loaded = loader.load(spec, device=context.device, progress=context.progress, ranks=ranks)
     if context.tp_rank > 0:
         return FollowingEngine(loaded.runner, ranks, takes_chunks=spec.stream is not None)
     return AutoregressiveEngine(spec, loaded.core, loaded.tokenizer, context, sources)

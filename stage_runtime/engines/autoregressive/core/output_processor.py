@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from stage_runtime.engines.autoregressive.core import GRAMMAR_END, EngineCoreOutput
+from stage_runtime.engines.autoregressive.core.engine_core import GRAMMAR_END, EngineCoreOutput
+from stage_runtime.engines.autoregressive.sampling.model_output import TokenLogprobs
 from stage_runtime.engines.autoregressive.sampling.parameters import OutputKind, SamplingParams
-from stage_runtime.engines.autoregressive.steps import TokenLogprobs
 from stage_runtime.engines.autoregressive.text.detokenizer import Detokenizer, StopStrings
 from stage_runtime.rules.autoregressive.requests import FinishReason, Reason
 

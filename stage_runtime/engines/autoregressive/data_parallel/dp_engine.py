@@ -9,8 +9,9 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Final, Protocol
 
-from stage_runtime.engines.autoregressive.busy_loop import BusyLoop, ShutdownState
-from stage_runtime.engines.autoregressive.process.messages import (
+from stage_runtime.engines.autoregressive.core.busy_loop import BusyLoop, ShutdownState
+from stage_runtime.engines.autoregressive.core.serving import Served
+from stage_runtime.engines.autoregressive.process.engine_messages import (
     COORDINATOR,
     Coordination,
     EngineCoreOutputs,
@@ -18,7 +19,6 @@ from stage_runtime.engines.autoregressive.process.messages import (
     StartWave,
 )
 from stage_runtime.engines.autoregressive.process.proc import EngineCoreProc
-from stage_runtime.engines.autoregressive.process.serving import Served
 
 MEET_EVERY: Final = 32  # steps between two all-reduces of whether anything is left; vLLM's number
 MEET_WITHIN: Final = timedelta(minutes=10)  # a rank's longest step

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 from stage_runtime.engines import events, streaming
-from stage_runtime.engines.autoregressive.answers import Entered, GenerationAnswers
-from stage_runtime.engines.autoregressive.process.messages import Extension
+from stage_runtime.engines.autoregressive.process.engine_messages import Extension
+from stage_runtime.engines.autoregressive.stage.answers import Entered, GenerationAnswers
 from stage_runtime.engines.autoregressive.text import prompting
 from stage_runtime.engines.base import Outbox, Work
 from stage_runtime.errors import RequestError

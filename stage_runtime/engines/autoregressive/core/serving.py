@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from stage_runtime.engines.autoregressive.core import EngineCore
+from stage_runtime.engines.autoregressive.core.engine_core import EngineCore
 
 
 class Served(NamedTuple):
@@ -22,7 +22,7 @@ class Served(NamedTuple):
 def autoregressive(**fields: Any) -> Served:
     """The engine of ``omni.Autoregressive(**fields)``. ``device``: of torch."""
     from stage_runtime.api import Autoregressive
-    from stage_runtime.engines.autoregressive.loading import load
+    from stage_runtime.engines.autoregressive.loading.loader import load
 
     device = fields.pop("device", "cpu")
     loaded = load(Autoregressive(**fields), device=device)

@@ -17,11 +17,11 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from stage_runtime.engines.autoregressive.prompt_rows import ROW, Embeddings, PlacedRows, PromptRows
+from stage_runtime.engines.autoregressive.sampling.model_output import ModelOutput, TokenLogprobs
 from stage_runtime.engines.autoregressive.sampling.parameters import SamplingParams
-from stage_runtime.engines.autoregressive.steps import ModelOutput, TokenLogprobs
 from stage_runtime.engines.autoregressive.text.grammar_texts import Grammar
 from stage_runtime.engines.autoregressive.text.grammars import Matcher
+from stage_runtime.engines.autoregressive.text.prompt_rows import ROW, Embeddings, PlacedRows, PromptRows
 from stage_runtime.errors import describe
 from stage_runtime.rules.autoregressive.blocks import hash_blocks
 from stage_runtime.rules.autoregressive.requests import FinishReason, Hold, Reason, Request, TokenLimits

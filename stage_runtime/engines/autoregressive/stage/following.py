@@ -5,9 +5,9 @@ from __future__ import annotations
 import threading
 from threading import Event
 
-from stage_runtime.engines.autoregressive.growing import FromStream
-from stage_runtime.engines.autoregressive.model_runner import ModelRunner
-from stage_runtime.engines.autoregressive.parallel.ranks import RankLost, Ranks, follow
+from stage_runtime.engines.autoregressive.model.model_runner import ModelRunner
+from stage_runtime.engines.autoregressive.stage.growing import FromStream
+from stage_runtime.engines.autoregressive.tensor_parallel.ranks import RankLost, Ranks, follow
 from stage_runtime.engines.base import Inbox, Outbox
 from stage_runtime.engines.events import Admin
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stage_runtime.engines.autoregressive.model_runner import Computed, ModelRunner, Pass
+from stage_runtime.engines.autoregressive.model.model_runner import Computed, ModelRunner, Pass
 from stage_runtime.errors import describe
 
 log = logging.getLogger(__name__)

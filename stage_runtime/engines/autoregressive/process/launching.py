@@ -13,7 +13,7 @@ from typing import Any, Final, TypeAlias
 
 import msgspec
 
-from stage_runtime.engines.autoregressive.process.messages import (
+from stage_runtime.engines.autoregressive.process.engine_messages import (
     Coordination,
     EngineFailed,
     EngineHello,

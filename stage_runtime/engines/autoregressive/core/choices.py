@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from stage_runtime.api import Generation
-from stage_runtime.engines.autoregressive.output_processor import RequestOutput, RequestOutputCollector
+from stage_runtime.engines.autoregressive.core.output_processor import RequestOutput, RequestOutputCollector
 from stage_runtime.engines.autoregressive.sampling import parameters
 from stage_runtime.engines.autoregressive.text.call_forms import Parser
 from stage_runtime.engines.autoregressive.text.detokenizer import Spelling

@@ -1,4 +1,4 @@
-"""Faster parts in the place of a model's, on a CPU, and in the log which of them compute it. Called by `loading`."""
+"""Faster parts in the place of a model's, on a CPU, and in the log which of them compute it. Called by `loader`."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any, cast
 import torch
 
 from stage_runtime.api import Autoregressive
-from stage_runtime.engines.autoregressive import compiling
 from stage_runtime.engines.autoregressive.kernels import fusing, linears
-from stage_runtime.engines.autoregressive.models import PagedModel
+from stage_runtime.engines.autoregressive.loading import compiling
+from stage_runtime.engines.autoregressive.model.models import PagedModel
 
 log = logging.getLogger(__name__)
 

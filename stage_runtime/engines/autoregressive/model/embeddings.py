@@ -10,7 +10,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from stage_runtime.engines.autoregressive.prompt_rows import ROW, PlacedRows
+from stage_runtime.engines.autoregressive.text.prompt_rows import ROW, PlacedRows
 
 NAME_BYTES: Final = 8
 KEY_BYTES: Final = 32

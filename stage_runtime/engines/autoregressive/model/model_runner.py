@@ -16,11 +16,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from stage_runtime.engines.autoregressive.attention import AttentionBackend, BatchMeta
-from stage_runtime.engines.autoregressive.models import PagedModel
+from stage_runtime.engines.autoregressive.model.attention import AttentionBackend, BatchMeta
+from stage_runtime.engines.autoregressive.model.models import PagedModel
+from stage_runtime.engines.autoregressive.sampling.model_output import ModelOutput
 from stage_runtime.engines.autoregressive.sampling.parameters import SamplingParams
 from stage_runtime.engines.autoregressive.sampling.sampler import RowState, reports, sample
-from stage_runtime.engines.autoregressive.steps import ModelOutput
 from stage_runtime.errors import describe
 from stage_runtime.rules.autoregressive.steps import Row, SchedulerOutput
 

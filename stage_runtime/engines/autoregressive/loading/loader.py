@@ -10,17 +10,18 @@ from typing import Any, Final, NamedTuple, cast
 import torch
 
 from stage_runtime.api import Autoregressive
-from stage_runtime.engines.autoregressive import attention_guests, compiling, dtypes, preparing
-from stage_runtime.engines.autoregressive.attention import AttentionBackend, GatherAttention, LayerShape
-from stage_runtime.engines.autoregressive.core import EngineCore
-from stage_runtime.engines.autoregressive.embeddings import ModelEmbeddings
-from stage_runtime.engines.autoregressive.executors import InlineExecutor, ThreadExecutor
+from stage_runtime.engines.autoregressive.core.engine_core import EngineCore
+from stage_runtime.engines.autoregressive.core.executors import InlineExecutor, ThreadExecutor
 from stage_runtime.engines.autoregressive.kernels import attention_pages, linears
-from stage_runtime.engines.autoregressive.model_runner import ModelRunner
-from stage_runtime.engines.autoregressive.models import PagedModel, load_model, settle_long_rope
-from stage_runtime.engines.autoregressive.models import load_tokenizer as load_tokenizer
-from stage_runtime.engines.autoregressive.parallel import sharding
-from stage_runtime.engines.autoregressive.parallel.ranks import Leading, Ranks
+from stage_runtime.engines.autoregressive.loading import compiling, preparing
+from stage_runtime.engines.autoregressive.model import attention_guests, dtypes
+from stage_runtime.engines.autoregressive.model.attention import AttentionBackend, GatherAttention, LayerShape
+from stage_runtime.engines.autoregressive.model.embeddings import ModelEmbeddings
+from stage_runtime.engines.autoregressive.model.model_runner import ModelRunner
+from stage_runtime.engines.autoregressive.model.models import PagedModel, load_model, settle_long_rope
+from stage_runtime.engines.autoregressive.model.models import load_tokenizer as load_tokenizer
+from stage_runtime.engines.autoregressive.tensor_parallel import sharding
+from stage_runtime.engines.autoregressive.tensor_parallel.ranks import Leading, Ranks
 from stage_runtime.engines.autoregressive.text import call_forms
 from stage_runtime.engines.autoregressive.text.grammars import Grammars
 from stage_runtime.errors import ConfigurationError

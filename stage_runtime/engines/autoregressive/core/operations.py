@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Final
 
-from stage_runtime.engines.autoregressive.core import EngineCore
+from stage_runtime.engines.autoregressive.core.engine_core import EngineCore
 from stage_runtime.engines.events import Admin
 from stage_runtime.errors import InvalidRequest
 
