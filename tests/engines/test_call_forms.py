@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stage_runtime.engines.autoregressive.loading.loader import decoder
 from stage_runtime.engines.autoregressive.sampling import parameters
 from stage_runtime.engines.autoregressive.sampling.parameters import SamplingParams
 from stage_runtime.engines.autoregressive.text import prompting, tools
 from stage_runtime.engines.autoregressive.text.call_forms import FORMS, MARK, form_of
+from stage_runtime.engines.autoregressive.text.decoding import decoder
 from stage_runtime.engines.autoregressive.text.grammars import Grammars
 from stage_runtime.engines.autoregressive.text.tools import Call
 from stage_runtime.wire.values import OmniRequest, StagePayload

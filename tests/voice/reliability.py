@@ -20,6 +20,7 @@ from stage_models.voice.synthesis import Voice
 from stage_runtime.engines.autoregressive.core.engine_core import EngineCoreRequest
 from stage_runtime.engines.autoregressive.loading import loader
 from stage_runtime.engines.autoregressive.sampling.parameters import SamplingParams
+from stage_runtime.engines.autoregressive.text import decoding
 from stage_runtime.engines.autoregressive.text.prompting import encode
 from tests.voice import questions
 
@@ -61,7 +62,7 @@ class Chain:
         while self.model.core.has_work():
             outputs, _executed = self.model.core.step_fn()
             tokens += [token for one in outputs for token in one.new_token_ids]
-        return loader.decoder(self.model.tokenizer)(tokens)
+        return decoding.decoder(self.model.tokenizer)(tokens)
 
     def ask(self, puzzle: questions.Puzzle) -> tuple[str, str, list[str]]:
         """What was understood, what was answered, what was understood of the answer's readings."""

@@ -8,8 +8,8 @@ import logging
 import signal
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, ClassVar, Final
 
 import msgspec
 
@@ -48,6 +48,8 @@ class UtilityFailed(OmniError):
 
 class MPClient:
     """A client of engine processes that it starts. One thread, or one event loop."""
+
+    program: ClassVar[str] = launching.ENGINE  #: What the processes run.
 
     def __init__(
         self,
@@ -109,8 +111,12 @@ class MPClient:
 
     # --- engines --------------------------------------------------------------------------------------------------
 
-    def _start(self, ranks: Sequence[int]) -> dict[int, EngineReady]:
-        processes, ready = launching.start(
+    def _start(self, ranks: Sequence[int]) -> None:
+        self._take_in(*self._launch(ranks))
+
+    def _launch(self, ranks: Sequence[int]) -> tuple[list[EngineProcess], dict[int, EngineReady]]:
+        """Start engines. In any thread."""
+        return launching.start(
             self.launch,
             ranks,
             context=self._context,
@@ -118,11 +124,14 @@ class MPClient:
             inputs=(self._input_endpoint,),
             outputs=(self._output_endpoint,),
             coordination=self._coordination,
+            program=self.program,
         )
+
+    def _take_in(self, processes: Sequence[EngineProcess], ready: Mapping[int, EngineReady]) -> None:
+        """Engines that have just been started are this client's from now on."""
         self._engines.update({one.index: one for one in processes})
-        self._await_routes({identity(rank) for rank in ranks})
+        self._await_routes({identity(one.index) for one in processes})
         self.num_gpu_blocks.update({index: one.num_gpu_blocks for index, one in ready.items()})
-        return ready
 
     def _await_routes(self, names: set[bytes]) -> None:
         """Both sockets of each engine send one message: ours can address it from then on, and it is connected."""

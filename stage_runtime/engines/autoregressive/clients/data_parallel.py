@@ -6,7 +6,7 @@ import asyncio
 import logging
 import signal
 from collections.abc import Iterable, Sequence
-from typing import Any, Final, Self
+from typing import Final, Self
 
 import msgspec
 
@@ -14,13 +14,11 @@ from stage_runtime.engines.autoregressive.clients.abstract import lost
 from stage_runtime.engines.autoregressive.clients.async_mp import AsyncMPClient
 from stage_runtime.engines.autoregressive.core.engine_core import EngineCoreRequest
 from stage_runtime.engines.autoregressive.data_parallel.dp_coordinator import DPCoordinator
-from stage_runtime.engines.autoregressive.process import launching
 from stage_runtime.engines.autoregressive.process.engine_messages import (
     EngineCoreOutputs,
     FirstRequest,
     Replaced,
     ScaleEngines,
-    identity,
 )
 from stage_runtime.engines.autoregressive.process.launching import EngineLaunch
 from stage_runtime.errors import ConfigurationError, EngineDeadError
@@ -35,6 +33,8 @@ HEAR_WITHIN_S: Final = 60.0
 
 class DPAsyncMPClient(AsyncMPClient):
     """Asks one engine, ``rank``; something outside chooses among the ranks' clients. The coordinator is another's."""
+
+    program = "stage_runtime.engines.autoregressive.data_parallel.engine_process"
 
     def __init__(
         self, launch: EngineLaunch, coordinator: DPCoordinator, *, ranks: Sequence[int] = (0,), elastic: bool = False
@@ -185,21 +185,7 @@ class DPLBAsyncMPClient(DPAsyncMPClient):
         self.lost = {rank for rank in self.lost if rank < engines}
 
     async def _add_engines(self, ranks: Iterable[int]) -> None:
-        def start() -> Any:
-            return launching.start(
-                self.launch,
-                list(ranks),
-                context=self._context,
-                folder=self._folder,
-                inputs=(self._input_endpoint,),
-                outputs=(self._output_endpoint,),
-                coordination=self._coordination,
-            )
-
-        processes, ready = await asyncio.to_thread(start)
-        self._engines.update({one.index: one for one in processes})
-        self._await_routes({identity(one.index) for one in processes})
-        self.num_gpu_blocks.update({index: one.num_gpu_blocks for index, one in ready.items()})
+        self._take_in(*await asyncio.to_thread(self._launch, list(ranks)))
         self._watch()
         self._read()
 

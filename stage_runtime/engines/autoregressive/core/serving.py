@@ -17,13 +17,3 @@ class Served(NamedTuple):
     num_gpu_blocks: int
     utilities: Mapping[str, Callable[..., Any]] = {}
     dummy_batch: Callable[[], None] = lambda: None
-
-
-def autoregressive(**fields: Any) -> Served:
-    """The engine of ``omni.Autoregressive(**fields)``. ``device``: of torch."""
-    from stage_runtime.api import Autoregressive
-    from stage_runtime.engines.autoregressive.loading.loader import load
-
-    device = fields.pop("device", "cpu")
-    loaded = load(Autoregressive(**fields), device=device)
-    return Served(loaded.core, loaded.num_blocks, dummy_batch=loaded.runner.execute_dummy_batch)

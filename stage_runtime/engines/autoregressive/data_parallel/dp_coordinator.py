@@ -13,7 +13,7 @@ from stage_runtime.errors import ConfigurationError
 from stage_runtime.sockets import multipart
 
 START_S: Final = 60.0
-_MODULE: Final = "stage_runtime.engines.autoregressive.data_parallel"
+_PROGRAM: Final = "stage_runtime.engines.autoregressive.data_parallel"
 
 
 class DPCoordinator:
@@ -29,7 +29,7 @@ class DPCoordinator:
         context = multipart.SocketContext()
         greeting = self._folder.endpoint()
         greeted = context.bind("PULL", greeting)
-        argv = ("-m", _MODULE, self.front, self._output, self._input, greeting, str(engines), str(os.getpid()))
+        argv = ("-m", _PROGRAM, self.front, self._output, self._input, greeting, str(engines), str(os.getpid()))
         self._process = EngineProcess(-1, argv, {})
         try:
             poller = multipart.Poller(greeted, self._process.pidfd)

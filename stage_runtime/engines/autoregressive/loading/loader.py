@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple, cast
@@ -145,23 +144,6 @@ def _attention(spec: Autoregressive, paged: PagedModel) -> AttentionBackend:
             f"this is {paged.dtype} on {paged.device}"
         )
     return attention_pages.PageAttention() if found and spec.kernels != "torch" else GatherAttention()
-
-
-def decoder(tokenizer: Any, kept: str = "") -> Callable[[Sequence[int]], str]:
-    """Tokens to text, special tokens left out. kept: the text of one that is not."""
-
-    def decode(tokens: Sequence[int]) -> str:
-        return str(tokenizer.decode(list(tokens), skip_special_tokens=True))
-
-    place = tokenizer.get_added_vocab().get(kept) if kept else None
-    if place is None:
-        return decode
-
-    def keep(tokens: Sequence[int]) -> str:
-        parts = [list(part) for _found, part in itertools.groupby(tokens, lambda one: one == place)]
-        return "".join(kept * len(part) if part[0] == place else decode(part) for part in parts)
-
-    return keep
 
 
 def _blocks(spec: Autoregressive, paged: PagedModel, length: int) -> int:

@@ -24,7 +24,7 @@ from stage_runtime.engines.autoregressive.process.engine_messages import (
 from stage_runtime.errors import ConfigurationError
 from stage_runtime.sockets import multipart
 
-_MODULE: Final = "stage_runtime.engines.autoregressive.process"
+ENGINE: Final = "stage_runtime.engines.autoregressive.process"  #: The program of an engine that is alone.
 _Greeting: TypeAlias = EngineHello | EngineReady | EngineFailed
 
 
@@ -94,9 +94,11 @@ def start(
     inputs: Sequence[str],
     outputs: Sequence[str],
     coordination: Coordination | None = None,
+    program: str = ENGINE,
 ) -> tuple[list[EngineProcess], dict[int, EngineReady]]:
     """Start one engine for each index, and wait until all are ready.
 
+    program: the module that each process runs.
     Raises: ConfigurationError: one could not start; it names the cause. None is left running then.
     """
     endpoint = folder.endpoint()
@@ -104,7 +106,7 @@ def start(
     processes: list[EngineProcess] = []
     try:
         for index in indices:
-            argv = ("-m", _MODULE, endpoint, str(index), str(os.getpid()))
+            argv = ("-m", program, endpoint, str(index), str(os.getpid()))
             cores = launch.cores[index % len(launch.cores)] if launch.cores else ()
             processes.append(EngineProcess(index, argv, launch.env, cores))
         init = Init(

@@ -20,7 +20,7 @@ from stage_runtime.engines.autoregressive.core.choices import Choice
 from stage_runtime.engines.autoregressive.core.engine_core import EngineCoreOutput, EngineCoreRequest
 from stage_runtime.engines.autoregressive.core.output_processor import OutputProcessor
 from stage_runtime.engines.autoregressive.sampling import parameters
-from stage_runtime.engines.autoregressive.text import call_forms, prompting, tools
+from stage_runtime.engines.autoregressive.text import call_forms, decoding, prompting, tools
 from stage_runtime.engines.autoregressive.text.detokenizer import Spelling
 from stage_runtime.engines.base import Gate, Outbox, Work
 from stage_runtime.engines.custom import RequestIds
@@ -83,8 +83,6 @@ class GenerationAnswers:
         """wake: a gate has opened, or a long prompt is encoded; called in any thread. abort: these are to be computed
         no further. check: whether the engine could compute a request; in any thread; raises ValueError if not.
         """
-        from stage_runtime.engines.autoregressive.loading.loader import decoder
-
         self.outbox: Outbox  #: Set before anything arrives.
         self._tokenizer = tokenizer
         unsaid = prompting.default_prompt if spec.stream is None else prompting.no_prompt
@@ -104,7 +102,7 @@ class GenerationAnswers:
         self._encoding: dict[str, Work] = {}  #: Requests whose prompts are being encoded.
         self._encoded: SimpleQueue[tuple[_Pending, list[Entered] | BaseException]] = SimpleQueue()
         self._form = call_forms.form_of(spec.tool_calls, getattr(tokenizer, "chat_template", None))
-        self._processor = OutputProcessor(decoder(tokenizer, self._form.mark))
+        self._processor = OutputProcessor(decoding.decoder(tokenizer, self._form.mark))
         self._spelling = Spelling(tokenizer)
         self._ids = RequestIds()
         self._answers: dict[str, _Answer] = {}

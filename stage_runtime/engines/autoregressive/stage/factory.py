@@ -15,7 +15,7 @@ from stage_runtime.engines.autoregressive.stage.process_engine import EngineClie
 from stage_runtime.engines.base import Engine
 from stage_runtime.errors import ConfigurationError
 
-FACTORY: Final = "stage_runtime.engines.autoregressive.core.serving:autoregressive"
+FACTORY: Final = "stage_runtime.engines.autoregressive.loading.served:autoregressive"
 MOST_ENGINES: Final = 64
 #: What an engine process needs not know: functions of the author, and what its client does.
 _OF_THE_STAGE: Final = frozenset(

@@ -1,0 +1,16 @@
+"""The factory that engine processes of `omni.Autoregressive` call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from stage_runtime.api import Autoregressive
+from stage_runtime.engines.autoregressive.core.serving import Served
+from stage_runtime.engines.autoregressive.loading.loader import load
+
+
+def autoregressive(**fields: Any) -> Served:
+    """The engine of ``omni.Autoregressive(**fields)``. ``device``: of torch."""
+    device = fields.pop("device", "cpu")
+    loaded = load(Autoregressive(**fields), device=device)
+    return Served(loaded.core, loaded.num_blocks, dummy_batch=loaded.runner.execute_dummy_batch)
