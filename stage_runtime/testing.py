@@ -20,7 +20,7 @@ import msgspec
 from omnipipeline_spec.types.plan import StagePlan
 from stage_runtime.engines import events, loading, threads
 from stage_runtime.engines.base import Gate, Inbox, Work
-from stage_runtime.engines.loading import resolve
+from stage_runtime.engines.resolving import resolve
 from stage_runtime.errors import RequestError
 from stage_runtime.payloads import encoding, isolating
 from stage_runtime.stage.mutation_check import MutationCheck

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import difflib
-import importlib
 import inspect
-import os
-import pkgutil
-import sys
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from typing import Any, Final
 
 from omnipipeline_spec.types.plan import StagePlan
-from omnipipeline_spec.validation import shapes
 from stage_runtime.api import Autoregressive, Batched, Simple, StageContext, Streaming
 from stage_runtime.engines import gpudevice
 from stage_runtime.engines.base import Engine
 from stage_runtime.engines.batched import BatchedEngine
 from stage_runtime.engines.custom import CustomEngine
+from stage_runtime.engines.resolving import resolve
 from stage_runtime.engines.simple import (
     AsyncEngine,
     SyncEngine,
@@ -28,60 +23,6 @@ from stage_runtime.engines.simple import (
 )
 from stage_runtime.engines.streaming import StreamingEngine
 from stage_runtime.errors import ConfigurationError
-
-NEAR_MODULE: Final = 0.75  # of names of modules, of which an environment has thousands
-
-
-def resolve(name: str, *, field: str) -> Callable[..., Any]:
-    """The function that ``pkg.mod:fn`` or ``pkg.mod.fn`` names.
-
-    field: what to blame (``stages.thinker.factory``).
-    Raises: ConfigurationError: no such module or attribute, or nothing callable. An error inside the module itself
-        passes through, with its own traceback.
-    """
-    module_name, _, attribute = name.partition(":") if ":" in name else name.rpartition(".")
-    if not module_name or module_name.startswith(".") or not attribute:
-        raise ConfigurationError(f"{field}: {name!r} is no pkg.mod:function")
-    try:
-        found: Any = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name and (module_name == error.name or module_name.startswith(error.name + ".")):
-            raise ConfigurationError(f"{field}: {_no_module(error.name, name)}") from error
-        raise
-    holder = ""
-    for part in attribute.split("."):
-        if not hasattr(found, part):
-            near = shapes.nearest(part, _functions_of(found))
-            meant = f"; did you mean {holder}{near}?" if near else ""
-            raise ConfigurationError(f"{field}: {module_name!r} has no {attribute!r}{meant}")
-        holder += f"{part}."
-        found = getattr(found, part)
-    if not callable(found):
-        raise ConfigurationError(f"{field}: {name!r} is a {type(found).__name__}, no function")
-    return found  # type: ignore[no-any-return]
-
-
-def _no_module(missing: str, name: str) -> str:
-    """The message for a missing module: the nearest name that exists, or where the module is instead."""
-    package, _, last = missing.rpartition(".")
-    problem = f"no module named {missing!r} (in {name!r})"
-    path = getattr(sys.modules.get(package), "__path__", ()) if package else None
-    known = {module.name for module in pkgutil.iter_modules(path)} - {last}
-    near = difflib.get_close_matches(last, known, n=1, cutoff=NEAR_MODULE)
-    if near:
-        return f"{problem}; did you mean {package}{'.' if package else ''}{near[0]}?"
-    here = os.path.join(os.getcwd(), last)
-    if not package and (os.path.isfile(f"{here}.py") or os.path.isdir(here)):
-        return f"{problem}; it is in the working directory, and stages import from the pipeline file's folder"
-    return problem
-
-
-def _functions_of(holder: Any) -> Iterator[str]:
-    """What could have been meant by a name in a module or a class."""
-    own = getattr(holder, "__name__", None)
-    for name, value in getattr(holder, "__dict__", {}).items():
-        if callable(value) and (not inspect.ismodule(holder) or getattr(value, "__module__", own) == own):
-            yield name
 
 
 def create(

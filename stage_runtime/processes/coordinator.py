@@ -19,7 +19,7 @@ from stage_runtime.coordinator.coordinator import Coordinator
 from stage_runtime.coordinator.profiling import ProfileLimits
 from stage_runtime.coordinator.tracing import RequestTracer
 from stage_runtime.coordinator.unread_answers import AnswerLimits
-from stage_runtime.engines.loading import resolve
+from stage_runtime.engines.resolving import resolve
 from stage_runtime.errors import ConfigurationError, describe
 from stage_runtime.processes import collecting, logs, loops, process_context, signals, traces
 from stage_runtime.processes.supervision import statuspipe

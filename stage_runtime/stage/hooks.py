@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Gene
 from typing import Any, Final
 
 from omnipipeline_spec.types.plan import StagePlan
-from stage_runtime.engines.loading import resolve
+from stage_runtime.engines.resolving import resolve
 from stage_runtime.errors import HookError, RequestError, describe
 from stage_runtime.rules import routing
 from stage_runtime.rules.failures import failure_of

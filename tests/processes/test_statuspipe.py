@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from stage_runtime.engines import loading, threads
+from stage_runtime.engines import resolving, threads
 from stage_runtime.errors import ConfigurationError
 from stage_runtime.processes.supervision import statuspipe
 
@@ -114,7 +114,7 @@ def test_a_signal_handler_may_report_while_its_thread_reports() -> None:
 
 def test_what_is_wrong_with_a_configuration_is_reported_in_one_line_without_our_traceback() -> None:
     try:
-        loading.resolve("json:lodas", field="stages.a.factory")
+        resolving.resolve("json:lodas", field="stages.a.factory")
     except ConfigurationError as error:
         failure = statuspipe.failed(error, stage="a")
     assert failure == statuspipe.StartFailed(
@@ -126,7 +126,7 @@ def test_an_author_s_traceback_begins_with_their_own_code(tmp_path: Path, monkey
     (tmp_path / "authors_module.py").write_text("import json\ntry:\n    json.loads('{')\nfinally:\n    1 / 0\n")
     monkeypatch.syspath_prepend(tmp_path)
     caught: list[BaseException] = []
-    resolve = functools.partial(loading.resolve, "authors_module:fn", field="x")
+    resolve = functools.partial(resolving.resolve, "authors_module:fn", field="x")
     threads.start("as a stage's", resolve, crashed=caught.append).join()  # no frame of a test's before ours
     failure = statuspipe.failed(caught[0])
     frames = [line for line in failure.traceback.splitlines() if line.startswith("  File")]

@@ -10,7 +10,7 @@ from stage_runtime.engines.autoregressive.core.engine_core import EngineCoreRequ
 from stage_runtime.engines.autoregressive.core.serving import Served
 from stage_runtime.engines.autoregressive.process.engine_messages import EngineCoreOutputs, Extension, Refused
 from stage_runtime.engines.autoregressive.process.launching import EngineLaunch
-from stage_runtime.engines.loading import resolve
+from stage_runtime.engines.resolving import resolve
 from stage_runtime.errors import ConfigurationError, describe
 
 

@@ -27,7 +27,7 @@ from stage_runtime.engines.autoregressive.process.engine_messages import (
     identity,
 )
 from stage_runtime.engines.autoregressive.process.proc import EngineCoreProc
-from stage_runtime.engines.loading import resolve
+from stage_runtime.engines.resolving import resolve
 from stage_runtime.errors import ConfigurationError, format_traceback
 from stage_runtime.sockets import multipart
 
