@@ -20,6 +20,7 @@ from omnipipeline_spec.types.pods import CONTROL_PORT, HTTP_PORT, PROBE_PORT
 from stage_runtime.errors import ConfigurationError
 
 KEY_BYTES = 32
+HTTP_QUIET_S = 10  # longer than httpx (5 s) and undici (4 s) keep a connection at rest
 TERMINATION_LOG = "/dev/termination-log"  # where the kubelet looks for the reason of a container's end
 
 LogFormat = Literal["text", "json"]
@@ -86,6 +87,7 @@ class CoordinatorSettings(ProcessSettings, frozen=True, kw_only=True):
     http_hosts: tuple[str, ...] = ()  #: Names, beside those of the loopback, allowed in Host and Origin headers.
     bodies_nbytes: int | None = None  #: Of bodies and media of all requests in flight; None: derived from the memory.
     answers_nbytes: int | None = None  #: Of answers that are not read yet; None: derived from the memory.
+    http_quiet_s: int = HTTP_QUIET_S  #: While it drains, a client's connection that rests for so long is closed.
 
 
 class SupervisorSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -158,6 +160,7 @@ def coordinator(environ: Mapping[str, str]) -> CoordinatorSettings:
         http_hosts=tuple(host.lower() for host in read.several("OMNI_HTTP_HOSTS", empty=True)),
         bodies_nbytes=read.integer("OMNI_HTTP_BODIES_MB", 0, least=1) << 20 or None,
         answers_nbytes=read.integer("OMNI_HTTP_ANSWERS_MB", 0, least=1) << 20 or None,
+        http_quiet_s=read.integer("OMNI_HTTP_QUIET_S", HTTP_QUIET_S, least=0, most=3600),
         **_common(read),
     )
 

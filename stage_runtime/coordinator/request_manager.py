@@ -129,6 +129,7 @@ class RequestManager:
         #: Increases across all requests: a reused id gets a higher number than its tombstone.
         self._attempts = itertools.count(1)
         self.last_attempt = 0  #: Any that is begun later has a higher number.
+        self._draining = False
         self._refusing: str | None = None  #: Why nothing is admitted any more.
         self._clocks_us = clocks_us
         self._tracing = tracing
@@ -211,7 +212,7 @@ class RequestManager:
         return self._reports.status(in_flight=len(self._handles), awaiting_instance=len(self._rebinding))
 
     def ready(self) -> bool:
-        return self._membership.ready()
+        return not self._draining and self._membership.ready()
 
     def metrics(self) -> Samples:
         own = self._reports.samples(in_flight=len(self._handles), kept_nbytes=self._admission.kept_nbytes)
@@ -223,6 +224,10 @@ class RequestManager:
     @property
     def in_flight(self) -> int:
         return len(self._handles)
+
+    def drain(self) -> None:
+        """Be ready no longer, so that balancers send no new client. Requests that come all the same are admitted."""
+        self._draining = True
 
     def refuse(self, reason: str) -> None:
         """Admit nothing more. Requests for which terminalStagesFn has not answered yet are refused, too."""

@@ -123,13 +123,17 @@ async def _serve(settings: CoordinatorSettings) -> int:
             raise crashed.result()
         statuspipe.report(settings.status_fd, statuspipe.Draining())
         stop.clear()
-        manager.refuse("the coordinator is draining")
-        draining = asyncio.create_task(server.stop(drain_s=drain_s))
+        manager.drain()
+        if not settings.http_quiet_s:  # nothing else will serve, so a client gains nothing by another request here
+            manager.refuse("the coordinator is draining")
+        draining = asyncio.create_task(server.drain(quiet_s=settings.http_quiet_s))
         again = asyncio.create_task(stop.wait())
-        await asyncio.wait([draining, again], return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait([draining, again], timeout=drain_s, return_when=asyncio.FIRST_COMPLETED)
+        manager.refuse("the coordinator has stopped")
         manager.fail_all("the coordinator has stopped")
         await server.stop(drain_s=0)
         again.cancel()
+        await draining
         manager.close()
     return 0
 

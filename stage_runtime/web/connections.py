@@ -27,6 +27,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from stage_runtime.errors import RequestError
 from stage_runtime.web import errors
+from stage_runtime.web.connection_drain import ConnectionDrain
 from stage_runtime.web.connection_limits import FEW, ConnectionLimit, ConnectionLimits, connection_limit
 from stage_runtime.web.errors import RequestRefused
 from stage_runtime.web.exchange import CLIENT
@@ -98,6 +99,7 @@ class HttpConnection(HttpToolsProtocol):
 
     limits: ConnectionLimits = ConnectionLimits()
     limit: ConnectionLimit  #: Of the server; one object for all of its connections.
+    drain: ConnectionDrain  #: As ``limit``.
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -110,6 +112,7 @@ class HttpConnection(HttpToolsProtocol):
         self._wire_nbytes = self._head_nbytes = self._head_count = self._body_nbytes = 0
         self._refusal: tuple[RequestError, int] | None = None  #: Of a request that ended the parser, and its status.
         self._answering: RequestResponseCycle | None = None  #: ``cycle`` is the request that was read last.
+        self._last_told = False  #: The answer that comes next, or an earlier state of it, was to be the last.
         self._gone: Callable[[], object] | None = None  #: See `watch`.
         self._outstanding: int | None = None  #: Bytes that the client has not taken, when that was last looked at.
         self._stalled_since = 0.0
@@ -122,6 +125,7 @@ class HttpConnection(HttpToolsProtocol):
         super().connection_lost(exc)
         self._disconnect()
         self.scope = None  # type: ignore[assignment]  # it holds this connection
+        self.drain.lost(len(self.connections))
 
     # --- exchange.Client ----------------------------------------------------------------------------------------
 
@@ -210,12 +214,22 @@ class HttpConnection(HttpToolsProtocol):
             problem = f"{self.limits.pipelined} requests of this connection wait for the answer to another one"
             self._end_parser(RequestError("rate_limited", problem, retry_after_s=1.0), 429)
         super().on_headers_complete()
+        self.announce_end()  # of the request that is answered, which is not the last one any more
         self._in_body = True
         self._enter(Phase.ANSWER)
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
-        self._answering = cycle
+        self._answering, self._last_told = cycle, False
+        self.announce_end()
         super()._start_asgi_task(cycle, _Unchunked(app, cycle) if cycle.scope["http_version"] == "1.0" else app)
+
+    def announce_end(self) -> None:
+        """While the server drains, the answer to the last request that is here says that its connection ends."""
+        answering = self._answering
+        if not self.drain.begun or answering is None or answering.response_started:
+            return
+        if answering.keep_alive or self._last_told:  # else its client wants the connection to end with this answer
+            answering.keep_alive, self._last_told = bool(self.pipeline), True
 
     def on_body(self, body: bytes) -> None:
         self._body_nbytes += len(body)
@@ -318,6 +332,8 @@ class HttpConnection(HttpToolsProtocol):
         match self._phase:
             case _ if self.transport.is_closing():
                 pass
+            case Phase.HEAD | Phase.IDLE if not self._wire_nbytes and self.drain.over(now, self._since, self.transport):
+                self.transport.close()
             case Phase.HEAD if waited > self.limits.head_s:
                 if self._wire_nbytes:
                     problem = f"no whole head within {self.limits.head_s:g} s"
@@ -377,8 +393,8 @@ def _parser(protocol: HttpToolsProtocol) -> httptools.HttpRequestParser:
 def limited(limits: ConnectionLimits) -> type[HttpConnection]:
     """`HttpConnection` with these limits: uvicorn makes its protocols itself."""
     descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    limit = connection_limit(limits, descriptors)
-    return type("HttpConnection", (HttpConnection,), {"limits": limits, "limit": limit})
+    shared = {"limits": limits, "limit": connection_limit(limits, descriptors), "drain": ConnectionDrain()}
+    return type("HttpConnection", (HttpConnection,), shared)
 
 
 class IdleConnections:
@@ -396,6 +412,15 @@ class IdleConnections:
     def _sweep(self) -> None:
         # Armed first: a check that raises does not stop the later ones.
         self._timer = self._loop.call_later(self._limits.sweep_s, self._sweep)
+        self._look()
+
+    def announce_end(self) -> None:
+        """The server has begun to drain."""
+        for connection in list(self._connections):
+            connection.announce_end()
+        self._look()
+
+    def _look(self) -> None:
         now = self._loop.time()
         for connection in list(self._connections):
             connection.sweep(now)

@@ -41,6 +41,7 @@ class Server:
         self._app = app
         self._limits = limits or ConnectionLimits()
         self._watch: IdleConnections | None = None
+        self._protocol = limited(self._limits)
         self._host = host
         self._wanted_port = port
         self._drain_s = drain_s
@@ -57,6 +58,11 @@ class Server:
     def open_connections(self) -> int:
         return 0 if self._server is None else len(self._server.server_state.connections)
 
+    @property
+    def drains(self) -> bool:
+        """`drain` was called."""
+        return self._protocol.drain.begun
+
     async def __aenter__(self) -> Server:
         """Listen and serve.
 
@@ -66,7 +72,7 @@ class Server:
         self.port = listener.getsockname()[1]
         config = uvicorn.Config(
             self._app,
-            http=limited(self._limits),
+            http=self._protocol,
             ws="none",
             lifespan="off",
             log_config=None,
@@ -94,6 +100,31 @@ class Server:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         await self.stop(drain_s=0.0 if kind is not None else None)
+
+    async def drain(self, *, quiet_s: float) -> None:
+        """Serve what comes until no connection is left. The last answer on each says that the connection ends.
+
+        New connections are taken for ``quiet_s`` seconds; one that rests for so long is closed. `stop` must follow, and
+        ends it earlier.
+        """
+        server, watch, drain = self._server, self._watch, self._protocol.drain
+        if server is None or watch is None:
+            return
+        loop = asyncio.get_running_loop()
+        drain.begin(loop.time(), quiet_s)
+        watch.announce_end()
+        listening = loop.call_later(quiet_s, server.close_listeners)
+        try:
+            while True:
+                while server.server_state.connections:
+                    await drain.gone()
+                server.close_listeners()
+                await asyncio.sleep(POLL_S)  # what was accepted just before is a connection by then
+                if not server.server_state.connections:
+                    return
+        finally:
+            listening.cancel()
+            server.close_listeners()
 
     async def stop(self, *, drain_s: float | None = None) -> None:
         """Take no new connection, let open answers end for ``drain_s`` seconds, then cut them off.
@@ -126,6 +157,11 @@ class _Uvicorn(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+    def close_listeners(self) -> None:
+        """Take no new connection."""
+        for listener in self.servers:
+            listener.close()
 
     def cut(self) -> None:
         """Cancel the tasks of open requests now, which aborts the requests."""

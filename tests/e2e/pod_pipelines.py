@@ -105,6 +105,10 @@ class Pods:
         await self.ready()
         self._supervisor.settle()
 
+    async def end(self, name: str) -> None:
+        """Drain one process, as a pod that is deleted: when this returns it is gone."""
+        await self._supervisor.stop(name)
+
     async def stop(self) -> None:
         self._supervisor.ask_all_to_stop()
         await self._supervisor.gone()

@@ -23,6 +23,7 @@ TUNABLE: Final = frozenset(
         "OMNI_HTTP_ANSWERS_MB",
         "OMNI_HTTP_BODIES_MB",
         "OMNI_HTTP_HOSTS",
+        "OMNI_HTTP_QUIET_S",
         "OMNI_LOG_FORMAT",
     }
 )

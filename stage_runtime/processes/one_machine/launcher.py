@@ -52,6 +52,7 @@ class Launcher:
             "OMNI_LISTEN": self._dir.endpoint("coordinator.sock"),
             "OMNI_PUBLISH": self._dir.endpoint("publisher.sock"),
             "OMNI_HTTP_HOST": host,
+            "OMNI_HTTP_QUIET_S": "0",  # it ends together with all that it could send requests to
         }
         if api_keys:
             variables["OMNI_API_KEY_FILE"] = str(self._dir.write(KEY_FILE, "\n".join(api_keys).encode()))
