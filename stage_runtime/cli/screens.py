@@ -81,6 +81,7 @@ class LineScreen:
         self._output = output
         self._plan: PipelinePlan | None = None
         self._began = time.monotonic()
+        self._stopping = False
 
     def starting(self, plan: PipelinePlan, views: Views) -> None:
         self._plan = plan
@@ -90,6 +91,8 @@ class LineScreen:
         self._say(Text.assemble(("note: ", "yellow"), line))
 
     def changed(self, view: ProcessView) -> None:
+        if self._stopping and view.state == "draining":
+            return  # all of them do, and each says when it has stopped
         style = STYLES.get(view.state, "")
         pid = f" (pid {view.pid})" if view.pid is not None and view.state in ("starting", "ready") else ""
         detail = f": {view.message}" if view.message else ""
@@ -121,6 +124,7 @@ class LineScreen:
             self._say(Text.assemble((f"{process} | ", "dim"), line))
 
     def draining(self) -> None:
+        self._stopping = True
         self._say("stopping when the requests in flight are finished; ^C again stops now")
 
     def over(self) -> None:

@@ -176,7 +176,7 @@ class Rebinding:
         except RequestError:
             return False
         self.forget(handle)
-        log.info("request %s is sent again, after attempt %d", handle.id, handle.tracked.attempt)
+        log.info("request %s is sent again, after attempt %d of it", handle.id, handle.tracked.tries)
         self._submit(handle, revision, bindings)
         return True
 

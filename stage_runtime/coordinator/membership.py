@@ -82,6 +82,7 @@ class Membership:
         self._fenced: dict[str, str] = {}
         self._started_at = time.monotonic()
         self._was_complete = False
+        self.stopping = False  #: This coordinator ends: members that leave are no news.
         self._rests = _rests(revisions)
 
     # --- events from processes ------------------------------------------------------------------------------------
@@ -118,7 +119,7 @@ class Membership:
         self._channels.send(sender, Welcome(self._publisher, me, message.via, self._beat_s))
         self._adapt_beats()  # after it: a process that was not welcomed yet has no link for Members
         if known is None:
-            log.info(
+            log.debug(
                 "%s (%s, unit revision %s) has joined from %s", member.group, sender, member.revision, member.endpoint
             )
             self._log_ineligible(sender)
@@ -197,7 +198,7 @@ class Membership:
 
     def deregister(self, sender: str, message: Deregister) -> None:
         if self.state.mark(sender, draining=True):
-            log.info("%s is draining: %s", sender, message.reason)
+            log.debug("%s is draining: %s", sender, message.reason)
             self.unbound(sender)
 
     def unbound(self, incarnation: str) -> None:
@@ -224,7 +225,8 @@ class Membership:
         self._gone.pop(incarnation, None)
         self._note_gone(incarnation)
         self._adapt_beats()
-        log.info("%s (%s) has left", instance.member.group, incarnation)
+        level = logging.DEBUG if self.stopping else logging.INFO
+        log.log(level, "%s (%s) has left", instance.member.group, incarnation)
         return True
 
     # --- what others ask ----------------------------------------------------------------------------------------

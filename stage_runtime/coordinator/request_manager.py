@@ -232,6 +232,7 @@ class RequestManager:
     def refuse(self, reason: str) -> None:
         """Admit nothing more. Requests for which terminalStagesFn has not answered yet are refused, too."""
         self._refusing = reason
+        self._membership.stopping = True
         if self._terminal_stages_caller is not None:
             self._terminal_stages_caller.give_up(lambda: _refusal(reason))
 

@@ -145,7 +145,7 @@ def configure(log_format: str, *, name: str) -> None:
     for parent in RUNTIME:
         logger = logging.getLogger(parent)
         logger.handlers, logger.propagate = [own], False
-        logger.setLevel(logging.INFO)
+        logger.setLevel(logging.WARNING if parent == "uvicorn" else logging.INFO)  # it says that it starts and stops
     protect()
 
 

@@ -106,7 +106,8 @@ class Pod:
         termination.write(self._settings.termination_log, cause, failure.details)
         return crashes.EXIT_HUNG if failure.hung else EXIT_FAILED
 
-    def _stop(self, _: str) -> None:
+    def _stop(self, reason: str) -> None:
+        print(f"draining: {reason}", flush=True)
         self._stopping = True
         self._supervisor.ask_all_to_stop()
 

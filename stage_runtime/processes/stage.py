@@ -205,6 +205,7 @@ class StageProcess(RankProcess):
         self._host.announce_ready()
 
     def shut_down(self, reason: str) -> None:
+        log.info("draining: %s", reason)
         self._stop(reason)
 
     def unbound(self, coordinator: str) -> None:
@@ -223,7 +224,6 @@ class StageProcess(RankProcess):
             return
         self._stopping = True
         statuspipe.report(self._settings.status_fd, statuspipe.Draining())
-        log.info("draining: %s", reason)
         self._host.deregister(reason)
         self._tasks.start_finite("drain", self._drain_and_end())
 

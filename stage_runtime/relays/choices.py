@@ -48,7 +48,7 @@ class Choices:
         with self._lock:
             self._peers[peer] = known
         ways = ", ".join(f"{each.relay} ({each.medium})" for each in known.reached)
-        log.info("relays to %s: %s", peer, ways or "none")
+        log.debug("relays to %s: %s", peer, ways or "none")
 
     def forget(self, peer: Peer) -> None:
         with self._lock:

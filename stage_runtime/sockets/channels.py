@@ -340,7 +340,7 @@ class Channels:
         self._acks.connected(link)
 
     def _gone(self, link: Link) -> None:
-        log.info("peer %s at %s is gone", link.peer, link.endpoint)
+        log.debug("peer %s at %s is gone", link.peer, link.endpoint)
         self._lose(link)
 
     def _close_idle(self, every_s: float) -> None:

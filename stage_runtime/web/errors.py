@@ -23,6 +23,8 @@ TYPES: Final[dict[str, str]] = {
     "rate_limited": "rate_limit_error",
 }
 
+LOGGED: Final = 300  # characters of an error's message in the log
+
 #: Seconds for Retry-After where the request manager names none: a restarted stage process is back within about this
 #: time.
 RETRY_AFTER_S: Final = 1.0
@@ -60,6 +62,15 @@ def _shown(text: Any, most: int) -> str:
     whole = str(text)
     short = whole if len(whole) <= most else f"{whole[:most]}…"
     return short.encode("utf-8", "replace").decode()
+
+
+def logged(error: RequestError) -> dict[str, Any]:
+    """The facts of an error for the request's line in the log: which parameter, what was wrong with it, in which stage.
+
+    The outcome and the status are there already.
+    """
+    facts = {"param": error.param, "stage": error.stage, "message": error.message}
+    return {name: _shown(value, LOGGED) for name, value in facts.items() if value is not None}
 
 
 def encoded(error: RequestError, request_id: str | None) -> bytes:

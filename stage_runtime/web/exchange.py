@@ -58,7 +58,7 @@ class Exchange:
         self.route = "unknown"  #: The route's pattern, for logs and metrics: never what the client wrote.
         self.request_id: str | None = None
         self.common_headers: Headers = []  #: Headers that every answer to it has.
-        self.failure: str | None = None  #: Code of the error the answer carries, in its status or as an event.
+        self.error: RequestError | None = None  #: What the answer carries, in its status or as an event.
         self.status = 0
         self.sent_bytes = 0
         self.body_nbytes = 0  #: Of the request's body, as far as it was read.
@@ -81,7 +81,7 @@ class Exchange:
     @property
     def outcome(self) -> str:
         """``completed``, the error's code, or ``torn``: an answer that was begun and not ended."""
-        return self.failure or ("completed" if self.complete else "torn")
+        return self.error.code if self.error is not None else ("completed" if self.complete else "torn")
 
     def header(self, name: bytes) -> str | None:
         """A request header by its lower-case name."""

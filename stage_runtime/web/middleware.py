@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import time
 from collections.abc import Callable
@@ -89,7 +90,7 @@ class Middleware:
 
 async def fail(exchange: Exchange, error: RequestError) -> None:
     """Answer with an error. An answer that has begun is left incomplete, which the client notices."""
-    exchange.failure = error.code
+    exchange.error = error
     if exchange.started:
         return
     body = errors.encoded(error, exchange.answer_id())
@@ -109,4 +110,7 @@ def _log_line(exchange: Exchange, ended_at: float) -> None:
         "first_byte_ms": None if first is None else round((first - exchange.begun_at) * 1e3, 2),
         "bytes": exchange.sent_bytes,
     }
-    _log.info(" ".join(f"{name}={value}" for name, value in facts.items()), extra={"facts": facts})
+    refused = {} if exchange.error is None else errors.logged(exchange.error)
+    words = [f"{name}={value}" for name, value in facts.items()]
+    words += [f"{name}={json.dumps(value)}" for name, value in refused.items()]  # a client's text stays one word
+    _log.info(" ".join(words), extra={"facts": facts | refused})

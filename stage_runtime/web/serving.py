@@ -147,7 +147,7 @@ async def stream(
 async def _send_error(out: EventStream, exchange: Exchange, encoder: StreamEncoder, error: RequestError) -> None:
     if not exchange.started:
         raise error
-    exchange.failure = error.code
+    exchange.error = error
     await out.send(encoder.fail(error))
 
 

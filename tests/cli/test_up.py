@@ -132,6 +132,15 @@ def test_it_prints_a_curl_line_that_works_and_an_interrupt_leaves_nothing(base: 
     assert runs(base) == []
 
 
+def test_an_interrupt_prints_one_line_for_each_process(base: Path) -> None:
+    with up(base) as run:
+        run.wait_for(r"\^C stops it")
+        run.program.send_signal(signal.SIGINT)
+        assert run.program.wait(PATIENCE_S) == 0
+        after = run.text.partition("now\n")[2].splitlines()
+    assert sorted(after) == ["coordinator stopped", "front stopped", "stopped", "voice stopped"]
+
+
 def test_a_second_interrupt_does_not_wait_for_requests(base: Path) -> None:
     slow = base / "slow.yaml"
     slow.write_text(SLOW)

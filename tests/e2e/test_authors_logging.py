@@ -63,7 +63,7 @@ async def test_a_failure_is_logged_and_a_drain_ends_in_order(mode: str, base: Pa
 
         await eventually(is_there)
         stopping = asyncio.create_task(pipeline.stop())
-        await eventually(lambda: "draining" in log.read_text())
+        await eventually(lambda: any(view.state == "draining" for view in pipeline.views()))
         go_on.touch()
         answer = await waiting
         assert answer.status_code == 200, answer.text

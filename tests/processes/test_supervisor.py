@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from stage_runtime.processes.supervision import statuspipe
-from stage_runtime.processes.supervision.children import Command
+from stage_runtime.processes.supervision.children import Command, recent
 from stage_runtime.processes.supervision.instances import InstanceSpec, ProcessView, RestartPolicy
 from stage_runtime.processes.supervision.startup_failures import StartupFailed
 from stage_runtime.processes.supervision.supervisor import Supervisor
@@ -99,6 +99,24 @@ async def test_a_process_that_was_ready_and_is_killed_runs_again() -> None:
         await up(supervisor)
         assert supervisor.views()[0].restarts == 1
         assert supervisor.failure is None
+
+
+async def test_the_reason_of_a_restart_is_the_death_and_not_the_last_line() -> None:
+    async with supervised() as supervisor:
+        lines = ("print", "ERROR: a request could not be served")
+        supervisor.add(instance("voice", *lines, "ready", "sleep"), POLICY)
+        await up(supervisor)
+        (first,) = supervisor.pids()
+        os.kill(first, signal.SIGKILL)
+        await eventually(lambda: any(view.state == "restarting" for view in supervisor.changes))
+    [reason] = {view.message for view in supervisor.changes if view.state == "restarting"}
+    assert reason == "ended before its time (killed by SIGKILL)"
+
+
+def test_what_was_printed_long_before_the_end_explains_nothing() -> None:
+    lines, printed_at = ["ERROR: an old one", "ERROR: no disk"], [100.0, 1100.0]
+    assert recent(lines, printed_at, until=1101.0) == ["ERROR: no disk"]
+    assert recent(lines, printed_at, until=101.0) == lines
 
 
 async def test_repeated_deaths_are_answered_ever_later(tmp_path: Path) -> None:

@@ -234,6 +234,26 @@ async def test_each_request_is_one_line_in_the_log_and_probes_are_none(caplog: p
     assert 0 < lines[0]["first_byte_ms"] <= lines[0]["ms"] <= took_ms + 1
 
 
+async def test_the_line_of_a_refused_request_names_its_parameter_and_the_reason(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, logger="stage_runtime.web.requests")
+    hostile = "x\n2026 INFO forged\u2028"
+    refused = [{**CHAT, "temperature": "hot"}, {**CHAT, hostile: 1}]
+    async with start(OK) as running, httpx.AsyncClient(base_url=running.url, timeout=PATIENCE_S) as client:
+        errors = [(await client.post("/v1/chat/completions", json=body)).json()["error"] for body in refused]
+        await client.post("/v1/chat/completions", json=CHAT)
+    records = [record for record in caplog.records if record.name == "stage_runtime.web.requests"]
+    facts = [record.facts for record in records]  # type: ignore[attr-defined]
+    assert [(line.get("param"), line["message"]) for line in facts[:2]] == [
+        (error["param"], error["message"][:300]) for error in errors
+    ]
+    assert facts[0]["param"] == "temperature"
+    assert f'param="temperature" message="{facts[0]["message"]}"' in records[0].getMessage().replace('\\"', '"')
+    assert [len(record.getMessage().splitlines()) for record in records] == [1, 1, 1]
+    assert not {"param", "message"} & set(facts[2])
+
+
 async def after_a_comment(event: Event | RequestError) -> tuple[int, str]:
     """The status of a stream that was quiet until its first comment, and all that came after that."""
     gate = asyncio.Event()

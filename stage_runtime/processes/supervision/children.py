@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import msgspec
 
@@ -24,6 +24,7 @@ from omnipipeline_spec import crashes
 from stage_runtime.processes.supervision import parent_death, reaper, statuspipe
 
 TAIL_LINES = 60  # of output, kept to explain a death: a traceback with some context
+RECENT_S = 60.0  # a program prints why it ends, then ends: what it printed long before explains nothing
 FATAL_LINES = 1000  # of a crash's stacks, until that of the thread which crashed
 LINES_BEFORE = 4  # of the output, which may contain why a program aborts itself
 MAX_LINE = 1 << 18
@@ -48,6 +49,7 @@ class Child:
     ) -> None:
         self.command = command
         self.tail: deque[str] = deque(maxlen=TAIL_LINES)
+        self._printed_at: deque[float] = deque(maxlen=TAIL_LINES)  #: Of each line of `tail`.
         self._fatal: list[str] = []  #: From where a crash begins: stacks of many threads are longer than the tail.
         self.events: list[statuspipe.Status] = []  #: Newest last; of `Loading` only the newest is kept.
         self.failure: statuspipe.StartFailed | None = None
@@ -57,6 +59,7 @@ class Child:
         self._on_event, self._on_line = on_event, on_line
         self._loop = asyncio.get_running_loop()
         self.exited: asyncio.Future[int] = self._loop.create_future()  #: Exit code; -n when killed by signal n.
+        self._ended_at: float | None = None
         self._life = secrets.token_hex(8)
         status_end, output_end = self._start()
         self._status = _Lines(self._loop, status_end, self._take_status)
@@ -103,8 +106,14 @@ class Child:
 
     @property
     def cause(self) -> str:
-        """Why it ended, by its output alone."""
-        return crashes.cause("\n".join(self._fatal or self.tail))
+        """Why it ended, by its output alone; lines from long before its end are of something else."""
+        ended_at = time.monotonic() if self._ended_at is None else self._ended_at
+        return self.crash or crashes.cause("\n".join(recent(self.tail, self._printed_at, until=ended_at)))
+
+    @property
+    def crash(self) -> str:
+        """The cause by the output of a fatal crash; empty where there was none."""
+        return crashes.cause("\n".join(self._fatal))
 
     def signal(self, number: int) -> None:
         """Send a signal to the process itself; a dead one is left alone."""
@@ -143,10 +152,12 @@ class Child:
         if len(self._fatal) < FATAL_LINES and (self._fatal or crashes.is_fatal(text)):
             self._fatal.append(text[: crashes.MAX_LINE])
         self.tail.append(text)
+        self._printed_at.append(self.last_sign)
         self._on_line(self.command.name, text)
 
     def _ended(self) -> None:
         # Not reaped yet, so its process group's number is still its own: what it left behind can be ended safely.
+        self._ended_at = time.monotonic()
         self._loop.remove_reader(self._pidfd)
         os.close(self._pidfd)
         self._kill_group()
@@ -156,6 +167,11 @@ class Child:
         code = self._process.wait()
         if not self.exited.done():
             self.exited.set_result(code)
+
+
+def recent(lines: Iterable[str], printed_at: Iterable[float], *, until: float) -> list[str]:
+    """Of lines and the times at which they were printed those of the last `RECENT_S` seconds."""
+    return [line for line, at in zip(lines, printed_at, strict=True) if at >= until - RECENT_S]
 
 
 class _Lines:

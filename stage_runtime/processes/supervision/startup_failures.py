@@ -6,6 +6,7 @@ raised to those that start a pipeline.
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Sequence
 
 from stage_runtime.processes.supervision.children import Child, describe_exit
@@ -75,8 +76,16 @@ def failure_of(child: Child) -> StartupFailed:
 
 
 def _problem(child: Child) -> str:
-    """What ended a process, in one line."""
+    """What ended a process, in one line.
+
+    What a process printed while it loaded says how far it came. One that served was killed by a signal: its last words
+    count if they are of a crash, and it can print nothing about SIGKILL.
+    """
     if child.failure is not None:
         return child.failure.error
-    how = f"ended before its time ({describe_exit(child.exited.result())})"
-    return f"{how}: {child.cause}" if child.cause else how
+    code = child.exited.result()
+    how = f"ended before its time ({describe_exit(code)})"
+    if code == -signal.SIGKILL and child.was_ready:
+        return how
+    cause = child.crash if code < 0 and child.was_ready else child.cause
+    return f"{how}: {cause}" if cause else how
