@@ -89,6 +89,7 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     parts: token ids and embeddings, one after the other: lists of ids, and float tensors ``[tokens, hidden]`` as the
     model's own embedding of tokens gives them.
     params: over the stage's defaults, named as OpenAI's: max_tokens, temperature, top_p, top_k, min_p, seed, stop, ….
+    literal: control strings in ``text`` are ordinary text, as they always are in the texts of ``messages``.
     priority: lower ones first, where the stage's policy is ``priority``. cache_salt: requests with different values
     share no cached prefix. template: more arguments for the chat template.
     pin: where the stage has several engines (``data_parallel_size``), prompts with an equal one go to the same engine,
@@ -97,6 +98,7 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
 
     messages: Sequence[dict[str, Any]] | None = None
     text: str | None = None
+    literal: bool = False
     tokens: Sequence[int] | None = None
     parts: Sequence[Any] | None = None
     params: dict[str, Any] = {}
@@ -146,6 +148,8 @@ class Autoregressive(msgspec.Struct, frozen=True, kw_only=True):
     params: defaults of sampling; ``max_tokens`` is also the most that a request may ask for.
     tool_calls: the form in which the model calls tools: ``hermes`` (``<tool_call>``), ``json`` (Llama 3), ``mistral``
     (``[TOOL_CALLS]``); ``auto`` takes the one that the chat template asks for, else ``hermes``.
+    control_strings: control strings in texts of clients, such as ``<|im_end|>``, become control tokens. By default they
+    are ordinary text, and only those that the chat template writes count.
     max_requests: the most requests computed at once. max_batched_tokens: the most tokens of one step. max_chunk: the
     most prompt tokens of one request in a step; small ones keep the gaps between tokens of the other requests small.
     kv_cache_bytes: None takes what the device offers, at most what ``max_requests`` of full length need. policy:
@@ -181,6 +185,7 @@ class Autoregressive(msgspec.Struct, frozen=True, kw_only=True):
     stream: Callable[[Chunk], Any] | None = None
     params: dict[str, Any] = {}
     tool_calls: str = "auto"
+    control_strings: bool = False
     revision: str | None = None
     engine: str = "own"
     dtype: str = "float32"

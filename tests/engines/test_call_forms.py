@@ -14,6 +14,7 @@ from stage_runtime.engines.autoregressive.sampling import parameters
 from stage_runtime.engines.autoregressive.sampling.parameters import SamplingParams
 from stage_runtime.engines.autoregressive.text import prompting, tools
 from stage_runtime.engines.autoregressive.text.call_forms import FORMS, MARK, form_of
+from stage_runtime.engines.autoregressive.text.controls import TextEncoder
 from stage_runtime.engines.autoregressive.text.decoding import decoder
 from stage_runtime.engines.autoregressive.text.grammars import Grammars
 from stage_runtime.engines.autoregressive.text.tools import Call
@@ -130,7 +131,7 @@ def test_a_model_whose_template_takes_no_tools_is_prompted_with_the_form_that_is
         id="r", kind="chat", inputs={"messages": [{"role": "user", "content": "hi"}]}, params={"tools": [tool]}
     )
     prompt = prompting.default_prompt(StagePayload(request=request))
-    tokens, _rows = prompting.encode(prompt, tokenizer, form=FORMS[form])
+    tokens, _rows = prompting.encode(prompt, TextEncoder(tokenizer), form=FORMS[form])
     assert sample in tokenizer.decode(tokens)
     assert tools.names(prompt.template["tools"]) == {"f"}
 

@@ -14,6 +14,7 @@ from stage_runtime.engines.autoregressive.sampling import parameters
 from stage_runtime.engines.autoregressive.sampling.parameters import SamplingParams
 from stage_runtime.engines.autoregressive.stage.answers import LONG
 from stage_runtime.engines.autoregressive.text import prompting, tools
+from stage_runtime.engines.autoregressive.text.controls import TextEncoder
 from stage_runtime.engines.autoregressive.text.grammar_texts import Grammar
 from stage_runtime.engines.autoregressive.text.tools import Call, CallParser
 from stage_runtime.errors import InvalidRequest
@@ -154,7 +155,9 @@ def test_a_developer_s_message_reaches_a_template_that_knows_the_role_or_not(tem
     def prompt(role: str) -> str:
         messages = [{"role": role, "content": "Answer in French."}, {"role": "user", "content": "hi"}]
         request = OmniRequest(id="r", kind="chat", inputs={"messages": messages})
-        tokens, _rows = prompting.encode(prompting.default_prompt(StagePayload(request=request)), tokenizer)
+        tokens, _rows = prompting.encode(
+            prompting.default_prompt(StagePayload(request=request)), TextEncoder(tokenizer)
+        )
         return str(tokenizer.decode(tokens))
 
     assert prompt("system") == "<system>Answer in French.<user>hi"

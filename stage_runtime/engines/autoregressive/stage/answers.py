@@ -21,6 +21,7 @@ from stage_runtime.engines.autoregressive.core.engine_core import EngineCoreOutp
 from stage_runtime.engines.autoregressive.core.output_processor import OutputProcessor
 from stage_runtime.engines.autoregressive.sampling import parameters
 from stage_runtime.engines.autoregressive.text import call_forms, decoding, prompting, tools
+from stage_runtime.engines.autoregressive.text.controls import TextEncoder
 from stage_runtime.engines.autoregressive.text.detokenizer import Spelling
 from stage_runtime.engines.base import Gate, Outbox, Work
 from stage_runtime.engines.custom import RequestIds
@@ -84,7 +85,6 @@ class GenerationAnswers:
         no further. check: whether the engine could compute a request; in any thread; raises ValueError if not.
         """
         self.outbox: Outbox  #: Set before anything arrives.
-        self._tokenizer = tokenizer
         unsaid = prompting.default_prompt if spec.stream is None else prompting.no_prompt
         self._prompt = spec.prompt or unsaid
         self._deliver = spec.deliver or prompting.default_deliver
@@ -97,7 +97,9 @@ class GenerationAnswers:
         self._wake = wake
         self._abort = abort
         self._check = check
-        self._own_tokenizer = copy.deepcopy(tokenizer)  #: Of the encoder's thread: none is for two threads at once.
+        own_tokenizer = copy.deepcopy(tokenizer)  #: Of the encoder's thread: none is for two threads at once.
+        self._texts = TextEncoder(tokenizer, control_strings=spec.control_strings)
+        self._own_texts = TextEncoder(own_tokenizer, control_strings=spec.control_strings)
         self._encoder = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
         self._encoding: dict[str, Work] = {}  #: Requests whose prompts are being encoded.
         self._encoded: SimpleQueue[tuple[_Pending, list[Entered] | BaseException]] = SimpleQueue()
@@ -135,7 +137,7 @@ class GenerationAnswers:
                 self._names[work] = (name,)
                 self._encoder.submit(self._encode_apart, pending)
                 return []
-            return self._enter(pending, self._encode(pending, self._tokenizer))
+            return self._enter(pending, self._encode(pending, self._texts))
         except BaseException as error:  # SystemExit too: one request's code must not end the engine
             self._refuse(name, work, error)
             return []
@@ -161,10 +163,10 @@ class GenerationAnswers:
             except BaseException as error:
                 self._refuse(pending.name, pending.work, error)
 
-    def _encode(self, pending: _Pending, tokenizer: Any) -> list[Entered]:
-        """A request for each answer. In any thread, one at a time with the same tokenizer."""
+    def _encode(self, pending: _Pending, texts: TextEncoder) -> list[Entered]:
+        """A request for each answer. In any thread, one at a time with the same encoder."""
         prompt, params = pending.prompt, pending.params
-        tokens, embeds = prompting.encode(prompt, tokenizer, whole=not pending.open, form=self._form)
+        tokens, embeds = prompting.encode(prompt, texts, whole=not pending.open, form=self._form)
         entered = []
         for index in range(params.n):
             seed = None if params.seed is None else (params.seed + index) % 2**63
@@ -190,7 +192,7 @@ class GenerationAnswers:
         if pending.work.cancelled:
             return
         try:
-            found: list[Entered] | BaseException = self._encode(pending, self._own_tokenizer)
+            found: list[Entered] | BaseException = self._encode(pending, self._own_texts)
         except BaseException as error:
             found = error
         self._encoded.put((pending, found))

@@ -25,6 +25,7 @@ _OF_THE_STAGE: Final = frozenset(
         "stream",
         "params",
         "tool_calls",
+        "control_strings",
         "hidden_rows",
         "own_process",
         "data_parallel_size",

@@ -8,15 +8,17 @@ from typing import Any, Final
 from stage_runtime.api import Generation, Prompt
 from stage_runtime.engines.autoregressive.text import tools
 from stage_runtime.engines.autoregressive.text.call_forms import FORMS, CallForm
+from stage_runtime.engines.autoregressive.text.controls import TextEncoder
 from stage_runtime.engines.autoregressive.text.prompt_rows import ROW
 from stage_runtime.errors import InvalidRequest
 from stage_runtime.wire.values import Chunk, Finish, Note, Result, StagePayload, Text, Usage
 
-_ALWAYS: Final[dict[str, Any]] = {"add_generation_prompt": True, "return_dict": True}
+_ALWAYS: Final[dict[str, Any]] = {"add_generation_prompt": True}
 #: Arguments of transformers' method that are not the template's.
 _OURS: Final = frozenset(
-    {*_ALWAYS, "conversation", "tools", "documents", "chat_template", "tokenize", "padding", "truncation", "max_length",
-     "return_tensors", "tokenizer_kwargs", "return_assistant_tokens_mask", "messages"}
+    {*_ALWAYS, "chat_template", "continue_final_message", "conversation", "documents", "max_length", "messages",
+     "padding", "return_assistant_tokens_mask", "return_dict", "return_tensors", "sanitize_control_tokens", "tokenize",
+     "tokenizer_kwargs", "tools", "truncation"}
 )  # fmt: skip
 
 
@@ -26,7 +28,7 @@ def default_prompt(payload: StagePayload) -> Prompt:
     messages = request.messages()
     data = payload.data
     if isinstance(data, str):
-        return Prompt(text=data, params=request.params)
+        return Prompt(text=data, literal=True, params=request.params)
     if messages:
         tools.check_arguments(messages)
         spoken = [_spoken(index, item) for index, item in enumerate(messages)]
@@ -39,7 +41,7 @@ def default_prompt(payload: StagePayload) -> Prompt:
     text = request.last_text()
     if not text:
         raise InvalidRequest("inputs must be a text, or hold text, tokens or messages", param="inputs")
-    return Prompt(text=text, params=request.params)
+    return Prompt(text=text, literal=True, params=request.params)
 
 
 def no_prompt(payload: StagePayload) -> Prompt:
@@ -105,12 +107,11 @@ def size(prompt: Prompt) -> int:
 
 
 def encode(
-    prompt: Prompt, tokenizer: Any, *, whole: bool = True, form: CallForm = FORMS["hermes"]
+    prompt: Prompt, encoder: TextEncoder, *, whole: bool = True, form: CallForm = FORMS["hermes"]
 ) -> tuple[list[int], Any]:
     """Token ids of a prompt, and the rows of those that are `prompt_rows.ROW`; None: there are none.
 
     whole: nothing more will come, so it must not be empty. form: in which the model calls tools.
-
     Raises: InvalidRequest: it is empty, or the template refuses the messages.
     """
     embeds = None
@@ -119,9 +120,9 @@ def encode(
     elif prompt.tokens is not None:
         tokens = _whole(prompt.tokens)
     elif prompt.messages is not None:
-        tokens = _templated(prompt, tokenizer, form)
+        tokens = _templated(prompt, encoder, form)
     else:
-        tokens = [int(token) for token in tokenizer(prompt.text or "")["input_ids"]]
+        tokens = encoder.text(prompt.text or "", literal=prompt.literal)
     if whole and not tokens:
         raise InvalidRequest("the prompt is empty")
     return tokens, embeds
@@ -152,13 +153,13 @@ def joined(parts: Sequence[Any]) -> tuple[list[int], Any]:
     return tokens, torch.cat(tensors) if tensors else None
 
 
-def _templated(prompt: Prompt, tokenizer: Any, form: CallForm) -> list[int]:
+def _templated(prompt: Prompt, encoder: TextEncoder, form: CallForm) -> list[int]:
     import jinja2
 
-    if not getattr(tokenizer, "chat_template", None):
+    known = str(encoder.template or "")
+    if not known:
         raise InvalidRequest("this model has no chat template: it continues text, not messages")
     messages, template = list(prompt.messages or ()), dict(prompt.template)
-    known = str(tokenizer.chat_template)
     if "developer" not in known:  # many templates leave messages of roles that they do not know out, without an error
         messages = [{**one, "role": "system"} if one.get("role") == "developer" else one for one in messages]
     offered = template.get("tools")
@@ -166,9 +167,8 @@ def _templated(prompt: Prompt, tokenizer: Any, form: CallForm) -> list[int]:
         del template["tools"]
         messages = [{"role": "system", "content": tools.instructions(offered, form.sample)}, *messages]
     try:
-        encoded = tokenizer.apply_chat_template(messages, **{**_ALWAYS, **template})
+        return encoder.chat(messages, {**_ALWAYS, **template})
     except jinja2.TemplateError as error:
         raise InvalidRequest(f"the model's chat template refuses the messages: {error}", param="messages") from error
     except (TypeError, ValueError, KeyError, AttributeError) as error:  # of what a client has put into messages
         raise InvalidRequest(f"the messages do not fit the model's chat template: {error}", param="messages") from error
-    return [int(token) for token in encoded["input_ids"]]
