@@ -121,7 +121,7 @@ class Answers:
         if handle is not None and message.source in handle.tracked.waiting:
             problem = f"no route leads the request to {message.source!r}, a terminal stage that it waits for: "
             problem += "leave it out by terminalStagesFn, or send it something"
-            self._failed(handle, message.attempt, Failure("stage_failed", problem, message.source, "route_fn"))
+            self._failed(handle, message.attempt, Failure("stage_failed", problem, message.source, "routeFn"))
 
     def _result(self, message: Complete, fetched: Fetched | None) -> None:
         handle = self._current(message)

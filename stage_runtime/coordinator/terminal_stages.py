@@ -20,7 +20,7 @@ from stage_runtime.payloads import isolating
 from stage_runtime.profiler.recorder import set_active_stage
 from stage_runtime.wire.values import OmniRequest
 
-HOOK: Final = "terminal_stages_fn"
+HOOK: Final = "terminalStagesFn"
 #: Takes what to call when the client disconnects.
 Watch: TypeAlias = Callable[[Callable[[], object]], None]
 AT_ONCE: Final = 32  # threads; one that never returns keeps its place, and the rest wait until their deadlines

@@ -12,7 +12,7 @@ from stage_runtime.engines import gpudevice
 from stage_runtime.engines.base import Engine
 from stage_runtime.engines.batched import BatchedEngine
 from stage_runtime.engines.custom import CustomEngine
-from stage_runtime.engines.resolving import resolve
+from stage_runtime.engines.resolving import resolve, takes
 from stage_runtime.engines.simple import (
     AsyncEngine,
     SyncEngine,
@@ -115,7 +115,7 @@ def as_engine(
         case Autoregressive():
             return _autoregressive(made, context, sources)
     run = getattr(made, "run", None)
-    if callable(run) and (not callable(made) or isinstance(made, type) or _takes(run, 3) is None):
+    if callable(run) and (not callable(made) or isinstance(made, type) or takes(run, 3) is None):
         return _custom(made, run, blame)
     if callable(made):
         return _simple(Simple(made), blame)
@@ -148,24 +148,11 @@ def _at_least_one(blame: str, kind: str, name: str, value: int) -> None:
 
 def _takes_one(fn: Callable[..., Any], what: str, blame: str) -> None:
     """Refuse what would fail at every request."""
-    problem = _takes(fn, 1)
+    problem = takes(fn, 1)
     if problem is not None:
         raise ConfigurationError(
             f"{blame} returned a function that cannot be called with {what} alone: {problem}"
         ) from problem
-
-
-def _takes(fn: Callable[..., Any], count: int) -> TypeError | None:
-    """Why ``fn`` cannot be called with so many arguments; None: it can."""
-    try:
-        signature = inspect.signature(fn)
-    except (TypeError, ValueError):  # a builtin: its call raises the error
-        return None
-    try:
-        signature.bind(*[None] * count)
-    except TypeError as error:
-        return error
-    return None
 
 
 def _refuse(wrong: bool, blame: str, problem: str) -> None:
@@ -177,7 +164,7 @@ def _custom(made: Any, run: Callable[..., Any], blame: str) -> Engine:
     """The low-level engine, whose ``run`` is called once. Raises: ConfigurationError: it is something else."""
     kind = made.__name__ if isinstance(made, type) else type(made).__name__
     _refuse(isinstance(made, type), blame, f"the class {kind}; expected an object of it: {kind}(…)")
-    problem = _takes(run, 3)
+    problem = takes(run, 3)
     _refuse(
         problem is not None,
         blame,

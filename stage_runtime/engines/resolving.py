@@ -1,4 +1,7 @@
-"""From a dotted name to the function that it names. An error about a name gives the nearest one that exists."""
+"""From a dotted name to the function that it names. An error about a name gives the nearest one that exists.
+
+Of a hook also whether it can be called as the runtime will call it. It is not called.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +11,23 @@ import inspect
 import os
 import pkgutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
 from omnipipeline_spec.validation import shapes
+from stage_runtime.engines.simple import is_async, is_generator
 from stage_runtime.errors import ConfigurationError
 
 NEAR_MODULE: Final = 0.75  # of names of modules, of which an environment has thousands
+#: Hook, by its name in a pipeline's file -> what it is called with.
+HOOKS: Final[Mapping[str, tuple[str, ...]]] = {
+    "routeFn": ("request_id", "output"),
+    "waitForFn": ("request_id", "from_stage", "payload"),
+    "mergeFn": ("inputs",),
+    "projectPayload": ("payload",),
+    "streamDoneToFn": ("request_id", "output"),
+    "terminalStagesFn": ("request",),
+}
 
 
 def resolve(name: str, *, field: str) -> Callable[..., Any]:
@@ -44,6 +57,34 @@ def resolve(name: str, *, field: str) -> Callable[..., Any]:
     if not callable(found):
         raise ConfigurationError(f"{field}: {name!r} is a {type(found).__name__}, no function")
     return found  # type: ignore[no-any-return]
+
+
+def resolve_hook(name: str, hook: str, *, field: str) -> Callable[..., Any]:
+    """As `resolve`, of a function that is called as `HOOKS` says.
+
+    Raises: ConfigurationError: also where it cannot be called so, or is async or a generator.
+    """
+    function = resolve(name, field=field)
+    wanted = f"{hook} is a plain function ({', '.join(HOOKS[hook])}) that returns"
+    if is_async(function) or is_generator(function):
+        raise ConfigurationError(f"{field}: {name!r} is async or a generator; {wanted}")
+    problem = takes(function, len(HOOKS[hook]))
+    if problem is not None:
+        raise ConfigurationError(f"{field}: {name!r} cannot be called: {problem}; {wanted}") from problem
+    return function
+
+
+def takes(fn: Callable[..., Any], count: int) -> TypeError | None:
+    """Why ``fn`` cannot be called with so many arguments; None: it can."""
+    try:
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError):  # a builtin: its call raises the error
+        return None
+    try:
+        signature.bind(*[None] * count)
+    except TypeError as error:
+        return error
+    return None
 
 
 def _no_module(missing: str, name: str) -> str:

@@ -19,7 +19,7 @@ from stage_runtime.coordinator.coordinator import Coordinator
 from stage_runtime.coordinator.profiling import ProfileLimits
 from stage_runtime.coordinator.tracing import RequestTracer
 from stage_runtime.coordinator.unread_answers import AnswerLimits
-from stage_runtime.engines.resolving import resolve
+from stage_runtime.engines.resolving import resolve_hook
 from stage_runtime.errors import ConfigurationError, describe
 from stage_runtime.processes import collecting, logs, loops, process_context, signals, traces
 from stage_runtime.processes.supervision import statuspipe
@@ -174,7 +174,7 @@ def _planes(settings: CoordinatorSettings, stack: contextlib.AsyncExitStack) -> 
     endpoint = channels.bind(settings.listen)
     terminal_stages = None
     if plan.terminal_stages_fn:
-        terminal_stages = resolve(plan.terminal_stages_fn, field="terminalStagesFn")
+        terminal_stages = resolve_hook(plan.terminal_stages_fn, "terminalStagesFn", field="terminalStagesFn")
     profiles = process_context.profiles(settings, lambda: incarnation)
     stack.callback(profiles.close)
     tracing = _tracing(plan.pipeline, incarnation, stack)

@@ -35,7 +35,7 @@ class Gathering:
     def skip(self, source: str) -> None:
         """``source`` sends no payload of this request.
 
-        Raises: HookError: no other source does, and ``wait_for_fn`` has not returned the sources.
+        Raises: HookError: no other source does, and ``waitForFn`` has not returned the sources.
         """
         self._skipped.add(source)
         if self._arrived:
@@ -43,7 +43,7 @@ class Gathering:
 
     @property
     def possible(self) -> bool:
-        """Whether it can still be complete: no source that it waits for was skipped; or ``wait_for_fn`` may still name
+        """Whether it can still be complete: no source that it waits for was skipped; or ``waitForFn`` may still name
         the sources."""
         missing = self._skipped - self._arrived.keys()
         if self._active is not None:
@@ -55,7 +55,7 @@ class Gathering:
         return self._active is None or not self._active <= self._arrived.keys() | {source}
 
     def resolve(self, returned: object) -> None:
-        """Take the result of ``wait_for_fn`` for the last arrival. None: not known yet.
+        """Take the result of ``waitForFn`` for the last arrival. None: not known yet.
 
         Raises: HookError: no list of names, empty, or not contained in ``wait_for``; or a source arrived that the
             resolved set leaves out; or still None when all of ``wait_for`` have come: nothing would ask it again.
@@ -69,13 +69,13 @@ class Gathering:
         if names is None:
             raise HookError(
                 self._stage,
-                "wait_for_fn",
+                "waitForFn",
                 f"returned {safe_str(returned, limit=200, how=repr)}; expected a list of stage names or None",
             )
         unknown = sorted(set(names) - set(self._wait_for))
         if not names or unknown:
             problem = f"names {unknown}, not in wait_for" if unknown else "gave an empty list"
-            raise HookError(self._stage, "wait_for_fn", f"{problem}; wait_for is {sorted(self._wait_for)}")
+            raise HookError(self._stage, "waitForFn", f"{problem}; waitFor is {sorted(self._wait_for)}")
         self._active = frozenset(names)
         outside = sorted(set(self._arrived) - self._active)
         if outside:
@@ -104,7 +104,7 @@ class Gathering:
             problem = (
                 f"returned None for the last payload: {sorted(self._arrived)} have arrived and no other source sends"
             )
-            raise HookError(self._stage, "wait_for_fn", problem)
+            raise HookError(self._stage, "waitForFn", problem)
 
     def _outside(self, sources: Sequence[str]) -> HookError:
         return HookError(self._stage, "wait_for", f"payload from {list(sources)}, outside the set that was resolved")

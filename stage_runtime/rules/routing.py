@@ -10,7 +10,7 @@ from stage_runtime.rules.gathering import names_of
 
 
 def route(stage: str, declared: Sequence[str], returned: object) -> tuple[str, ...]:
-    """The targets that ``route_fn`` chose among ``next``.
+    """The targets that ``routeFn`` chose among ``next``.
 
     Raises: HookError: None, empty, no names, or a name outside ``next``.
     """
@@ -18,16 +18,16 @@ def route(stage: str, declared: Sequence[str], returned: object) -> tuple[str, .
     if not names:
         raise HookError(
             stage,
-            "route_fn",
+            "routeFn",
             f"returned {safe_str(returned, limit=200, how=repr)}; expected one or more of {sorted(declared)}",
         )
-    return _among(stage, "route_fn", names, declared, "next")
+    return _among(stage, "routeFn", names, declared, "next")
 
 
 def stream_targets(
     stage: str, declared: Sequence[str], to: str | list[str] | None, *, terminal: bool = False
 ) -> tuple[str, ...]:
-    """The targets of one chunk: all of ``stream_to`` unless it names some.
+    """The targets of one chunk: all of ``streamTo`` unless it names some.
 
     terminal: it may name ``coordinator``, too: the stage's client.
     Raises: HookError: a name outside these.
@@ -39,13 +39,13 @@ def stream_targets(
         raise HookError(
             stage, "chunk.to", f"is {safe_str(to, limit=200, how=repr)}; expected one or more of {sorted(declared)}"
         )
-    return _among(stage, "chunk.to", names, [*declared, COORDINATOR] if terminal else declared, "stream_to")
+    return _among(stage, "chunk.to", names, [*declared, COORDINATOR] if terminal else declared, "streamTo")
 
 
 def done_targets(stage: str, declared: Sequence[str], returned: object) -> tuple[str, ...]:
     """The stream targets that get the final done signal. None: no target.
 
-    Raises: HookError: no list of names, or a name outside ``stream_to``.
+    Raises: HookError: no list of names, or a name outside ``streamTo``.
     """
     if returned is None:
         return ()
@@ -53,10 +53,10 @@ def done_targets(stage: str, declared: Sequence[str], returned: object) -> tuple
     if names is None:
         raise HookError(
             stage,
-            "stream_done_to_fn",
+            "streamDoneToFn",
             f"returned {safe_str(returned, limit=200, how=repr)}; expected a list of stage names or None",
         )
-    return _among(stage, "stream_done_to_fn", names, declared, "stream_to")
+    return _among(stage, "streamDoneToFn", names, declared, "streamTo")
 
 
 def terminals(declared: Sequence[str], returned: object) -> tuple[str, ...]:
@@ -71,9 +71,9 @@ def terminals(declared: Sequence[str], returned: object) -> tuple[str, ...]:
     if not names or unknown:
         raise RequestError(
             "stage_failed",
-            f"terminal_stages_fn returned {safe_str(returned, limit=200, how=repr)}; "
+            f"terminalStagesFn returned {safe_str(returned, limit=200, how=repr)}; "
             f"wanted some of {sorted(declared)}, as a list",
-            hook="terminal_stages_fn",
+            hook="terminalStagesFn",
         )
     return tuple(name for name in declared if name in names)
 

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Gene
 from typing import Any, Final
 
 from omnipipeline_spec.types.plan import StagePlan
-from stage_runtime.engines.resolving import resolve
+from stage_runtime.engines.resolving import resolve_hook
 from stage_runtime.errors import HookError, RequestError, describe
 from stage_runtime.rules import routing
 from stage_runtime.rules.failures import failure_of
@@ -20,12 +20,12 @@ class Hooks:
 
     def __init__(self, plan: StagePlan) -> None:
         self._plan = plan
-        self._route = self._find("route_fn", plan.route_fn)
-        self._wait_for = self._find("wait_for_fn", plan.wait_for_fn)
-        self._merge = self._find("merge_fn", plan.merge_fn)
-        self._stream_done_to = self._find("stream_done_to_fn", plan.stream_done_to_fn)
+        self._route = self._find("routeFn", plan.route_fn)
+        self._wait_for = self._find("waitForFn", plan.wait_for_fn)
+        self._merge = self._find("mergeFn", plan.merge_fn)
+        self._stream_done_to = self._find("streamDoneToFn", plan.stream_done_to_fn)
         self._project = {
-            target: resolve(name, field=f"stages.{plan.name}.project_payload[{target!r}]")
+            target: resolve_hook(name, "projectPayload", field=f"stages.{plan.name}.projectPayload.{target}")
             for target, name in plan.project_payload.items()
         }
 
@@ -43,39 +43,37 @@ class Hooks:
         plan = self._plan
         if self._route is None:
             return plan.next, None
-        returned = self._call("route_fn", self._route, request_id, output)
+        returned = self._call("routeFn", self._route, request_id, output)
         if isinstance(returned, Routed):
             return routing.route(plan.name, plan.next, list(returned.payloads)), returned.payloads
         return routing.route(plan.name, plan.next, returned), None
 
     def active_sources(self, request_id: str, source: str, payload: StagePayload) -> Any:
-        return (
-            None if self._wait_for is None else self._call("wait_for_fn", self._wait_for, request_id, source, payload)
-        )
+        return None if self._wait_for is None else self._call("waitForFn", self._wait_for, request_id, source, payload)
 
     def merge(self, inputs: dict[str, StagePayload]) -> StagePayload:
         """One payload of several. Data that the function returns gets the request of the first input."""
         assert self._merge is not None  # the contract: wait_for needs merge_fn
-        returned = self._call("merge_fn", self._merge, inputs)
-        return self._as_payload("merge_fn", returned, next(iter(inputs.values())))
+        returned = self._call("mergeFn", self._merge, inputs)
+        return self._as_payload("mergeFn", returned, next(iter(inputs.values())))
 
     def project(self, target: str, payload: StagePayload) -> StagePayload:
         """The part of ``payload`` that ``target`` receives."""
         function = self._project.get(target)
         if function is None:
             return payload
-        hook = f"project_payload[{target}]"
+        hook = f"projectPayload.{target}"
         return self._as_payload(hook, self._call(hook, function, payload), payload)
 
     def stream_done_targets(self, request_id: str, output: Any) -> tuple[str, ...]:
         plan = self._plan
         if self._stream_done_to is None:
             return plan.stream_to
-        returned = self._call("stream_done_to_fn", self._stream_done_to, request_id, output)
+        returned = self._call("streamDoneToFn", self._stream_done_to, request_id, output)
         return routing.done_targets(plan.name, plan.stream_to, returned)
 
-    def _find(self, field: str, name: str | None) -> Callable[..., Any] | None:
-        return resolve(name, field=f"stages.{self._plan.name}.{field}") if name else None
+    def _find(self, hook: str, name: str | None) -> Callable[..., Any] | None:
+        return resolve_hook(name, hook, field=f"stages.{self._plan.name}.{hook}") if name else None
 
     def _call(self, hook: str, function: Callable[..., Any], *arguments: Any) -> Any:
         try:

@@ -61,7 +61,7 @@ class Joins:
             try:
                 self._gather(work, source, sealed)
             except BaseException as error:
-                self._fail(work, error, "merge_fn")
+                self._fail(work, error, "mergeFn")
             del item, work, sealed
 
     def _gather(self, work: RequestWork, source: str, sealed: Sealed | None) -> None:

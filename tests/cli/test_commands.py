@@ -274,6 +274,51 @@ def test_validate_imports_what_is_named_in_a_process_of_its_own_and_names_all_th
     assert "stages.a.factory" not in faults
 
 
+HOOKED = """\
+terminal_stages_fn: "h:none"
+stages:
+- {name: a, process: p, factory: "h:f", route_fn: "h:none", next: [c], stream_to: [b], stream_done_to_fn: "h:later",
+   project_payload: {c: "h:none"}}
+- {name: b, process: p, factory: "h:f", terminal: true}
+- {name: c, process: p, factory: "h:f", wait_for: [a], wait_for_fn: "h:two", merge_fn: "h:two", terminal: true}
+"""
+HOOKS = """\
+def f(): return lambda payload: payload
+def none(): return "c"
+async def later(request_id, output): return ["b"]
+def two(request_id, source): return None
+"""
+
+
+def test_hooks_that_cannot_be_called_are_faults_of_the_pipeline(tmp_path: Path) -> None:
+    file = tmp_path / "p.yaml"
+    file.write_text(HOOKED)
+    (tmp_path / "h.py").write_text(HOOKS)
+    command = [sys.executable, "-P", "-m", "stage_runtime"]
+    checked = subprocess.run([*command, "validate", "--imports", "-f", file], capture_output=True, text=True)
+    assert checked.returncode == 1
+    lines = checked.stderr.splitlines()
+    for path, hook in (
+        ("stages.a.routeFn", "none"),
+        ("stages.a.streamDoneToFn", "later"),
+        ("stages.a.projectPayload.c", "none"),
+        ("stages.c.waitForFn", "two"),
+        ("stages.c.mergeFn", "two"),
+        ("terminalStagesFn", "none"),
+    ):
+        [line] = [line for line in lines if f" {path}: " in line]
+        assert f"'h:{hook}' " in line
+    assert (
+        "'h:none' cannot be called: too many positional arguments; routeFn is a plain function (request_id, output)"
+        in (checked.stderr)
+    )
+    assert "'h:later' is async or a generator; streamDoneToFn is a plain function" in checked.stderr
+    assert lines[-1] == "6 faults"
+    upped = subprocess.run([*command, "up", "-f", file, "--port", "0"], capture_output=True, text=True)
+    assert upped.returncode == 1
+    assert "cannot be called" in upped.stdout
+
+
 def test_validate_imports_of_a_sound_pipeline_says_so() -> None:
     command = [sys.executable, "-P", "-m", "stage_runtime", "validate", "--imports", "-f", str(HELLO)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)

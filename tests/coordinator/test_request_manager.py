@@ -109,7 +109,7 @@ async def test_a_wrong_subset_is_refused_before_anything_is_sent(returned: Any) 
     async with coordinator_harness(terminal_stages=choose) as made:
         with pytest.raises(RequestError) as caught:
             made.manager.admit(new_request())
-        assert (caught.value.code, caught.value.hook) == ("stage_failed", "terminal_stages_fn")
+        assert (caught.value.code, caught.value.hook) == ("stage_failed", "terminalStagesFn")
         assert made.submitted("f1") == []
         assert made.manager.in_flight == 0
         assert all(one.bound == 0 for one in made.membership.state.instances.values())

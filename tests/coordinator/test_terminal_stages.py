@@ -26,7 +26,7 @@ async def test_one_that_blocks_fails_its_own_request_and_the_loop_goes_on() -> N
     assert (await caller.call(new_request(), 5.0)).value() == ["write"]
     with pytest.raises(RequestError) as failed:
         await blocked
-    assert (failed.value.code, failed.value.hook) == ("deadline", "terminal_stages_fn")
+    assert (failed.value.code, failed.value.hook) == ("deadline", "terminalStagesFn")
     gate.set()
 
 

@@ -6,12 +6,18 @@ import subprocess
 import sys
 from pathlib import Path
 
+import httpx
 import numpy as np
 import pytest
 
 import stage_runtime as omni
 from omnipipeline_spec import loading, planning
-from tests.docs.blocks import blocks
+from stage_runtime.engines import resolving
+from tests.cli.test_up import PATIENCE_S, base
+from tests.docs.blocks import ROOT, blocks
+from tests.e2e.local_pipelines import running
+
+__all__ = ["base"]
 
 PAGE = "docs/writing-a-stage.md"
 
@@ -47,6 +53,24 @@ def test_its_own_type_travels(written: Path) -> None:
 
 
 def test_its_pipeline_plans_two_processes() -> None:
-    [pipeline] = blocks(PAGE, "yaml")
+    pipeline, _ = blocks(PAGE, "yaml")
     planned = planning.plan(loading.loads(pipeline).spec)
     assert [group.name for unit in planned.units for group in unit.groups] == ["front", "model"]
+
+
+@pytest.mark.parametrize(("ways", "counted"), [(["left"], {"left": 2}), (["left", "right"], {"left": 2, "right": 2})])
+async def test_its_routes_and_joins_give_what_each_way_has_counted(
+    ways: list[str], counted: dict[str, int], written: Path, base: Path
+) -> None:
+    (written / "ways.yaml").write_text(blocks(PAGE, "yaml")[1])
+    async with running(written / "ways.yaml", base) as pipeline:
+        async with httpx.AsyncClient(base_url=pipeline.url, timeout=PATIENCE_S) as client:
+            answer = await client.post("/v1/pipeline", json={"inputs": {"text": "hello you", "ways": ways}})
+    assert answer.json()["results"] == {"join": counted}, answer.text
+
+
+def test_its_table_of_hooks_has_the_arguments_that_are_checked() -> None:
+    page = (ROOT / PAGE).read_text()
+    for hook, arguments in resolving.HOOKS.items():
+        [row] = [line for line in page.splitlines() if line.startswith(f"| `{hook}")]
+        assert f"`({', '.join(arguments)})`" in row

@@ -14,17 +14,17 @@ from tests.e2e.local_pipelines import SPREAD, TOGETHER, Client, at_rest, diamond
 #: What the request makes fail -> the stage and hook that the client's error must name.
 HOOKS = {
     "take": ("take", "run"),
-    "route_fn": ("take", "route_fn"),
+    "route_fn": ("take", "routeFn"),
     "left": ("left", "run"),
-    "wait_for_fn": ("join", "wait_for_fn"),
-    "merge_fn": ("join", "merge_fn"),
+    "wait_for_fn": ("join", "waitForFn"),
+    "merge_fn": ("join", "mergeFn"),
     "join": ("join", "run"),
     "write": ("write", "run"),
     "write in mid-stream": ("write", "run"),
-    "project_payload[speak]": ("write", "project_payload[speak]"),
-    "stream_done_to_fn": ("write", "stream_done_to_fn"),
+    "project_payload[speak]": ("write", "projectPayload.speak"),
+    "stream_done_to_fn": ("write", "streamDoneToFn"),
     "speak": ("speak", "run"),
-    "terminal_stages_fn": (None, "terminal_stages_fn"),
+    "terminal_stages_fn": (None, "terminalStagesFn"),
 }
 
 

@@ -59,7 +59,7 @@ def test_what_wait_for_fn_may_not_say_blames_it(returned: object, problem: str) 
     gathering.arrive("vision", 1)
     with pytest.raises(HookError, match=problem) as caught:
         gathering.resolve(returned)
-    assert (caught.value.stage, caught.value.hook) == ("join", "wait_for_fn")
+    assert (caught.value.stage, caught.value.hook) == ("join", "waitForFn")
     assert not gathering.resolved
 
 
@@ -95,7 +95,7 @@ def test_a_wait_for_fn_that_returns_none_for_the_last_input_fails_with_the_reaso
     gathering.arrive(order[-1], 1)
     with pytest.raises(HookError, match="no other source sends") as caught:
         gathering.resolve(None)
-    assert (caught.value.stage, caught.value.hook) == ("join", "wait_for_fn")
+    assert (caught.value.stage, caught.value.hook) == ("join", "waitForFn")
 
 
 def test_what_is_resolved_stays_resolved() -> None:

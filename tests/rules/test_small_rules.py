@@ -123,7 +123,7 @@ def test_a_route_may_be_a_name_or_several(returned: Any, targets: tuple[str, ...
 def test_a_route_that_leads_nowhere_blames_route_fn(returned: Any) -> None:
     with pytest.raises(HookError) as caught:
         routing.route("a", ["b", "c"], returned)
-    assert (caught.value.stage, caught.value.hook) == ("a", "route_fn")
+    assert (caught.value.stage, caught.value.hook) == ("a", "routeFn")
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def test_a_terminal_stage_names_its_client_beside_its_stream_targets(
 
 @pytest.mark.parametrize("to", ["ghost", [], ["b", "ghost"], 7])
 def test_a_chunk_to_somebody_else_is_refused(to: Any) -> None:
-    with pytest.raises(HookError, match=r"stream_to|one or more of"):
+    with pytest.raises(HookError, match=r"streamTo|one or more of"):
         routing.stream_targets("a", ["b", "c"], to)
 
 
@@ -165,7 +165,7 @@ def test_the_done_signal_goes_to_those_named_and_to_nobody_for_none(returned: An
 def test_a_done_signal_to_somebody_else_blames_its_hook(returned: Any) -> None:
     with pytest.raises(HookError) as caught:
         routing.done_targets("a", ["b", "c"], returned)
-    assert caught.value.hook == "stream_done_to_fn"
+    assert caught.value.hook == "streamDoneToFn"
 
 
 @pytest.mark.parametrize(
@@ -180,4 +180,4 @@ def test_a_request_waits_for_the_terminals_that_were_named(returned: Any, termin
 def test_an_impossible_set_of_terminals_is_refused_before_anything_is_sent(returned: Any) -> None:
     with pytest.raises(RequestError) as caught:
         routing.terminals(("text", "voice"), returned)
-    assert (caught.value.code, caught.value.hook) == ("stage_failed", "terminal_stages_fn")
+    assert (caught.value.code, caught.value.hook) == ("stage_failed", "terminalStagesFn")

@@ -199,7 +199,7 @@ async def test_a_wait_for_fn_that_never_knows_fails_its_request_at_once_and_by_n
         ask(made, "r2", "ab", wait="ab")
         await made.until(lambda: "r1" in made.failed() and "r2" in made.results())
         failure = made.failed()["r1"]
-        assert (failure.code, failure.stage, failure.hook) == ("stage_failed", "join", "wait_for_fn")
+        assert (failure.code, failure.stage, failure.hook) == ("stage_failed", "join", "waitForFn")
         assert "no other source sends" in failure.message
 
 

@@ -58,22 +58,22 @@ LAZY = "is async or a generator; a hook is a plain function that returns"
 @pytest.mark.parametrize(
     ("fields", "function", "hook", "message"),
     [
-        ({"route_fn": "stage_functions:bad_route"}, echo, "route_fn", "ValueError: on purpose"),
-        ({"route_fn": "stage_functions:exits"}, echo, "route_fn", "SystemExit: on purpose"),
-        ({"route_fn": "stage_functions:nowhere"}, echo, "route_fn", "names ['ghost'], not in next; it declares ['b']"),
+        ({"route_fn": "stage_functions:bad_route"}, echo, "routeFn", "ValueError: on purpose"),
+        ({"route_fn": "stage_functions:exits"}, echo, "routeFn", "SystemExit: on purpose"),
+        ({"route_fn": "stage_functions:nowhere"}, echo, "routeFn", "names ['ghost'], not in next; it declares ['b']"),
         (
             {"project_payload": {"b": "stage_functions:bad_project"}},
             echo,
-            "project_payload[b]",
+            "projectPayload.b",
             "ValueError: on purpose",
         ),
-        ({"project_payload": {"b": "stage_functions:async_project"}}, echo, "project_payload[b]", LAZY),
-        ({"route_fn": "stage_functions:async_route"}, echo, "route_fn", LAZY),
-        ({"route_fn": "stage_functions:lazy_route"}, echo, "route_fn", LAZY),
+        ({"project_payload": {"b": "stage_functions:async_project"}}, echo, "projectPayload.b", LAZY),
+        ({"route_fn": "stage_functions:async_route"}, echo, "routeFn", LAZY),
+        ({"route_fn": "stage_functions:lazy_route"}, echo, "routeFn", LAZY),
         (
             {"stream_to": ("b",), "stream_done_to_fn": "stage_functions:bad_done"},
             streams,
-            "stream_done_to_fn",
+            "streamDoneToFn",
             "ValueError: on purpose",
         ),
     ],
@@ -96,11 +96,11 @@ async def test_a_hook_that_raises_fails_its_request_with_its_name(
     [
         (
             {"wait_for_fn": "stage_functions:bad_wait", "merge_fn": "stage_functions:merge_all"},
-            "wait_for_fn",
+            "waitForFn",
             "ValueError: on purpose",
         ),
-        ({"merge_fn": "stage_functions:bad_merge"}, "merge_fn", "ValueError: on purpose"),
-        ({"merge_fn": "stage_functions:async_merge"}, "merge_fn", LAZY),
+        ({"merge_fn": "stage_functions:bad_merge"}, "mergeFn", "ValueError: on purpose"),
+        ({"merge_fn": "stage_functions:async_merge"}, "mergeFn", LAZY),
     ],
 )
 async def test_a_fan_in_hook_that_raises_fails_its_request_with_its_name(
@@ -118,9 +118,11 @@ async def test_a_fan_in_hook_that_raises_fails_its_request_with_its_name(
         assert made.failed()["bad"] == Failure("stage_failed", message, "join", hook)
 
 
-@pytest.mark.parametrize("hook", ["route_fn", "project_payload[b]", "stream_done_to_fn"])
-async def test_a_hook_that_refuses_the_request_is_named_in_the_refusal(hook: str) -> None:
-    field = hook.partition("[")[0]
+@pytest.mark.parametrize(
+    ("field", "hook"),
+    [("route_fn", "routeFn"), ("project_payload", "projectPayload.b"), ("stream_done_to_fn", "streamDoneToFn")],
+)
+async def test_a_hook_that_refuses_the_request_is_named_in_the_refusal(field: str, hook: str) -> None:
     function = f"stage_functions:refusing_{field}"
     fields: dict[str, Any] = {field: {"b": function} if field == "project_payload" else function}
     if field == "stream_done_to_fn":
@@ -133,9 +135,9 @@ async def test_a_hook_that_refuses_the_request_is_named_in_the_refusal(hook: str
         assert made.failed()["bad"] == Failure("invalid_request", "no speech", "a", hook, "audio")
 
 
-@pytest.mark.parametrize("hook", ["wait_for_fn", "merge_fn"])
-async def test_a_fan_in_hook_that_refuses_the_request_is_named_in_the_refusal(hook: str) -> None:
-    fields = {"merge_fn": "stage_functions:merge_all"} | {hook: f"stage_functions:refusing_{hook}"}
+@pytest.mark.parametrize(("field", "hook"), [("wait_for_fn", "waitForFn"), ("merge_fn", "mergeFn")])
+async def test_a_fan_in_hook_that_refuses_the_request_is_named_in_the_refusal(field: str, hook: str) -> None:
+    fields = {"merge_fn": "stage_functions:merge_all"} | {field: f"stage_functions:refusing_{field}"}
     async with world() as made:
         for name in ("a", "b"):
             made.process(f"p{name}", [plan(name, next=("join",))], {name: lambda payload: {"id": payload.request.id}})
@@ -214,7 +216,7 @@ def to_nobody(payload: omni.StagePayload) -> Iterator[Any]:
     [
         (to_nobody, {"next": ("b",)}, "add streamTo, or make the stage terminal"),
         (to_ghost, {"next": ("b",)}, "declare it in streamTo"),
-        (to_ghost, {"next": ("b",), "stream_to": ("b",)}, "names ['ghost'], not in stream_to"),
+        (to_ghost, {"next": ("b",), "stream_to": ("b",)}, "names ['ghost'], not in streamTo"),
         (to_ghost, {"next": (), "terminal": True}, "declare it in streamTo"),
     ],
 )

@@ -31,6 +31,7 @@ class NamedFunction(msgspec.Struct, frozen=True, kw_only=True):
     path: str
     name: str
     stage: StagePlan | None = None  #: Of a factory: its arguments must fit, too.
+    hook: str = ""  #: Of a hook: which, as `resolving.HOOKS` has it.
 
 
 class _ImportOutcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,9 +54,14 @@ def named(plan: PipelinePlan) -> tuple[NamedFunction, ...]:
             "streamDoneToFn": stage.stream_done_to_fn,
             **{f"projectPayload.{target}": name for target, name in stage.project_payload.items()},
         }
-        found += [NamedFunction(path=f"stages.{stage.name}.{hook}", name=name) for hook, name in hooks.items() if name]
+        found += [
+            NamedFunction(path=f"stages.{stage.name}.{hook}", name=name, hook=hook.partition(".")[0])
+            for hook, name in hooks.items()
+            if name
+        ]
     if plan.coordinator.terminal_stages_fn:
-        found.append(NamedFunction(path="terminalStagesFn", name=plan.coordinator.terminal_stages_fn))
+        name = plan.coordinator.terminal_stages_fn
+        found.append(NamedFunction(path="terminalStagesFn", name=name, hook="terminalStagesFn"))
     return tuple(found)
 
 
@@ -110,9 +116,10 @@ def answer(answers: str) -> int:
 def _problem(one: NamedFunction) -> tuple[str, str]:
     """Its faults, each with the place; none when it can be imported."""
     try:
-        function = resolving.resolve(one.name, field=one.path)
-        if one.stage is not None:
-            loading.check_arguments(one.stage, function)
+        if one.stage is None:
+            resolving.resolve_hook(one.name, one.hook, field=one.path)
+        else:
+            loading.check_arguments(one.stage, resolving.resolve(one.name, field=one.path))
     except ConfigurationError as error:
         path, _, problem = str(error).partition(": ")
         return path, problem
