@@ -18,7 +18,7 @@ from stage_runtime.coordinator import recorded
 from stage_runtime.coordinator.abort_forwarding import AbortForwarding
 from stage_runtime.coordinator.admission import Admission
 from stage_runtime.coordinator.answers import Answers
-from stage_runtime.coordinator.bindings import RETRY_AFTER_S, Bindings, Rebinding
+from stage_runtime.coordinator.bindings import RETRY_AFTER_S, Bindings
 from stage_runtime.coordinator.deadlines import Deadlines
 from stage_runtime.coordinator.events import RequestRecord
 from stage_runtime.coordinator.membership import Membership
@@ -31,6 +31,7 @@ from stage_runtime.coordinator.submission import Submission
 from stage_runtime.coordinator.terminal_stages import TerminalStagesCaller, TerminalStagesResult, Watch
 from stage_runtime.coordinator.tracing import RequestTracer
 from stage_runtime.coordinator.unread_answers import DEFAULT_LIMITS, AnswerLimits, UnreadAnswers
+from stage_runtime.coordinator.waiting import Rebinding
 from stage_runtime.errors import IllegalEvent, RequestError
 from stage_runtime.metrics import planes
 from stage_runtime.metrics.samples import Samples

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from omnipipeline_spec.cluster import ProcessGroup
-from stage_runtime.coordinator.bindings import NEW_INSTANCE_WAIT_S
+from stage_runtime.coordinator.waiting import NEW_INSTANCE_WAIT_S
 from stage_runtime.processes.one_machine.local import LocalPipeline
 from tests.e2e.local_pipelines import (
     APART,
