@@ -204,6 +204,25 @@ class Http(Spec, frozen=True, kw_only=True):
     ] = ()
 
 
+class Hold(Spec, frozen=True, kw_only=True):
+    """Requests that wait, within their deadline, for an instance that is on its way; others get unavailable."""
+
+    seconds: Annotated[
+        Annotated[float, Meta(ge=0, le=86_400)],
+        doc(
+            "How long an instance is expected after the last one of its group has left, longer while one loads; 0: "
+            "requests never wait."
+        ),
+    ] = 60
+    max_requests: Annotated[
+        Annotated[int, Meta(ge=0, le=1_000_000)] | None,
+        doc("How many may wait; unset is three quarters of http.maxInFlight, so that others are still admitted."),
+    ] = None
+    max_bytes: Annotated[
+        Annotated[int, Meta(ge=0, le=1 << 40)], doc("How large the requests that wait may be together.")
+    ] = 256 << 20
+
+
 class Coordinator(Spec, frozen=True, kw_only=True):
     """The processes that admit, bind and follow requests."""
 
@@ -217,6 +236,7 @@ class Coordinator(Spec, frozen=True, kw_only=True):
         Annotated[int, Meta(ge=0, le=5)],
         doc("How often a request is retried when its instance dies before anything was streamed."),
     ] = 1
+    hold: Annotated[Hold, doc("Requests that wait for an instance.")] = field(default_factory=Hold)
     drain: Annotated[
         Drain | None, doc("How the coordinator is drained in a roll: the time for open streams to finish.")
     ] = None

@@ -125,6 +125,7 @@ class Coordinator:
             relays=relays,
             bound_to=lambda incarnation: self.manager.bound_to(incarnation),
             last_attempt=lambda: self.manager.last_attempt,
+            hold_s=self._plan.hold_s,
             loop=self._loop,
         )
         clocks = Clocks()
@@ -231,4 +232,4 @@ class Coordinator:
 
     def _peer_unreachable(self, sender: str, message: PeerUnreachable) -> None:
         self.membership.peer_unreachable(sender, message.peer)
-        self.manager.peer_unreachable(sender, message.peer)
+        self.manager.broken_connections.peer_unreachable(sender, message.peer)

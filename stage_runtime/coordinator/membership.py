@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -18,6 +18,7 @@ from stage_runtime.metrics import catalog, planes
 from stage_runtime.metrics.samples import Samples
 from stage_runtime.relays.dispatch import Relays
 from stage_runtime.rules import beats
+from stage_runtime.rules.absences import Absences, Outlook, Prospect
 from stage_runtime.rules.introductions import Introductions
 from stage_runtime.rules.membership import MembershipState
 from stage_runtime.rules.welcomes import Welcomes
@@ -60,8 +61,10 @@ class Membership:
         relays: Relays,
         bound_to: Callable[[str], int],
         last_attempt: Callable[[], int],
+        hold_s: float,
         loop: asyncio.AbstractEventLoop,
     ) -> None:
+        """hold_s: for how long an instance is expected after the last one of its group has left."""
         self.incarnation = incarnation
         self.state = MembershipState(revisions)
         self._pipeline = pipeline
@@ -84,6 +87,8 @@ class Membership:
         self._was_complete = False
         self.stopping = False  #: This coordinator ends: members that leave are no news.
         self._rests = _rests(revisions)
+        self._absences = Absences(hold_s)
+        self._note_absences()
 
     # --- events from processes ------------------------------------------------------------------------------------
 
@@ -184,6 +189,7 @@ class Membership:
         if not known.ready:  # it sends Ready again after each Welcome
             log.info("%s (%s) is ready", known.member.group, sender)
         self.state.mark(sender, ready=True)
+        self._note_absences()
         self._was_complete = self._was_complete or self.state.complete()
         return True
 
@@ -199,6 +205,7 @@ class Membership:
     def deregister(self, sender: str, message: Deregister) -> None:
         if self.state.mark(sender, draining=True):
             log.debug("%s is draining: %s", sender, message.reason)
+            self._note_absences()
             self.unbound(sender)
 
     def unbound(self, incarnation: str) -> None:
@@ -216,6 +223,9 @@ class Membership:
         instance = self.state.leave(incarnation)
         if instance is None:
             return False
+        self._note_absences()
+        if not instance.ready:
+            self._absences.start_failed(instance.member.group, instance.member.revision)
         self._fenced[incarnation] = "" if replaced else instance.member.endpoint
         if len(self._fenced) > FENCED_KEPT:
             del self._fenced[next(iter(self._fenced))]
@@ -246,6 +256,14 @@ class Membership:
             counts[instance.member.group] += instance.eligible
         return dict(counts)
 
+    def prospect(self, terminals: Collection[str] | None) -> Prospect:
+        """Whether instances for a request for these terminals are here, or on their way: of the revision that lacks
+        least.
+        """
+        now, loading = self._loop.time(), self.state.loading
+        found = [self._absences.prospect(missing, now, loading) for missing in self.state.lacks(terminals)]
+        return min(found, key=lambda one: (one.outlook, len(one.groups)), default=Prospect(Outlook.GONE))
+
     def leaves_rest(self, revision: str) -> bool:
         """Whether a request of ``revision`` may be complete while some stage still holds something of it."""
         return self._rests.get(revision, True)
@@ -253,6 +271,7 @@ class Membership:
     def update(self, revisions: Sequence[PipelineRevision]) -> None:
         """The list of revisions has changed."""
         self.state.update(revisions)
+        self._note_absences()
         self._rests = _rests(revisions)
         self._log_ineligible(*self.state.instances)
 
@@ -263,7 +282,9 @@ class Membership:
 
     def set_aside(self, hosts: Sequence[str]) -> None:
         """The pods at these addresses were taken out of their units: bound requests finish, no new one is bound."""
-        for incarnation in self.state.set_aside(hosts):
+        changed = self.state.set_aside(hosts)
+        self._note_absences()
+        for incarnation in changed:
             instance = self.state.instances[incarnation]
             change = "is set aside: its pod was taken out of its unit" if instance.aside else "is back in its unit"
             log.info("%s (%s) %s", instance.member.group, incarnation, change)
@@ -327,6 +348,9 @@ class Membership:
         }
 
     # --- inside -------------------------------------------------------------------------------------------------
+
+    def _note_absences(self) -> None:
+        self._absences.observe(self.state.missing(), self._loop.time())
 
     def _gauges_of(self, incarnation: str) -> planes.Gauges:
         return self._beats[incarnation].gauges if incarnation in self._beats else {}

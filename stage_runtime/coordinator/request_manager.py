@@ -19,6 +19,7 @@ from stage_runtime.coordinator.abort_forwarding import AbortForwarding
 from stage_runtime.coordinator.admission import Admission
 from stage_runtime.coordinator.answers import Answers
 from stage_runtime.coordinator.bindings import RETRY_AFTER_S, Bindings
+from stage_runtime.coordinator.broken_connections import BrokenConnections
 from stage_runtime.coordinator.deadlines import Deadlines
 from stage_runtime.coordinator.events import RequestRecord
 from stage_runtime.coordinator.membership import Membership
@@ -26,18 +27,19 @@ from stage_runtime.coordinator.notifications import ConsumedNotifier, EndedNotif
 from stage_runtime.coordinator.readers import Readers
 from stage_runtime.coordinator.reports import Reports
 from stage_runtime.coordinator.request_handles import RequestHandle, Resulted
+from stage_runtime.coordinator.shown_failures import shown
 from stage_runtime.coordinator.stats import RequestStats
 from stage_runtime.coordinator.submission import Submission
 from stage_runtime.coordinator.terminal_stages import TerminalStagesCaller, TerminalStagesResult, Watch
 from stage_runtime.coordinator.tracing import RequestTracer
 from stage_runtime.coordinator.unread_answers import DEFAULT_LIMITS, AnswerLimits, UnreadAnswers
-from stage_runtime.coordinator.waiting import Rebinding
+from stage_runtime.coordinator.waiting import Waiting
 from stage_runtime.errors import IllegalEvent, RequestError
 from stage_runtime.metrics import planes
 from stage_runtime.metrics.samples import Samples
 from stage_runtime.profiler.recorder import recorder
 from stage_runtime.relays.dispatch import Relays
-from stage_runtime.rules.failures import for_client
+from stage_runtime.rules.holding import HoldLimits
 from stage_runtime.rules.requests import (
     NOTHING,
     AttemptBegan,
@@ -62,7 +64,6 @@ from stage_runtime.wire.values import OmniRequest
 
 log = logging.getLogger(__name__)
 
-RECONNECT_S: Final = 1.0  # after two instances lost their connection: wait so long for a death or a reconnect
 #: After a stage has reported that it has no connection to an instance: by then a death is declared, or the stage has
 #: connected again, which it does 1.5 s after the connection broke (`stage.membership.MEET_AGAIN_S`).
 UNREACHABLE_S: Final = 2.0
@@ -97,10 +98,12 @@ class RequestManager:
         self._relays = relays
         self._fetching = Fetching(relays, loop)
         self._bindings = Bindings(membership)
-        self._rebinding = Rebinding(self._bindings, membership, loop, submit=self._submit, gave_up=self._gave_up)
+        limits = HoldLimits(requests=plan.hold_requests, nbytes=plan.hold_bytes)
+        self._waiting = Waiting(self._bindings, membership, loop, limits, submit=self._submit, gave_up=self._gave_up)
         self._submission = Submission(
             self.send_queues, loop, owner=membership.incarnation, backend=plan.relay_backend, failed=self._failed
         )
+        self.broken_connections = BrokenConnections(self._bindings, loop, failed=self._failed)
         self._unread = UnreadAnswers(
             loop,
             answer_limits,
@@ -161,11 +164,13 @@ class RequestManager:
             raise RequestError("duplicate_request", f"request {request.id} is in flight", request_id=request.id)
         wanted = self._admission.wanted_terminals(request, self._membership.state.revisions, hook_result)
         left_s = self._admission.timeout_s(timeout_s) - (hook_result.took_s if hook_result is not None else 0.0)
-        revision, bindings = self._bindings.choose(request.id, avoid=set(), terminals=wanted)
+        revision, bindings = self._choose(request.id, wanted)
         try:
             admitted = self._admission.admit(request, revision, wanted, left_s)
+            if bindings is None:
+                self._waiting.check(request.id, wanted, admitted.extracted.held_nbytes)
         except BaseException:
-            self._bindings.give_back(bindings)
+            self._bindings.give_back(bindings or {})
             raise
         whole = not request.stream  # the client gets nothing before the end
         context = self._tracing.begin(trace, trace_state) if self._tracing is not None else None
@@ -188,8 +193,27 @@ class RequestManager:
         self._deadlines.add(handle.id, handle.deadline)
         if recorder.active:
             recorder.note(recorded.ADMISSION[request.kind], request.id, 0)
-        self._submit(handle, revision, bindings)
+        if bindings is None:
+            self._waiting.add(handle)
+        else:
+            self._submit(handle, revision, bindings)
         return handle
+
+    def _choose(
+        self, request_id: str, wanted: tuple[str, ...] | None
+    ) -> tuple[PipelineRevision, dict[str, str] | None]:
+        """Bindings for a new request, and their revision; None: it must wait for an instance.
+
+        Raises: RequestError: unavailable: it may not.
+        """
+        try:
+            return self._bindings.choose(request_id, avoid=set(), terminals=wanted)
+        except RequestError:
+            revisions = self._membership.state.having(wanted)
+            if not revisions:
+                raise
+            self._waiting.check(request_id, wanted)
+            return revisions[-1], None
 
     def check_room(self) -> None:
         if self._refusing is not None:
@@ -210,14 +234,14 @@ class RequestManager:
         return handle.record() if handle is not None else self.stats.record(request_id)
 
     def status(self) -> Mapping[str, Any]:
-        return self._reports.status(in_flight=len(self._handles), awaiting_instance=len(self._rebinding))
+        return self._reports.status(in_flight=len(self._handles), awaiting_instance=len(self._waiting))
 
     def ready(self) -> bool:
         return not self._draining and self._membership.ready()
 
     def metrics(self) -> Samples:
         own = self._reports.samples(in_flight=len(self._handles), kept_nbytes=self._admission.kept_nbytes)
-        return {**self.stats.samples(), **own}
+        return {**self.stats.samples(), **own, **self._waiting.samples()}
 
     def member_gauges(self) -> Mapping[str, planes.Gauges]:
         return self._membership.gauges()
@@ -231,11 +255,13 @@ class RequestManager:
         self._draining = True
 
     def refuse(self, reason: str) -> None:
-        """Admit nothing more. Requests for which terminalStagesFn has not answered yet are refused, too."""
+        """Admit nothing more. Requests of which nothing was sent yet are refused, too: they have begun nowhere."""
         self._refusing = reason
         self._membership.stopping = True
         if self._terminal_stages_caller is not None:
             self._terminal_stages_caller.give_up(lambda: _refusal(reason))
+        for handle in self._waiting.unsent():
+            self._happen(handle, CoordinatorStopped(reason))
 
     def fail_all(self, reason: str) -> None:
         """End everything that is in flight."""
@@ -246,7 +272,7 @@ class RequestManager:
         self._fetching.close()
         self._deadlines.close()
         self.readers.close()
-        self._rebinding.close()
+        self._waiting.close()
 
     # --- events from processes ------------------------------------------------------------------------------------
 
@@ -283,19 +309,9 @@ class RequestManager:
             self._happen(handle, InstanceLost(stage, handle.tracked.attempt))
         self._bindings.drop(incarnation)
 
-    def peer_unreachable(self, sender: str, peer: str) -> None:
-        """The connection between two instances broke; messages in transit between them may be lost.
-
-        If one of them is dead, that is known soon and `instance_lost` follows. Else their requests would wait for
-        each other until their deadlines.
-        """
-        attempts = [(handle, handle.tracked.attempt) for handle in self._bindings.between(sender, peer)]
-        if attempts:
-            self._loop.call_later(RECONNECT_S, self._give_up, attempts, peer)
-
     def instances_changed(self) -> None:
         """An instance is ready: bind the requests that wait for one."""
-        self._rebinding.instances_changed()
+        self._waiting.instances_changed()
 
     def bound_to(self, incarnation: str) -> int:
         """How many requests are bound to an instance."""
@@ -310,8 +326,8 @@ class RequestManager:
         handle.begin_attempt(revision.entry, revision.edges)
         self._submission.send(handle, revision, self._membership.introduce(revision, bindings))
 
-    def _gave_up(self, handle: RequestHandle, reason: str) -> None:
-        self._happen(handle, NoInstanceCame(reason))
+    def _gave_up(self, handle: RequestHandle, reason: str, group: str) -> None:
+        self._happen(handle, NoInstanceCame(reason, group))
 
     def _failed(self, handle: RequestHandle, attempt: int, failure: Failure) -> None:
         if failure.code == "transport_failed":
@@ -321,14 +337,6 @@ class RequestManager:
             # A stage may notice a death before it is declared here: a retry is not spent on the dead instance.
             handle.unreachable[failure.unreachable] = self._loop.time() + UNREACHABLE_S
         self._happen(handle, StageFailed(attempt, failure))
-
-    def _give_up(self, attempts: list[tuple[RequestHandle, int]], peer: str) -> None:
-        """Fail those of ``attempts`` that are still under way: they wait for messages lost at ``peer``."""
-        for handle, attempt in attempts:
-            if handle.tracked.accepts(attempt) and peer in handle.bindings.values():
-                stage = next(stage for stage, bound in handle.bindings.items() if bound == peer)
-                problem = "the connection to it broke"
-                self._failed(handle, attempt, Failure("transport_failed", problem, stage, unreachable=peer))
 
     def _happen(self, handle: RequestHandle, event: Stimulus, delivered: Resulted | None = None) -> Instructions:
         try:
@@ -350,7 +358,7 @@ class RequestManager:
                 case Instruction.ABORT:
                     self._abort_attempt(handle)
                 case Instruction.REBIND:
-                    self._rebinding.rebind(handle)
+                    self._waiting.rebind(handle)
                 case Instruction.FINISH:
                     self._note_ended(handle)
                     self._forget(handle)
@@ -384,22 +392,8 @@ class RequestManager:
             self._fail(handle, failure)
 
     def _fail(self, handle: RequestHandle, failure: Failure) -> None:
-        """Fail it with a reason for its reader. Log and record have the instances' own names."""
-        shown = for_client(failure, lambda incarnation: self._name_of(handle, incarnation))
-        if shown is not failure:
-            log.warning("request %s failed: %s", handle.id, failure.message)
         retry_after_s = RETRY_AFTER_S if failure.code in ("unavailable", "rate_limited") else None
-        handle.fail(shown, retry_after_s=retry_after_s)
-
-    def _name_of(self, handle: RequestHandle, incarnation: str) -> str | None:
-        """Of an instance, for a client."""
-        if incarnation == self._membership.incarnation:
-            return "the coordinator"
-        for stage, bound in handle.bindings.items():
-            if bound == incarnation:
-                return f"the instance of {stage!r}"
-        instance = self._membership.state.instances.get(incarnation)
-        return None if instance is None else f"an instance of {instance.member.group!r}"
+        handle.fail(shown(handle, failure, self._membership), retry_after_s=retry_after_s)
 
     def _consumed(self, handle: RequestHandle, stage: str, weight: int) -> None:
         if handle.tracked.live:
@@ -425,7 +419,7 @@ class RequestManager:
     def _forget(self, handle: RequestHandle) -> None:
         if self._handles.pop(handle.id, None) is None:
             return
-        self._rebinding.forget(handle)
+        self._waiting.forget(handle)
         if handle.extracted is not None:
             self._admission.ended(handle.extracted)
             handle.extracted = None

@@ -1,10 +1,18 @@
-"""Requests without a binding: they wait for an instance. Called by `request_manager`."""
+"""Requests that no instance can take now: new ones wait within bounds, those that are sent again whatever the bounds.
+
+Here: who waits, for how long, and in which order they are bound. Not here: the rules (`rules.holding`), whether an
+instance is expected (`membership`). Called by `request_manager`.
+
+A request that is sent again is bound to no instance that may be dead: none whose connection to this coordinator is
+broken, and none that a stage of an earlier attempt did not reach a moment ago. An attempt there would spend the retry.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Collection
 from typing import Final
 
 from omnipipeline_spec.types.plan import PipelineRevision
@@ -12,79 +20,139 @@ from stage_runtime.coordinator.bindings import Bindings
 from stage_runtime.coordinator.membership import Membership
 from stage_runtime.coordinator.request_handles import RequestHandle
 from stage_runtime.errors import RequestError
+from stage_runtime.metrics import catalog
+from stage_runtime.metrics.samples import Samples
+from stage_runtime.rules import holding
+from stage_runtime.rules.absences import Prospect
+from stage_runtime.rules.holding import HoldLimits, Step, Verdict
 
 log = logging.getLogger(__name__)
 
-NEW_INSTANCE_WAIT_S: Final = 5.0  # a retry without another instance waits so long for a new incarnation
-LOOK_AGAIN_S: Final = 0.25  # meanwhile: connections that come back are not reported here
+LOOK_AGAIN_S: Final = 0.25  # connections that come back are not reported here, and time changes what is expected
 
 
-class Rebinding:
-    """Requests whose attempt was given up: bound again at once, or when an instance comes.
-
-    While they wait they are bound to no instance that may be dead: none whose connection to this coordinator is broken,
-    and none that a stage of an earlier attempt did not reach a moment ago. An attempt there would spend the retry.
-    """
+class Waiting:
+    """The requests of one coordinator that have no binding."""
 
     def __init__(
         self,
         bindings: Bindings,
         membership: Membership,
         loop: asyncio.AbstractEventLoop,
+        limits: HoldLimits,
         *,
         submit: Callable[[RequestHandle, PipelineRevision, dict[str, str]], None],
-        gave_up: Callable[[RequestHandle, str], None],
+        gave_up: Callable[[RequestHandle, str, str], None],
     ) -> None:
-        """submit: sends a request under new bindings. gave_up: called with the reason if nothing could be bound in
-        time."""
+        """submit: sends a request under new bindings. gave_up: called with the reason and a group that is missing when
+        nothing is expected any more."""
         self._bindings = bindings
         self._membership = membership
         self._loop = loop
+        self._limits = limits
         self._submit = submit
         self._gave_up = gave_up
-        self._awaiting: dict[RequestHandle, asyncio.TimerHandle] = {}  #: Those that wait for an instance.
+        self._since: dict[RequestHandle, float] = {}  #: Those that wait, and since when.
+        self._nbytes = 0  #: Of these.
+        self._refused: Counter[tuple[str, ...]] = Counter()  #: New requests that might not wait, by reason.
         self._look_timer: asyncio.TimerHandle | None = None
 
     def __len__(self) -> int:
-        """How many wait for an instance."""
-        return len(self._awaiting)
+        return len(self._since)
+
+    def check(self, request_id: str, terminals: Collection[str] | None, nbytes: int = 0) -> None:
+        """Whether a new request may wait. nbytes: of it, as far as that is known.
+
+        Raises: RequestError: unavailable: no instance is expected, or too much waits already.
+        """
+        prospect = self._membership.prospect(terminals)
+        verdict = holding.verdict(
+            prospect.outlook, nbytes, waiting=len(self._since), waiting_nbytes=self._nbytes, limits=self._limits
+        )
+        if verdict is Verdict.WAIT:
+            return
+        self._refused[verdict.value,] += 1
+        raise RequestError(
+            "unavailable",
+            _refusal(prospect, verdict, self._limits),
+            stage=prospect.groups[0] if prospect.groups else None,
+            request_id=request_id,
+            retry_after_s=prospect.retry_after_s,
+        )
+
+    def add(self, handle: RequestHandle) -> None:
+        """It waits from now on."""
+        handle.bindings = {}
+        if not self._since:
+            groups = ", ".join(self._membership.prospect(handle.tracked.terminals).groups)
+            log.info("requests wait for an instance of %s", groups or "another process")
+        self._since[handle] = self._loop.time()
+        self._nbytes += _nbytes(handle)
+        if self._look_timer is None:
+            self._look_timer = self._loop.call_later(LOOK_AGAIN_S, self._look)
 
     def rebind(self, handle: RequestHandle) -> None:
-        """Bind it to other instances, or wait for one."""
+        """Send it again: to other instances, or when one comes."""
         if not self._try(handle, self._excluded(handle)):
-            handle.bindings = {}
-            self._awaiting[handle] = self._loop.call_later(NEW_INSTANCE_WAIT_S, self._give_up, handle)
-            if self._look_timer is None:
-                self._look_timer = self._loop.call_later(LOOK_AGAIN_S, self._look)
+            self.add(handle)
 
     def instances_changed(self) -> None:
-        """An instance is ready, or a connection may be back: bind the requests that wait."""
+        """An instance is ready, or a connection may be back: bind those that wait, the oldest first."""
         in_vain = set[tuple[tuple[str, ...], frozenset[str]]]()  # what cannot be bound for one cannot for the next
-        for handle in list(self._awaiting):
+        for handle in sorted(self._since, key=lambda one: one.admitted_at):
             excluded = self._excluded(handle)
             same = (tuple(handle.tracked.terminals), excluded)
             if same not in in_vain and not self._try(handle, excluded):
                 in_vain.add(same)
 
+    def unsent(self) -> list[RequestHandle]:
+        """Those of which nothing was ever sent."""
+        return [handle for handle in self._since if not handle.tracked.tries]
+
     def forget(self, handle: RequestHandle) -> None:
-        """The request is over."""
-        timer = self._awaiting.pop(handle, None)
-        if timer is not None:
-            timer.cancel()
+        """It is bound, or over. Its body is still there."""
+        if self._since.pop(handle, None) is not None:
+            self._nbytes -= _nbytes(handle)
 
     def close(self) -> None:
-        for timer in self._awaiting.values():
-            timer.cancel()
         if self._look_timer is not None:
             self._look_timer.cancel()
+
+    def samples(self) -> Samples:
+        waiting: Counter[tuple[str, ...]] = Counter()
+        for handle in self._since:
+            for group in self._membership.prospect(handle.tracked.terminals).groups:
+                waiting[group,] += 1
+        return {
+            catalog.REQUESTS_WAITING: dict(waiting),
+            catalog.WAITING_BYTES: {(): self._nbytes},
+            catalog.REQUESTS_NOT_HELD: dict(self._refused),
+        }
+
+    # --- inside -------------------------------------------------------------------------------------------------
 
     def _look(self) -> None:
         self._look_timer = None
         self.instances_changed()
-        if self._awaiting:
+        for handle, since in list(self._since.items()):
+            self._step(handle, self._loop.time() - since)
+        if self._since:
             self._look_timer = self._loop.call_later(LOOK_AGAIN_S, self._look)
 
+    def _step(self, handle: RequestHandle, waited_s: float) -> None:
+        """It could not be bound a moment ago."""
+        prospect = self._membership.prospect(handle.tracked.terminals)
+        step = holding.step(prospect.outlook, waited_s, again=handle.tracked.tries > 0)
+        if step is Step.TAKE_ANY:
+            self._try(handle, frozenset())
+        elif step is Step.GIVE_UP:
+            self.forget(handle)
+            missing = ", ".join(prospect.groups)
+            self._gave_up(handle, f"no instance of {missing} came within {waited_s:.0f} s", prospect.groups[0])
+
     def _excluded(self, handle: RequestHandle) -> frozenset[str]:
+        if not handle.tracked.tries:
+            return frozenset()
         now = self._loop.time()
         unreachable = [one for one, until in handle.unreachable.items() if now < until]
         return frozenset(unreachable).union(self._membership.interrupted)
@@ -97,13 +165,21 @@ class Rebinding:
         except RequestError:
             return False
         self.forget(handle)
-        log.info("request %s is sent again, after attempt %d of it", handle.id, handle.tracked.tries)
+        if handle.tracked.tries:
+            log.info("request %s is sent again, after attempt %d of it", handle.id, handle.tracked.tries)
         self._submit(handle, revision, bindings)
         return True
 
-    def _give_up(self, handle: RequestHandle) -> None:
-        self._awaiting.pop(handle, None)
-        if self._try(handle, frozenset()):  # there is an instance, which may be reached again by now
-            return
-        lacking = ", ".join(self._membership.state.lacking(terminals=handle.tracked.terminals))
-        self._gave_up(handle, f"no instance of {lacking} came within {NEW_INSTANCE_WAIT_S:.0f} s")
+
+def _nbytes(handle: RequestHandle) -> int:
+    return 0 if handle.extracted is None else handle.extracted.held_nbytes
+
+
+def _refusal(prospect: Prospect, verdict: Verdict, limits: HoldLimits) -> str:
+    problem = f"no ready instance of {', '.join(prospect.groups)}"
+    match verdict:
+        case Verdict.REQUESTS:
+            return f"{problem}, and {limits.requests} requests wait for one"
+        case Verdict.BYTES:
+            return f"{problem}, and requests of {limits.nbytes} bytes wait for one"
+    return problem

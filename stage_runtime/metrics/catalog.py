@@ -55,6 +55,21 @@ REQUESTS_IN_FLIGHT: Final = Metric(
 REQUESTS_RETRIED: Final = Metric(
     name="omnipipeline_requests_retried_total", kind="counter", help="Attempts after a request's first"
 )
+REQUESTS_WAITING: Final = Metric(
+    name="omnipipeline_requests_waiting",
+    kind="gauge",
+    help="Requests that wait for an instance of a process group that has none",
+    labels=("group",),
+)
+WAITING_BYTES: Final = Metric(
+    name="omnipipeline_waiting_bytes", kind="gauge", help="Bytes of the requests that wait for an instance"
+)
+REQUESTS_NOT_HELD: Final = Metric(
+    name="omnipipeline_requests_not_held_total",
+    kind="counter",
+    help="Requests refused while a group has no instance: none is expected (gone), or too many requests or bytes wait",
+    labels=("reason",),
+)
 RETAINED_BODY_BYTES: Final = Metric(
     name="omnipipeline_retained_body_bytes", kind="gauge", help="Bytes of requests kept to send them again"
 )
@@ -339,6 +354,9 @@ COORDINATOR: Final = (
     REQUESTS,
     REQUESTS_IN_FLIGHT,
     REQUESTS_RETRIED,
+    REQUESTS_WAITING,
+    WAITING_BYTES,
+    REQUESTS_NOT_HELD,
     RETAINED_BODY_BYTES,
     INSTANCES_READY,
     STAGE_WAITING,

@@ -105,6 +105,11 @@ class Extracted(msgspec.Struct):
         return self.pack.nbytes if self.pack is not None else 0
 
     @property
+    def held_nbytes(self) -> int:
+        """Bytes that it keeps in memory."""
+        return len(self.value_bytes) + self.nbytes
+
+    @property
     def is_inline(self) -> bool:
         """True when the parts are small enough to ride in the control message (`flat`)."""
         return self.pack is None or len(self.value_bytes) + self.pack.nbytes <= INLINE_LIMIT

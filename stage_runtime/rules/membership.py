@@ -13,12 +13,13 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from typing import Final, TypeAlias
+from typing import Final
 
 import msgspec
 
 from omnipipeline_spec.types.plan import PipelineRevision
 from stage_runtime.rules import balancing, edges, reachability, subsets
+from stage_runtime.rules.absences import UnitKind
 from stage_runtime.rules.balancing import GroupLoad, Load
 from stage_runtime.rules.pools import Endpoints, Pool, Pools
 from stage_runtime.wire.parts import Member
@@ -79,9 +80,6 @@ class Sets(msgspec.Struct):
     def count(self) -> int:
         """Complete sets: the minimum over its groups."""
         return min(len(choice.pool) for choice in self.choices)
-
-
-UnitKind: TypeAlias = tuple[str, str, str, str]  #: group, unit, unit revision, edge schema: what one may stand in for
 
 
 class Unbindable(Exception):
@@ -247,17 +245,42 @@ class MembershipState:
 
         terminals: only groups that a request for these may meet, and revisions that have them.
         """
-        missing = [
-            [
-                group
-                for group in dict.fromkeys(_needed(one, terminals).values())
-                if self._eligible.get(self._kind(one, group)) is None
-            ]
-            for one in self._having(terminals)
-        ]
+        missing = self.lacks(terminals)
         if not missing:
             return ["(no pipeline revision known)"]
-        return min(missing, key=len) if any_revision else missing[-1]
+        return [kind[0] for kind in (min(missing, key=len) if any_revision else missing[-1])]
+
+    def lacks(self, terminals: Collection[str] | None) -> list[list[UnitKind]]:
+        """What has no instance that takes requests: of each revision that has these terminals, newest last."""
+        return [
+            [
+                kind
+                for group in dict.fromkeys(_needed(one, terminals).values())
+                if self._is_missing(kind := self._kind(one, group))
+            ]
+            for one in self.having(terminals)
+        ]
+
+    def missing(self) -> set[UnitKind]:
+        """What has no instance that takes requests, of all revisions."""
+        kinds = (self._kind(one, group) for one in self.revisions for group in one.groups)
+        return {kind for kind in kinds if self._is_missing(kind)}
+
+    def loading(self, kind: UnitKind) -> bool:
+        """Whether an instance of this kind is registered, and not ready yet."""
+        group, unit, revision, _ = kind
+        return any(
+            (one.member.group, one.member.unit, one.member.revision) == (group, unit, revision)
+            for one in self.instances.values()
+            if not one.ready and not one.draining
+        )
+
+    def having(self, terminals: Collection[str] | None) -> list[PipelineRevision]:
+        """The revisions that have these terminals, newest last."""
+        return [one for one in self.revisions if terminals is None or set(terminals) <= set(one.terminals)]
+
+    def _is_missing(self, kind: UnitKind) -> bool:
+        return self._eligible.get(kind) is None
 
     def _kind(self, revision: PipelineRevision, group: str) -> UnitKind:
         """What may serve ``group`` in ``revision``."""
@@ -340,14 +363,10 @@ class MembershipState:
             if name in pool or name not in self.instances:
                 source.linked.discard(name)
 
-    def _having(self, terminals: Collection[str] | None) -> list[PipelineRevision]:
-        """The revisions that have these terminals."""
-        return [one for one in self.revisions if terminals is None or set(terminals) <= set(one.terminals)]
-
     def _complete_sets(self, terminals: Collection[str] | None) -> list[Sets]:
         """The revisions that can serve."""
         found = []
-        for revision in self._having(terminals):
+        for revision in self.having(terminals):
             stages = _needed(revision, terminals)
             choices: list[GroupChoice] = []
             order = reachability.groups(revision, stages)

@@ -78,9 +78,10 @@ class HandedBack(Stimulus, frozen=True):
 
 
 class NoInstanceCame(Stimulus, frozen=True):
-    """Nothing can be bound to it in time."""
+    """Nothing can be bound to it in time. ``stage``: what is missing."""
 
     reason: str
+    stage: str | None = None
 
 
 class Cancelled(Stimulus, frozen=True):
@@ -236,14 +237,16 @@ class Tracked:
 
     def _fail_unavailable(self, event: Stimulus) -> None:
         assert isinstance(event, NoInstanceCame | CoordinatorStopped)
-        self.failure = Failure("unavailable", event.reason)
+        stage = event.stage if isinstance(event, NoInstanceCame) else None
+        self.failure = Failure("unavailable", event.reason, stage)
 
     def _fail_cancelled(self, event: Stimulus) -> None:
         assert isinstance(event, Cancelled)
         self.failure = Failure("cancelled", event.reason)
 
     def _fail_late(self, _: Stimulus) -> None:
-        self.failure = Failure("deadline", f"not done in time; waiting for {sorted(self.waiting)}")
+        begun = f"waiting for {sorted(self.waiting)}" if self.tries else "no instance could take it"
+        self.failure = Failure("deadline", f"not done in time; {begun}")
 
 
 class TransitionRow(NamedTuple):

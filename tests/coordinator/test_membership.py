@@ -281,7 +281,7 @@ async def test_another_life_at_the_same_endpoint_buries_the_one_before_and_its_r
 
 
 async def test_an_instance_is_bound_only_once_it_is_ready() -> None:
-    async with coordinator_harness(joined=False) as made:
+    async with coordinator_harness(joined=False, hold_s=0.0) as made:
         made.join("f1", "front")
         assert made.hello("v1", "voice")
         with pytest.raises(RequestError, match="voice"):

@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from omnipipeline_spec.cluster import Drain, ProcessGroup, Startup
+from omnipipeline_spec.cluster import Coordinator, Drain, ProcessGroup, Startup
 from omnipipeline_spec.pipeline import PipelineConfig, RelayConfig, StageConfig
 from omnipipeline_spec.planning import inlinecode, podsettings
 from omnipipeline_spec.types import quantities
@@ -214,6 +214,9 @@ def _coordinator(spec: PipelineConfig, pipeline: str) -> CoordinatorPlan:
             max_in_flight=http.max_in_flight,
             media_hosts=tuple(http.media_hosts),
             retries=spec.coordinator.retries,
+            hold_s=float(spec.coordinator.hold.seconds),
+            hold_requests=_hold_requests(spec.coordinator),
+            hold_bytes=spec.coordinator.hold.max_bytes,
             dead_after_s=float(spec.control.dead_after_seconds),
             security=spec.control.security.mode,
             relay_backend=spec.relay_backend,
@@ -221,6 +224,11 @@ def _coordinator(spec: PipelineConfig, pipeline: str) -> CoordinatorPlan:
             pod=podsettings.of_coordinator(spec),
         )
     )
+
+
+def _hold_requests(coordinator: Coordinator) -> int:
+    given = coordinator.hold.max_requests
+    return max(1, coordinator.http.max_in_flight * 3 // 4) if given is None else given
 
 
 def _code_of_stages(spec: PipelineConfig, stages: Sequence[StageConfig]) -> dict[str, str]:

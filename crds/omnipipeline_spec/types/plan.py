@@ -136,6 +136,9 @@ class CoordinatorPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     max_in_flight: int = 256
     media_hosts: tuple[str, ...] = ()
     retries: int = 1
+    hold_s: float = 60.0
+    hold_requests: int = 192
+    hold_bytes: int = 256 << 20
     dead_after_s: float = 3.0
     security: Literal["Curve", "None"] = "Curve"
     relay_backend: str = "auto"

@@ -36,6 +36,7 @@ HONOURED: Final = frozenset(
     coordinator.http.maxInFlight coordinator.http.mediaHosts
     coordinator.http.apiKeySecretRef.name coordinator.http.apiKeySecretRef.key
     coordinator.http.apiKeySecretRef.optional
+    coordinator.hold.seconds coordinator.hold.maxRequests coordinator.hold.maxBytes
     coordinator.retries coordinator.drain.timeoutSeconds
     profiling.enabled profiling.maxSeconds
     observability.tracing.endpoint observability.tracing.sampleRatio

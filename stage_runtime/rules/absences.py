@@ -1,0 +1,88 @@
+"""Process groups without an instance that takes requests: since when, and whether one is on its way. Pure.
+
+The coordinator is told of no orders: whoever ends an instance (a crash, a roll, a drain) does not say what follows. So
+an instance is expected for a while after the last one left, longer while one loads that has not failed to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from enum import IntEnum
+from typing import Final, NamedTuple, TypeAlias
+
+#: group, unit, unit revision, edge schema: what one instance may stand in for.
+UnitKind: TypeAlias = tuple[str, str, str, str]
+
+RETRY_MOST_S: Final = 30.0  # a client is asked to come back at least so often
+
+
+class Outlook(IntEnum):
+    """What a request for a set of groups may expect; a greater one is worse."""
+
+    HERE = 0  #: Each has an instance.
+    COMING = 1  #: The ones that have none are expected to have one.
+    GONE = 2  #: One has none, and none is expected.
+
+
+class Prospect(NamedTuple):
+    """The outlook of a request, and what it is due to."""
+
+    outlook: Outlook
+    groups: tuple[str, ...] = ()  #: Those without an instance.
+    away_s: float = 0.0  #: For how long, the one that has been away longest.
+
+    @property
+    def retry_after_s(self) -> float:
+        """When to ask again: what has been away for a while mostly stays away as long again."""
+        return min(max(1.0, self.away_s), RETRY_MOST_S)
+
+
+class Absence:
+    """One group without an instance that takes requests."""
+
+    def __init__(self, since: float) -> None:
+        self.since = since
+        self.failed = False  #: One has ended since, before it was ready.
+
+
+def outlook(*, away_s: float, expected_s: float, loading: bool, failed: bool) -> Outlook:
+    """Whether an instance is on its way. away_s: since the last one left. expected_s: 0: none is ever expected.
+
+    loading: one is registered, and loads. failed: one has ended since, before it was ready: those that load no longer
+    count, so that a program that always fails to load is not expected for ever.
+    """
+    if expected_s <= 0:
+        return Outlook.GONE
+    return Outlook.COMING if away_s < expected_s or (loading and not failed) else Outlook.GONE
+
+
+class Absences:
+    """All groups without an instance, of all pipeline revisions that are served.
+
+    Invariant: its kinds are those of the last `observe`.
+    """
+
+    def __init__(self, expected_s: float) -> None:
+        self._expected_s = expected_s
+        self._absences: dict[UnitKind, Absence] = {}
+
+    def observe(self, missing: Collection[UnitKind], now: float) -> None:
+        """missing: the kinds that have no instance now."""
+        self._absences = {kind: self._absences.get(kind) or Absence(now) for kind in missing}
+
+    def start_failed(self, group: str, unit_revision: str) -> None:
+        """An instance has ended before it was ready."""
+        for kind, absence in self._absences.items():
+            if (kind[0], kind[2]) == (group, unit_revision):
+                absence.failed = True
+
+    def prospect(self, missing: Iterable[UnitKind], now: float, loading: Callable[[UnitKind], bool]) -> Prospect:
+        """Of what needs these kinds, which have no instance. loading: whether an instance of it loads."""
+        worst, groups, longest_s = Outlook.HERE, [], 0.0
+        for kind in missing:
+            absence = self._absences.get(kind) or Absence(now)
+            away_s = now - absence.since
+            its = outlook(away_s=away_s, expected_s=self._expected_s, loading=loading(kind), failed=absence.failed)
+            worst, longest_s = max(worst, its), max(longest_s, away_s)
+            groups.append(kind[0])
+        return Prospect(worst, tuple(groups), longest_s)
