@@ -31,6 +31,7 @@ from stage_runtime.web.connection_drain import ConnectionDrain
 from stage_runtime.web.connection_limits import FEW, ConnectionLimit, ConnectionLimits, connection_limit
 from stage_runtime.web.errors import RequestRefused
 from stage_runtime.web.exchange import CLIENT
+from stage_runtime.web.half_closed import HalfClosed
 
 if TYPE_CHECKING:
     from uvicorn._types import ASGI3Application, ASGIReceiveCallable, ASGISendCallable, ASGISendEvent
@@ -116,6 +117,8 @@ class HttpConnection(HttpToolsProtocol):
         self._gone: Callable[[], object] | None = None  #: See `watch`.
         self._outstanding: int | None = None  #: Bytes that the client has not taken, when that was last looked at.
         self._stalled_since = 0.0
+        self._half_closed: HalfClosed | None = None  #: Its client sends nothing more, and may wait for answers.
+        self._poke: Callable[[], object] | None = None  #: See `watch_half_close`.
         self.unread_since: float | None = None  #: It has been given more than it takes at once; None: it has not.
         if len(self.connections) > self.limit.most:
             self._refuse_connection()
@@ -144,6 +147,9 @@ class HttpConnection(HttpToolsProtocol):
     def unwatch(self) -> None:
         self._gone = None
 
+    def watch_half_close(self, poke: Callable[[], object] | None) -> None:
+        self._poke = poke
+
     def _disconnect(self) -> None:
         """Nothing is answered any more: neither the request that is being answered nor those behind it."""
         self.pipeline.clear()
@@ -159,6 +165,28 @@ class HttpConnection(HttpToolsProtocol):
             gone()
 
     # --- what comes in ------------------------------------------------------------------------------------------
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """The client sends nothing more. True: it may wait for an answer, so the connection stays open for that."""
+        answering = self._answering
+        if self._over() or answering is None or (self._in_message and self.cycle is answering):
+            return False
+        if self._half_closed is not None:
+            return True
+        if answering.response_started and self._poke is None:
+            return False  # in the middle of an answer nothing can be written that would tell
+        self._half_closed = HalfClosed(self.transport, self.loop, self.transport.abort)
+        if self._may_probe():
+            self._half_closed.probe()
+        elif answering.response_started and self._poke is not None:
+            self._poke()
+            self._half_closed.look_soon()
+        return True
+
+    def _may_probe(self) -> bool:
+        """HTTP/1.0 has no interim answers."""
+        answering = self._answering
+        return answering is not None and not answering.response_started and answering.scope["http_version"] != "1.0"
 
     def data_received(self, data: bytes) -> None:
         if self._over():
@@ -252,6 +280,9 @@ class HttpConnection(HttpToolsProtocol):
             return
         if self.pipeline:
             self._start_asgi_task(*self.pipeline.pop())
+        elif self._half_closed is not None:
+            self.transport.close()
+            return
         else:
             self._enter(Phase.IDLE if not self._in_message else Phase.DISCARD if self._in_body else Phase.HEAD)
         self.flow.resume_reading()
@@ -328,6 +359,8 @@ class HttpConnection(HttpToolsProtocol):
 
     def sweep(self, now: float) -> None:
         """End the connection if its time is over."""
+        if self._half_closed is not None:
+            self._half_closed.sweep(now, may_probe=self._may_probe())
         waited = now - self._since
         match self._phase:
             case _ if self.transport.is_closing():

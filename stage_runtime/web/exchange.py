@@ -46,6 +46,9 @@ class ConnectedClient(Protocol):
     def unwatch(self) -> None:
         """Call ``gone`` no more."""
 
+    def watch_half_close(self, poke: Callable[[], object] | None) -> None:
+        """Call ``poke`` when the client has closed its sending half: what is written next tells whether it is gone."""
+
 
 class Exchange:
     """One request and its answer."""
@@ -202,6 +205,10 @@ class Exchange:
 
     def unwatch(self) -> None:
         self._client.unwatch()
+
+    def watch_half_close(self, poke: Callable[[], object] | None) -> None:
+        """Call ``poke`` when the client sends nothing more: it writes something; None: no more."""
+        self._client.watch_half_close(poke)
 
     async def send(self, message: Message) -> None:
         """What starlette's own responses go through too."""

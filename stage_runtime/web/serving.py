@@ -168,9 +168,11 @@ class EventStream:
 
     async def __aenter__(self) -> EventStream:
         self._timer = self._loop.call_later(self._heartbeat_s, self._tick)
+        self._exchange.watch_half_close(self._comment)
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        self._exchange.watch_half_close(None)
         if self._timer is not None:
             self._timer.cancel()
         if self._beat is not None:
@@ -192,8 +194,12 @@ class EventStream:
 
     def _tick(self) -> None:
         silent_s = self._loop.time() - self._spoke_at
-        if silent_s >= self._heartbeat_s and (self._beat is None or self._beat.done()):
-            # a piece of its own, so it is never inside an event
-            self._beat = self._loop.create_task(self.send(b": waiting\n\n"))
+        if silent_s >= self._heartbeat_s:
+            self._comment()
             silent_s = 0.0
         self._timer = self._loop.call_later(max(0.01, self._heartbeat_s - silent_s), self._tick)
+
+    def _comment(self) -> None:
+        if self._beat is None or self._beat.done():
+            # a piece of its own, so it is never inside an event
+            self._beat = self._loop.create_task(self.send(b": waiting\n\n"))

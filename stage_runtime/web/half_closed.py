@@ -1,0 +1,65 @@
+"""A client that has closed its sending half: it waits for its answer, or it is gone. Only a write tells which.
+
+Both ends look the same (a FIN). The kernel of a client that is gone answers what is written with a reset, which is
+found in the state of the socket: nothing reads a connection that has ended. Called by `connections`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable
+from typing import Final
+
+#: An interim answer, which every client of HTTP/1.1 skips; before the answer has begun nothing else may be written.
+PROBE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
+PROBE_EVERY_S: Final = 15.0  # a client that waits may go later, without another word
+LOOKS_S: Final = (0.005, 0.05, 0.5)  # after a write: when the reset may be here; later ones are found by the sweep
+_TCP_CLOSE: Final = 7  # include/net/tcp_states.h
+
+
+class HalfClosed:
+    """One connection from its client's FIN on."""
+
+    def __init__(
+        self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop, lost: Callable[[], object]
+    ) -> None:
+        """lost: called when the client turns out to be gone."""
+        self._transport = transport
+        self._loop = loop
+        self._lost = lost
+        self._probe_at = 0.0
+        self._keep_alive()
+
+    def probe(self) -> None:
+        """Find out by an interim answer."""
+        self._probe_at = self._loop.time() + PROBE_EVERY_S
+        self._transport.write(PROBE)
+        self.look_soon()
+
+    def look_soon(self) -> None:
+        """Something was written a moment ago."""
+        for after_s in LOOKS_S:
+            self._loop.call_later(after_s, self.look)
+
+    def look(self) -> None:
+        if not self._transport.is_closing() and self._is_reset():
+            self._lost()
+
+    def sweep(self, now: float, *, may_probe: bool) -> None:
+        """may_probe: an interim answer may be written."""
+        self.look()
+        if may_probe and now >= self._probe_at and not self._transport.is_closing():
+            self.probe()
+
+    def _is_reset(self) -> bool:
+        sock = self._transport.get_extra_info("socket")
+        return sock is not None and sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == _TCP_CLOSE
+
+    def _keep_alive(self) -> None:
+        """By HTTP/1.0 there are no interim answers: the kernel asks, and is answered until the other end forgets it."""
+        sock = self._transport.get_extra_info("socket")
+        if sock is not None:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 5)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)
