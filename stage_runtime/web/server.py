@@ -14,7 +14,8 @@ from starlette.types import ASGIApp
 from omnipipeline_spec.types.pods import HTTP_PORT
 from stage_runtime.errors import ConfigurationError
 from stage_runtime.web.connection_limits import ConnectionLimits
-from stage_runtime.web.connections import IdleConnections, limited
+from stage_runtime.web.connections import limited
+from stage_runtime.web.idle_connections import IdleConnections
 
 BACKLOG = 2048
 POLL_S = 0.005
