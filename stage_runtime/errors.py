@@ -3,6 +3,7 @@
 OmniError
 ├── RequestError            one request fails; carries a code of the closed list and the client's message
 │   └── InvalidRequest      the user's fault (400); stages may raise it
+│       └── ContextLengthExceeded   the prompt is longer than the model takes; agents shorten it
 ├── ValueRefused            LOCAL: a value that cannot travel, refused at the sender, names the path
 ├── PeerError               the other end's fault
 │   ├── ProtocolError       a frame that cannot be understood: counted and dropped
@@ -29,6 +30,7 @@ from omnipipeline_spec.types.errors import clipped
 #: code -> HTTP status: the closed list that clients may count on.
 CODES: Final[dict[str, int]] = {
     "invalid_request": 400,
+    "context_length_exceeded": 400,
     "unauthorized": 401,
     "unsupported_endpoint": 404,
     "not_found": 404,
@@ -84,6 +86,23 @@ class InvalidRequest(RequestError):
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
         super().__init__("invalid_request", message, param=param)
+
+
+class ContextLengthExceeded(InvalidRequest, ValueError):
+    """A prompt of ``count`` tokens. Clients look for this code and for the words of OpenAI's message."""
+
+    def __init__(self, count: int, longest: int) -> None:
+        super().__init__(
+            f"This model's maximum context length is {longest} tokens. However, your messages resulted in {count} "
+            "tokens. Please reduce the length of the messages.",
+            param="messages",
+        )
+        self.code = "context_length_exceeded"
+
+
+def refusal(error: ValueError) -> RequestError:
+    """The error of a request for a value that an engine has refused."""
+    return error if isinstance(error, RequestError) else InvalidRequest(str(error))
 
 
 class ValueRefused(OmniError):

@@ -14,6 +14,7 @@ Headers = list[tuple[bytes, bytes]]
 #: OpenAI's ``type`` of an error, by our code; everything else is a ``server_error``.
 TYPES: Final[dict[str, str]] = {
     "invalid_request": "invalid_request_error",
+    "context_length_exceeded": "invalid_request_error",
     "unauthorized": "authentication_error",
     "unsupported_endpoint": "invalid_request_error",
     "not_found": "invalid_request_error",

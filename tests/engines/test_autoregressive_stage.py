@@ -15,7 +15,7 @@ import stage_runtime as omni
 from stage_runtime.engines import events, loading
 from stage_runtime.engines.autoregressive.core.engine_core import EngineCore
 from stage_runtime.engines.autoregressive.stage.thread_engine import AutoregressiveEngine
-from stage_runtime.errors import ConfigurationError
+from stage_runtime.errors import ConfigurationError, ContextLengthExceeded
 from stage_runtime.metrics import catalog
 from stage_runtime.rules.autoregressive.blocks import BlockPool
 from stage_runtime.rules.autoregressive.scheduling import Scheduler
@@ -176,7 +176,9 @@ def test_a_request_that_cannot_be_computed_fails_alone() -> None:
         found = rig.outbox.several(10)
     assert [one[0] for one in found if one[1] == "failed"] == list("abcde")
     assert [one[2].partition(":")[0] for one in found if one[1] == "failed"] == [
-        *["InvalidRequest"] * 3,
+        "InvalidRequest",
+        "ContextLengthExceeded",
+        "InvalidRequest",
         "KeyError",
         "InvalidRequest",
     ]
@@ -314,7 +316,7 @@ def test_a_long_text_is_encoded_while_other_requests_are_computed_and_refused_if
         assert rig.outbox.next() == (
             "long",
             "failed",
-            "InvalidRequest: the prompt has 100000 tokens; with an answer it may have 9000",
+            "ContextLengthExceeded: " + str(ContextLengthExceeded(100_000, 9000)),
         )
         assert rig.outbox.next() == ("fits", "done", "bcd")
     assert core.scheduler.pool.free == core.scheduler.pool.capacity

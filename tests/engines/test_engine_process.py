@@ -110,7 +110,7 @@ def test_a_request_that_fails_its_checks_fails_alone(shared: SyncMPClient) -> No
     assert answers.until("unknown token", "long", "sound") == {"sound": [2, 3, 4]}
     assert {name: code for name, (code, _) in answers.refused.items()} == {
         "unknown token": "invalid_request",
-        "long": "invalid_request",
+        "long": "context_length_exceeded",
     }
     assert "no token 5000" in answers.refused["unknown token"][1]
 

@@ -155,7 +155,7 @@ def test_an_error_of_one_request_ends_it_alone() -> None:
             "failed",
             "InvalidRequest: seed: the engine openvino of this stage does not compute it",
         )
-        assert "the prompt has 50000 tokens" in found["long"][1]
+        assert "your messages resulted in 50000 tokens" in found["long"][1]
 
 
 def test_a_request_that_never_fits_ends_instead_of_stalling_the_engine() -> None:

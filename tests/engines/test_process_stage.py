@@ -122,7 +122,7 @@ def test_what_is_wrong_with_a_request_fails_it_alone_and_the_engines_numbers_are
         assert set(rig.inbox.gauges) == set(catalog.ENGINE)
         assert rig.outbox.began_ids == ["d", "e"]
     assert {name: output[0] for name, output in found.items()} == {**dict.fromkeys("abcd", "failed"), "e": "done"}
-    assert found["a"][1].startswith("RequestError: the prompt has 600 tokens")
+    assert "your messages resulted in 600 tokens" in found["a"][1]
     assert found["e"] == ("done", ["length", 3])
 
 

@@ -119,7 +119,7 @@ def test_an_error_of_one_request_ends_it_alone_and_names_whose_fault_it_was() ->
     assert found["refused"] == ("failed", "RequestError: vllm: ClientError: no such request")
     assert found["broken"] == ("failed", "RequestError: vllm: OSError: the cause")
     assert "vllm could not compute it" in found["lost"][1]
-    assert "the prompt has 100000 tokens" in found["long"][1]
+    assert "your messages resulted in 100000 tokens" in found["long"][1]
     assert found["field"][0] == "failed"
 
 

@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
-from stage_runtime.errors import IllegalEvent
+from stage_runtime.errors import ContextLengthExceeded, IllegalEvent
 from stage_runtime.rules.autoregressive import steps
 from stage_runtime.rules.autoregressive.blocks import BlockPool, hash_blocks
 from stage_runtime.rules.autoregressive.requests import (
@@ -154,7 +154,7 @@ class Scheduler:
         if whole and not count:
             raise ValueError("the prompt is empty")
         if count >= self.longest:
-            raise ValueError(f"the prompt has {count} tokens; with an answer it may have {self.longest}")
+            raise ContextLengthExceeded(count, self.longest)
 
     def finish(self, request_ids: Iterable[str], finish: FinishReason = FinishReason.ABORT) -> list[Request]:
         """End requests, in whatever state they are. Ids that are not known are ignored: aborts may come twice."""

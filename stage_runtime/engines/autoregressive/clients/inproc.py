@@ -8,7 +8,7 @@ from typing import Any
 from stage_runtime.engines.autoregressive.clients.abstract import UtilityFailed
 from stage_runtime.engines.autoregressive.core.engine_core import EngineCoreRequest
 from stage_runtime.engines.autoregressive.core.serving import Served
-from stage_runtime.engines.autoregressive.process.engine_messages import EngineCoreOutputs, Extension, Refused
+from stage_runtime.engines.autoregressive.process.engine_messages import EngineCoreOutputs, Extension, Refused, refused
 from stage_runtime.engines.autoregressive.process.launching import EngineLaunch
 from stage_runtime.engines.resolving import resolve
 from stage_runtime.errors import ConfigurationError, describe
@@ -30,10 +30,8 @@ class InprocClient:
         """What the engine refuses is returned by `get_output`, as from another process."""
         try:
             self.engine_core.add_request(request, self.engine_core.preprocess_add_request(request))
-        except ValueError as error:
-            self._refused.append(Refused(request.request_id, "invalid_request", str(error)))
         except Exception as error:
-            self._refused.append(Refused(request.request_id, "stage_failed", describe(error)))
+            self._refused.append(refused(request.request_id, error))
 
     def extend_request(self, request_id: str, more: Extension) -> None:
         """More of an open request's prompt."""
@@ -42,8 +40,7 @@ class InprocClient:
             self.engine_core.extend_request(request_id, placed, last=more.last)
         except Exception as error:
             self.engine_core.abort_requests([request_id])
-            code = "invalid_request" if isinstance(error, ValueError) else "stage_failed"
-            self._refused.append(Refused(request_id, code, describe(error)))
+            self._refused.append(refused(request_id, error))
 
     def release_requests(self, request_ids: Sequence[str]) -> None:
         """What these held requests wait for is there."""

@@ -22,7 +22,7 @@ from stage_runtime.engines.autoregressive.sampling.parameters import SamplingPar
 from stage_runtime.engines.autoregressive.text.grammar_texts import Grammar
 from stage_runtime.engines.autoregressive.text.grammars import Matcher
 from stage_runtime.engines.autoregressive.text.prompt_rows import ROW, Embeddings, PlacedRows, PromptRows
-from stage_runtime.errors import describe
+from stage_runtime.errors import ContextLengthExceeded, describe
 from stage_runtime.rules.autoregressive.blocks import hash_blocks
 from stage_runtime.rules.autoregressive.requests import FinishReason, Hold, Reason, Request, TokenLimits
 from stage_runtime.rules.autoregressive.scheduling import Scheduler
@@ -126,7 +126,7 @@ class EngineCore:
         self._check_tokens(params.logit_bias)
         count = len(request.prompt_token_ids)
         if count >= self.scheduler.longest:
-            raise ValueError(f"the prompt has {count} tokens; with an answer it may have {self.scheduler.longest}")
+            raise ContextLengthExceeded(count, self.scheduler.longest)
         prompt, rows = self._place(request.prompt_token_ids, request.prompt_embeds)
         if (rows or request.open) and params.prompt_logprobs is not None:
             raise ValueError("prompt_logprobs: a prompt with embeddings, or that grows by a stream, has none")
@@ -166,9 +166,7 @@ class EngineCore:
     def preprocess_extension(self, tokens: Sequence[int], embeds: Any) -> PlacedRows:
         """Check a part of a prompt. In any thread. Raises: ValueError: it does not fit the model."""
         if len(tokens) >= self.scheduler.longest:
-            raise ValueError(
-                f"the prompt has more than {len(tokens)} tokens; with an answer it may have {self.scheduler.longest}"
-            )
+            raise ContextLengthExceeded(len(tokens), self.scheduler.longest)
         return self._place(tokens, embeds)
 
     def extend_request(self, request_id: str, more: PlacedRows, *, last: bool) -> None:

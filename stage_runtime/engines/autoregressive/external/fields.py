@@ -8,7 +8,7 @@ from typing import Final
 from stage_runtime.api import Autoregressive
 from stage_runtime.engines.autoregressive.core.engine_core import EngineCoreRequest
 from stage_runtime.engines.autoregressive.sampling.parameters import SamplingParams
-from stage_runtime.errors import ConfigurationError, InvalidRequest
+from stage_runtime.errors import ConfigurationError, ContextLengthExceeded, InvalidRequest
 from stage_runtime.rules.autoregressive import balancing
 
 #: Settings that mean the same for every engine, or are the stage's own.
@@ -53,4 +53,4 @@ def check_request(request: EngineCoreRequest, taken: Set[str], engine: str, *, l
     if wrong:
         raise InvalidRequest(f"the vocabulary has {vocab_size} tokens, and no token {wrong[0]}")
     if len(prompt) >= longest:
-        raise InvalidRequest(f"the prompt has {len(prompt)} tokens; with an answer it may have {longest}")
+        raise ContextLengthExceeded(len(prompt), longest)

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Final, TypeAlias
 import msgspec
 
 from stage_runtime.engines.autoregressive.core.engine_core import EngineCoreOutput
+from stage_runtime.errors import ProtocolError, RequestError, describe
 
 ENGINE_CORE_DEAD: Final = b"ENGINE_CORE_DEAD"
 READY: Final = b"READY"  # then an engine's identity: it is connected
@@ -89,6 +90,16 @@ class Refused(msgspec.Struct, frozen=True, array_like=True):
     request_id: str
     code: str
     message: str
+
+
+def refused(request_id: str, error: Exception) -> Refused:
+    """For what an engine raises while it checks a request."""
+    match error:
+        case RequestError():
+            return Refused(request_id, error.code, error.message)
+        case ValueError() | ProtocolError():
+            return Refused(request_id, "invalid_request", str(error))
+    return Refused(request_id, "stage_failed", describe(error))
 
 
 class UtilityOutput(msgspec.Struct, frozen=True, array_like=True):

@@ -24,6 +24,7 @@ from stage_runtime.engines.autoregressive.process.engine_messages import (
     StartWave,
     UtilityCall,
     UtilityOutput,
+    refused,
 )
 from stage_runtime.engines.autoregressive.process.serial import MsgpackDecoder, TensorRelay
 from stage_runtime.errors import ProtocolError, describe
@@ -189,11 +190,8 @@ class Inputs:
             if request.request_id != name:
                 raise ProtocolError(f"the request calls itself {request.request_id[:80]!r}")
             prepared = self._core.preprocess_add_request(request)
-        except (ValueError, ProtocolError) as error:
-            self._refuse(client, Refused(name, "invalid_request", str(error)))
-            return
         except Exception as error:
-            self._refuse(client, Refused(name, "stage_failed", describe(error)))
+            self._refuse(client, refused(name, error))
             return
         self.owners[name] = client
         self.queue.put((RequestType.ADD, (request, prepared, header.current_wave)))
@@ -205,10 +203,8 @@ class Inputs:
         try:
             more = self._extensions.decode(body)
             placed = self._core.preprocess_extension(more.prompt_token_ids, more.prompt_embeds)
-        except (ValueError, ProtocolError) as error:
-            self._end(client, Refused(name, "invalid_request", str(error)))
         except Exception as error:
-            self._end(client, Refused(name, "stage_failed", describe(error)))
+            self._end(client, refused(name, error))
         else:
             self.queue.put((RequestType.EXTEND, (name, placed, more.last)))
 

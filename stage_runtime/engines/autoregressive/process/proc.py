@@ -18,10 +18,10 @@ from stage_runtime.engines.autoregressive.process.engine_messages import (
     SchedulerStats,
     UtilityOutput,
     identity,
+    refused,
 )
 from stage_runtime.engines.autoregressive.process.inputs import Inputs
 from stage_runtime.engines.autoregressive.process.outputs import OutputThread
-from stage_runtime.errors import InvalidRequest, describe
 from stage_runtime.rules.autoregressive.steps import SchedulerOutput
 from stage_runtime.sockets import multipart
 
@@ -150,9 +150,7 @@ class EngineCoreProc:
     def _refuse(self, request_id: str, error: Exception) -> None:
         client = self.inputs.owners.pop(request_id, None)
         if client is not None:
-            blamed = isinstance(error, ValueError | InvalidRequest)
-            refused = Refused(request_id, "invalid_request" if blamed else "stage_failed", describe(error))
-            self.outputs.put(client, EngineCoreOutputs(refused=(refused,)))
+            self.outputs.put(client, EngineCoreOutputs(refused=(refused(request_id, error),)))
 
     def _fail(self, error: Exception) -> None:
         """A thread of this process has ended: so does the loop."""

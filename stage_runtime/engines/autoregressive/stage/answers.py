@@ -26,7 +26,7 @@ from stage_runtime.engines.autoregressive.text.detokenizer import Spelling
 from stage_runtime.engines.base import Gate, Outbox, Work
 from stage_runtime.engines.custom import RequestIds
 from stage_runtime.engines.running import Yields
-from stage_runtime.errors import InvalidRequest, RequestError
+from stage_runtime.errors import RequestError, refusal
 from stage_runtime.profiler import events as profile
 from stage_runtime.rules.autoregressive.requests import FinishReason, Request
 from stage_runtime.wire.values import StagePayload
@@ -184,7 +184,7 @@ class GenerationAnswers:
             try:
                 entered.append((request, self._check(request)))
             except ValueError as error:
-                raise InvalidRequest(str(error)) from error
+                raise refusal(error) from error
         return entered
 
     def _encode_apart(self, pending: _Pending) -> None:

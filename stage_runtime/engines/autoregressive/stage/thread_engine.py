@@ -20,7 +20,7 @@ from stage_runtime.engines.autoregressive.stage.answers import Entered, Generati
 from stage_runtime.engines.autoregressive.stage.growing import FromStream, GrowingPrompts, Grown
 from stage_runtime.engines.base import Inbox, Outbox, Work
 from stage_runtime.engines.simple import TakesNoChunks
-from stage_runtime.errors import InvalidRequest
+from stage_runtime.errors import refusal
 from stage_runtime.rules.autoregressive import balancing
 from stage_runtime.rules.autoregressive.requests import Request
 from stage_runtime.rules.autoregressive.steps import SchedulerOutput
@@ -146,7 +146,7 @@ class AutoregressiveEngine:
         return RequestType.EXTEND, (inputs.name, placed, more.last)
 
     def _refuse(self, name: str, error: BaseException) -> None:
-        self._answers.fail(name, InvalidRequest(str(error)) if isinstance(error, ValueError) else error)
+        self._answers.fail(name, refusal(error) if isinstance(error, ValueError) else error)
 
     def _forget(self, work: Work) -> None:
         """Nobody waits for it: the step under way is its last. In any thread; an `Abort` event follows."""

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from stage_runtime.engines.autoregressive.text.marked import Alphabet
+from stage_runtime.engines.autoregressive.text.messages import TemplateForm
 from stage_runtime.engines.autoregressive.text.renamed import Renamed
 from stage_runtime.errors import InvalidRequest
 
@@ -55,6 +56,7 @@ class TextEncoder:
         """control_strings: those in a client's text become control tokens."""
         self._tokenizer = tokenizer
         self._known: dict[str, _ControlTokens] = {}  #: By the source of a chat template.
+        self._forms: dict[str, TemplateForm] = {}  #: By the source of a chat template.
         self._apart = not control_strings and hasattr(tokenizer, "backend_tokenizer")
         if not self._apart and not control_strings:
             log.warning("%s is no fast tokenizer: control strings in texts of clients count", type(tokenizer).__name__)
@@ -71,6 +73,16 @@ class TextEncoder:
             return [int(token) for token in encoded["input_ids"]]
         source = self._tokenizer.get_chat_template(arguments.get("chat_template"), arguments.get("tools"))
         return self._controls(source).encode_chat(messages, arguments)
+
+    def form(self, arguments: Mapping[str, Any]) -> TemplateForm:
+        """What the chat template takes of which ``arguments`` are. Raises: as `chat`."""
+        source = self._tokenizer.get_chat_template(arguments.get("chat_template"), arguments.get("tools"))
+        if source not in self._forms:
+            if len(self._forms) == _MOST_TEMPLATES:
+                self._forms.clear()
+            write = functools.partial(self._tokenizer.apply_chat_template, chat_template=source, tokenize=False)
+            self._forms[source] = TemplateForm(functools.partial(write, add_generation_prompt=True))
+        return self._forms[source]
 
     def text(self, text: str, *, literal: bool) -> list[int]:
         """literal: its control strings are ordinary text. Raises: InvalidRequest."""

@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from stage_runtime.api import Generation, Prompt
-from stage_runtime.engines.autoregressive.text import tools
+from stage_runtime.engines.autoregressive.text import messages, tools
 from stage_runtime.engines.autoregressive.text.call_forms import FORMS, CallForm
 from stage_runtime.engines.autoregressive.text.controls import TextEncoder
 from stage_runtime.engines.autoregressive.text.prompt_rows import ROW
-from stage_runtime.errors import InvalidRequest
+from stage_runtime.errors import InvalidRequest, RequestError
 from stage_runtime.wire.values import Chunk, Finish, Note, Result, StagePayload, Text, Usage
 
 _ALWAYS: Final[dict[str, Any]] = {"add_generation_prompt": True}
@@ -25,13 +25,13 @@ _OURS: Final = frozenset(
 def default_prompt(payload: StagePayload) -> Prompt:
     """The messages of a chat; else the text that the stage before sent, or the client."""
     request = payload.request
-    messages = request.messages()
+    chat = request.messages()
     data = payload.data
     if isinstance(data, str):
         return Prompt(text=data, literal=True, params=request.params)
-    if messages:
-        tools.check_arguments(messages)
-        spoken = [_spoken(index, item) for index, item in enumerate(messages)]
+    if chat:
+        tools.check_arguments(chat)
+        spoken = [_spoken(index, item) for index, item in enumerate(chat)]
         template = dict(_template(request.params))
         if offered := tools.offered(request.params):
             template["tools"] = offered
@@ -50,19 +50,25 @@ def no_prompt(payload: StagePayload) -> Prompt:
 
 
 def _spoken(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message for the chat template."""
-    parts = message["content"]
-    other = next((part["type"] for part in parts if part["type"] != "text"), None)
-    if other is not None:
-        raise InvalidRequest(f"messages[{index}] has a part of type {other!r}; this model takes text", param="messages")
-    spoken = {"role": message["role"], "content": "".join(str(part["text"]) for part in parts)}
-    # Of earlier calls and their results; templates differ in which of them they read.
-    spoken |= {name: message[name] for name in ("name", "tool_call_id") if message.get(name)}
-    if calls := message.get("tool_calls"):
-        if not isinstance(calls, list | tuple):
-            raise InvalidRequest(f"messages[{index}].tool_calls: no calls of functions", param="messages")
-        spoken["tool_calls"] = [tools.spoken(call, index) for call in calls]
-    return spoken
+    """A client's message for the chat template: what of it templates read, or some of them."""
+    kept = {name: message[name] for name in ("name", "tool_call_id", "tool_calls") if message.get(name)}
+    return _readable(index, {"role": message["role"], "content": message["content"], **kept})
+
+
+def _readable(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message with a text as content, and with calls whose arguments are objects. Others stay as they are."""
+    found = messages.as_text(message, index)
+    calls = found.get("tool_calls")
+    if not calls:
+        return found
+    if not isinstance(calls, list | tuple):
+        raise InvalidRequest(f"messages[{index}].tool_calls: no calls of functions", param="messages")
+    return {**found, "tool_calls": [call if _is_read(call) else tools.spoken(call, index) for call in calls]}
+
+
+def _is_read(call: Any) -> bool:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    return isinstance(function, Mapping) and isinstance(function.get("arguments"), Mapping)
 
 
 def _template(params: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -158,16 +164,22 @@ def _templated(prompt: Prompt, encoder: TextEncoder, form: CallForm) -> list[int
 
     known = str(encoder.template or "")
     if not known:
-        raise InvalidRequest("this model has no chat template: it continues text, not messages")
-    messages, template = list(prompt.messages or ()), dict(prompt.template)
+        raise RequestError(
+            "stage_failed",
+            "the stage's model has no chat template, so it cannot answer messages: give omni.Autoregressive a prompt "
+            "that returns omni.Prompt(text=…)",
+        )
+    tools.check_arguments(prompt.messages or ())
+    chat = [_readable(index, one) for index, one in enumerate(prompt.messages or ())]
     if "developer" not in known:  # many templates leave messages of roles that they do not know out, without an error
-        messages = [{**one, "role": "system"} if one.get("role") == "developer" else one for one in messages]
+        chat = [{**one, "role": "system"} if one.get("role") == "developer" else one for one in chat]
+    template = {**_ALWAYS, **prompt.template}
     offered = template.get("tools")
     if offered and "tools" not in known:
         del template["tools"]
-        messages = [{"role": "system", "content": tools.instructions(offered, form.sample)}, *messages]
+        chat = [{"role": "system", "content": tools.instructions(offered, form.sample)}, *chat]
     try:
-        return encoder.chat(messages, {**_ALWAYS, **template})
+        return encoder.chat(encoder.form(template).arrange(chat), template)
     except jinja2.TemplateError as error:
         raise InvalidRequest(f"the model's chat template refuses the messages: {error}", param="messages") from error
     except (TypeError, ValueError, KeyError, AttributeError) as error:  # of what a client has put into messages
