@@ -100,6 +100,8 @@ class RequestHandle:
         #: Instances to which a stage of an earlier attempt had no connection -> until when none is expected, on the
         #: loop's clock.
         self.unreachable: dict[str, float] = {}
+        self.unreached: dict[str, str] = {}  #: The same instances -> the stage that they served for it.
+        self.attempt_began_at = 0.0  #: On the loop's clock.
         self.streams: dict[str, Inbound[Streamed]] = {}
         self.undelivered: dict[str, Resulted] = {}  #: By stage: results that wait for chunks.
         self.unread_nbytes = 0  #: Of what is here of its answer: out of order, undelivered, or not read.
@@ -155,6 +157,7 @@ class RequestHandle:
     def begin_attempt(self, entry: str, edges: tuple[tuple[str, str, str], ...]) -> None:
         """A new attempt begins: partial results of an earlier one are dropped. entry, edges: of its revision."""
         self.timings = {}
+        self.attempt_began_at = asyncio.get_running_loop().time()
         self.observed.begin(entry, edges, time.time_ns() // 1000)
         self.sending = BodyOwner(self.owner, self.id, self.tracked.attempt)
         self.give_up_attempt()

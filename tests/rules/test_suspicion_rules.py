@@ -1,0 +1,30 @@
+"""Which request is to blame when instances end again and again."""
+
+from __future__ import annotations
+
+import pytest
+
+from stage_runtime.rules import suspicion
+from stage_runtime.rules.suspicion import Blame
+
+
+@pytest.mark.parametrize(
+    ("deaths", "others", "blame"),
+    [
+        (0, 0, Blame.NONE),
+        (0, 3, Blame.NONE),
+        (1, 0, Blame.ITS_OWN),
+        (1, 1, Blame.UNCLEAR),
+        (2, 1, Blame.ITS_OWN),
+        (2, 0, Blame.ITS_OWN),
+    ],
+)
+def test_the_second_end_is_its_own_unless_another_suspect_was_there(deaths: int, others: int, blame: Blame) -> None:
+    assert suspicion.blame(deaths, other_suspects=others) is blame
+
+
+@pytest.mark.parametrize(("ran_s", "deaths", "after_s"), [(0.1, 1, 1.0), (3.0, 1, 6.0), (90.0, 1, 10.0), (3, 2, None)])
+def test_a_suspect_is_cleared_by_running_for_longer_than_before(
+    ran_s: float, deaths: int, after_s: float | None
+) -> None:
+    assert suspicion.cleared_after_s(ran_s, deaths) == after_s
