@@ -95,9 +95,9 @@ class RequestManager:
         self._relays = relays
         self._fetching = Fetching(relays, loop)
         self._bindings = Bindings(membership)
-        self._suspects = Suspects(loop)
+        self.suspects = Suspects(loop)
         self._waiting = Waiting(
-            self._bindings, membership, loop, plan, self._suspects, submit=self._submit, gave_up=self._gave_up
+            self._bindings, membership, loop, plan, self.suspects, submit=self._submit, gave_up=self._gave_up
         )
         self._submission = Submission(
             self.send_queues, loop, owner=membership.incarnation, backend=plan.relay_backend, failed=self._failed
@@ -206,7 +206,7 @@ class RequestManager:
         Raises: RequestError: unavailable: it may not.
         """
         try:
-            return self._bindings.choose(request_id, avoid=self._suspects.instances, terminals=wanted)
+            return self._bindings.choose(request_id, avoid=self.suspects.instances, terminals=wanted)
         except RequestError:
             revisions = self._membership.state.having(wanted)
             if not revisions:
@@ -302,11 +302,12 @@ class RequestManager:
         self.abort_forwarding.forget(incarnation)
         self._ended_notifier.forget(incarnation)
         self.readers.forget(incarnation)
-        for handle, (stage, blame) in self._suspects.died(incarnation, self._bindings.on(incarnation)).items():
+        for handle, (stage, blame) in self.suspects.died(incarnation, self._bindings.on(incarnation)).items():
             handle.avoid.add(incarnation)
             self._happen(handle, InstanceLost(stage, handle.tracked.attempt, blame))
-        self._suspects.died_unreached(incarnation, self._handles.values())
+        self.suspects.died_unreached(incarnation, self._handles.values())
         self._bindings.drop(incarnation)
+        self._waiting.instances_changed()  # some are suspects no longer
 
     def instances_changed(self) -> None:
         """An instance is ready: bind the requests that wait for one."""
@@ -323,7 +324,7 @@ class RequestManager:
         self.last_attempt = next(self._attempts)
         self._happen(handle, AttemptBegan(self.last_attempt))
         handle.begin_attempt(revision.entry, revision.edges)
-        self._suspects.began(handle)
+        self.suspects.began(handle)
         self._submission.send(handle, revision, self._membership.introduce(revision, bindings))
 
     def _gave_up(self, handle: RequestHandle, reason: str, group: str) -> None:
@@ -335,7 +336,7 @@ class RequestManager:
             handle.avoid.update(handle.bindings.values())
         if failure.unreachable is not None and handle.tracked.accepts(attempt):
             # A stage may notice a death before it is declared here: a retry is not spent on the dead instance.
-            if self._suspects.not_reached(handle, failure.unreachable):
+            if self.suspects.not_reached(handle, failure.unreachable):
                 self._loop.call_later(UNREACHABLE_S, self._happen, handle, StageFailed(attempt, failure))
                 return
         self._happen(handle, StageFailed(attempt, failure))
@@ -422,7 +423,7 @@ class RequestManager:
         if self._handles.pop(handle.id, None) is None:
             return
         self._waiting.forget(handle)
-        if self._suspects.forget(handle):
+        if self.suspects.forget(handle):
             self._loop.call_soon(self._waiting.instances_changed)  # another one's turn
         if handle.extracted is not None:
             self._admission.ended(handle.extracted)

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
+from collections import Counter
 from collections.abc import Collection, Iterable
 from typing import Final
 
@@ -14,7 +16,7 @@ import msgspec
 
 from stage_runtime.coordinator.request_handles import RequestHandle
 from stage_runtime.rules import suspicion
-from stage_runtime.rules.suspicion import Blame
+from stage_runtime.rules.suspicion import COMMON_CAUSE_S, Blame
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +31,9 @@ class _Record(msgspec.Struct):
 
     deaths: dict[str, list[str]] = {}  #: stage -> its instances that ended while the request was under way there
     began_at: float = 0.0  #: Its attempt.
-    cleared_after_s: float | None = None  #: See `suspicion.cleared_after_s`.
+    died_at: float = 0.0  #: When the last of these ended.
+    ran_s: float = 0.0  #: How long the request had run then.
+    cleared_after_s: float = 0.0  #: See `suspicion.cleared_after_s`.
 
 
 class Suspects:
@@ -38,16 +42,24 @@ class Suspects:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._records: dict[RequestHandle, _Record] = {}  #: Live requests that an instance has ended under.
+        self._died_at = -math.inf  #: When an instance ended last.
 
     def died(self, incarnation: str, handles: Collection[RequestHandle]) -> dict[RequestHandle, tuple[str, Blame]]:
         """An instance has ended, with these requests under way. Returns: for each the stage that it was there for, and
         what that means."""
+        now = self._loop.time()
+        if now - self._died_at < COMMON_CAUSE_S and not self._records.keys() & set(handles):
+            self._records.clear()  # it ends for the same reason as the one a moment ago: no request's
+            self._died_at = now
+            return {one: (_stage_at(one, incarnation), Blame.NONE) for one in handles}
+        self._died_at = now
         stages = {one: _stage_at(one, incarnation) for one in sorted(handles, key=lambda one: one.admitted_at)}
         uncleared = {handle for handle in handles if self._deaths(handle, stages[handle]) and not self._cleared(handle)}
         found = {}
         for handle, stage in stages.items():
             others = len(uncleared - {handle})
-            found[handle] = stage, suspicion.blame(self._deaths(handle, stage), other_suspects=others)
+            hurried = self._hurried(handle, now)
+            found[handle] = stage, suspicion.blame(self._deaths(handle, stage), other_suspects=others, hurried=hurried)
         for handle, (stage, blame) in found.items():
             ended = self._note(handle, stage, incarnation)
             if blame is Blame.ITS_OWN:
@@ -62,6 +74,17 @@ class Suspects:
             more = f" and {len(handles) - NAMED_MOST} more" if len(handles) > NAMED_MOST else ""
             log.warning("%s has ended with these requests under way: %s%s", incarnation, named, more)
         return found
+
+    def lives(self, incarnation: str) -> None:
+        """An instance that was thought to have ended was cut off only."""
+        for handle, record in list(self._records.items()):
+            record.deaths = {
+                stage: left
+                for stage, ended in record.deaths.items()
+                if (left := [one for one in ended if one != incarnation])
+            }
+            if not record.deaths:
+                del self._records[handle]
 
     def not_reached(self, handle: RequestHandle, incarnation: str) -> bool:
         """A stage has no connection to an instance that the request is bound to. True: it is a suspect, so its attempt
@@ -90,32 +113,39 @@ class Suspects:
         return self._records.pop(handle, None) is not None
 
     def taken(self, handle: RequestHandle) -> frozenset[str]:
-        """The instances at which another suspect is, of the stages that this one is a suspect of."""
+        """The instances at which as many other suspects of the same stage are as may be at once."""
         record = self._records.get(handle)
         if record is None:
             return frozenset()
-        return frozenset(
-            other.bindings[stage]
-            for other in self._at_large()
-            if other is not handle
-            for stage in record.deaths
-            if stage in self._records[other].deaths and stage in other.bindings
-        )
+        found = set[str]()
+        for stage in record.deaths:
+            there = Counter(one.bindings[stage] for one in self._at_large(stage) if one is not handle)
+            of_stage = [len(one.deaths[stage]) for one in self._records.values() if stage in one.deaths]
+            most = suspicion.at_once(len(of_stage), unclear=max(of_stage) > 1)
+            found.update(instance for instance, count in there.items() if count >= most)
+        return frozenset(found)
 
     @property
     def instances(self) -> set[str]:
         """The instances at which one is: new requests keep away from them where there are others."""
-        return {
-            other.bindings[stage]
-            for other in self._at_large()
-            for stage in self._records[other].deaths
-            if stage in other.bindings
-        }
+        stages = {stage for record in self._records.values() for stage in record.deaths}
+        return {one.bindings[stage] for stage in stages for one in self._at_large(stage)}
 
     # --- inside -------------------------------------------------------------------------------------------------
 
-    def _at_large(self) -> Iterable[RequestHandle]:
-        return (one for one in self._records if one.bindings and not self._cleared(one))
+    def _at_large(self, stage: str) -> Iterable[RequestHandle]:
+        """Suspects of this stage that are at one of its instances and were not cleared."""
+        return (
+            one
+            for one, record in self._records.items()
+            if stage in record.deaths and stage in one.bindings and not self._cleared(one)
+        )
+
+    def _hurried(self, handle: RequestHandle, now: float) -> bool:
+        record = self._records.get(handle)
+        if record is None:
+            return False
+        return suspicion.hurried(now - record.died_at, record.ran_s, now - record.began_at)
 
     def _deaths(self, handle: RequestHandle, stage: str) -> int:
         record = self._records.get(handle)
@@ -124,8 +154,6 @@ class Suspects:
     def _cleared(self, handle: RequestHandle) -> bool:
         """It has streamed, or runs for longer than before."""
         record = self._records[handle]
-        if record.cleared_after_s is None:
-            return False
         return handle.tracked.streamed or self._loop.time() - record.began_at > record.cleared_after_s
 
     def _note(self, handle: RequestHandle, stage: str, incarnation: str) -> list[str]:
@@ -133,7 +161,8 @@ class Suspects:
         record = self._records.setdefault(handle, _Record(deaths={}, began_at=handle.attempt_began_at))
         ended = record.deaths.setdefault(stage, [])
         ended.append(incarnation)
-        record.cleared_after_s = suspicion.cleared_after_s(now - record.began_at, len(ended))
+        record.died_at, record.ran_s = now, now - record.began_at
+        record.cleared_after_s = suspicion.cleared_after_s(record.ran_s)
         return ended
 
 

@@ -112,3 +112,29 @@ async def test_without_retries_the_first_end_is_answered_as_unavailable() -> Non
         handle = made.manager.admit(new_request())
         made.coordinator.lost("v1")
         assert (await error_of(handle)).code == "unavailable"
+
+
+async def test_instances_that_end_together_with_no_request_in_common_make_no_suspects() -> None:
+    async with coordinator_harness(terminal_stages=lambda request: ["shout"]) as made:
+        made.join("v2", "voice")
+        for number in range(4):
+            made.manager.admit(new_request(f"r{number}"))
+        made.channels.interrupted = {"v1", "v2"}  # a machine goes, with both
+        made.coordinator.lost("v1")
+        made.coordinator.lost("v2")
+        made.channels.interrupted = set()
+        made.join("v3", "voice")
+        assert len(at(made, "v3")) == 4, "all at once"
+
+
+async def test_of_many_suspects_several_go_at_once_and_after_a_second_end_one_at_a_time() -> None:
+    async with coordinator_harness(terminal_stages=lambda request: ["shout"]) as made:
+        for number in range(16):
+            made.manager.admit(new_request(f"r{number}"))
+        made.coordinator.lost("v1")
+        made.join("v2", "voice")
+        assert len(at(made, "v2")) == 2
+        made.coordinator.lost("v2")
+        made.join("v3", "voice")
+        assert len(at(made, "v3")) == 1, "two were at both ends"
+        assert made.manager.in_flight == 16, "and none is to blame yet"
