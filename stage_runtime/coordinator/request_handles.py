@@ -15,6 +15,7 @@ import msgspec
 
 from stage_runtime.coordinator import waterfall
 from stage_runtime.coordinator.events import ChunkEvent, RequestRecord, ResultEvent
+from stage_runtime.coordinator.token_counts import TokenCounts
 from stage_runtime.coordinator.waterfall import Observed
 from stage_runtime.errors import RequestError
 from stage_runtime.payloads.pack import Extracted
@@ -116,6 +117,7 @@ class RequestHandle:
         self._consumed = consumed
         self._unread_bytes = unread_bytes
         self._events: deque[Streamed | Resulted] = deque()
+        self._tokens = TokenCounts()  #: Of what was read.
         self._failure: Failure | None = None
         self._retry_after_s: float | None = None
         self._finished = False
@@ -131,7 +133,9 @@ class RequestHandle:
         try:
             while True:
                 while self._events and not (self.whole and not self._finished):
-                    yield self._open(self._events.popleft())
+                    event = self._open(self._events.popleft())
+                    self._tokens.take(event)
+                    yield event
                 if self._failure is not None:
                     raise self._error()
                 if self._finished:
@@ -235,6 +239,7 @@ class RequestHandle:
             admitted_at=self.observed.admitted_us / 1e6,
             stages=stages,
             hops=hops,
+            usage=self._tokens.shown(),
             error=None
             if failure is None
             else {"code": failure.code, "message": failure.message, "stage": failure.stage},
