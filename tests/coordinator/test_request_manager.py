@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stage_runtime.coordinator.broken_connections import RECONNECT_S
-from stage_runtime.coordinator.events import ChunkEvent, ResultEvent
+from stage_runtime.coordinator.events import ChunkEvent, ResultEvent, TokenUsage
 from stage_runtime.coordinator.readers import LOOK_EVERY_S
 from stage_runtime.coordinator.request_manager import PUBLISHED_MOST
 from stage_runtime.coordinator.submission import BODY_CREDITS
-from stage_runtime.errors import RequestError
+from stage_runtime.errors import InvalidRequest, RequestError
 from stage_runtime.rules import edges
 from stage_runtime.rules.readers import ROOM
 from stage_runtime.rules.requests import AttemptBegan
@@ -36,7 +36,7 @@ from stage_runtime.wire.messages import (
     Unbound,
 )
 from stage_runtime.wire.parts import Body, Failure
-from stage_runtime.wire.values import OmniRequest, RawTensor
+from stage_runtime.wire.values import OmniRequest, RawTensor, Text, Usage
 from tests.coordinator.manager_kit import (
     REVISION,
     CoordinatorHarness,
@@ -268,6 +268,37 @@ async def test_a_reader_that_goes_away_aborts_and_one_that_reads_to_the_end_does
         made.complete(made.submitted("f1")[-1], "shout", "all")
         await read(whole)
         assert len(made.aborted("f1")) == 1
+
+
+async def test_the_record_of_a_request_has_its_tokens_also_when_it_was_cancelled() -> None:
+    async with coordinator_harness(terminal_stages=lambda request: ["shout"]) as made:
+        for name, ends in (("r1", False), ("r2", True)):
+            handle = made.manager.admit(new_request(name, stream=True))
+            events = events_of(handle)
+            sent = made.submitted("f1")[-1]
+            made.chunk(sent, "shout", 0, [Text("a"), Usage(5, 1)])
+            await anext(events)
+            assert made.record(name).usage == TokenUsage(prompt_tokens=5, completion_tokens=1, cached_tokens=0)
+            if ends:
+                made.complete(sent, "shout", Usage(0, 2), chunks=1)
+                assert [one async for one in events] == [ResultEvent(stage="shout", data=Usage(0, 2))]
+            await events.aclose()
+        assert (made.record("r1").state, made.record("r2").state) == ("cancelled", "completed")
+        counts = [made.record(name).usage for name in ("r1", "r2")]
+        assert [one and one.completion_tokens for one in counts] == [1, 3]
+
+
+@pytest.mark.parametrize(
+    ("kind", "params", "param"),
+    [("chat", {"seed": 2**64}, "seed"), ("chat", {"metadata": {"a": [2**64]}}, "metadata.a[0]"),
+     ("pipeline", {"seed": 2**64}, "params['seed']")],
+)  # fmt: skip
+async def test_a_value_that_cannot_travel_is_named_as_the_client_wrote_it(kind: Any, params: Any, param: str) -> None:
+    async with coordinator_harness() as made:
+        with pytest.raises(InvalidRequest) as raised:
+            made.manager.admit(OmniRequest(id="r1", kind=kind, params=params))
+        assert raised.value.param == param
+        assert raised.value.message.startswith(f"{param}: ")
 
 
 async def test_a_cancelled_reader_aborts_the_request() -> None:
