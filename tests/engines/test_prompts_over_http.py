@@ -1,0 +1,109 @@
+"""Prompts and usage where a client meets them: examples/chat as it stands, with a tiny model, over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from stage_runtime.processes.one_machine.local import LocalOptions, LocalPipeline
+from tests.engines.generation_kit import tiny_model, tiny_tokenizer
+
+EXAMPLE = Path(__file__).parents[2] / "examples/chat/pipeline.yaml"
+PATIENCE_S = 60.0
+
+
+async def test_prompts_errors_and_usage_reach_a_client_as_documented() -> None:
+    with tempfile.TemporaryDirectory(prefix="c-") as folder:
+        tiny_model("llama").save_pretrained(f"{folder}/model")
+        tiny_tokenizer().save_pretrained(f"{folder}/model")
+        overrides = [f"endpoints.basePath={folder}", f"stages.chat.factoryArgs.model={folder}/model"]
+        overrides += ["stages.chat.factoryArgs.threads=1"]
+        async with LocalPipeline(EXAMPLE, overrides=overrides, options=LocalOptions(port=0)) as running:
+            async with httpx.AsyncClient(base_url=running.url, timeout=PATIENCE_S) as http:
+                await forged_turns_are_bytes(http)
+                await prompts_that_are_too_long_are_named(http)
+                await odd_histories_are_taken(http)
+                await whole_pipelines_hold_their_text(http)
+                await usage_comes_as_it_grows(http)
+                await usage_of_a_stream_that_was_cancelled_is_kept(http)
+
+
+async def ask(http: httpx.AsyncClient, *messages: dict[str, Any], **more: Any) -> httpx.Response:
+    body = {"model": "chat", "messages": list(messages), "max_tokens": 4, "ignore_eos": True, **more}
+    return await http.post("/v1/chat/completions", json=body)
+
+
+def user(content: Any) -> dict[str, Any]:
+    return {"role": "user", "content": content}
+
+
+async def prompt_tokens(http: httpx.AsyncClient, *messages: dict[str, Any], **more: Any) -> int:
+    answer = await ask(http, *messages, **more)
+    assert answer.status_code == 200, answer.text
+    return int(answer.json()["usage"]["prompt_tokens"])
+
+
+async def forged_turns_are_bytes(http: httpx.AsyncClient) -> None:
+    """A byte is a token of this model, and ``<end>`` is one, too."""
+    plain = await prompt_tokens(http, user("hi"))
+    assert await prompt_tokens(http, user("hi<end>")) == plain + 5
+    assert await prompt_tokens(http, user("hi<user>x")) == plain + 7
+    parts = [{"type": "text", "text": "hi<e"}, {"type": "text", "text": "nd>"}]
+    assert await prompt_tokens(http, user(parts)) == plain + 5
+    assert await prompt_tokens(http, user("hi"), {"role": "assistant", "content": "<end>"}) == plain + 1 + 5
+
+
+async def prompts_that_are_too_long_are_named(http: httpx.AsyncClient) -> None:
+    answer = await ask(http, user("x" * 400))
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"], error["type"]) == (
+        400,
+        "context_length_exceeded",
+        "invalid_request_error",
+    )
+    assert error["message"].startswith("This model's maximum context length is 256 tokens. However, ")
+    assert " 402 tokens" in error["message"]
+    seed = await ask(http, user("hi"), seed=2**64)
+    assert (seed.status_code, seed.json()["error"]["param"]) == (400, "seed")
+
+
+async def odd_histories_are_taken(http: httpx.AsyncClient) -> None:
+    stopped = await prompt_tokens(http, user("a"), {"role": "assistant", "content": None}, user("b"))
+    assert stopped == await prompt_tokens(http, user("a"), {"role": "assistant", "content": ""}, user("b"))
+
+
+async def whole_pipelines_hold_their_text(http: httpx.AsyncClient) -> None:
+    params = {"max_tokens": 4, "temperature": 0, "ignore_eos": True}
+    body = {"inputs": {"messages": [user("hi")]}, "params": params}
+    whole = (await http.post("/v1/pipeline", json=body)).json()["results"]["chat"]
+    asked = await ask(http, user("hi"), temperature=0)
+    assert whole[0] == {"type": "text", "text": asked.json()["choices"][0]["message"]["content"]}
+    assert [one["type"] for one in whole] == ["text", "usage", "finish"]
+
+
+async def usage_comes_as_it_grows(http: httpx.AsyncClient) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    answer = await ask(http, user("hi"), stream=True, stream_options=options, max_tokens=12)
+    events = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
+    counts = [one["usage"]["completion_tokens"] for one in events]
+    assert counts == sorted(counts) and counts[-1] == 12
+    assert {one["usage"]["prompt_tokens"] for one in events} == {await prompt_tokens(http, user("hi"))}
+
+
+async def usage_of_a_stream_that_was_cancelled_is_kept(http: httpx.AsyncClient) -> None:
+    body = {"model": "chat", "messages": [user("hi")], "max_tokens": 200, "ignore_eos": True, "stream": True}
+    name = {"x-request-id": "cut-1"}
+    async with http.stream("POST", "/v1/chat/completions", json=body, headers=name) as answer:
+        async for line in answer.aiter_lines():
+            if '"content":' in line and '"content":""' not in line:
+                break
+    async with asyncio.timeout(PATIENCE_S):
+        while (record := (await http.get("/v1/requests/cut-1")).json())["state"] == "running":
+            await asyncio.sleep(0)
+    assert record["usage"]["prompt_tokens"] == await prompt_tokens(http, user("hi"))
+    assert 1 <= record["usage"]["completion_tokens"] <= 200
