@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import msgspec
 
@@ -30,13 +30,26 @@ UNBUFFERED = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
 DONE = b"data: [DONE]\n\n"  #: The last frame of an OpenAI stream that is whole; none that fails has it.
 
 
+#: Characters at which clients (httpx, several SDKs) break a line, beside those that JSON escapes.
+_LINE_BREAKS: Final = tuple((letter.encode(), f"\\u{ord(letter):04x}".encode()) for letter in "\u0085\u2028\u2029")
+
+
 def data_frame(value: Any) -> bytes:
     """One event without a name, as OpenAI's streams have them."""
-    return b"data: " + msgspec.json.encode(value) + b"\n\n"
+    return b"data: " + _one_line(value) + b"\n\n"
 
 
 def named_frame(name: str, value: Any) -> bytes:
-    return b"event: " + name.encode() + b"\ndata: " + msgspec.json.encode(value) + b"\n\n"
+    return b"event: " + name.encode() + b"\ndata: " + _one_line(value) + b"\n\n"
+
+
+def _one_line(value: Any) -> bytes:
+    """JSON in which clients see no line break: in JSON these characters stand inside of strings only."""
+    made = msgspec.json.encode(value)
+    for letter, escape in _LINE_BREAKS:
+        if letter in made:
+            made = made.replace(letter, escape)
+    return made
 
 
 class StreamEncoder(Protocol):
