@@ -13,15 +13,16 @@ from hypothesis import strategies as st
 from stage_runtime.engines.autoregressive.sampling import parameters
 from stage_runtime.engines.autoregressive.sampling.parameters import SamplingParams
 from stage_runtime.engines.autoregressive.text import prompting, tools
-from stage_runtime.engines.autoregressive.text.call_forms import FORMS, MARK, form_of
+from stage_runtime.engines.autoregressive.text.call_forms import FORMS, form_of
+from stage_runtime.engines.autoregressive.text.call_parsers import MARK
+from stage_runtime.engines.autoregressive.text.calls import Call
 from stage_runtime.engines.autoregressive.text.controls import TextEncoder
 from stage_runtime.engines.autoregressive.text.decoding import decoder
 from stage_runtime.engines.autoregressive.text.grammars import Grammars
-from stage_runtime.engines.autoregressive.text.tools import Call
 from stage_runtime.wire.values import OmniRequest, StagePayload
+from tests.engines.call_kit import NAMES, parsed, parser_of
 from tests.engines.generation_kit import END, VOCABULARY, tiny_tokenizer
 
-NAMES = ("f", "g")
 F, G = Call("f", '{"a": "}]"}'), Call("g", "{}")
 CALL_F, CALL_G = '{"name": "f", "parameters": {"a": "}]"}}', '{"name": "g", "arguments": {}}'
 
@@ -54,12 +55,6 @@ ANSWERS: dict[tuple[str, str], tuple[str, list[Call]]] = {
 }
 
 
-def parsed(form: str, *pieces: str) -> tuple[str, list[Call]]:
-    parser = FORMS[form].parser(NAMES)
-    found = [*map(parser.feed, pieces), parser.flush()]
-    return "".join(text for text, _calls in found), [call for _text, calls in found for call in calls]
-
-
 @pytest.mark.parametrize(("form", "answer"), ANSWERS)
 def test_calls_of_a_form_are_found_wherever_the_text_is_cut_in_two_and_letter_by_letter(form: str, answer: str) -> None:
     for cut in range(len(answer) + 1):
@@ -78,8 +73,8 @@ def test_whatever_a_model_writes_is_text_or_calls_however_it_is_cut(form: str, p
 
 
 def test_text_that_is_no_call_is_not_held_back() -> None:
-    parser = FORMS["json"].parser(NAMES)
-    assert [parser.feed(piece)[0] for piece in ("Hel", "lo {", "}")] == ["Hel", "lo {", "}"]
+    parser = parser_of("json")
+    assert [parser.feed(piece).spans for piece in ("Hel", "lo {", "}")] == [[(0, 3)], [(3, 7)], [(7, 8)]]
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -137,7 +132,7 @@ def test_a_model_whose_template_takes_no_tools_is_prompted_with_the_form_that_is
 
 
 def tools_of(form: str, text: str, *names: str) -> tuple[str, list[Call]]:
-    return FORMS[form].parser(names).feed(text)
+    return parsed(form, text, names=frozenset(names))
 
 
 def test_a_special_token_that_begins_calls_is_kept_in_the_text() -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from stage_runtime.engines.autoregressive.core.busy_loop import BusyLoop, RequestType, ShutdownState
 from stage_runtime.engines.autoregressive.core.engine_core import EngineCore, EngineCoreOutput, EngineCoreRequest
-from stage_runtime.engines.autoregressive.core.executors import ThreadExecutor
+from stage_runtime.engines.autoregressive.core.executors import InlineExecutor, ThreadExecutor
 from stage_runtime.engines.autoregressive.sampling.model_output import ModelOutput
 from stage_runtime.engines.autoregressive.sampling.parameters import SamplingParams
 from stage_runtime.engines.autoregressive.text.grammar_texts import Grammar
@@ -262,10 +262,11 @@ def test_a_request_that_is_aborted_before_its_step_is_computed_fails_no_step() -
     engine.shutdown()
 
 
-def test_the_grammar_s_mask_is_made_while_the_model_computes() -> None:
+@pytest.mark.parametrize("executor", [InlineExecutor, ThreadExecutor])
+def test_the_grammar_s_mask_is_made_while_the_model_computes(executor: Any) -> None:
     model: Any = OnceMasked()
     scheduler = Scheduler(SchedulerLimits(block_size=4, max_model_len=120), BlockPool(64))
-    core = EngineCore(scheduler, ThreadExecutor(model), vocab_size=VOCABULARY, grammars=lambda grammar: model)
+    core = EngineCore(scheduler, executor(model), vocab_size=VOCABULARY, grammars=lambda grammar: model)
     answers = Answers(core)
     answers.ask("a", [1], SamplingParams(max_tokens=1, grammar=Grammar("json_schema", "{}")))
     answers.run()

@@ -31,7 +31,6 @@ class Here:
     model_revision = None
     tp_rank = 0
     tp_size = 1
-    terminal = False
     rendezvous = None
     logger = logging.getLogger("talker")
 

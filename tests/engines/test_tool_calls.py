@@ -14,11 +14,12 @@ from stage_runtime.engines.autoregressive.sampling import parameters
 from stage_runtime.engines.autoregressive.sampling.parameters import SamplingParams
 from stage_runtime.engines.autoregressive.stage.answers import LONG
 from stage_runtime.engines.autoregressive.text import prompting, tools
+from stage_runtime.engines.autoregressive.text.calls import Call
 from stage_runtime.engines.autoregressive.text.controls import TextEncoder
 from stage_runtime.engines.autoregressive.text.grammar_texts import Grammar
-from stage_runtime.engines.autoregressive.text.tools import Call, CallParser
 from stage_runtime.errors import InvalidRequest
 from stage_runtime.wire.values import OmniRequest, StagePayload
+from tests.engines.call_kit import parsed
 from tests.engines.generation_kit import tiny_tokenizer
 
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
@@ -57,26 +58,15 @@ ANSWERS = {
 @pytest.mark.parametrize("answer", ANSWERS)
 def test_calls_are_found_wherever_the_text_is_cut_in_two_and_letter_by_letter(answer: str) -> None:
     for cut in range(len(answer) + 1):
-        assert parsed(answer[:cut], answer[cut:]) == ANSWERS[answer]
-    assert parsed(*answer) == ANSWERS[answer]
-
-
-def parsed(*pieces: str) -> tuple[str, list[Call]]:
-    parser = CallParser()
-    found = [*map(parser.feed, pieces), parser.flush()]
-    return "".join(text for text, _calls in found), [call for _text, calls in found for call in calls]
+        assert parsed("hermes", answer[:cut], answer[cut:]) == ANSWERS[answer]
+    assert parsed("hermes", *answer) == ANSWERS[answer]
 
 
 @given(st.sampled_from(sorted(ANSWERS)), st.lists(st.integers(0, 90)))
 def test_calls_are_found_however_the_text_is_cut(answer: str, cuts: list[int]) -> None:
-    parser, shown, calls = CallParser(), "", []
     places = sorted({0, len(answer), *(cut for cut in cuts if cut < len(answer))})
-    for begin, end in itertools.pairwise(places):
-        text, found = parser.feed(answer[begin:end])
-        shown += text
-        calls += found
-    text, found = parser.flush()
-    assert (shown + text, calls + found) == ANSWERS[answer]
+    pieces = [answer[begin:end] for begin, end in itertools.pairwise(places)]
+    assert parsed("hermes", *pieces) == ANSWERS[answer]
 
 
 @pytest.mark.parametrize(
@@ -94,7 +84,7 @@ def test_a_choice_of_tools_becomes_a_grammar_of_their_calls(choice: Any, names: 
         assert found is None
         return
     assert found is not None
-    assert [name for name in ("weather", "clock") if f'"const": "{name}"' in found.text] == names
+    assert [name for name in ("weather", "clock") if f'\\"{name}\\"' in found.text] == names
 
 
 @pytest.mark.parametrize(
@@ -171,7 +161,7 @@ def chat_with(calls: Any, content: str = "") -> StagePayload:
 
 def test_arguments_of_earlier_calls_have_together_as_many_values_as_a_body() -> None:
     def calls(count: int, values: int) -> list[Any]:
-        return [{"function": {"name": "f", "arguments": f"[{','.join(['[]'] * values)}]"}}] * count
+        return [{"function": {"name": "f", "arguments": f'{{"a": [{",".join(["[]"] * values)}]}}'}}] * count
 
     prompt = prompting.default_prompt(chat_with(calls(8, 2000)))
     assert prompt.messages is not None and len(prompt.messages[0]["tool_calls"]) == 8

@@ -9,7 +9,7 @@ import logging
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from queue import Empty, SimpleQueue
 from typing import Any, Final, Protocol
 
@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from stage_runtime.engines.autoregressive.sampling.model_output import ModelOutput, TokenLogprobs
 from stage_runtime.engines.autoregressive.sampling.parameters import SamplingParams
-from stage_runtime.engines.autoregressive.text.grammar_texts import Grammar
+from stage_runtime.engines.autoregressive.text.grammar_texts import Grammar, GrammarRefused
 from stage_runtime.engines.autoregressive.text.grammars import Matcher
 from stage_runtime.engines.autoregressive.text.prompt_rows import ROW, Embeddings, PlacedRows, PromptRows
 from stage_runtime.errors import ContextLengthExceeded, describe
@@ -54,13 +54,14 @@ class EngineCoreRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineCoreOutput(msgspec.Struct, frozen=True, kw_only=True):
-    """What one step gave one request. reason: the stop token, or what failed."""
+    """What one step gave one request. reason: the stop token, or what failed. refused: the client's field to blame."""
 
     request_id: str
     new_token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
     finish: FinishReason | None = None
     reason: Reason = None
+    refused: str | None = None
     cached_tokens: int = 0
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     hidden_rows: tuple[Any, ...] = ()  #: ``[hidden]`` of each new token, if they were asked for.
@@ -108,7 +109,8 @@ class EngineCore:
         self._end_ids = end_ids
         self._ends = end_ids | ends  #: Tokens that are no text.
         self._vocab_size = vocab_size
-        self._unmasked: dict[str, str] = {}  #: Requests of steps under way whose grammars have failed, and why.
+        self._unmasked: dict[str, Exception] = {}  #: Requests of steps under way whose grammars have failed, and why.
+        self._masks: ThreadPoolExecutor | None = None  #: Makes masks while this thread executes the model.
         self._batch_queue: deque[tuple[Future[ModelOutput], SchedulerOutput]] = deque()
         self.step_fn: Callable[[], tuple[list[EngineCoreOutput], bool]] = (
             self.step if executor.max_concurrent_batches == 1 else self.step_with_batch_queue
@@ -123,6 +125,7 @@ class EngineCore:
         if type(request.priority) is not int:
             raise ValueError("priority must be a whole number")
         self._check_tokens(params.stop_token_ids)
+        self._check_stops(params)
         self._check_tokens(params.logit_bias)
         count = len(request.prompt_token_ids)
         if count >= self.scheduler.longest:
@@ -162,6 +165,11 @@ class EngineCore:
         wrong = next((token for token in tokens if not 0 <= token < self._vocab_size), None)
         if wrong is not None:
             raise ValueError(f"the vocabulary has {self._vocab_size} tokens, and no token {wrong}")
+
+    def _check_stops(self, params: SamplingParams) -> None:
+        """Raises: ValueError: each token would end the answer, and none may before ``min_tokens``."""
+        if params.min_tokens and len(self._end_ids | set(params.stop_token_ids)) >= self._vocab_size:
+            raise ValueError("stop_token_ids: no token is left for the min_tokens before the end")
 
     def preprocess_extension(self, tokens: Sequence[int], embeds: Any) -> PlacedRows:
         """Check a part of a prompt. In any thread. Raises: ValueError: it does not fit the model."""
@@ -240,8 +248,14 @@ class EngineCore:
         structured = [row.request for row in scheduled.rows if row.samples and row.request.matcher is not None]
         if not structured:
             return self.executor.execute_model(scheduled)
+        if self.executor.max_concurrent_batches > 1:  # the model is executed in another thread
+            self.executor.execute_model(scheduled, hold=True)
+            return self.executor.sample_tokens(self.get_grammar_bitmask(structured))
+        if self._masks is None:
+            self._masks = ThreadPoolExecutor(1, thread_name_prefix="grammars")
+        masks = self._masks.submit(self.get_grammar_bitmask, structured)
         self.executor.execute_model(scheduled, hold=True)
-        return self.executor.sample_tokens(self.get_grammar_bitmask(structured))  # computed while the model is
+        return self.executor.sample_tokens(masks.result())
 
     def get_grammar_bitmask(self, requests: Iterable[Request]) -> dict[str, npt.NDArray[np.bool_]]:
         """Which tokens each request may get next, by its grammar. One whose grammar fails ends with this step."""
@@ -250,7 +264,7 @@ class EngineCore:
             try:
                 masks[request.id] = request.matcher.mask()
             except Exception as error:
-                self._unmasked[request.id] = f"its grammar cannot be followed: {describe(error)}"
+                self._unmasked[request.id] = error
         return masks
 
     def drain_aborts(self) -> None:
@@ -270,18 +284,25 @@ class EngineCore:
         except Exception as error:  # the executor's own: its rows fail, the engine goes on
             log.exception("a step failed")
             output = ModelOutput({}, {row.request.id: describe(error) for row in scheduled.rows}, {})
-        self._note_unmasked(scheduled, output)
+        refused = self._note_unmasked(scheduled, output)
         self.drain_aborts()
         ended = self._advance(scheduled, output)
         updates = self.scheduler.update_from_output(scheduled, output.sampled, output.failed, ended)
-        return [_output(update, output) for update in updates]
+        return [_output(update, output, refused.get(update.request.id)) for update in updates]
 
-    def _note_unmasked(self, scheduled: SchedulerOutput, output: ModelOutput) -> None:
-        """What was chosen without a mask that should have been is no token of an answer."""
+    def _note_unmasked(self, scheduled: SchedulerOutput, output: ModelOutput) -> dict[str, str]:
+        """A token sampled without its grammar mask is discarded. Returns: by request, the field whose grammar cannot be
+        followed.
+        """
+        refused = {}
         for row in scheduled.rows:
-            reason = self._unmasked.pop(row.request.id, None)
-            if reason is not None:
-                output.failed.setdefault(row.request.id, reason)
+            error = self._unmasked.pop(row.request.id, None)
+            if error is None:
+                continue
+            output.failed[row.request.id] = describe(error)
+            if isinstance(error, GrammarRefused):
+                output.failed[row.request.id], refused[row.request.id] = str(error), error.place
+        return refused
 
     def _advance(self, scheduled: SchedulerOutput, output: ModelOutput) -> dict[str, Reason]:
         """Take the new tokens into their requests' grammars. Returns: the requests whose grammars end, and by what."""
@@ -303,6 +324,8 @@ class EngineCore:
         """End every request and the executor."""
         self.scheduler.finish([request.id for request in self.scheduler])
         self.executor.shutdown()
+        if self._masks is not None:
+            self._masks.shutdown()
 
 
 def _keep_rows(request: Request, part: PlacedRows, first: int) -> None:
@@ -313,7 +336,7 @@ def _keep_rows(request: Request, part: PlacedRows, first: int) -> None:
         request.rows.add(first + at, rows)
 
 
-def _output(update: Update, output: ModelOutput) -> EngineCoreOutput:
+def _output(update: Update, output: ModelOutput, refused: str | None) -> EngineCoreOutput:
     request = update.request
     logprobs = output.logprobs.get(request.id)
     return EngineCoreOutput(
@@ -322,6 +345,7 @@ def _output(update: Update, output: ModelOutput) -> EngineCoreOutput:
         logprobs=() if logprobs is None else (logprobs,),
         finish=update.finish,
         reason=update.reason,
+        refused=refused,
         cached_tokens=request.hit_tokens,
         prompt_logprobs=output.prompt_logprobs.get(request.id, ()),
         hidden_rows=(output.hidden_rows[request.id],) if request.id in output.hidden_rows else (),

@@ -1,8 +1,8 @@
 """What steps gave, as outputs for those who asked: one pass over all outputs of a step.
 
-Text, stop strings, log probabilities, delivery. A stop string is found here, so the core hears of it by
-``reqs_to_abort``. What a reader has not taken yet is joined in its `RequestOutputCollector`: memory is bounded by the
-answer.
+Text, calls, stop strings, log probabilities, delivery. An answer that ends by its text (see `answer_text`) is found
+here, so the core hears of it by ``reqs_to_abort``. What a reader has not taken yet is joined in its
+`RequestOutputCollector`: memory is bounded by the answer.
 """
 
 from __future__ import annotations
@@ -12,25 +12,34 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from stage_runtime.engines.autoregressive.core.answer_text import AnswerText, Piece, ShownToken
 from stage_runtime.engines.autoregressive.core.engine_core import GRAMMAR_END, EngineCoreOutput
 from stage_runtime.engines.autoregressive.sampling.model_output import TokenLogprobs
 from stage_runtime.engines.autoregressive.sampling.parameters import OutputKind, SamplingParams
-from stage_runtime.engines.autoregressive.text.detokenizer import Detokenizer, StopStrings
+from stage_runtime.engines.autoregressive.text.call_parsers import Parser
+from stage_runtime.engines.autoregressive.text.calls import Call
+from stage_runtime.engines.autoregressive.text.detokenizer import Spelling
 from stage_runtime.rules.autoregressive.requests import FinishReason, Reason
 
 
 class RequestOutput(msgspec.Struct, frozen=True, kw_only=True):
-    """A part of an answer, or all of it. ``generated``: tokens so far."""
+    """A part of an answer, or all of it. ``generated``: tokens so far. text: without ``calls``.
+
+    refused: the field of the client that is to blame for an error.
+    """
 
     request_id: str
     text: str = ""
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
+    calls: tuple[Call, ...] = ()
+    shown: tuple[ShownToken, ...] = ()
     prompt_tokens: int = 0
     generated: int = 0
     cached_tokens: int = 0
     finish: FinishReason | None = None
     reason: Reason = None
+    refused: str | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     hidden_rows: tuple[Any, ...] = ()
 
@@ -41,6 +50,8 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True):
             text=self.text + later.text,
             token_ids=self.token_ids + later.token_ids,
             logprobs=self.logprobs + later.logprobs,
+            calls=self.calls + later.calls,
+            shown=self.shown + later.shown,
             prompt_logprobs=self.prompt_logprobs or later.prompt_logprobs,
             hidden_rows=self.hidden_rows + later.hidden_rows,
         )
@@ -85,13 +96,21 @@ class _RequestState:
         params: SamplingParams,
         prompt_tokens: int,
         collector: RequestOutputCollector | None,
+        parser: Parser | None,
+        spelling: Spelling | None,
     ) -> None:
         self.params = params
         self.prompt_tokens = prompt_tokens
         self.collector = collector
-        self.detokenizer = None if decode is None else Detokenizer(decode)
-        self.stops = StopStrings(params.stop)
+        self.answer = None
+        if decode is not None:
+            shows = spelling if params.logprobs is not None else None
+            self.answer = AnswerText(
+                decode, stops=params.stop, min_tokens=params.min_tokens, parser=parser, spelling=shows
+            )
         self.text = ""
+        self.calls: tuple[Call, ...] = ()
+        self.shown: tuple[ShownToken, ...] = ()
         self.token_ids: tuple[int, ...] = ()
         self.logprobs: tuple[TokenLogprobs, ...] = ()
         self.prompt_logprobs: tuple[TokenLogprobs, ...] = ()
@@ -100,10 +119,14 @@ class _RequestState:
 
 
 class OutputProcessor:
-    """Keeps the text of every request. ``decode``: tokens to text, special tokens left out; None: no text."""
+    """Keeps the text of every request. ``decode``: tokens to text, special tokens left out; None: no text.
 
-    def __init__(self, decode: Callable[[Sequence[int]], str] | None) -> None:
+    spelling: of tokens whose log probabilities are asked for; None: they are not shown with their texts.
+    """
+
+    def __init__(self, decode: Callable[[Sequence[int]], str] | None, spelling: Spelling | None = None) -> None:
         self._decode = decode
+        self._spelling = spelling
         self._states: dict[str, _RequestState] = {}
 
     def __len__(self) -> int:
@@ -115,8 +138,10 @@ class OutputProcessor:
         params: SamplingParams,
         prompt_tokens: int,
         collector: RequestOutputCollector | None = None,
+        parser: Parser | None = None,
     ) -> None:
-        self._states[request_id] = _RequestState(self._decode, params, prompt_tokens, collector)
+        """parser: takes calls of tools out of the text; None: there are no tools."""
+        self._states[request_id] = _RequestState(self._decode, params, prompt_tokens, collector, parser, self._spelling)
 
     def extend_request(self, request_id: str, prompt_tokens: int) -> None:
         """Its prompt has so many tokens more."""
@@ -150,46 +175,52 @@ class OutputProcessor:
     def _process(self, state: _RequestState, output: EngineCoreOutput, processed: Processed) -> RequestOutput:
         state.generated += len(output.new_token_ids)
         finish, reason = output.finish, output.reason
-        text, stopped = self._text(state, output)
-        if stopped is not None:
+        piece = self._piece(state, output)
+        text, calls, shown = piece.text, piece.calls, piece.shown
+        if piece.ends:
             if finish is None:
                 processed.reqs_to_abort.append(output.request_id)
-            finish, reason = FinishReason.STOP, stopped
+            finish, reason = FinishReason.STOP, piece.stopped
         token_ids, logprobs, hidden_rows = output.new_token_ids, output.logprobs, output.hidden_rows
         prompt_logprobs = output.prompt_logprobs
         if state.params.output_kind is not OutputKind.DELTA:
             state.text += text
+            state.calls += calls
+            state.shown += shown
             state.token_ids += token_ids
             state.logprobs += logprobs
             state.hidden_rows += hidden_rows
             state.prompt_logprobs += prompt_logprobs
             text, token_ids, logprobs = state.text, state.token_ids, state.logprobs
+            calls, shown = state.calls, state.shown
             hidden_rows, prompt_logprobs = state.hidden_rows, state.prompt_logprobs
         return RequestOutput(
             request_id=output.request_id,
             text=text,
             token_ids=token_ids,
             logprobs=logprobs,
+            calls=calls,
+            shown=shown,
             prompt_tokens=state.prompt_tokens,
             generated=state.generated,
             cached_tokens=output.cached_tokens,
             finish=finish,
             reason=reason,
+            refused=output.refused,
             prompt_logprobs=prompt_logprobs,
             hidden_rows=hidden_rows,
         )
 
-    def _text(self, state: _RequestState, output: EngineCoreOutput) -> tuple[str, str | None]:
-        """New text, and the stop string that ends it."""
-        if state.detokenizer is None:
-            return "", None
+    def _piece(self, state: _RequestState, output: EngineCoreOutput) -> Piece:
+        """What the client gets of new tokens. It ends the answer where its text does, not where its tokens do."""
+        if state.answer is None:
+            return Piece("")
         # The token that ended the answer is not part of its text, unless a grammar ended with it.
         ended = output.finish is FinishReason.STOP and output.reason != GRAMMAR_END
-        text = state.detokenizer.feed(output.new_token_ids[:-1] if ended else output.new_token_ids)
-        if output.finish is not None:
-            text += state.detokenizer.flush()
-        early = state.generated <= state.params.min_tokens
-        given, stopped = (state.stops.pass_over(text), None) if early else state.stops.feed(text)
-        if stopped is None and output.finish is not None:
-            given += state.stops.flush()
-        return given, stopped
+        piece = state.answer.feed(output.new_token_ids, output.logprobs, silent=int(ended))
+        if output.finish is None or piece.ends:
+            return piece
+        rest = state.answer.flush(cut=output.finish is FinishReason.LENGTH)
+        return Piece(
+            piece.text + rest.text, piece.calls + rest.calls, piece.shown + rest.shown, rest.stopped, rest.ends
+        )

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import json
 import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping
@@ -22,9 +21,9 @@ from stage_runtime.engines.autoregressive.model import dtypes, models
 from stage_runtime.engines.autoregressive.process.engine_messages import Refused
 from stage_runtime.engines.autoregressive.sampling.model_output import TokenLogprobs
 from stage_runtime.engines.autoregressive.sampling.parameters import SamplingParams
-from stage_runtime.engines.autoregressive.text.grammar_texts import WRITTEN, Grammar
-from stage_runtime.engines.autoregressive.text.grammars import MOST
-from stage_runtime.errors import ConfigurationError, InvalidRequest, describe
+from stage_runtime.engines.autoregressive.text.grammar_texts import MOST, WRITTEN, Grammar, GrammarRefused
+from stage_runtime.engines.autoregressive.text.grammars import prepared_schema
+from stage_runtime.errors import ConfigurationError, describe
 from stage_runtime.rules.autoregressive.requests import FinishReason
 
 log = logging.getLogger(__name__)
@@ -153,7 +152,7 @@ def _logprobs(found: Mapping[int, Any], token: int, count: int) -> TokenLogprobs
 
 
 def sampling_params(package: Any, params: SamplingParams) -> Any:
-    """A request's parameters as vLLM's. Raises: InvalidRequest: a grammar that is too long."""
+    """A request's parameters as vLLM's. Raises: InvalidRequest: a grammar that cannot be followed."""
     given: dict[str, Any] = {name: getattr(params, name) for name in _SAME}
     given["top_p"] = max(params.top_p, LEAST_TOP_P)
     given["stop_token_ids"] = list(params.stop_token_ids)
@@ -166,11 +165,11 @@ def sampling_params(package: Any, params: SamplingParams) -> Any:
 
 def _grammar(grammar: Grammar) -> dict[str, Any]:
     """For llguidance there, in the words for llguidance here."""
-    if len(grammar.text) > MOST:
-        raise InvalidRequest(f"a grammar of {len(grammar.text)} characters; at most {MOST}", param="response_format")
+    if grammar.size > MOST:
+        raise GrammarRefused(grammar.place, f"a grammar of {grammar.size} characters; at most {MOST}")
     if grammar.kind == "lark":
-        return {"grammar": grammar.text}
-    return {"json": {**json.loads(grammar.text), "x-guidance": WRITTEN}}
+        return {"grammar": grammar.lark({part.rule: prepared_schema(part.text, part.place) for part in grammar.parts})}
+    return {"json": {**prepared_schema(grammar.text, grammar.place), "x-guidance": WRITTEN}}
 
 
 def load(spec: Autoregressive, context: StageContext | None) -> tuple[VLLMClient, Any]:

@@ -85,18 +85,19 @@ class SchedulerStats(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Refused(msgspec.Struct, frozen=True, array_like=True):
-    """A request that the engine does not compute, with a code of `errors.CODES`."""
+    """A request that the engine does not compute, with a code of `errors.CODES`. param: the field to blame."""
 
     request_id: str
     code: str
     message: str
+    param: str | None = None
 
 
 def refused(request_id: str, error: Exception) -> Refused:
     """For what an engine raises while it checks a request."""
     match error:
         case RequestError():
-            return Refused(request_id, error.code, error.message)
+            return Refused(request_id, error.code, error.message, error.param)
         case ValueError() | ProtocolError():
             return Refused(request_id, "invalid_request", str(error))
     return Refused(request_id, "stage_failed", describe(error))

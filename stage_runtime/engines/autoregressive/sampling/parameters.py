@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from enum import Enum
 from typing import Any, Final
 
 import msgspec
 
-from stage_runtime.engines.autoregressive.text import call_forms, tools
+from stage_runtime.engines.autoregressive.text import call_forms
 from stage_runtime.engines.autoregressive.text.grammar_texts import Grammar
 from stage_runtime.errors import InvalidRequest
 
@@ -125,7 +124,7 @@ def from_params(
         found["stop_token_ids"] = _integers(params["stop_token_ids"], "stop_token_ids")
     if params.get("logit_bias") is not None:
         found["logit_bias"] = _biases(params["logit_bias"])
-    if (grammar := _grammar(params, form)) is not None:
+    if (grammar := call_forms.grammar(params, form)) is not None:
         found["grammar"] = grammar
     if "max_tokens" in found:
         found["max_tokens"] = min(found["max_tokens"], defaults.max_tokens)
@@ -133,31 +132,6 @@ def from_params(
     if made.min_tokens > made.max_tokens:
         raise InvalidRequest(f"min_tokens is {made.min_tokens} and max_tokens {made.max_tokens}", param="min_tokens")
     return made
-
-
-def _grammar(params: Mapping[str, Any], form: call_forms.CallForm) -> Grammar | None:
-    """What the answer must follow: a forced call of a tool, or ``response_format``."""
-    forced = tools.forced(params, tools.offered(params))
-    if forced:
-        return Grammar("lark", form.grammar(forced))
-    wanted = params.get("response_format")
-    if wanted is None or wanted == {"type": "text"}:
-        return None
-    kind = wanted.get("type") if isinstance(wanted, Mapping) else None
-    if kind == "json_object":
-        return Grammar("json_schema", '{"type": "object"}')
-    if kind != "json_schema":
-        raise InvalidRequest(
-            "response_format.type must be 'text', 'json_object' or 'json_schema'", param="response_format"
-        )
-    named = wanted.get("json_schema")
-    schema = named.get("schema") if isinstance(named, Mapping) else None
-    if not isinstance(schema, Mapping):
-        raise InvalidRequest("response_format.json_schema.schema: required", param="response_format")
-    try:
-        return Grammar("json_schema", json.dumps(schema))
-    except (TypeError, ValueError, RecursionError) as error:
-        raise InvalidRequest(f"response_format: no JSON: {error}", param="response_format") from error
 
 
 def _number(value: Any, name: str) -> float | int:

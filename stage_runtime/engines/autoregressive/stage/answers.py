@@ -18,21 +18,23 @@ import msgspec
 from stage_runtime.api import Autoregressive, Generation, Prompt, StageContext
 from stage_runtime.engines.autoregressive.core.choices import Choice
 from stage_runtime.engines.autoregressive.core.engine_core import EngineCoreOutput, EngineCoreRequest
-from stage_runtime.engines.autoregressive.core.output_processor import OutputProcessor
+from stage_runtime.engines.autoregressive.core.output_processor import OutputProcessor, RequestOutput
 from stage_runtime.engines.autoregressive.sampling import parameters
-from stage_runtime.engines.autoregressive.stage.client_reports import ClientReport
-from stage_runtime.engines.autoregressive.text import call_forms, decoding, prompting, tools
+from stage_runtime.engines.autoregressive.text import call_forms, decoding, prompting
+from stage_runtime.engines.autoregressive.text.call_parsers import THINK, Asked
 from stage_runtime.engines.autoregressive.text.controls import TextEncoder
 from stage_runtime.engines.autoregressive.text.detokenizer import Spelling
 from stage_runtime.engines.base import Gate, Outbox, Work
 from stage_runtime.engines.custom import RequestIds
 from stage_runtime.engines.running import Yields
-from stage_runtime.errors import RequestError, refusal
+from stage_runtime.errors import InvalidRequest, RequestError, refusal
 from stage_runtime.profiler import events as profile
 from stage_runtime.rules.autoregressive.requests import FinishReason, Request
 from stage_runtime.wire.values import StagePayload
 
 LONG: Final = 8_000  # characters of a prompt that is encoded apart: more would take milliseconds of a step
+
+THINKING: Final = 16  # tokens at the end of a prompt that may begin the model's thinking
 
 LONG_GRAMMAR: Final = 2_000  # as `LONG`: characters that are compiled, for each of ``n`` answers
 
@@ -52,8 +54,14 @@ class _Pending(NamedTuple):
 
 
 def _is_long(prompt: Prompt, params: parameters.SamplingParams) -> bool:
-    grammar = "" if params.grammar is None else params.grammar.text
-    return prompting.size(prompt) > LONG or len(grammar) * params.n > LONG_GRAMMAR
+    grammar = 0 if params.grammar is None else params.grammar.size
+    return prompting.size(prompt) > LONG or grammar * params.n > LONG_GRAMMAR
+
+
+def _failure(output: RequestOutput) -> RequestError:
+    if output.refused is not None:
+        return InvalidRequest(str(output.reason), param=output.refused)
+    return RequestError("stage_failed", str(output.reason))
 
 
 class _Answer:
@@ -65,7 +73,6 @@ class _Answer:
         self.payload = payload
         self.choices: dict[str, Choice] = {}  #: By the engine's names.
         self.yields = Yields(work, outbox)
-        self.report: ClientReport | None = None  #: Of a terminal stage.
         self.gate: Gate | None = None  #: Its consumer lags behind.
         self.scheduled = False
 
@@ -106,8 +113,8 @@ class GenerationAnswers:
         self._encoding: dict[str, Work] = {}  #: Requests whose prompts are being encoded.
         self._encoded: SimpleQueue[tuple[_Pending, list[Entered] | BaseException]] = SimpleQueue()
         self._form = call_forms.form_of(spec.tool_calls, getattr(tokenizer, "chat_template", None))
-        self._processor = OutputProcessor(decoding.decoder(tokenizer, self._form.mark))
         self._spelling = Spelling(tokenizer)
+        self._processor = OutputProcessor(decoding.decoder(tokenizer, self._form.mark), self._spelling)
         self._ids = RequestIds()
         self._answers: dict[str, _Answer] = {}
         self._of: dict[str, _Answer] = {}  #: By the engine's names: one for each of ``n`` answers.
@@ -203,22 +210,28 @@ class GenerationAnswers:
     def _enter(self, pending: _Pending, entered: list[Entered]) -> list[Entered]:
         name, work, count = pending.name, pending.work, len(entered[0][0].prompt_token_ids)
         answer = _Answer(name, work, pending.payload, self.outbox)
-        if self._context is not None and self._context.terminal:
-            answer.report = ClientReport(completes=pending.payload.request.kind != "pipeline")
         self._answers[name] = answer
         self._names[work] = tuple(request.request_id for request, _prepared in entered)
-        offered = pending.prompt.template.get("tools")
-        names = tools.names(offered or ())
+        asked = self._asked(pending.prompt, entered[0][0].prompt_token_ids)
         for index, (request, _prepared) in enumerate(entered):
-            choice = Choice(index, pending.params, self._spelling, self._form.parser(names) if offered else None)
+            choice = Choice(index, pending.params, self._spelling)
+            parser = None if asked is None else self._form.parser(asked)
             answer.choices[request.request_id] = choice
             self._of[request.request_id] = answer
-            self._processor.add_request(request.request_id, request.params, count, choice.collector)
+            self._processor.add_request(request.request_id, request.params, count, choice.collector, parser)
         self._emit(profile.SCHEDULER_REQUEST_BUILD_END, work)
         if not self._give(answer, Generation(begins=True, prompt_tokens=count)):
             return []
         self._emit(profile.SCHEDULER_QUEUE_ENTER, work, prompt_tokens=count)
         return entered
+
+    def _asked(self, prompt: Prompt, tokens: Sequence[int]) -> Asked | None:
+        """What the request says of calls in its answers. None: it has no tools."""
+        asked = call_forms.asked(prompt.params, prompt.template.get("tools"), self._form)
+        if asked is None:
+            return None
+        end = self._spelling.text_of_all([token for token in tokens[-THINKING:] if token >= 0])
+        return msgspec.structs.replace(asked, thinking=end.rstrip().endswith(THINK))
 
     def extended(self, work: Work, prompt_tokens: int) -> Sequence[str]:
         """The prompt of a request has so many tokens more. Returns: the names by which the engine knows it."""
@@ -305,7 +318,7 @@ class GenerationAnswers:
         if output is None:
             return
         if output.finish is FinishReason.ERROR:
-            self.fail(name, RequestError("stage_failed", str(output.reason)))
+            self.fail(name, _failure(output))
             return
         last = all(one.over for one in answer.choices.values() if one is not choice)
         if not self._give(answer, choice.part(output, last=last)) and not choice.over:
@@ -316,8 +329,7 @@ class GenerationAnswers:
         if 0 < generation.completion_tokens == len(generation.tokens):
             self._emit(profile.SCHEDULER_FIRST_EMIT, answer.work)
         try:
-            given = self._deliver(answer.payload, generation)
-            for item in given if answer.report is None else answer.report.added_to(given, generation):
+            for item in self._deliver(answer.payload, generation):
                 gate = answer.yields.take(item)
                 if gate is not None and not gate.done():
                     answer.gate = gate

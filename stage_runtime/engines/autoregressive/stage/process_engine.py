@@ -221,7 +221,7 @@ class ProcessEngine:
     def _take(self, outputs: EngineCoreOutputs) -> None:
         self._outputs_taken += 1
         for refused in outputs.refused:
-            self._answers.fail(refused.request_id, RequestError(refused.code, refused.message))
+            self._answers.fail(refused.request_id, RequestError(refused.code, refused.message, param=refused.param))
         if outputs.outputs:
             aborts = self._answers.deliver(outputs.outputs)
             if aborts:

@@ -1,200 +1,77 @@
-"""The forms in which models write calls of tools: how they are found in a text, and the grammar of a forced call. Pure.
+"""The forms in which models write calls of tools: the parser of each, and the grammars of answers with calls. Pure.
 
-``hermes``: ``<tool_call>{"name": …, "arguments": {…}}</tool_call>``, see `tools`. ``json``: an answer that is
-``{"name": …, "parameters": {…}}``, as of Llama 3; several follow each other. ``mistral``: ``[TOOL_CALLS]`` and a list
-of such objects, or ``[TOOL_CALLS]name{…}``.
+``hermes``: ``<tool_call>{"name": …, "arguments": {…}}</tool_call>``, which most chat templates with tools ask for.
+``json``: an answer that is ``{"name": …, "parameters": {…}}``, as of Llama 3; several follow each other. ``mistral``:
+``[TOOL_CALLS]`` and a list of such objects, or ``[TOOL_CALLS]name{…}``.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Final, NamedTuple, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Final, NamedTuple
 
-from stage_runtime.engines.autoregressive.text import tools
-from stage_runtime.engines.autoregressive.text.detokenizer import StopStrings
-from stage_runtime.engines.autoregressive.text.tools import Call, CallParser
-
-MARK: Final = "[TOOL_CALLS]"
-ARGUMENTS: Final = "[ARGS]"  # between a name and its arguments; a special token, so mostly no text
-_NAMED: Final = re.compile(r"\s*([\w.-]{1,64})(?:\[ARGS\])?\s*")
-_OPENING, _CLOSING = frozenset("{["), frozenset("}]")
-_BETWEEN: Final = " \t\r\n;,"  # what models write between calls
-
-
-class Parser(Protocol):
-    """Takes calls out of a text as it comes."""
-
-    def feed(self, text: str) -> tuple[str, list[Call]]:
-        """The text beside calls, and the calls that are whole."""
-
-    def flush(self) -> tuple[str, list[Call]]:
-        """At the end."""
+from stage_runtime.engines.autoregressive.text import grammars, schemas, tools
+from stage_runtime.engines.autoregressive.text.call_parsers import (
+    BEGIN,
+    END,
+    MARK,
+    Asked,
+    CallParser,
+    JSONCallParser,
+    Parser,
+)
+from stage_runtime.engines.autoregressive.text.grammar_texts import ANY_OBJECT, MOST, Grammar, SchemaPart
+from stage_runtime.errors import InvalidRequest
 
 
 class CallForm(NamedTuple):
-    """parser: for calls of tools of these names. grammar: of one call of one of these functions, in Lark's form.
+    """opening, between, closing: what stands around calls. arguments: by which name a call has them.
 
-    sample: a call, for a model whose chat template takes no tools. mark: a special token that is kept in the text.
+    sample: a call, for a model whose chat template takes no tools. mark: a special token that is kept in the text, and
+    precedes calls where an answer may be something else. tagged: a call cannot be taken for JSON of anything else.
     """
 
-    parser: Callable[[Collection[str]], Parser]
-    grammar: Callable[[Sequence[Mapping[str, Any]]], str]
+    parser: Callable[[Asked], Parser]
+    opening: str
+    between: str
+    closing: str
+    arguments: str
     sample: str
     mark: str = ""
+    tagged: bool = True
 
 
-class JSONCallParser:
-    """Reads calls that are JSON where an answer begins, after ``mark``, and after another call.
-
-    JSON that is no call of one of ``names`` stays text, as does what follows it.
-    """
-
-    def __init__(self, names: Collection[str], *, opening: str, mark: str = "") -> None:
-        """opening: how a call may begin."""
-        self._names = frozenset(names)
-        self._opening = opening
-        self._marks = StopStrings([mark])
-        self._mark = mark
-        self._text = False  #: What comes is text, until the next mark.
-        self._marked = False  #: What is held follows a mark.
-        self._held = ""  #: What may be the beginning of a call.
-        self._called = False  #: It follows a call.
-        self._reset()
-
-    def _reset(self) -> None:
-        self._read = 0  #: Letters of what is held that were read: a value begins there, and its depth at that place.
-        self._depth = 0
-        self._quoted = self._escaped = False
-
-    def feed(self, text: str) -> tuple[str, list[Call]]:
-        shown, calls = "", []
-        while text:
-            if self._text:
-                given, found = self._marks.feed(text)
-                shown += given
-                if found is None:
-                    break
-                text = self._marks.rest()
-                self._hold_after_mark()
-            self._held += text
-            text = ""
-            more, found_calls, text = self._look()
-            shown += more
-            calls += found_calls
-        return shown, calls
-
-    def flush(self) -> tuple[str, list[Call]]:
-        shown, self._held = ("" if self._called and not self._held.strip(_BETWEEN) else self._raw()), ""
-        return shown + self._marks.flush(), []
-
-    def _hold_after_mark(self) -> None:
-        self._text, self._marked, self._called, self._held = False, True, False, ""
-        self._reset()
-
-    def _raw(self) -> str:
-        return (self._mark if self._marked else "") + self._held
-
-    def _look(self) -> tuple[str, list[Call], str]:
-        """Look at what is held. Returns: text, calls, and what is to be looked at again."""
-        begin = self._begin()
-        if begin is None:
-            return "", [], ""
-        if begin < 0:
-            return self._give_up()
-        end = self._end(begin)
-        if end is None:
-            return "", [], ""
-        name = _NAMED.fullmatch(self._held[:begin].lstrip(_BETWEEN)) if self._marked else None
-        calls = self._calls(self._held[begin:end], None if name is None else name[1])
-        if not calls:
-            return self._give_up()
-        rest, self._held = self._held[end:], ""
-        self._marked, self._called = False, True
-        self._reset()
-        return "", calls, rest
-
-    def _give_up(self) -> tuple[str, list[Call], str]:
-        """What is held is no call. It is text up to the next mark."""
-        held, self._held, self._text = self._held, "", True
-        shown, self._marked = self._mark if self._marked else "", False
-        return shown, [], held
-
-    def _begin(self) -> int | None:
-        """Where a value begins in what is held. None: it may come. Below 0: what is held is no beginning of a call."""
-        blank = _BETWEEN if self._called else " \t\r\n"
-        at = len(self._held) - len(self._held.lstrip(blank))
-        if at == len(self._held):
-            return None
-        if self._mark and not self._marked and self._held.startswith(self._mark[: len(self._held) - at], at):
-            if len(self._held) - at < len(self._mark):
-                return None
-            self._held = self._held[at + len(self._mark) :]
-            self._marked, self._called = True, False
-            return self._begin()
-        if self._held[at] in self._opening:
-            return at
-        if not self._marked:
-            return -1
-        named = _NAMED.match(self._held)
-        place = self._held.find("{")
-        if place >= 0:
-            return place if named is not None and named.end() == place else -1
-        whole = named is not None and (
-            named.end() == len(self._held) or ARGUMENTS.startswith(self._held[named.end() :])
-        )
-        return None if whole else -1
-
-    def _end(self, begin: int) -> int | None:
-        """Where the value that begins there ends. None: it goes on."""
-        for at in range(max(self._read, begin), len(self._held)):
-            letter = self._held[at]
-            if self._quoted:
-                if self._escaped:
-                    self._escaped = False
-                elif letter == "\\":
-                    self._escaped = True
-                elif letter == '"':
-                    self._quoted = False
-            elif letter == '"':
-                self._quoted = True
-            elif letter in _OPENING:
-                self._depth += 1
-            elif letter in _CLOSING:
-                self._depth -= 1
-                if not self._depth:
-                    return at + 1
-        self._read = len(self._held)
-        return None
-
-    def _calls(self, value: str, name: str | None) -> list[Call]:
-        calls = tools.calls_in(value if name is None else f'{{"name": {json.dumps(name)}, "arguments": {value}}}')
-        return calls if all(call.name in self._names for call in calls) else []
-
-
-def _listed(functions: Sequence[Mapping[str, Any]]) -> str:
-    return tools.grammar(functions, before='"["', after='"]"')
-
-
-def _plain(functions: Sequence[Mapping[str, Any]]) -> str:
-    return tools.grammar(functions, before="", after="", arguments="parameters")
+def _mistral(asked: Asked) -> Parser:
+    return JSONCallParser(asked, opening="[{", mark=MARK, unmarked=not asked.structured)
 
 
 FORMS: Final[dict[str, CallForm]] = {
     "hermes": CallForm(
-        lambda names: CallParser(),
-        tools.grammar,
+        CallParser,
+        f"{BEGIN}\n",
+        f"\n{END}\n{BEGIN}\n",
+        f"\n{END}",
+        "arguments",
         '<tool_call>\n{"name": "function\'s name", "arguments": {"argument": "value"}}\n</tool_call>',
     ),
     "json": CallForm(
-        lambda names: JSONCallParser(names, opening="{"),
-        _plain,
+        partial(JSONCallParser, opening="{"),
+        "",
+        "; ",
+        "",
+        "parameters",
         '{"name": "function\'s name", "parameters": {"argument": "value"}}',
+        tagged=False,
     ),
     "mistral": CallForm(
-        lambda names: JSONCallParser(names, opening="[{", mark=MARK),
-        _listed,
+        _mistral,
+        "[",
+        ", ",
+        "]",
+        "arguments",
         '[{"name": "function\'s name", "arguments": {"argument": "value"}}]',
         MARK,
     ),
@@ -209,6 +86,119 @@ def form_of(wanted: str, chat_template: Any) -> CallForm:
     template = str(chat_template)
     if MARK in template:
         return FORMS["mistral"]
-    if tools.BEGIN not in template and _LLAMA.search(template):
+    if BEGIN not in template and _LLAMA.search(template):
         return FORMS["json"]
     return FORMS["hermes"]
+
+
+# --- grammars -----------------------------------------------------------------------------------------------------
+
+
+def grammar(params: Mapping[str, Any], form: CallForm) -> Grammar | None:
+    """What an answer must follow: a forced call of a tool; or ``response_format``, beside calls of offered tools.
+
+    Raises: InvalidRequest.
+    """
+    offered = tools.offered(params)
+    forced = tools.forced(params, offered)
+    if forced:
+        return _grammar(form, [_call(form, offered, index, needed=True) for index in forced], place="tools")
+    answer = _answer(params.get("response_format"))
+    if answer is None or not offered:
+        return None if answer is None else Grammar("json_schema", answer)
+    calls = [_call(form, offered, index, needed=False) for index in range(len(offered))]
+    if sum(len(part.text) for _text, part in calls) + len(answer) > MOST:
+        calls = [(text, SchemaPart(part.rule, part.place, ANY_OBJECT)) for text, part in calls]
+    return _grammar(form, calls, answer=answer, several=_parallel(params))
+
+
+def _grammar(
+    form: CallForm,
+    calls: Sequence[tuple[str, SchemaPart]],
+    *,
+    answer: str | None = None,
+    several: bool = False,
+    place: str = "response_format",
+) -> Grammar:
+    """calls: each as rules, and the schema of its arguments. answer: a schema that an answer may follow instead."""
+    mark = "mark " if answer is not None and form.mark else ""
+    more = f" ({_literal(form.between)} call)*" if several else ""
+    rules = [
+        "start: calls" + ("" if answer is None else " | answer"),
+        f"calls: {mark}{_literal(form.opening)} call{more} {_literal(form.closing)}",
+        f"call: {' | '.join(text for text, _part in calls)}",
+    ]
+    parts = [part for _text, part in calls]
+    if answer is not None:
+        parts.append(SchemaPart("answer", "response_format", answer))
+    return Grammar("lark", "\n".join(rules), place, tuple(parts), form.mark if mark else "")
+
+
+def _literal(text: str) -> str:
+    return json.dumps(text) if text else ""
+
+
+def _call(form: CallForm, offered: Sequence[Any], index: int, *, needed: bool) -> tuple[str, SchemaPart]:
+    """A call of one tool. Raises: InvalidRequest: an object cannot follow the schema of its arguments."""
+    function, place = offered[index]["function"], f"tools[{index}].function.parameters"
+    try:
+        text = json.dumps(schemas.object_schema(function.get("parameters")))
+    except (TypeError, ValueError, RecursionError) as error:
+        if needed:
+            raise InvalidRequest(f"{place}: {error}", param=place) from error
+        text = ANY_OBJECT
+    rule = f"arguments_{index}"
+    # Cut as the compiler cuts JSON: a longer literal would take `{` from an answer of the client's schema.
+    name = json.dumps(function["name"], ensure_ascii=False)
+    words = ["{", '"name"', ": ", name, ", ", f'"{form.arguments}"', ": "]
+    return f'{" ".join(map(json.dumps, words))} {rule} "}}"', SchemaPart(rule, place, text, needed)
+
+
+def _answer(wanted: Any) -> str | None:
+    """The schema of ``response_format``; None: any text will do. Raises: InvalidRequest."""
+    if wanted is None or wanted == {"type": "text"}:
+        return None
+    kind = wanted.get("type") if isinstance(wanted, Mapping) else None
+    if kind == "json_object":
+        return ANY_OBJECT
+    if kind != "json_schema":
+        raise InvalidRequest(
+            "response_format.type must be 'text', 'json_object' or 'json_schema'", param="response_format"
+        )
+    named = wanted.get("json_schema")
+    schema = named.get("schema") if isinstance(named, Mapping) else None
+    if not isinstance(schema, Mapping):
+        raise InvalidRequest("response_format.json_schema.schema: required", param="response_format")
+    try:
+        return json.dumps(schema)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidRequest(f"response_format: not JSON: {error}", param="response_format") from error
+
+
+# --- parsers ------------------------------------------------------------------------------------------------------
+
+
+def _parallel(params: Mapping[str, Any]) -> bool:
+    return params.get("parallel_tool_calls") is not False
+
+
+def asked(params: Mapping[str, Any], given: Any, form: CallForm, *, thinking: bool = False) -> Asked | None:
+    """What a request says of calls in its answers; None: there are no tools.
+
+    given: what the chat template gets as tools. thinking: the prompt has begun the model's thinking.
+    """
+    offered = tools.offered(params)
+    names = tools.names(given or ()) | tools.names(offered)
+    if not names:
+        return None
+    forced = bool(tools.forced(params, offered))
+    answer = None if forced or not offered else _answer(params.get("response_format"))
+    ambiguous = answer is not None and not form.tagged and schemas.declares(answer, ("name", "parameters"))
+    return Asked(
+        names=names,
+        forced=forced,
+        most=0 if _parallel(params) else 1,
+        structured=answer is not None,
+        is_answer=grammars.follower(answer) if ambiguous and answer is not None else None,
+        thinking=thinking,
+    )

@@ -13,9 +13,11 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
+from stage_runtime.engines.autoregressive.text import marked, verbatim
 from stage_runtime.engines.autoregressive.text.marked import Alphabet
 from stage_runtime.engines.autoregressive.text.messages import TemplateForm
 from stage_runtime.engines.autoregressive.text.renamed import Renamed
+from stage_runtime.engines.autoregressive.text.verbatim import WrittenChat
 from stage_runtime.errors import InvalidRequest
 
 log = logging.getLogger(__name__)
@@ -68,11 +70,16 @@ class TextEncoder:
 
     def chat(self, messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any]) -> list[int]:
         """arguments: of ``apply_chat_template``. Raises: what the template raises; InvalidRequest."""
-        if not self._apart:
-            encoded = self._tokenizer.apply_chat_template(messages, return_dict=True, **arguments)
-            return [int(token) for token in encoded["input_ids"]]
-        source = self._tokenizer.get_chat_template(arguments.get("chat_template"), arguments.get("tools"))
-        return self._controls(source).encode_chat(messages, arguments)
+        names = dict(arguments)
+        settings: dict[str, Any] = {name: names.pop(name) for name in _OF_TOKENIZER if name in names}
+        settings |= names.pop("tokenizer_kwargs", None) or {}
+        chat = verbatim.written(
+            messages, functools.partial(self._tokenizer.apply_chat_template, tokenize=False, **names)
+        )
+        if self._apart:
+            source = self._tokenizer.get_chat_template(names.pop("chat_template", None), names.get("tools"))
+            return self._controls(source).encode_chat(chat, names, settings)
+        return [int(token) for token in self._tokenizer(chat.text, add_special_tokens=False, **settings)["input_ids"]]
 
     def form(self, arguments: Mapping[str, Any]) -> TemplateForm:
         """What the chat template takes of which ``arguments`` are. Raises: as `chat`."""
@@ -119,17 +126,15 @@ class _ControlTokens:
         #: What stands for characters that are no words of the vocabulary controls nothing.
         self._filling = frozenset(self._backend.encode(_UNKNOWN, add_special_tokens=False).ids)
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any]) -> list[int]:
+    def encode_chat(self, chat: WrittenChat, names: Mapping[str, Any], settings: Mapping[str, Any]) -> list[int]:
+        """names: what the template is given beside the messages. settings: of the tokenizer."""
         from stage_runtime.engines.autoregressive.text import rendering
 
-        names = dict(arguments)
-        settings = {name: names.pop(name) for name in _OF_TOKENIZER if name in names}
-        settings |= names.pop("tokenizer_kwargs", None) or {}
-        text = self._tokenizer.apply_chat_template(messages, tokenize=False, **names)
+        text = chat.text
         encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, **settings)
         ids = [int(token) for token in encoded["input_ids"]]
-        names.pop("chat_template", None)
-        shown, alphabet = rendering.render(self._template, messages, names, self._tokenizer.special_tokens_map)
+        shown, alphabet = rendering.render(self._template, chat.messages, names, self._tokenizer.special_tokens_map)
+        shown = chat.filled(shown, lambda given: marked.buffer(alphabet.mark(given)))
         found = self._found(ids, encoded["offset_mapping"], text)
         if alphabet.true(shown) == text:
             forged = any(alphabet.is_marked(shown[one.begin : one.end]) for one in found)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Sequence
 from typing import Any, Final
@@ -29,11 +30,17 @@ class Spelling:
         self._tokenizer = tokenizer
 
     def text_of(self, token: int) -> str:
-        return str(self._tokenizer.decode([token]))
+        return self.text_of_all([token])
 
-    def bytes_of(self, token: int) -> bytes:
-        """Those of its text; of a token that is a part of a character, those that it stands for."""
-        text = self.text_of(token)
+    def text_of_all(self, tokens: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(tokens)))
+
+    def bytes_of(self, token: int, *, first: bool = False) -> bytes:
+        """Those of its text; of a token that is a part of a character, those that it stands for.
+
+        first: it begins a text, where tokenizers of words leave out the blank before one.
+        """
+        text = self.text_of(token) if first else self._following(token)
         entry = self._tokenizer.convert_ids_to_tokens(token) if _BROKEN in text else None
         if not isinstance(entry, str):
             return text.encode(errors="replace")
@@ -42,6 +49,21 @@ class Spelling:
         if all(letter in _BYTE_LETTERS for letter in entry):
             return bytes(_BYTE_LETTERS[letter] for letter in entry)
         return entry.replace(_BLANK, " ").encode(errors="replace")
+
+    def _following(self, token: int) -> str:
+        """Its text behind another one."""
+        if self._before is None:
+            return self.text_of(token)
+        known, text = self.text_of(self._before), self.text_of_all([self._before, token])
+        return text[len(known) :] if text.startswith(known) else self.text_of(token)
+
+    @functools.cached_property
+    def _before(self) -> int | None:
+        """A token whose text is the same in any place."""
+        for token in self._tokenizer("a", add_special_tokens=False)["input_ids"][-1:]:
+            if self.text_of_all([token, token]).startswith(self.text_of(token)) and self.text_of(token).strip():
+                return int(token)
+        return None
 
 
 class Detokenizer:
@@ -112,7 +134,7 @@ class StopStrings:
 
     def _safe(self) -> str:
         """All but what may be the beginning of a stop string."""
-        cut = len(self._held) - max((_overlap(self._held, stop) for stop in self._stops), default=0)
+        cut = len(self._held) - max((overlap(self._held, stop) for stop in self._stops), default=0)
         given, self._held = self._held[:cut], self._held[cut:]
         return given
 
@@ -122,6 +144,6 @@ class StopStrings:
         return given
 
 
-def _overlap(text: str, stop: str) -> int:
+def overlap(text: str, stop: str) -> int:
     """How many characters at the end of ``text`` begin ``stop``."""
     return next((size for size in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:size])), 0)

@@ -5,26 +5,38 @@ It is an optional dependency (extra ``engine``), imported when a stage is loaded
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
+from collections.abc import Callable, Mapping
 from typing import Any, Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from stage_runtime.engines.autoregressive.text.grammar_texts import WRITTEN, Grammar
+from stage_runtime.engines.autoregressive.text import schemas
+from stage_runtime.engines.autoregressive.text.grammar_texts import (
+    ANY_OBJECT,
+    MOST,
+    WRITTEN,
+    Grammar,
+    GrammarRefused,
+    SchemaPart,
+)
 from stage_runtime.errors import describe
 
 log = logging.getLogger(__name__)
 
-MOST: Final = 1 << 16  # characters of a grammar
+#: Of a parser. An object with n properties that need not be there takes 4 n; a mask of 8,000 takes 0.08 s.
+ITEMS_IN_ROW: Final = 8_000
+ITEMS_IN_STEP: Final = 400_000
 
 
 class Matcher(Protocol):
     """One answer's place in its grammar."""
 
     def mask(self) -> npt.NDArray[np.bool_]:
-        """Which tokens of the vocabulary may come next."""
+        """Which tokens of the vocabulary may come next. Raises: GrammarRefused: the grammar cannot be followed on."""
 
     def take(self, token: int) -> bool:
         """The answer goes on with ``token``. False: it must not."""
@@ -54,26 +66,50 @@ class Grammars:
             log.warning("requests with a grammar will be refused: %s", describe(error))
 
     def compile(self, grammar: Grammar) -> Matcher:
-        """Raises: ValueError: it is no grammar, or llguidance is not installed."""
-        if len(grammar.text) > MOST:
-            raise ValueError(f"a grammar of {len(grammar.text)} characters; at most {MOST}")
+        """Raises: GrammarRefused: it cannot be followed, or llguidance is not installed; it names the place."""
+        if grammar.size > MOST:
+            raise GrammarRefused(grammar.place, f"a grammar of {grammar.size} characters; at most {MOST}")
         try:
             import llguidance
         except ImportError:
-            raise ValueError("this server follows no grammars: llguidance is not installed") from None
+            raise GrammarRefused(
+                grammar.place, "this server follows no grammars: llguidance is not installed"
+            ) from None
         try:
-            if grammar.kind == "lark":
-                text = llguidance.LLMatcher.grammar_from_lark(grammar.text)
-            else:
-                text = llguidance.LLMatcher.grammar_from_json_schema(grammar.text, overrides=WRITTEN)
-            made = llguidance.LLMatcher(self._vocabulary(), text)
-        except ValueError:
+            return self._compile(_Compiler(llguidance, self._vocabulary()), grammar)
+        except GrammarRefused:
             raise
         except Exception as error:
-            raise ValueError(f"no grammar: {error}") from error
-        if made.is_error():
-            raise ValueError(f"response_format: {made.get_error()}"[:400])
-        return _Guided(made, self._vocab_size)
+            raise GrammarRefused(grammar.place, f"no grammar: {describe(error)}") from error
+
+    def _compile(self, compiler: _Compiler, grammar: Grammar) -> Matcher:
+        if grammar.kind == "lark":
+            return _Guided(self._of_rules(compiler, grammar), self._vocab_size, grammar.place)
+        made = compiler.schema(prepared_schema(grammar.text, grammar.place), grammar.place)
+        return _Guided(made, self._vocab_size, grammar.place)
+
+    def _of_rules(self, compiler: _Compiler, grammar: Grammar) -> Any:
+        """A part that cannot be followed is named, or replaced where it need not be."""
+        found = {part.rule: _part(part) for part in grammar.parts}
+        mark = self._special(grammar.mark)
+        try:
+            return compiler.rules(grammar.lark(found, mark), grammar.place)
+        except GrammarRefused:
+            for part in grammar.parts:
+                try:
+                    compiler.rules(
+                        Grammar("lark", f"start: {part.rule}").lark({part.rule: found[part.rule]}), part.place
+                    )
+                except GrammarRefused:
+                    if part.needed:
+                        raise
+                    found[part.rule] = json.loads(ANY_OBJECT)
+            return compiler.rules(grammar.lark(found, mark), grammar.place)
+
+    def _special(self, mark: str) -> str:
+        """A special token as a rule has it; empty: this text is not one."""
+        token = self._tokenizer.get_added_vocab().get(mark) if mark else None
+        return "" if token is None else f"<[{token}]>"
 
     def _vocabulary(self) -> Any:
         import llguidance.hf
@@ -86,15 +122,84 @@ class Grammars:
             return self._known
 
 
+def _part(part: SchemaPart) -> dict[str, Any]:
+    try:
+        return prepared_schema(part.text, part.place)
+    except GrammarRefused:
+        if part.needed:
+            raise
+        return dict(json.loads(ANY_OBJECT))
+
+
+def prepared_schema(text: str, place: str) -> dict[str, Any]:
+    """A schema as the compiler takes it. Raises: GrammarRefused: no finite value follows it."""
+    try:
+        return schemas.prepared(json.loads(text))
+    except (ValueError, RecursionError) as error:
+        raise GrammarRefused(place, str(error)) from error
+
+
+class _Compiler:
+    """llguidance's, with bounds that a schema of `MOST` characters mostly keeps."""
+
+    def __init__(self, library: Any, vocabulary: Any) -> None:
+        self._library = library
+        self._vocabulary = vocabulary
+
+    def schema(self, schema: Mapping[str, Any], place: str) -> Any:
+        text = json.dumps(schema)
+        return self.matcher(self._library.LLMatcher.grammar_from_json_schema(text, overrides=WRITTEN), place)
+
+    def rules(self, text: str, place: str) -> Any:
+        return self.matcher(self._library.LLMatcher.grammar_from_lark(text), place)
+
+    def matcher(self, grammar: str, place: str) -> Any:
+        """Raises: GrammarRefused: it is no grammar, or nothing follows it."""
+        limits = self._library.LLParserLimits(
+            max_items_in_row=ITEMS_IN_ROW, step_max_items=ITEMS_IN_STEP, verbose_errors=False
+        )
+        made = self._library.LLMatcher(self._vocabulary, grammar, limits=limits, log_level=0)
+        _checked_mask(made, place)
+        return made
+
+
+def _checked_mask(matcher: Any, place: str) -> bytes:
+    """Which tokens may come next, a bit each.
+
+    Raises: GrammarRefused: it cannot be said, or none may although the answer is not whole.
+    """
+    bits = b"" if matcher.is_error() else bytes(matcher.compute_bitmask())
+    if matcher.is_error():
+        raise GrammarRefused(place, f"it cannot be followed: {matcher.get_error().splitlines()[0]}"[:400])
+    if matcher.is_stopped() and not matcher.is_accepting():
+        raise GrammarRefused(place, "it cannot be followed: no value follows it from here on")
+    return bits
+
+
+def follower(schema: str) -> Callable[[str], bool]:
+    """Whether a text follows a schema, which `Grammars.compile` has taken; in the form in which an answer does."""
+    import llguidance
+
+    compiler = _Compiler(llguidance, llguidance.LLTokenizer("byte"))
+
+    def follows(text: str) -> bool:
+        matcher = compiler.schema(prepared_schema(schema, "response_format"), "response_format")
+        tokens = list(text.encode())
+        return bool(matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting())
+
+    return follows
+
+
 class _Guided:
     """`Matcher`."""
 
-    def __init__(self, matcher: Any, vocab_size: int) -> None:
+    def __init__(self, matcher: Any, vocab_size: int, place: str) -> None:
         self._matcher = matcher
         self._vocab_size = vocab_size
+        self._place = place
 
     def mask(self) -> npt.NDArray[np.bool_]:
-        bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+        bits = np.frombuffer(_checked_mask(self._matcher, self._place), dtype=np.uint8)
         return np.unpackbits(bits, bitorder="little")[: self._vocab_size].astype(np.bool_)
 
     def take(self, token: int) -> bool:

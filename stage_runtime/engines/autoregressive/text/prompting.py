@@ -63,7 +63,8 @@ def _readable(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
         return found
     if not isinstance(calls, list | tuple):
         raise InvalidRequest(f"messages[{index}].tool_calls: no calls of functions", param="messages")
-    return {**found, "tool_calls": [call if _is_read(call) else tools.spoken(call, index) for call in calls]}
+    read = [call if _is_read(call) else tools.spoken(call, index, number) for number, call in enumerate(calls)]
+    return {**found, "tool_calls": read}
 
 
 def _is_read(call: Any) -> bool:
