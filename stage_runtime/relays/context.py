@@ -28,7 +28,7 @@ class SocketSecurity(Protocol):
 
 
 class SocketDoors(Protocol):
-    """Keeps new peers from Unix sockets while few descriptors are left (`sockets.doors.Doors`). On the loop."""
+    """Lets no new peers in while few descriptors are left (`sockets.doors.Doors`). On the loop."""
 
     def add(self, endpoint: str) -> None:
         """It is bound."""

@@ -22,7 +22,9 @@ from stage_runtime.errors import ConfigurationError
 
 KEY_NBYTES: Final = 32
 SOCKET_PATH_LIMIT: Final = 107  # sun_path holds 108 bytes, the last one is NUL
-_DOMAIN: Final = b"omnipipeline"
+#: Of ZAP. A socket that has one refuses ZMTP 1.0 and 2.0, which have no handshake: libzmq takes any bytes that do not
+#: begin as a newer version's for 1.0, and such a connection would stay for ever. Without a `guard` nobody is asked.
+DOMAIN: Final = b"omnipipeline"
 
 
 class CurveSecurity:
@@ -47,7 +49,7 @@ class CurveSecurity:
         socket.curve_server = True
         socket.curve_secretkey = self._server_secret
         if guarded:
-            socket.zap_domain = _DOMAIN
+            socket.zap_domain = DOMAIN
 
     def client(self, socket: zmq.Socket[bytes]) -> None:
         """To be called before ``connect``."""
@@ -59,7 +61,7 @@ class CurveSecurity:
         """Start admitting members to ``context``'s server sockets, and no others. Stop it before the context ends."""
         authenticator = ThreadAuthenticator(context)
         authenticator.start()
-        authenticator.configure_curve_callback(domain=_DOMAIN.decode(), credentials_provider=self)
+        authenticator.configure_curve_callback(domain=DOMAIN.decode(), credentials_provider=self)
         return authenticator
 
     def callback(self, domain: str, key: bytes) -> bool:

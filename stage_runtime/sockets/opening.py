@@ -18,7 +18,7 @@ import zmq
 
 from stage_runtime.errors import ConfigurationError
 from stage_runtime.rules import beats
-from stage_runtime.sockets import timers
+from stage_runtime.sockets import addresses, timers
 from stage_runtime.sockets.addresses import CurveSecurity, check, is_local
 from stage_runtime.sockets.doors import Doors
 
@@ -38,6 +38,9 @@ ZERO_COPY_RECV: Final = 10
 #: together from then on, in one wake-up.
 TIMER_SLACK_S: Final = 0.02
 ABANDONED_S: Final = (60, 20, 3)  # of a connection that others made: before the first probe, between them; how many
+#: Of who connects, to prove that it is a member, or to speak ZeroMQ at all; libzmq's own 30 s let idle connections hold
+#: a descriptor each for as long. A busy machine takes a second for CURVE.
+HANDSHAKE_MS: Final = 4000
 #: Why a peer that connected failed the handshake.
 HANDSHAKE_FAILURES: Final[dict[int, str]] = {
     zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "it does not have the pipeline's key, or uses another protocol",
@@ -130,6 +133,7 @@ class Sockets:
         if accepts:
             # Whoever connects beats, and announces how long to wait for it: beats of both ends cost twice as much.
             socket.heartbeat_ivl = 0
+            socket.handshake_ivl = HANDSHAKE_MS
             # It may announce nothing (`MAX_TTL_MS`). A machine that vanished must not hold our descriptors for ever.
             socket.tcp_keepalive = 1
             socket.tcp_keepalive_idle, socket.tcp_keepalive_intvl, socket.tcp_keepalive_cnt = ABANDONED_S
@@ -151,6 +155,8 @@ class Sockets:
             if self._security is not None and not is_local(check(endpoint)):
                 # Without a guard: for each connection that was let in by it, libzmq keeps a pipe to it, 11 KiB.
                 self._security.server(socket, guarded=False)
+            else:
+                socket.zap_domain = addresses.DOMAIN
             monitor = self.monitor(socket, sum(HANDSHAKE_FAILURES) | zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
             with closed_on_failure(monitor):
                 try:
@@ -217,7 +223,6 @@ class Sockets:
     def _watch(self, monitor: zmq.Socket[bytes], endpoint: str, accepted: dict[int, float]) -> None:
         """accepted: when each connection that is open was accepted, by descriptor."""
         now = self._loop.time()
-        self._doors.look()
         explained = False  #: Why the next connection ends is known.
         for event in self.events(monitor):
             if event.kind in HANDSHAKE_FAILURES:
@@ -229,6 +234,7 @@ class Sockets:
                 if now - accepted.pop(event.value, -math.inf) < SHORT_S and not explained:
                     self._short_connection()
                 explained = False
+        self._doors.look()  # after the events: the next connection has its own
 
 
 @contextlib.contextmanager

@@ -35,6 +35,9 @@ from stage_runtime.relays.tcp.routes import TcpRoute, is_endpoint
 log = logging.getLogger(__name__)
 
 RECEIVE_HWM: Final = 16  # messages; the receiving thread empties the queue at once, `Arrivals` bounds what it keeps
+HANDSHAKE_MS: Final = 4000  # of who connects; libzmq's own 30 s let idle connections hold a descriptor for as long
+ACCEPTING: Final = 4096  # connections that wait to be accepted; libzmq's own 100 turns others away for a second or more
+ZAP_DOMAIN: Final = b"omnipipeline"  # with one, libzmq refuses ZMTP 1.0, which any other protocol is taken for
 IDLE_S: Final = 60.0  # a socket to a peer that was not used for so long is closed
 JOINED_NBYTES: Final = 256 << 10  # smaller packs are joined into one frame: a copy is cheaper than frames
 OLDER_NBYTES: Final = 32 << 20  # peers of an older version send frames as large
@@ -227,6 +230,8 @@ class TcpRelay(AbstractRelay[TcpRoute, TcpMetadata]):
         self._tune(socket)
         socket.ipv6 = "[" in self._settings.bind  # else libzmq would write an IPv4 address in IPv6's form
         socket.rcvhwm = RECEIVE_HWM
+        socket.zap_domain = ZAP_DOMAIN
+        socket.handshake_ivl, socket.backlog = HANDSHAKE_MS, ACCEPTING
         most = max(self._settings.whole_bytes, self._settings.piece_bytes, OLDER_NBYTES)
         socket.maxmsgsize = most + HEADER_NBYTES
         if self._context.security is not None and self._is_tcp:
