@@ -6,13 +6,16 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 WAV ?= examples/voice/question.wav
 JOBS ?= 2
 
-.PHONY: help demo test nightly check lint types floors coverage format crds pictures voice-test images cluster-test hops clean
+.PHONY: help demo packages test nightly check lint types floors coverage format crds pictures voice-test images cluster-test hops clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
 demo: $(VENV)/.demo ## ask a spoken question (WAV=file for one of your own) and hear the answer
 	$(BIN)/python examples/voice/demo.py $(WAV)
+
+packages: ## as root, on Debian: what some tests need beside Python; without it they are skipped, and say so
+	tests/debian_packages.sh
 
 test: $(VENV)/.dev ## every test that needs neither a cluster nor models, JOBS=2 files at a time
 	$(BIN)/pytest -n $(JOBS) --dist loadfile -m "not cluster and not voice and not gpu and not rdma"

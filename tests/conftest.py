@@ -5,6 +5,7 @@ import os
 import hypothesis
 import pytest
 
+from tests import debian
 from tests.cluster_kit import api_server, cluster_kit, node_cluster
 from tests.thoroughness import THOROUGH, examples
 
@@ -20,6 +21,12 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("tests")
 
 __all__ = ["api_server", "cluster_kit", "node_cluster"]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Before its fixtures: they may need the same."""
+    debian.require(item, ci=bool(os.environ.get("CI")))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

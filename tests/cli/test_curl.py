@@ -50,6 +50,9 @@ stringData: {key: "s3same$(x)"}
 """
 
 
+curl = pytest.mark.debian("curl")
+
+
 @pytest.fixture
 def base() -> Iterator[Path]:
     """A folder for the run that no other test looks into. pytest's own paths are too long for sockets."""
@@ -69,6 +72,7 @@ def pasted(base: Path, serves: str, *more: str, beside: str = "") -> tuple[str, 
         return line, done, run.text
 
 
+@curl
 def test_of_chat_with_the_key_of_the_file_s_secret(base: Path) -> None:
     _, done, printed = pasted(base, "chat", beside=SECRET)
     answer = json.loads(done.stdout)
@@ -77,6 +81,7 @@ def test_of_chat_with_the_key_of_the_file_s_secret(base: Path) -> None:
     assert "note:" not in printed
 
 
+@curl
 def test_of_speech_at_an_ipv6_address_with_a_key_s_file(base: Path) -> None:
     key = base / "it's a key"
     key.write_text("sesame\n")
@@ -87,12 +92,14 @@ def test_of_speech_at_an_ipv6_address_with_a_key_s_file(base: Path) -> None:
         assert sound.getframerate() == 24000
 
 
+@curl
 def test_of_transcription_with_a_sound_that_is_there(base: Path) -> None:
     _, done, printed = pasted(base, "transcription", "--host", "0.0.0.0", "--no-auth")
     assert json.loads(done.stdout)["text"] == "hi"
     assert "note: coordinator.http.apiKeySecretRef: no key is required, --no-auth\n" in printed
 
 
+@curl
 def test_of_a_pipeline_without_openai_routes(base: Path) -> None:
     _, done, printed = pasted(base, "")
     assert "hello there" in done.stdout
@@ -100,6 +107,7 @@ def test_of_a_pipeline_without_openai_routes(base: Path) -> None:
     assert "note: coordinator.http.apiKeySecretRef: no key is required, there is no Secret 'door' here" in printed
 
 
+@curl
 def test_a_key_is_asked_for_by_every_route_that_is_not_a_probe(base: Path) -> None:
     file = base / "kinds.yaml"
     file.write_text(PIPELINE.replace("SERVES", "chat") + SECRET)

@@ -6,7 +6,6 @@ Clocks are set by libfaketime (Debian's package `libfaketime`), which shifts a p
 from __future__ import annotations
 
 import json
-import os
 from collections import Counter
 from pathlib import Path
 from typing import Any, Final
@@ -14,19 +13,10 @@ from typing import Any, Final
 import httpx
 import pytest
 
+from tests import debian
 from tests.e2e.local_pipelines import APART, Client, diamond
 from tests.e2e.pod_pipelines import pods
 
-LIBRARY: Final = next(
-    (
-        str(path)
-        for root in (os.environ.get("OMNI_FAKETIME", ""), "/usr/lib")
-        if root
-        for path in sorted(Path(root).rglob("libfaketimeMT.so.1"))
-    ),
-    None,
-)
-MISSING: Final = "libfaketime is missing: apt-get install libfaketime"
 AHEAD_S: Final = {"front": 900.0, "side": -600.0, "voice": 300.0}  # the joiner's and the coordinator's are right
 WORDS: Final = "the quick brown fox"
 ASKED: Final = 20
@@ -35,18 +25,15 @@ PATIENCE_S: Final = 60.0  # of a client; no hop lasts longer than its request, a
 
 def apart(seconds: float) -> dict[str, str]:
     return {
-        "LD_PRELOAD": LIBRARY or "",
+        "LD_PRELOAD": debian.faketime() or "",
         "FAKETIME": f"{seconds:+g}s",
         "FAKETIME_DONT_FAKE_MONOTONIC": "1",
         "DONT_FAKE_MONOTONIC": "1",
     }
 
 
+@pytest.mark.debian("libfaketime")
 async def test_hops_between_clocks_that_are_apart_are_paired_and_take_as_long_as_they_do(base: Path) -> None:
-    if LIBRARY is None:
-        if os.environ.get("CI") == "true":
-            pytest.fail(MISSING)
-        pytest.skip(MISSING)
     root = {"OMNI_PROFILE_ROOT": str(base / "profiles")}
     environments = {name: {**root, **apart(seconds)} for name, seconds in AHEAD_S.items()}
     environments |= {"joiner": root, "coordinator": root}

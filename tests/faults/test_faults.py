@@ -69,6 +69,7 @@ async def test_the_only_instance_of_a_group_comes_back_and_serves(base: Path) ->
 
 
 @pytest.mark.netns
+@pytest.mark.debian("iproute2")
 @pytest.mark.timeout(PATIENCE_S)
 @needs_namespaces
 async def test_a_cut_network_and_two_that_lose_each_other_cost_no_unstreamed_request(base: Path) -> None:
@@ -80,6 +81,7 @@ async def test_a_cut_network_and_two_that_lose_each_other_cost_no_unstreamed_req
 
 
 @pytest.mark.netns
+@pytest.mark.debian("iproute2")
 @pytest.mark.timeout(PATIENCE_S)
 @needs_namespaces
 @pytest.mark.parametrize(

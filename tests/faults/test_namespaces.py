@@ -13,6 +13,7 @@ from benchmarks.faultlab import namespaces, network
 
 pytestmark = [
     pytest.mark.netns,
+    pytest.mark.debian("iproute2"),
     pytest.mark.skipif(
         not network.possible() and not os.environ.get("CI"), reason="needs root, to make network namespaces"
     ),

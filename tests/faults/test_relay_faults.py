@@ -24,6 +24,7 @@ ALL = tuple((relay, fault) for relay in RELAYS for fault in FAULTS)
 
 pytestmark = [
     pytest.mark.netns,
+    pytest.mark.debian("iproute2"),
     pytest.mark.timeout(3600 if THOROUGH else 300),
     pytest.mark.skipif(
         not network.possible() and not os.environ.get("CI"), reason="needs root, to make network namespaces"

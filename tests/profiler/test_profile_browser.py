@@ -5,9 +5,7 @@ Missing Chromium is a failure under CI and a skip elsewhere.
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
 import subprocess
 import zlib
 from pathlib import Path
@@ -16,18 +14,16 @@ import pytest
 
 from stage_runtime.profiler import reading
 from stage_runtime.profiler.formats import html
+from tests import debian
 from tests.profiler.event_files import chain, line, write
 
-pytestmark = [pytest.mark.browser, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.browser, pytest.mark.debian("chromium"), pytest.mark.timeout(300)]
 
 
 @pytest.fixture(scope="module")
 def chromium() -> str:
-    found = shutil.which("chromium")
-    if found is None:
-        if os.environ.get("CI"):
-            pytest.fail("chromium is missing: apt-get install chromium")
-        pytest.skip("chromium is missing: apt-get install chromium")
+    found = debian.program("chromium")
+    assert found is not None
     return found
 
 

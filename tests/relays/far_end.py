@@ -16,6 +16,7 @@ from stage_runtime.payloads import encoding
 from stage_runtime.relays.context import RelaySettings
 from stage_runtime.relays.dispatch import Relays
 from stage_runtime.relays.registry import RELAYS
+from tests import debian
 from tests.relays.relay_pairs import PATIENCE_S
 from tests.relays.stand_in_gpu import TABLE
 
@@ -29,7 +30,7 @@ async def main() -> None:
         incarnation=sys.argv[2],
         on_release=lambda peer, transfer: released.append(transfer),
         settings=RelaySettings(
-            named=frozenset(RELAYS),
+            named=frozenset(debian.usable(RELAYS)),
             arena_bytes=256 << 20,
             prefault_bytes=0,
             bind=sys.argv[1],

@@ -24,6 +24,7 @@ from stage_runtime.relays.mooncake.relay import MooncakeRelay
 from stage_runtime.relays.operations import GetOperation, TransferCompletion
 from stage_runtime.relays.pins import Pins
 from stage_runtime.relays.registry import RelayEntry
+from tests import debian
 from tests.relays.near_end import (
     END_S,
     LARGE,
@@ -40,6 +41,7 @@ from tests.relays.near_end import (
 from tests.relays.relay_pairs import MIB, PATIENCE_S, SMALL, FarEnd, pair
 
 RELAY = "mooncake"  # of the fixture `near`
+pytestmark = pytest.mark.debian(*debian.MOONCAKE)
 ASKED = RelaySettings(named=frozenset({RELAY}), arena_bytes=256 * MIB, prefault_bytes=0)
 
 

@@ -21,8 +21,11 @@ from stage_runtime.relays.base import RelayOperation
 from stage_runtime.relays.context import RelaySettings
 from stage_runtime.relays.dispatch import Relays
 from stage_runtime.relays.registry import RELAYS
+from tests import debian
 from tests.relays.relay_pairs import MIB, PATIENCE_S, FarEnd
 from tests.relays.stand_in_gpu import TABLE
+
+OPENED = debian.usable(RELAYS)
 
 
 @pytest.fixture
@@ -38,11 +41,11 @@ async def near(far: FarEnd) -> AsyncIterator[Relays]:
         loop=asyncio.get_running_loop(),
         incarnation="near",
         on_release=lambda peer, transfer: None,
-        settings=RelaySettings(named=frozenset(RELAYS), arena_bytes=256 * MIB, prefault_bytes=0),
+        settings=RelaySettings(named=frozenset(OPENED), arena_bytes=256 * MIB, prefault_bytes=0),
         table=TABLE,
     )
-    assert relays.open("far", far.facts) == tuple(RELAYS)
-    assert far.ask(do="open", facts=relays.facts()) == list(RELAYS)
+    assert relays.open("far", far.facts) == OPENED
+    assert far.ask(do="open", facts=relays.facts()) == list(OPENED)
     yield relays
     relays.close()
 

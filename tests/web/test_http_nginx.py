@@ -6,8 +6,6 @@ Missing nginx is a failure under CI and a skip elsewhere.
 from __future__ import annotations
 
 import asyncio
-import os
-import shutil
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -17,10 +15,11 @@ import httpx
 import pytest
 
 from stage_runtime.wire.values import Text
+from tests import debian
 from tests.web.running import PATIENCE_S, start
 from tests.web.scripted_manager import chunk, play
 
-pytestmark = pytest.mark.nginx
+pytestmark = [pytest.mark.nginx, pytest.mark.debian("nginx-light")]
 STREAM = {"messages": [{"role": "user", "content": "hi"}], "stream": True}
 SITE = """
 server {
@@ -33,11 +32,8 @@ server {
 @asynccontextmanager
 async def nginx(folder: Path, url: str) -> AsyncIterator[str]:
     """Debian's nginx.conf as it is, but for where it logs, listens and runs."""
-    binary = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin")
-    if binary is None:
-        if os.environ.get("CI") == "true":
-            pytest.fail("nginx is missing: apt-get install nginx-light")
-        pytest.skip("nginx is missing: apt-get install nginx-light")
+    binary = debian.program("nginx")
+    assert binary is not None
     port = free_port()
     (folder / "site.conf").write_text(SITE % {"port": port, "url": url})
     text = Path("/etc/nginx/nginx.conf").read_text()
