@@ -21,7 +21,7 @@ def unix_sockets(folder: Path) -> list[str]:
     return [str(path) for path in found]
 
 
-def flood(family: socket.AddressFamily, address: object, peers: contextlib.ExitStack) -> None:
+def flood(family: socket.AddressFamily, address: str | tuple[str, int], peers: contextlib.ExitStack) -> None:
     """Connections that say nothing. Those that find no room wait in the kernel, or are refused."""
     for _ in range(FLOOD):
         peer = peers.enter_context(socket.socket(family))
