@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import logging
 import re
+from bisect import bisect
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -24,6 +25,7 @@ log = logging.getLogger(__name__)
 
 _MOST_TEMPLATES: Final = 16  # authors may give one with a prompt
 _BYTE: Final = re.compile("<0x[0-9A-Fa-f]{2}>")  # sentencepiece's name of a token that is one byte
+_SUBSTITUTES: Final = re.compile("[\U000f0000-\U0010fffd]{2,}")  # of `marked`
 _UNKNOWN: Final = "\U0003134a \U000ffffd"  # characters that no vocabulary has
 _MARKUP: Final = re.compile(r"[<>\[\]{}|\uff5c«»【】]")
 _TAG: Final = re.compile(r"<[^\s].*>|\[[^\s].*\]|[|\uff5c«【].+[|\uff5c»】]", re.DOTALL)
@@ -105,6 +107,21 @@ class TextEncoder:
         return self._known[template]
 
 
+def _shortened(shown: str) -> tuple[str, list[int], list[int]]:
+    """A text with one substitute for each run of them: they take longer to encode than other characters.
+
+    Returns: it; places in it; how far behind each of them, up to the next one, its characters were before.
+    """
+    pieces, places, shifts, at, size = list[str](), [0], [0], 0, 0
+    for run in _SUBSTITUTES.finditer(shown):
+        pieces.append(shown[at : run.start() + 1])
+        size += len(pieces[-1])
+        at = run.end()
+        places.append(size)
+        shifts.append(at - size)
+    return "".join([*pieces, shown[at:]]), places, shifts
+
+
 class _Found(NamedTuple):
     """A control token, and where its characters are in a text."""
 
@@ -159,9 +176,12 @@ class _ControlTokens:
                 yield _Found(token, end - len(span.lstrip()), begin + len(span.rstrip()))
 
     def _own(self, shown: str) -> Iterator[_Found]:
-        """The control tokens that the template has written."""
-        encoded = self._backend.encode(shown, add_special_tokens=False)
-        return self._found(encoded.ids, encoded.offsets, shown)
+        """The control tokens that the template has written. A client's text is no longer looked at than need be."""
+        short, places, shifts = _shortened(shown)
+        encoded = self._backend.encode(short, add_special_tokens=False)
+        for one in self._found(encoded.ids, encoded.offsets, short):
+            shift = shifts[bisect(places, one.begin) - 1]
+            yield _Found(one.id, one.begin + shift, one.end + shift)
 
     def _encode_apart(self, shown: str, alphabet: Alphabet) -> list[int]:
         pieces, at, own = list[str](), 0, list(self._own(shown))
