@@ -150,6 +150,8 @@ class Autoregressive(msgspec.Struct, frozen=True, kw_only=True):
     (``[TOOL_CALLS]``); ``auto`` takes the one that the chat template asks for, else ``hermes``.
     control_strings: control strings in texts of clients, such as ``<|im_end|>``, become control tokens. By default they
     are ordinary text, and only those that the chat template writes count.
+    number_digits: the most digits before the point of a number that an answer's JSON schema sets no bound to; after it
+    at most 9. None: no bound.
     max_requests: the most requests computed at once. max_batched_tokens: the most tokens of one step. max_chunk: the
     most prompt tokens of one request in a step; small ones keep the gaps between tokens of the other requests small.
     kv_cache_bytes: None takes what the device offers, at most what ``max_requests`` of full length need. policy:
@@ -186,6 +188,7 @@ class Autoregressive(msgspec.Struct, frozen=True, kw_only=True):
     params: dict[str, Any] = {}
     tool_calls: str = "auto"
     control_strings: bool = False
+    number_digits: int | None = 15
     revision: str | None = None
     engine: str = "own"
     dtype: str = "float32"

@@ -112,6 +112,7 @@ def test_the_usage_of_a_chat_says_how_much_of_its_prompt_was_cached(checkpoint: 
         ({"tool_calls": "xml"}, "tool_calls='xml'"),
         ({"dtype": "int3"}, "dtype='int3'"),
         ({"max_requests": 0}, "max_requests=0"),
+        ({"number_digits": 0}, "number_digits=0"),
         ({"kv_cache_bytes": 10}, "holds no block"),
     ],
 )

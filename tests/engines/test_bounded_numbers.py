@@ -10,7 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stage_runtime.engines.autoregressive.text.bounded_numbers import ANY_OBJECT, bounded
-from stage_runtime.engines.autoregressive.text.grammar_texts import WRITTEN
+from stage_runtime.engines.autoregressive.text.grammar_texts import WRITTEN, Grammar, SchemaPart
+from stage_runtime.engines.autoregressive.text.grammars import Grammars
+from tests.engines.generation_kit import END, VOCABULARY, tiny_tokenizer
 
 llguidance = pytest.importorskip("llguidance")
 BYTES = llguidance.LLTokenizer("byte")
@@ -73,8 +75,8 @@ def test_a_property_named_as_a_keyword_is_a_schema_like_others() -> None:
     assert {one["maximum"] for one in made["properties"].values()} == {10**15 - 1}
 
 
-def test_a_stage_may_have_more_digits_or_no_bound() -> None:
-    assert follows(bounded({"type": "integer"}, 17), LONG)
+def test_a_stage_may_have_fewer_digits_or_no_bound() -> None:
+    assert follows(bounded({"type": "integer"}, 3), "999") and not follows(bounded({"type": "integer"}, 3), "1000")
     assert bounded({"type": "number"}, None) == {"type": "number"}
 
 
@@ -88,3 +90,22 @@ def test_any_object_has_numbers_that_end() -> None:
 def test_bounds_of_a_schema_are_kept(low: int, width: int) -> None:
     made = bounded({"type": "integer", "minimum": low, "maximum": low + width})
     assert (made["minimum"], made["maximum"]) == (low, low + width)
+
+
+@pytest.mark.parametrize(
+    ("grammar", "some", "none"),
+    [
+        (Grammar("json_schema", '{"type": "integer"}'), "7", "1" * 16),
+        (Grammar("json_schema", '{"type": "object"}'), '{"a": 7}', '{"a": ' + "1" * 16),
+        (Grammar("lark", "start: part", parts=(SchemaPart("part", "tools[0]", '{"type": "integer"}'),)), "7", "1" * 16),
+    ],
+)
+def test_every_grammar_of_an_answer_is_bounded_unless_the_stage_says_otherwise(
+    grammar: Grammar, some: str, none: str
+) -> None:
+    def takes(text: str, **settings: Any) -> bool:
+        matcher = Grammars(tiny_tokenizer(), VOCABULARY, frozenset({END}), **settings).compile(grammar)
+        return all(matcher.take(token) for token in tiny_tokenizer()(text)["input_ids"])
+
+    assert takes(some) and not takes(none)
+    assert takes(none, number_digits=None)

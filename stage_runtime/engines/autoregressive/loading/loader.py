@@ -21,7 +21,7 @@ from stage_runtime.engines.autoregressive.model.models import PagedModel, load_m
 from stage_runtime.engines.autoregressive.model.models import load_tokenizer as load_tokenizer
 from stage_runtime.engines.autoregressive.tensor_parallel import sharding
 from stage_runtime.engines.autoregressive.tensor_parallel.ranks import Leading, Ranks
-from stage_runtime.engines.autoregressive.text import call_forms
+from stage_runtime.engines.autoregressive.text import bounded_numbers, call_forms
 from stage_runtime.engines.autoregressive.text.grammars import Grammars
 from stage_runtime.errors import ConfigurationError
 from stage_runtime.rules.autoregressive.blocks import BlockPool
@@ -111,7 +111,7 @@ def assemble(
     scheduler = Scheduler(limits, pool)
     log.info("KV cache: %d blocks of %d tokens; a request has at most %d", num_blocks - 1, spec.block_size, length)
     settle_long_rope(model, scheduler.longest)
-    grammars = Grammars(tokenizer, paged.vocab_size, paged.end_ids)
+    grammars = Grammars(tokenizer, paged.vocab_size, paged.end_ids, number_digits=spec.number_digits)
     overlaps = paged.device.type != "cpu" and ranks is None if spec.overlap == "auto" else spec.overlap
     core = EngineCore(
         scheduler,
@@ -178,6 +178,11 @@ def check(spec: Autoregressive) -> None:
     for name in ("max_requests", "max_batched_tokens", "max_chunk", "block_size"):
         if getattr(spec, name) < 1:
             raise ConfigurationError(f"omni.Autoregressive({name}={getattr(spec, name)}): at least 1")
+    digits = spec.number_digits
+    if digits is not None and not (type(digits) is int and 1 <= digits <= bounded_numbers.MOST_DIGITS):
+        raise ConfigurationError(
+            f"omni.Autoregressive(number_digits={digits!r}): None, or from 1 to {bounded_numbers.MOST_DIGITS}"
+        )
     for name, allowed in (
         ("engine", ENGINES),
         ("dtype", dtypes.DTYPES),

@@ -14,7 +14,7 @@ from typing import Any, Final, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from stage_runtime.engines.autoregressive.text import schemas
+from stage_runtime.engines.autoregressive.text import bounded_numbers, schemas
 from stage_runtime.engines.autoregressive.text.grammar_texts import (
     ANY_OBJECT,
     MOST,
@@ -49,7 +49,16 @@ class Matcher(Protocol):
 class Grammars:
     """Compiles grammars for one vocabulary. In any thread."""
 
-    def __init__(self, tokenizer: Any, vocab_size: int, end_ids: frozenset[int]) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        vocab_size: int,
+        end_ids: frozenset[int],
+        *,
+        number_digits: int | None = bounded_numbers.MOST_DIGITS,
+    ) -> None:
+        """number_digits: as of `bounded_numbers.bounded`."""
+        self._number_digits = number_digits
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._end_ids = sorted(end_ids)
@@ -85,12 +94,13 @@ class Grammars:
     def _compile(self, compiler: _Compiler, grammar: Grammar) -> Matcher:
         if grammar.kind == "lark":
             return _Guided(self._of_rules(compiler, grammar), self._vocab_size, grammar.place)
-        made = compiler.schema(prepared_schema(grammar.text, grammar.place), grammar.place)
+        schema = prepared_schema(grammar.text, grammar.place, self._number_digits)
+        made = compiler.schema(schema, grammar.place)
         return _Guided(made, self._vocab_size, grammar.place)
 
     def _of_rules(self, compiler: _Compiler, grammar: Grammar) -> Any:
         """A part that cannot be followed is named, or replaced where it need not be."""
-        found = {part.rule: _part(part) for part in grammar.parts}
+        found = {part.rule: _part(part, self._number_digits) for part in grammar.parts}
         mark = self._special(grammar.mark)
         try:
             return compiler.rules(grammar.lark(found, mark), grammar.place)
@@ -103,7 +113,7 @@ class Grammars:
                 except GrammarRefused:
                     if part.needed:
                         raise
-                    found[part.rule] = json.loads(ANY_OBJECT)
+                    found[part.rule] = prepared_schema(ANY_OBJECT, part.place, self._number_digits)
             return compiler.rules(grammar.lark(found, mark), grammar.place)
 
     def _special(self, mark: str) -> str:
@@ -122,19 +132,21 @@ class Grammars:
             return self._known
 
 
-def _part(part: SchemaPart) -> dict[str, Any]:
+def _part(part: SchemaPart, number_digits: int | None) -> dict[str, Any]:
     try:
-        return prepared_schema(part.text, part.place)
+        return prepared_schema(part.text, part.place, number_digits)
     except GrammarRefused:
         if part.needed:
             raise
-        return dict(json.loads(ANY_OBJECT))
+        return prepared_schema(ANY_OBJECT, part.place, number_digits)
 
 
-def prepared_schema(text: str, place: str) -> dict[str, Any]:
-    """A schema as the compiler takes it. Raises: GrammarRefused: no finite value follows it."""
+def prepared_schema(text: str, place: str, number_digits: int | None = bounded_numbers.MOST_DIGITS) -> dict[str, Any]:
+    """A schema as the compiler takes it, with bounds of numbers. Raises: GrammarRefused: no finite value follows it."""
+    is_any = text == ANY_OBJECT and number_digits is not None
     try:
-        return schemas.prepared(json.loads(text))
+        schema = bounded_numbers.ANY_OBJECT if is_any else json.loads(text)
+        return schemas.prepared(bounded_numbers.bounded(schema, number_digits))
     except (ValueError, RecursionError) as error:
         raise GrammarRefused(place, str(error)) from error
 
@@ -183,7 +195,7 @@ def follower(schema: str) -> Callable[[str], bool]:
     compiler = _Compiler(llguidance, llguidance.LLTokenizer("byte"))
 
     def follows(text: str) -> bool:
-        matcher = compiler.schema(prepared_schema(schema, "response_format"), "response_format")
+        matcher = compiler.schema(prepared_schema(schema, "response_format", None), "response_format")
         tokens = list(text.encode())
         return bool(matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting())
 
