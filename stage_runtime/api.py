@@ -233,6 +233,10 @@ class StageContext(Protocol):
     @property
     def name(self) -> str: ...
     @property
+    def terminal(self) -> bool:
+        """Whether what it gives reaches the client."""
+
+    @property
     def device(self) -> str: ...
     @property
     def model_path(self) -> str | None: ...

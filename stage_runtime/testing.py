@@ -223,6 +223,7 @@ class _Context:
     """`api.StageContext` on the CPU, alone."""
 
     name = STAGE
+    terminal = False
     device = "cpu"
     model_path: str | None = None
     model_revision: str | None = None

@@ -5,6 +5,7 @@ A request that is refused here has sent nothing. Called by the request manager a
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, Final
 
@@ -18,7 +19,7 @@ from stage_runtime.payloads.pack import Extracted
 from stage_runtime.rules import routing
 from stage_runtime.rules.failures import failure_of
 from stage_runtime.rules.gathering import names_of
-from stage_runtime.wire.values import OmniRequest
+from stage_runtime.wire.values import OmniRequest, RequestKind
 
 KEPT_NBYTES: Final = 512 << 20  # bodies kept for a retry, all requests together; beyond it a request has none
 
@@ -52,7 +53,7 @@ class Admission:
             # No ``data``: at the entry stage that is the request's own inputs, which would be encoded twice.
             extracted = encoding.extract({"request": request}, where="submitted", as_fields=True)
         except ValueRefused as error:
-            place = error.path.removeprefix("submitted.").removeprefix("request.")
+            place = _as_written(error.path.removeprefix("submitted.").removeprefix("request."), request.kind)
             raise InvalidRequest(f"{place}: {error.problem}", param=place) from error
         retries = self._plan.retries if self.kept_nbytes + extracted.nbytes <= KEPT_NBYTES else 0
         self.kept_nbytes += extracted.nbytes
@@ -102,3 +103,10 @@ class Admission:
                 hook=HOOK,
                 request_id=request.id,
             ) from error
+
+
+def _as_written(path: str, kind: RequestKind) -> str:
+    """A place of a request as the client named it: only a pipeline's body has ``params`` and ``inputs``."""
+    if kind == "pipeline":
+        return path
+    return re.sub(r"\['([^']*)'\]", r".\1", path).removeprefix("params.").removeprefix("inputs.")

@@ -210,6 +210,7 @@ class Coordinator:
         for replaced in joined.replaced:
             self._instance_lost(replaced)
         if joined.new:
+            self.manager.suspects.lives(sender)
             self.profiling.joined(sender)
         return True
 

@@ -32,6 +32,14 @@ class HopTiming(msgspec.Struct, frozen=True, kw_only=True):
     end_ms: float
 
 
+class TokenUsage(msgspec.Struct, frozen=True, kw_only=True):
+    """Tokens that a request's terminal stages have reported."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+
 class ChunkEvent(msgspec.Struct, frozen=True, kw_only=True):
     """A terminal stage streamed something to the client; in order per stage."""
 
@@ -68,6 +76,7 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     admitted_at: float = 0.0  #: Seconds since the epoch.
     stages: dict[str, StageTiming] = {}
     hops: tuple[HopTiming, ...] = ()  #: In order of their start.
+    usage: TokenUsage | None = None  #: So far; what was read of it, if it was cancelled. None: nothing was reported.
     error: dict[str, Any] | None = None
 
 

@@ -15,6 +15,7 @@ import msgspec
 
 from stage_runtime.coordinator import waterfall
 from stage_runtime.coordinator.events import ChunkEvent, RequestRecord, ResultEvent
+from stage_runtime.coordinator.token_counts import TokenCounts
 from stage_runtime.coordinator.waterfall import Observed
 from stage_runtime.errors import RequestError
 from stage_runtime.payloads.pack import Extracted
@@ -100,6 +101,8 @@ class RequestHandle:
         #: Instances to which a stage of an earlier attempt had no connection -> until when none is expected, on the
         #: loop's clock.
         self.unreachable: dict[str, float] = {}
+        self.unreached: dict[str, str] = {}  #: The same instances -> the stage that they served for it.
+        self.attempt_began_at = 0.0  #: On the loop's clock.
         self.streams: dict[str, Inbound[Streamed]] = {}
         self.undelivered: dict[str, Resulted] = {}  #: By stage: results that wait for chunks.
         self.unread_nbytes = 0  #: Of what is here of its answer: out of order, undelivered, or not read.
@@ -114,6 +117,7 @@ class RequestHandle:
         self._consumed = consumed
         self._unread_bytes = unread_bytes
         self._events: deque[Streamed | Resulted] = deque()
+        self._tokens = TokenCounts()  #: Of what was read.
         self._failure: Failure | None = None
         self._retry_after_s: float | None = None
         self._finished = False
@@ -129,7 +133,9 @@ class RequestHandle:
         try:
             while True:
                 while self._events and not (self.whole and not self._finished):
-                    yield self._open(self._events.popleft())
+                    event = self._open(self._events.popleft())
+                    self._tokens.take(event)
+                    yield event
                 if self._failure is not None:
                     raise self._error()
                 if self._finished:
@@ -155,6 +161,7 @@ class RequestHandle:
     def begin_attempt(self, entry: str, edges: tuple[tuple[str, str, str], ...]) -> None:
         """A new attempt begins: partial results of an earlier one are dropped. entry, edges: of its revision."""
         self.timings = {}
+        self.attempt_began_at = asyncio.get_running_loop().time()
         self.observed.begin(entry, edges, time.time_ns() // 1000)
         self.sending = BodyOwner(self.owner, self.id, self.tracked.attempt)
         self.give_up_attempt()
@@ -232,6 +239,7 @@ class RequestHandle:
             admitted_at=self.observed.admitted_us / 1e6,
             stages=stages,
             hops=hops,
+            usage=self._tokens.shown(),
             error=None
             if failure is None
             else {"code": failure.code, "message": failure.message, "stage": failure.stage},

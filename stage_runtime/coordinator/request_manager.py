@@ -30,6 +30,7 @@ from stage_runtime.coordinator.request_handles import RequestHandle, Resulted
 from stage_runtime.coordinator.shown_failures import shown
 from stage_runtime.coordinator.stats import RequestStats
 from stage_runtime.coordinator.submission import Submission
+from stage_runtime.coordinator.suspects import UNREACHABLE_S, Suspects
 from stage_runtime.coordinator.terminal_stages import TerminalStagesCaller, TerminalStagesResult, Watch
 from stage_runtime.coordinator.tracing import RequestTracer
 from stage_runtime.coordinator.unread_answers import DEFAULT_LIMITS, AnswerLimits, UnreadAnswers
@@ -39,7 +40,6 @@ from stage_runtime.metrics import planes
 from stage_runtime.metrics.samples import Samples
 from stage_runtime.profiler.recorder import recorder
 from stage_runtime.relays.dispatch import Relays
-from stage_runtime.rules.holding import HoldLimits
 from stage_runtime.rules.requests import (
     NOTHING,
     AttemptBegan,
@@ -64,9 +64,6 @@ from stage_runtime.wire.values import OmniRequest
 
 log = logging.getLogger(__name__)
 
-#: After a stage has reported that it has no connection to an instance: by then a death is declared, or the stage has
-#: connected again, which it does 1.5 s after the connection broke (`stage.membership.MEET_AGAIN_S`).
-UNREACHABLE_S: Final = 2.0
 #: Instances up to which an abort is published beside what each bound one is sent: it reaches all, bound or not.
 PUBLISHED_MOST: Final = 64
 
@@ -98,8 +95,10 @@ class RequestManager:
         self._relays = relays
         self._fetching = Fetching(relays, loop)
         self._bindings = Bindings(membership)
-        limits = HoldLimits(requests=plan.hold_requests, nbytes=plan.hold_bytes)
-        self._waiting = Waiting(self._bindings, membership, loop, limits, submit=self._submit, gave_up=self._gave_up)
+        self.suspects = Suspects(loop)
+        self._waiting = Waiting(
+            self._bindings, membership, loop, plan, self.suspects, submit=self._submit, gave_up=self._gave_up
+        )
         self._submission = Submission(
             self.send_queues, loop, owner=membership.incarnation, backend=plan.relay_backend, failed=self._failed
         )
@@ -207,7 +206,7 @@ class RequestManager:
         Raises: RequestError: unavailable: it may not.
         """
         try:
-            return self._bindings.choose(request_id, avoid=set(), terminals=wanted)
+            return self._bindings.choose(request_id, avoid=self.suspects.instances, terminals=wanted)
         except RequestError:
             revisions = self._membership.state.having(wanted)
             if not revisions:
@@ -303,11 +302,12 @@ class RequestManager:
         self.abort_forwarding.forget(incarnation)
         self._ended_notifier.forget(incarnation)
         self.readers.forget(incarnation)
-        for handle in self._bindings.on(incarnation):
+        for handle, (stage, blame) in self.suspects.died(incarnation, self._bindings.on(incarnation)).items():
             handle.avoid.add(incarnation)
-            stage = next(stage for stage, bound in handle.bindings.items() if bound == incarnation)
-            self._happen(handle, InstanceLost(stage, handle.tracked.attempt))
+            self._happen(handle, InstanceLost(stage, handle.tracked.attempt, blame))
+        self.suspects.died_unreached(incarnation, self._handles.values())
         self._bindings.drop(incarnation)
+        self._waiting.instances_changed()  # some are suspects no longer
 
     def instances_changed(self) -> None:
         """An instance is ready: bind the requests that wait for one."""
@@ -324,6 +324,7 @@ class RequestManager:
         self.last_attempt = next(self._attempts)
         self._happen(handle, AttemptBegan(self.last_attempt))
         handle.begin_attempt(revision.entry, revision.edges)
+        self.suspects.began(handle)
         self._submission.send(handle, revision, self._membership.introduce(revision, bindings))
 
     def _gave_up(self, handle: RequestHandle, reason: str, group: str) -> None:
@@ -333,9 +334,11 @@ class RequestManager:
         if failure.code == "transport_failed":
             # It is unknown which end failed, so a retry avoids all bound instances where others are ready.
             handle.avoid.update(handle.bindings.values())
-        if failure.unreachable is not None:
+        if failure.unreachable is not None and handle.tracked.accepts(attempt):
             # A stage may notice a death before it is declared here: a retry is not spent on the dead instance.
-            handle.unreachable[failure.unreachable] = self._loop.time() + UNREACHABLE_S
+            if self.suspects.not_reached(handle, failure.unreachable):
+                self._loop.call_later(UNREACHABLE_S, self._happen, handle, StageFailed(attempt, failure))
+                return
         self._happen(handle, StageFailed(attempt, failure))
 
     def _happen(self, handle: RequestHandle, event: Stimulus, delivered: Resulted | None = None) -> Instructions:
@@ -420,6 +423,8 @@ class RequestManager:
         if self._handles.pop(handle.id, None) is None:
             return
         self._waiting.forget(handle)
+        if self.suspects.forget(handle):
+            self._loop.call_soon(self._waiting.instances_changed)  # another one's turn
         if handle.extracted is not None:
             self._admission.ended(handle.extracted)
             handle.extracted = None

@@ -5,6 +5,7 @@ instance is expected (`membership`). Called by `request_manager`.
 
 A request that is sent again is bound to no instance that may be dead: none whose connection to this coordinator is
 broken, and none that a stage of an earlier attempt did not reach a moment ago. An attempt there would spend the retry.
+Those that an instance has ended under take turns (`suspects`).
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ from collections import Counter
 from collections.abc import Callable, Collection
 from typing import Final
 
-from omnipipeline_spec.types.plan import PipelineRevision
+from omnipipeline_spec.types.plan import CoordinatorPlan, PipelineRevision
 from stage_runtime.coordinator.bindings import Bindings
 from stage_runtime.coordinator.membership import Membership
 from stage_runtime.coordinator.request_handles import RequestHandle
+from stage_runtime.coordinator.suspects import Suspects
 from stage_runtime.errors import RequestError
 from stage_runtime.metrics import catalog
 from stage_runtime.metrics.samples import Samples
@@ -39,7 +41,8 @@ class Waiting:
         bindings: Bindings,
         membership: Membership,
         loop: asyncio.AbstractEventLoop,
-        limits: HoldLimits,
+        plan: CoordinatorPlan,
+        suspects: Suspects,
         *,
         submit: Callable[[RequestHandle, PipelineRevision, dict[str, str]], None],
         gave_up: Callable[[RequestHandle, str, str], None],
@@ -49,7 +52,8 @@ class Waiting:
         self._bindings = bindings
         self._membership = membership
         self._loop = loop
-        self._limits = limits
+        self._limits = HoldLimits(requests=plan.hold_requests, nbytes=plan.hold_bytes)
+        self._suspects = suspects
         self._submit = submit
         self._gave_up = gave_up
         self._since: dict[RequestHandle, float] = {}  #: Those that wait, and since when.
@@ -144,7 +148,7 @@ class Waiting:
         prospect = self._membership.prospect(handle.tracked.terminals)
         step = holding.step(prospect.outlook, waited_s, again=handle.tracked.tries > 0)
         if step is Step.TAKE_ANY:
-            self._try(handle, frozenset())
+            self._try(handle, self._suspects.taken(handle))
         elif step is Step.GIVE_UP:
             self.forget(handle)
             missing = ", ".join(prospect.groups)
@@ -155,7 +159,7 @@ class Waiting:
             return frozenset()
         now = self._loop.time()
         unreachable = [one for one, until in handle.unreachable.items() if now < until]
-        return frozenset(unreachable).union(self._membership.interrupted)
+        return self._suspects.taken(handle).union(unreachable, self._membership.interrupted)
 
     def _try(self, handle: RequestHandle, excluded: frozenset[str]) -> bool:
         try:

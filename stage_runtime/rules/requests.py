@@ -15,6 +15,7 @@ from typing import Final, NamedTuple, TypeAlias
 import msgspec
 
 from stage_runtime.errors import IllegalEvent
+from stage_runtime.rules.suspicion import Blame
 from stage_runtime.wire.parts import Failure
 
 HISTORY_KEPT: Final = 16  # transitions of one request; chunks that change no state are not among them
@@ -65,10 +66,11 @@ class StageFailed(Stimulus, frozen=True):
 
 
 class InstanceLost(Stimulus, frozen=True):
-    """An instance that this attempt is bound to is gone. ``stage``: one that it served."""
+    """An instance that this attempt is bound to is gone. ``stage``: one that it served. ``blame``: why, perhaps."""
 
     stage: str
     attempt: int
+    blame: Blame = Blame.NONE
 
 
 class HandedBack(Stimulus, frozen=True):
@@ -196,6 +198,14 @@ class Tracked:
     def _retry_left(self, _: Stimulus) -> bool:
         return self._retries_left > 0
 
+    def _to_blame(self, event: Stimulus) -> bool:
+        assert isinstance(event, InstanceLost)
+        return event.blame is Blame.ITS_OWN
+
+    def _perhaps_to_blame(self, event: Stimulus) -> bool:
+        assert isinstance(event, InstanceLost)
+        return event.blame is Blame.UNCLEAR
+
     def _transport_retry_left(self, event: Stimulus) -> bool:
         """Two instances could not reach each other; others may."""
         assert isinstance(event, StageFailed)
@@ -231,6 +241,11 @@ class Tracked:
         assert isinstance(event, InstanceLost)
         when = "after part of the answer was sent" if self.streamed else "again"
         self.failure = Failure("unavailable", f"an instance of {event.stage!r} was lost {when}", event.stage)
+
+    def _fail_blamed(self, event: Stimulus) -> None:
+        assert isinstance(event, InstanceLost)
+        message = f"instances of {event.stage!r} ended each time that this request was sent there; it is not sent again"
+        self.failure = Failure("stage_failed", message, event.stage)
 
     def _fail_handed_back(self, _: Stimulus) -> None:
         self.failure = Failure("unavailable", "a draining instance handed the request back")
@@ -307,6 +322,8 @@ TABLE: Final[Mapping[RequestState, Rows]] = {
             TransitionRow(FAILED, (ABORT, FAIL), effect=Tracked._fail_as_reported),
         ),
         InstanceLost: (
+            TransitionRow(FAILED, (ABORT, FAIL), when=Tracked._to_blame, effect=Tracked._fail_blamed),
+            TransitionRow(UNBOUND, (ABORT, REBIND), when=Tracked._perhaps_to_blame),
             TransitionRow(UNBOUND, (ABORT, REBIND), when=Tracked._retry_left, effect=Tracked._spend_retry),
             TransitionRow(FAILED, (ABORT, FAIL), effect=Tracked._fail_lost),
         ),
@@ -321,7 +338,10 @@ TABLE: Final[Mapping[RequestState, Rows]] = {
             TransitionRow(ANSWERING, (DELIVER,), effect=Tracked._through),
         ),
         StageFailed: (TransitionRow(FAILED, (ABORT, FAIL), effect=Tracked._fail_as_reported),),
-        InstanceLost: (TransitionRow(FAILED, (ABORT, FAIL), effect=Tracked._fail_lost),),
+        InstanceLost: (
+            TransitionRow(FAILED, (ABORT, FAIL), when=Tracked._to_blame, effect=Tracked._fail_blamed),
+            TransitionRow(FAILED, (ABORT, FAIL), effect=Tracked._fail_lost),
+        ),
         HandedBack: (TransitionRow(FAILED, (ABORT, FAIL), effect=Tracked._fail_handed_back),),
         **_given_up(ABORT, FAIL),
     },

@@ -30,6 +30,7 @@ class RankContext:
         emit: EmitEvent,
     ) -> None:
         self.name = plan.name
+        self.terminal = plan.terminal
         self.device = "cpu" if gpu_id is None else f"cuda:{gpu_id}"
         self.model_path = model_path
         self.model_revision = model_revision

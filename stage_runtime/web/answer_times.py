@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 from stage_runtime.coordinator.events import AnswerEvent
+from stage_runtime.coordinator.token_counts import TokenCounts
 from stage_runtime.web.translating.outputs import StreamedKinds
 from stage_runtime.wire.values import Audio, OmniRequest, Text, Usage
 
@@ -24,8 +25,7 @@ class AnswerTimes:
         self.first_token_s: float | None = None
         self.first_audio_s: float | None = None
         self.token_gaps_s: list[float] = []  #: Between chunks with text; a token each, where a stage streams tokens.
-        self.prompt_tokens = 0
-        self.completion_tokens = 0
+        self.tokens = TokenCounts()
         self.audio_s = 0.0  #: Length of the sound that was given.
         self.underruns = 0  #: A client that plays what it gets has had to stop so often.
         #: A pipeline's own route shows all, whatever ``modalities`` mean to its stages.
@@ -45,11 +45,11 @@ class AnswerTimes:
     def note(self, event: AnswerEvent, now: float) -> None:
         """A chunk or a result: its data is one output or a list of them."""
         data = event.data
+        self.tokens.note(event)
         for value in data if type(data) is list else (data,):
             kind = type(value)
             if kind is Usage:
-                self.prompt_tokens += value.prompt_tokens
-                self.completion_tokens += value.completion_tokens
+                self.tokens.add(event.stage, value)
             elif kind not in self._shown or self._streamed_kinds.repeats(event, kind):
                 continue
             elif kind is Text:

@@ -10,6 +10,7 @@ from stage_runtime.metrics import catalog, exposition, planes
 from stage_runtime.metrics.samples import Counter, Histogram, Samples, merged
 from stage_runtime.web.answer_times import AnswerTimes
 from stage_runtime.web.exchange import Exchange
+from stage_runtime.wire.values import Usage
 
 
 class CoordinatorMetrics:
@@ -53,9 +54,9 @@ class CoordinatorMetrics:
             if times.first_audio_s is not None:
                 self._first_audio.observe(times.first_audio_s, route)
                 self._underruns.add(route, amount=times.underruns)
-        if times.prompt_tokens or times.completion_tokens:
-            self._tokens.add(route, "prompt", amount=times.prompt_tokens)
-            self._tokens.add(route, "completion", amount=times.completion_tokens)
+        if (tokens := times.tokens.total) != Usage():
+            self._tokens.add(route, "prompt", amount=tokens.prompt_tokens)
+            self._tokens.add(route, "completion", amount=tokens.completion_tokens)
         if times.real_time_factor is not None:
             self._factor.observe(times.real_time_factor, route)
             self._audio.add(route, amount=times.audio_s)

@@ -110,6 +110,8 @@ def _log_line(exchange: Exchange, ended_at: float) -> None:
         "first_byte_ms": None if first is None else round((first - exchange.begun_at) * 1e3, 2),
         "bytes": exchange.sent_bytes,
     }
+    if exchange.answer_times is not None and (tokens := exchange.answer_times.tokens.shown()) is not None:
+        facts |= {"prompt_tokens": tokens.prompt_tokens, "completion_tokens": tokens.completion_tokens}
     refused = {} if exchange.error is None else errors.logged(exchange.error)
     words = [f"{name}={value}" for name, value in facts.items()]
     words += [f"{name}={json.dumps(value)}" for name, value in refused.items()]  # a client's text stays one word

@@ -16,10 +16,10 @@ from msgspec import Meta
 
 from omnipipeline_spec.types.errors import clipped
 from stage_runtime.errors import InvalidRequest
-from stage_runtime.web import strictjson
+from stage_runtime.web import leniency, strictjson
 
 Body = TypeVar("Body")
-Positive = Annotated[int, Meta(ge=1)]
+Positive = Annotated[int, Meta(ge=1, le=10**9)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Seconds = Annotated[float, Meta(gt=0)]
@@ -91,7 +91,7 @@ class AudioOut(msgspec.Struct, forbid_unknown_fields=True):
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
-    continuous_usage_stats: bool | None = None  # vLLM's; only false is accepted
+    continuous_usage_stats: bool | None = None  # vLLM's: the usage so far in every chunk
 
 
 class ChatBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -195,14 +195,38 @@ class PipelineBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 def decode(raw: bytes, body: type[Body], decoder: msgspec.json.Decoder[Body]) -> Body:
-    """A JSON body as its type.
+    """A JSON body as its type. Unknown keys that ask for nothing are dropped, see `leniency`.
 
     Raises: InvalidRequest: what is wrong and where: ``messages[1].content[0].type: …``.
     """
     try:
         return strictjson.decode(raw, decoder)
     except msgspec.ValidationError as error:
-        raise refusal(str(error), body) from None
+        if _UNKNOWN not in str(error):
+            raise refusal(str(error), body) from None
+    return _without_idle_keys(strictjson.decode(raw, _ANY), body)
+
+
+def _without_idle_keys(given: Any, body: type[Body]) -> Body:
+    """The body, once its unknown keys are dropped."""
+    while True:
+        try:
+            return msgspec.convert(given, body)
+        except msgspec.ValidationError as error:
+            found = _AT.match(str(error))
+            field = None if found is None else _FIELD.match(found["what"])
+            place = _object_at(given, found["path"] or "") if found is not None else None
+            name = "" if field is None or field["fault"] != "contains unknown" else field["name"]
+            if place is None or name not in place or not leniency.asks_for_nothing(name, place[name]):
+                raise refusal(str(error), body) from None
+            del place[name]
+
+
+def _object_at(value: Any, path: str) -> dict[str, Any] | None:
+    """The object at a path of names. None: there is none, or the path leads through a list."""
+    for name in filter(None, path.split(".")):
+        value = value.get(name) if isinstance(value, dict) else None
+    return value if isinstance(value, dict) else None
 
 
 def convert(fields: dict[str, Any], body: type[Body]) -> Body:
@@ -218,6 +242,9 @@ def convert(fields: dict[str, Any], body: type[Body]) -> Body:
 
 _NAME: int = 64  # characters of a key that may be a misspelt one; comparing takes time
 _AT = re.compile(r"^(?P<what>.*?)(?: - at `\$\.?(?P<path>.*)`)?$", re.DOTALL)
+_STEP = re.compile(r"[^.\[\]]+")
+_UNKNOWN = "contains unknown field"
+_ANY = msgspec.json.Decoder(Any)
 _FIELD = re.compile(r"^Object (?P<fault>contains unknown|missing required) field `(?P<name>.*)`$")
 
 
@@ -230,7 +257,7 @@ def refusal(message: str, body: Any) -> InvalidRequest:
         if field["fault"] == "missing required":
             return InvalidRequest(f"{name}: required", param=name)
         return InvalidRequest(f"{name}: unknown parameter{_nearest(field['name'], body, path)}", param=name)
-    what = what[:1].lower() + what[1:] + _allowed(path)
+    what = what[:1].lower() + what[1:] + _allowed(path, body)
     return InvalidRequest(f"{path or 'body'}: {what}", param=path or None)
 
 
@@ -242,11 +269,36 @@ def unknown(name: str, body: Any) -> InvalidRequest:
 def _nearest(name: str, body: Any, path: str = "") -> str:
     if path or len(name) > _NAME:
         return ""
+    if known := leniency.counterpart(name):
+        return known
     near = difflib.get_close_matches(name, body.__struct_fields__, 1)
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
-def _allowed(path: str) -> str:
-    if re.search(r"content\[\d+\]\.type$", path):
+def _allowed(path: str, body: Any) -> str:
+    """Of a place that takes some values only, these."""
+    if re.search(r"content\[[^\]]*\]\.type$", path):
         return "; known are text, input_audio, image_url, audio_url, video_url"
-    return ""
+    values = _values(msgspec.inspect.type_info(body), _STEP.findall(path))
+    return f"; known are {', '.join(values)}" if values else ""
+
+
+def _values(kind: msgspec.inspect.Type, steps: list[str]) -> list[str]:
+    """The values of a literal type, at the end of a path through ``kind``."""
+    match kind:
+        case msgspec.inspect.Metadata():
+            return _values(kind.type, steps)
+        case msgspec.inspect.UnionType():
+            return [value for one in kind.types for value in _values(one, steps)]
+        case msgspec.inspect.ListType() if steps:
+            return _values(kind.item_type, steps[1:])
+        case msgspec.inspect.StructType() if steps:
+            return [
+                value
+                for field in kind.fields
+                if field.encode_name == steps[0]
+                for value in _values(field.type, steps[1:])
+            ]
+        case msgspec.inspect.LiteralType() if not steps:
+            return [str(value) for value in kind.values]
+    return []

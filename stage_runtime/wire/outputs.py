@@ -20,6 +20,8 @@ SAMPLES: Final = frozenset(["float16", "bfloat16", "float32", "float64", "uint8"
 RATES: Final = (1_000, 192_000)  # Hz
 CHANNELS_MOST: Final = 8
 TOKENS_MOST: Final = 2**53  # JSON readers in other languages are exact up to here
+#: In the metadata of a chunk for a client: tokens of the request at that stage so far, as of `Usage`. Not shown.
+USAGE_SO_FAR: Final = "omni.usage"
 SHOWN: Final = (Text, Audio, Usage, Finish, Note, ToolCall)
 
 

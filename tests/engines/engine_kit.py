@@ -11,7 +11,7 @@ from typing import Any
 from stage_runtime.engines import events
 from stage_runtime.engines.base import Engine, Gate, Inbox, Work
 from stage_runtime.errors import RequestError
-from stage_runtime.wire.values import Chunk, OmniRequest, StagePayload
+from stage_runtime.wire.values import Chunk, OmniRequest, RequestKind, StagePayload
 
 PATIENCE_S = 100.0  # how long a test waits before it fails, on a machine that others use
 
@@ -119,8 +119,8 @@ class Rig:
     def work(self, request_id: str) -> OneWork:
         return self.works.setdefault(request_id, OneWork(request_id))
 
-    def start(self, request_id: str, data: Any = None) -> Opening:
-        payload = StagePayload(request=OmniRequest(id=request_id), data=data)
+    def start(self, request_id: str, data: Any = None, *, kind: RequestKind = "pipeline") -> Opening:
+        payload = StagePayload(request=OmniRequest(id=request_id, kind=kind), data=data)
         work = self.work(request_id)
         return self._put(Opening(work, events.Start(request_id, payload, work)))
 

@@ -31,6 +31,7 @@ class Here:
     model_revision = None
     tp_rank = 0
     tp_size = 1
+    terminal = False
     rendezvous = None
     logger = logging.getLogger("talker")
 

@@ -29,6 +29,7 @@ from stage_runtime.rules.requests import (
     TerminalDone,
     Tracked,
 )
+from stage_runtime.rules.suspicion import Blame
 from stage_runtime.wire.parts import Failure
 from tests.thoroughness import examples
 
@@ -113,9 +114,9 @@ class RequestLife(RuleBasedStateMachine):
     def fail(self, code: str, off: int) -> None:
         self.happen(StageFailed(self.tracked.attempt + off, Failure(code, "why")))
 
-    @rule(off=attempts)
-    def lose(self, off: int) -> None:
-        self.happen(InstanceLost("voice", self.tracked.attempt + off))
+    @rule(off=attempts, blame=st.sampled_from([*Blame, Blame.NONE, Blame.NONE]))
+    def lose(self, off: int, blame: Blame) -> None:
+        self.happen(InstanceLost("voice", self.tracked.attempt + off, blame))
 
     @rule(off=attempts)
     def hand_back(self, off: int) -> None:
@@ -257,7 +258,7 @@ def test_an_illegal_event_is_refused_with_the_history_and_changes_nothing() -> N
         one.handle(AttemptBegan(3))
     assert refused.value.history == (
         "unbound: AttemptBegan(number=1) -> bound",
-        "bound: InstanceLost(stage='voice', attempt=1) -> unbound",
+        "bound: InstanceLost(stage='voice', attempt=1, blame=<Blame.NONE: 'none'>) -> unbound",
         "unbound: AttemptBegan(number=2) -> bound",
     )
     assert (one.state, one.attempt) == (RequestState.BOUND, 2)

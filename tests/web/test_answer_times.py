@@ -28,7 +28,7 @@ def test_first_token_gaps_and_usage() -> None:
     times.note(ResultEvent(stage="talk", data=Usage(completion_tokens=2)), 12.0)
     assert times.first_token_s == 0.5
     assert times.token_gaps_s == [0.25, 1.0]
-    assert (times.prompt_tokens, times.completion_tokens) == (7, 3)
+    assert times.tokens.total == Usage(7, 3)
     assert (times.first_audio_s, times.audio_s, times.real_time_factor, times.underruns) == (None, 0.0, None, 0)
 
 
@@ -66,7 +66,7 @@ def test_the_whole_that_a_stage_returns_behind_its_pieces_counts_no_second_time(
     times.note(chunk(sound(1.0)), 1.5)
     times.note(ResultEvent(stage="talk", data=[Text("a"), sound(2.0), Usage(1, 2)]), 9.0)
     assert (times.audio_s, times.underruns, times.real_time_factor) == (2.0, 0, 0.75)
-    assert (times.token_gaps_s, times.prompt_tokens, times.completion_tokens) == ([], 1, 2)
+    assert (times.token_gaps_s, times.tokens.total) == ([], Usage(1, 2))
     times.note(ResultEvent(stage="other", data=sound(3.0)), 9.0)
     assert times.audio_s == 5.0
 
@@ -93,4 +93,4 @@ def test_text_and_audio_that_the_client_did_not_ask_for_are_not_counted(
         1.0 if audio else None,
         1.0 if audio else 0.0,
     )
-    assert times.completion_tokens == 2
+    assert times.tokens.total == Usage(1, 2)

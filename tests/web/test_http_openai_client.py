@@ -131,7 +131,7 @@ async def test_an_answer_of_this_server_may_be_sent_back_as_history() -> None:
         (
             {"messages": [{"role": "boss", "content": "x"}]},
             "messages[0].role",
-            "messages[0].role: invalid enum value 'boss'",
+            "messages[0].role: invalid enum value 'boss'; known are assistant, developer, function, system, tool, user",
         ),
         ({"messages": [{"role": "user"}]}, "messages[0].content", "messages[0].content: required"),
         ({"messages": [{"role": "user", "content": [{"type": "smell"}]}]}, "messages[0].content[0].type", None),
@@ -148,14 +148,8 @@ async def test_an_answer_of_this_server_may_be_sent_back_as_history() -> None:
         ({"extra_body": {"min_tokens": 1}}, "min_tokens", None),
         ({"extra_body": {"stop_token_ids": [1]}}, "stop_token_ids", None),
         ({"extra_body": {"ignore_eos": True}}, "ignore_eos", None),
-        (
-            {"stream": True, "extra_body": {"stream_options": {"continuous_usage_stats": True}}},
-            "stream_options.continuous_usage_stats",
-            "stream_options.continuous_usage_stats: the usage comes once, at the end",
-        ),
         ({"tool_choice": "required"}, "tool_choice", "tool_choice: tools cannot be called"),
         ({"response_format": {"type": "json_object"}}, "response_format", "response_format: only {'type': 'text'}"),
-        ({"stream_options": {"include_usage": True}}, "stream_options", "stream_options: only with stream: true"),
         ({"modalities": ["text", "smell"]}, "modalities[1]", None),
         ({"modalities": ["audio"], "audio": {"voice": "a", "format": "aac"}}, "audio.format", None),
         ({"modalities": ["audio"], "audio": {"voice": "a", "format": "mp3"}, "stream": True}, "audio.format", None),

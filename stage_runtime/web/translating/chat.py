@@ -65,6 +65,7 @@ class ChatCall(msgspec.Struct, frozen=True, kw_only=True):
 
     stream: bool
     include_usage: bool
+    continuous_usage: bool = False  #: Every chunk of a stream has the usage so far.
     text: bool  #: Text is shown as ``content``; else only as the audio's transcript.
     choices: int = 1
     logprobs: bool = False  #: They were asked for.
@@ -98,15 +99,12 @@ def call(body: schemas.ChatBody, accepts: Set[str] = frozenset()) -> ChatCall:
             raise InvalidRequest(f"{name}: {reason}", param=name)
     for index, message in enumerate(body.messages):
         _check_message(message, f"messages[{index}]", tools="tools" in accepts)
-    if body.stream_options is not None and not body.stream:
-        raise InvalidRequest("stream_options: only with stream: true", param="stream_options")
-    if body.stream_options is not None and body.stream_options.continuous_usage_stats:
-        name = "stream_options.continuous_usage_stats"
-        raise InvalidRequest(f"{name}: the usage comes once, at the end", param=name)
+    options = body.stream_options or schemas.StreamOptions()  # without a stream they ask for nothing
     modalities = body.modalities or ["text"]
     return ChatCall(
         stream=bool(body.stream),
-        include_usage=body.stream_options is not None and bool(body.stream_options.include_usage),
+        include_usage=bool(options.include_usage),
+        continuous_usage=bool(options.include_usage and options.continuous_usage_stats),
         text="text" in modalities,
         choices=body.n or 1,
         logprobs=bool(body.logprobs),
@@ -172,8 +170,5 @@ def _check_message(message: schemas.Message, param: str, *, tools: bool) -> None
     if not message.content and message.audio is not None and message.audio.transcript is None and message.audio.id:
         problem = "no audio is kept here; send its transcript as content"
         raise InvalidRequest(f"{param}.audio.id: {problem}", param=f"{param}.audio.id")
-    has_words = message.role == "assistant" and (
-        bool(message.tool_calls) or media.spoken_or_refused(message) is not None
-    )
-    if message.content is None and not has_words:
+    if message.content is None and message.role != "assistant":  # an answer may have been stopped before its first word
         raise InvalidRequest(f"{param}.content: required", param=f"{param}.content")

@@ -175,19 +175,20 @@ class CompletionChunks:
     ) -> dict[str, Any]:
         choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
         chunk = {**self._base, "choices": [choice], **extra}
-        if self._call.include_usage:
-            chunk["usage"] = None  # as OpenAI: every chunk has the field, only the last one a value
+        if self._call.include_usage:  # as OpenAI: every chunk has the field, only the last one a value
+            chunk["usage"] = usage(self._outputs) if self._call.continuous_usage else None
         return chunk
 
 
 def usage(outputs: Outputs) -> dict[str, Any]:
     """Zeros when no terminal gave a `Usage`: clients index into this object without looking."""
-    prompt, completion = outputs.prompt_tokens, outputs.completion_tokens
+    found = outputs.usage
+    prompt, completion = found.prompt_tokens, found.completion_tokens
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": outputs.cached_tokens},
+        "prompt_tokens_details": {"cached_tokens": found.cached_tokens},
     }
 
 

@@ -47,8 +47,8 @@ def content(message: schemas.Message, index: int, fetched: Mapping[str, Media]) 
     """
     if not message.content and (words := spoken_or_refused(message)) is not None:
         return [{"type": "text", "text": words}]
-    if message.content is None:
-        return []
+    if message.content is None:  # beside calls, or an answer that was stopped before its first word
+        return [] if message.tool_calls else [{"type": "text", "text": ""}]
     if isinstance(message.content, str):
         return [{"type": "text", "text": message.content}]
     return [_part(part, f"messages[{index}].content[{place}]", fetched) for place, part in enumerate(message.content)]

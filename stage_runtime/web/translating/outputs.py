@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from stage_runtime.coordinator.events import AnswerEvent, ChunkEvent
+from stage_runtime.coordinator.token_counts import TokenCounts
 from stage_runtime.errors import RequestError
 from stage_runtime.wire.values import Audio, Finish, Note, Text, ToolCall, Usage
 
@@ -37,9 +38,7 @@ class Outputs:
     """Takes a request's events in order; adds up what is only known at the end."""
 
     def __init__(self) -> None:
-        self.prompt_tokens = 0
-        self.completion_tokens = 0
-        self.cached_tokens = 0
+        self._counts = TokenCounts()
         self.reasons: dict[int, str] = {}  #: By choice.
         self._streamed = StreamedKinds()
         self._calls: dict[int, int] = {}  #: How many calls of tools a choice has.
@@ -49,6 +48,7 @@ class Outputs:
 
     def take(self, event: AnswerEvent) -> Iterator[Shown]:
         """What the event has for the client's eyes and ears, in order."""
+        self._counts.note(event)
         for value in _values(event):
             if not isinstance(value, _OUTPUTS):
                 self._unknown = self._unknown or (event.stage, type(value).__name__)
@@ -56,9 +56,7 @@ class Outputs:
             self._known = True
             match value:
                 case Usage():
-                    self.prompt_tokens += value.prompt_tokens
-                    self.completion_tokens += value.completion_tokens
-                    self.cached_tokens += value.cached_tokens
+                    self._counts.add(event.stage, value)
                 case Finish():
                     # a request cut short anywhere was cut short
                     if self.reasons.get(value.choice) in (None, "stop"):
@@ -69,6 +67,11 @@ class Outputs:
                     yield from self._call(event, value)
                 case _:
                     yield value
+
+    @property
+    def usage(self) -> Usage:
+        """Zeros when no terminal gave one."""
+        return self._counts.total
 
     def reason(self, choice: int = 0) -> str:
         """Why a choice ended. One with calls of tools waits for them, unless a stage gave another reason."""
@@ -87,8 +90,9 @@ class Outputs:
 
     def tokens(self) -> dict[str, int]:
         """As OpenAI's audio routes name them."""
-        total = self.prompt_tokens + self.completion_tokens
-        return {"input_tokens": self.prompt_tokens, "output_tokens": self.completion_tokens, "total_tokens": total}
+        usage = self.usage
+        total = usage.prompt_tokens + usage.completion_tokens
+        return {"input_tokens": usage.prompt_tokens, "output_tokens": usage.completion_tokens, "total_tokens": total}
 
     def check(self, route: str) -> None:
         """At the end: it is the pipeline's fault if its terminals gave nothing that this route can show.

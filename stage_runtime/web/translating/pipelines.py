@@ -6,13 +6,17 @@ from collections.abc import Iterable
 from typing import Any, Final
 
 import msgspec
+from msgspec.structs import astuple
 
 from stage_runtime.coordinator.events import AnswerEvent, ChunkEvent, ResultEvent
 from stage_runtime.errors import InvalidRequest
 from stage_runtime.web import schemas, strictjson
 from stage_runtime.web.multipart import FormPart
 from stage_runtime.web.translating import jsonable
-from stage_runtime.wire.values import OmniRequest
+from stage_runtime.web.translating.outputs import StreamedKinds
+from stage_runtime.wire import outputs
+from stage_runtime.wire.outputs import USAGE_SO_FAR
+from stage_runtime.wire.values import Audio, OmniRequest, Text, ToolCall, Usage
 
 DECODER: Final = msgspec.json.Decoder(schemas.PipelineBody)
 _ANY: Final = msgspec.json.Decoder(Any)
@@ -58,23 +62,67 @@ def request(body: schemas.PipelineBody, request_id: str) -> OmniRequest:
 
 
 class Results:
-    """Collects ``{stage: value}``: a stage's result, or the list of its chunks when it gave none."""
+    """Collects ``{stage: value}``: a stage's result, or the list of its chunks when it gave none.
+
+    Where both are outputs for a client (`omni.Text`, `omni.Usage`, …), the result is what follows the chunks: a stage
+    that generates streams its text and ends with its usage.
+    """
 
     def __init__(self) -> None:
         self._results: dict[str, Any] = {}
         self._chunks: dict[str, list[Any]] = {}
+        self._streamed = StreamedKinds()
 
     def add(self, event: AnswerEvent) -> None:
         match event:
             case ChunkEvent():
-                self._chunks.setdefault(event.stage, []).append(jsonable.plain(event.data))
+                self._chunks.setdefault(event.stage, []).append(event.data)
+                for value in _values(event.data):
+                    self._streamed.repeats(event, type(value))
             case ResultEvent(has_data=True):
-                self._results[event.stage] = jsonable.plain(event.data)
+                chunks = self._chunks.pop(event.stage, [])
+                values = [value for data in chunks for value in _values(data)]
+                rest = [one for one in _values(event.data) if not self._is_whole(event, one)]
+                if values and rest and outputs.unshown([*values, *rest]) is None:
+                    self._results[event.stage] = jsonable.plain(_joined([*values, *rest]))
+                else:
+                    self._results[event.stage] = jsonable.plain(event.data)
             case ResultEvent():
-                self._results[event.stage] = self._chunks.get(event.stage, [])
+                chunks = self._chunks.pop(event.stage, [])
+                self._results[event.stage] = [jsonable.plain(data) for data in chunks]
+
+    def _is_whole(self, event: ResultEvent, value: Any) -> bool:
+        """Whether the chunks had it already, in pieces."""
+        return isinstance(value, Text | Audio | ToolCall) and self._streamed.repeats(event, type(value))
 
     def finish(self) -> dict[str, Any]:
         return self._results
+
+
+def _values(data: Any) -> list[Any]:
+    return data if type(data) is list else [] if data is None else [data]
+
+
+def _joined(values: list[Any]) -> list[Any]:
+    """The text of each choice as one, where its first piece was; the usage added up."""
+    made: list[Any] = []
+    places: dict[Any, int] = {}
+    for value in values:
+        place = places.setdefault((type(value), getattr(value, "choice", 0)), len(made))
+        match value:
+            case Text() if place < len(made):
+                made[place] = _longer(made[place], value)
+            case Usage() if place < len(made):
+                made[place] = Usage(*(sum(pair) for pair in zip(astuple(made[place]), astuple(value), strict=True)))
+            case _:
+                made.append(value)
+    return made
+
+
+def _longer(text: Text, more: Text) -> Text:
+    both = text.logprobs is not None or more.logprobs is not None
+    logprobs = [*(text.logprobs or ()), *(more.logprobs or ())] if both else None
+    return Text(text.text + more.text, text.choice, logprobs)
 
 
 def named(event: AnswerEvent) -> tuple[str, dict[str, Any]]:
@@ -84,8 +132,8 @@ def named(event: AnswerEvent) -> tuple[str, dict[str, Any]]:
             chunk = {"stage": event.stage, "index": event.index, "data": jsonable.plain(event.data)}
             if event.modality is not None:
                 chunk["modality"] = event.modality
-            if event.metadata:
-                chunk["metadata"] = jsonable.plain(event.metadata)
+            if metadata := {key: value for key, value in (event.metadata or {}).items() if key != USAGE_SO_FAR}:
+                chunk["metadata"] = jsonable.plain(metadata)
             return "chunk", chunk
         case ResultEvent(has_data=True):
             return "result", {"stage": event.stage, "data": jsonable.plain(event.data)}

@@ -118,7 +118,7 @@ class Transcript:
         return {"task": "transcribe", "language": language, "duration": duration, **answer, **known}
 
     def _counted(self) -> bool:
-        return self._outputs.prompt_tokens + self._outputs.completion_tokens > 0
+        return self._outputs.tokens()["total_tokens"] > 0
 
 
 def _checked(fields: schemas.TranscriptionFields) -> str:

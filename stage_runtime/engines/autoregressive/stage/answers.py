@@ -20,6 +20,7 @@ from stage_runtime.engines.autoregressive.core.choices import Choice
 from stage_runtime.engines.autoregressive.core.engine_core import EngineCoreOutput, EngineCoreRequest
 from stage_runtime.engines.autoregressive.core.output_processor import OutputProcessor, RequestOutput
 from stage_runtime.engines.autoregressive.sampling import parameters
+from stage_runtime.engines.autoregressive.stage.client_reports import ClientReport
 from stage_runtime.engines.autoregressive.text import call_forms, decoding, prompting
 from stage_runtime.engines.autoregressive.text.call_parsers import THINK, Asked
 from stage_runtime.engines.autoregressive.text.controls import TextEncoder
@@ -73,6 +74,7 @@ class _Answer:
         self.payload = payload
         self.choices: dict[str, Choice] = {}  #: By the engine's names.
         self.yields = Yields(work, outbox)
+        self.report: ClientReport | None = None  #: Of a terminal stage.
         self.gate: Gate | None = None  #: Its consumer lags behind.
         self.scheduled = False
 
@@ -210,6 +212,8 @@ class GenerationAnswers:
     def _enter(self, pending: _Pending, entered: list[Entered]) -> list[Entered]:
         name, work, count = pending.name, pending.work, len(entered[0][0].prompt_token_ids)
         answer = _Answer(name, work, pending.payload, self.outbox)
+        if self._context is not None and self._context.terminal:
+            answer.report = ClientReport(completes=pending.payload.request.kind != "pipeline")
         self._answers[name] = answer
         self._names[work] = tuple(request.request_id for request, _prepared in entered)
         asked = self._asked(pending.prompt, entered[0][0].prompt_token_ids)
@@ -329,7 +333,8 @@ class GenerationAnswers:
         if 0 < generation.completion_tokens == len(generation.tokens):
             self._emit(profile.SCHEDULER_FIRST_EMIT, answer.work)
         try:
-            for item in self._deliver(answer.payload, generation):
+            given = self._deliver(answer.payload, generation)
+            for item in given if answer.report is None else answer.report.added_to(given, generation):
                 gate = answer.yields.take(item)
                 if gate is not None and not gate.done():
                     answer.gate = gate

@@ -1,0 +1,65 @@
+"""Tokens of one answer, so far and in all: stages report `Usage`, and their chunks carry counts until then. Pure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from stage_runtime.coordinator.events import AnswerEvent, ChunkEvent, TokenUsage
+from stage_runtime.wire.outputs import USAGE_SO_FAR
+from stage_runtime.wire.values import Usage
+
+_NONE = (0, 0, 0)
+Counts = tuple[int, int, int]
+
+
+class TokenCounts:
+    """Takes a request's events in order. Nothing in them is trusted: an author may write the same metadata."""
+
+    def __init__(self) -> None:
+        self._carried: dict[str, Counts] = {}  #: By stage: the last that a chunk has carried.
+        self._reported: dict[str, Counts] = {}  #: By stage: the sum of what it has reported.
+
+    def take(self, event: AnswerEvent) -> None:
+        """`note`, and `add` for each value."""
+        self.note(event)
+        for value in event.data if type(event.data) is list else (event.data,):
+            if type(value) is Usage:
+                self.add(event.stage, value)
+
+    def shown(self) -> TokenUsage | None:
+        """None: no stage has said anything."""
+        if not self._carried and not self._reported:
+            return None
+        total = self.total
+        return TokenUsage(
+            prompt_tokens=total.prompt_tokens,
+            completion_tokens=total.completion_tokens,
+            cached_tokens=total.cached_tokens,
+        )
+
+    def note(self, event: AnswerEvent) -> None:
+        """Beside `add` for each of its values."""
+        if isinstance(event, ChunkEvent) and event.metadata and USAGE_SO_FAR in event.metadata:
+            carried = event.metadata[USAGE_SO_FAR]
+            if _are_counts(carried):
+                self._carried[event.stage] = tuple(carried)
+
+    def add(self, stage: str, usage: Usage) -> None:
+        prompt, completion, cached = self._reported.get(stage, _NONE)
+        self._reported[stage] = (
+            prompt + usage.prompt_tokens,
+            completion + usage.completion_tokens,
+            cached + usage.cached_tokens,
+        )
+
+    @property
+    def total(self) -> Usage:
+        """Of all stages. A stage's report counts, once it is not behind what its chunks have carried."""
+        stages = self._carried.keys() | self._reported.keys()
+        both = [(self._carried.get(one, _NONE), self._reported.get(one, _NONE)) for one in stages]
+        most = [tuple(map(max, *pair)) for pair in both]
+        return Usage(*(sum(counts) for counts in zip(*most, strict=True))) if most else Usage()
+
+
+def _are_counts(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 3 and all(type(one) is int and one >= 0 for one in value)

@@ -1,0 +1,32 @@
+"""A chat stage that a request's text ends: ``die`` kills its process, ``wait FILE`` waits for a file, others answer."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import stage_runtime as omni
+
+
+def front() -> Any:
+    def run(payload: omni.StagePayload) -> Any:
+        return payload.data
+
+    return run
+
+
+def chat() -> Any:
+    async def run(session: Any) -> AsyncIterator[omni.Chunk]:
+        payload = await session.payload()
+        word, _, rest = payload.request.last_text().partition(" ")
+        if word == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        while word == "wait" and not Path(rest).exists():
+            await asyncio.sleep(0.01)
+        yield omni.Chunk(omni.Text(f"heard {word}"))
+
+    return omni.Streaming(run)

@@ -1,0 +1,60 @@
+"""A request that kills the process it runs in: it ends after two deaths, its neighbours are served."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import openai
+import pytest
+
+from omnipipeline_spec.pipeline import PipelineConfig, StageConfig
+from tests.e2e.local_pipelines import Client, at_rest, coordinator, eventually, holds, replicas, running
+
+
+def killers(count: int) -> PipelineConfig:
+    return PipelineConfig(
+        name="killers",
+        serves=["chat"],
+        stages=[
+            StageConfig(name="front", process="front", factory="killer_stages:front", next=["chat"]),
+            StageConfig(name="chat", process="chat", factory="killer_stages:chat", terminal=True),
+        ],
+        process_groups=replicas(chat=count),
+        coordinator=coordinator(),
+    )
+
+
+def deaths(base: Path) -> int:
+    return (base / "log").read_text().count("with these requests under way")
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_request_that_kills_its_process_ends_after_two_deaths_and_its_neighbours_are_served(
+    count: int, stream: bool, base: Path
+) -> None:
+    async with running(killers(count), base) as pipeline, Client(pipeline.url) as looking:
+        async with openai.AsyncOpenAI(base_url=f"{pipeline.url}/v1", api_key="none") as client:  # repeats twice
+
+            async def ask(text: str) -> str | None:
+                messages = [{"role": "user", "content": text}]
+                answer = await client.chat.completions.create(model="m", messages=messages)  # type: ignore[arg-type]
+                return answer.choices[0].message.content
+
+            neighbours = [asyncio.create_task(ask(f"wait {base / 'go on'}")) for _ in range(4)]
+            await eventually(lambda: holds(looking, "chat", 4))
+            with pytest.raises(openai.InternalServerError) as caught:
+                await client.chat.completions.create(
+                    model="m",
+                    messages=[{"role": "user", "content": "die now"}],
+                    stream=stream,
+                    extra_headers={"x-request-id": "the-killer"},
+                )
+            assert (caught.value.code, caught.value.response.headers["x-should-retry"]) == ("stage_failed", "false")
+            (base / "go on").touch()
+            assert await asyncio.gather(*neighbours) == ["heard wait"] * 4
+            assert await ask("hello") == "heard hello"
+        await at_rest(looking)
+    assert deaths(base) == 2
+    assert "request the-killer was under way at each of these instances of 'chat'" in (base / "log").read_text()

@@ -1,0 +1,87 @@
+"""Keys that clients of other servers send: taken where they ask for nothing, else refused by a useful name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+
+from stage_runtime.wire.values import Text
+from tests.web.running import PATIENCE_S, start
+from tests.web.scripted_manager import chunk, play
+
+ASK = {"model": "any", "messages": [{"role": "user", "content": "hi"}]}
+
+
+async def answered(body: dict[str, Any], path: str = "/v1/chat/completions") -> httpx.Response:
+    async with start(play(chunk(Text("ok")))) as running, httpx.AsyncClient(timeout=PATIENCE_S) as client:
+        return await client.post(running.url + path, json=body)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"add_generation_prompt": True, "skip_special_tokens": True, "echo": False, "best_of": 1},
+        {"length_penalty": 1.0, "priority": 0, "bad_words": [], "use_beam_search": False, "include_reasoning": True},
+        {"guided_json": None, "whatever": None, "documents": None},
+        {"stream_options": {"include_usage": True}},
+        {"stream_options": {"include_usage": True, "continuous_usage_stats": True}},
+        {"stream_options": {"nobody_knows": None}},
+        {"audio": {"nobody_knows": None}},
+    ],
+)
+async def test_what_asks_for_nothing_is_accepted(more: dict[str, Any]) -> None:
+    answer = await answered(ASK | more)
+    assert (answer.status_code, answer.json()["choices"][0]["message"]["content"]) == (200, "ok")
+
+
+@pytest.mark.parametrize(
+    ("more", "param", "message"),
+    [
+        ({"echo": True}, "echo", "echo: unknown parameter"),
+        ({"echo": 0}, "echo", "echo: unknown parameter"),
+        (
+            {"guided_json": {}},
+            "guided_json",
+            "guided_json: unknown parameter; here it is response_format of the type json_schema",
+        ),
+        ({"max_new_tokens": 5}, "max_new_tokens", "max_new_tokens: unknown parameter; here it is max_tokens"),
+        ({"best_of": 2, "echo": False}, "best_of", "best_of: unknown parameter; here it is n"),
+        ({"temprature": 1, "echo": None}, "temprature", "temprature: unknown parameter; did you mean 'temperature'?"),
+        ({"echo": None, "top_p": 7}, "top_p", "top_p: expected `float` <= 1.0"),
+        (
+            {"stream_options": {"sometimes": True}},
+            "stream_options.sometimes",
+            "stream_options.sometimes: unknown parameter",
+        ),
+        (
+            {"modalities": ["smell"]},
+            "modalities[0]",
+            "modalities[0]: invalid enum value 'smell'; known are audio, text",
+        ),
+        ({"max_tokens": 10**10}, "max_tokens", "max_tokens: expected `int` <= 1000000000"),
+        (
+            {"max_completion_tokens": 10**10},
+            "max_completion_tokens",
+            "max_completion_tokens: expected `int` <= 1000000000",
+        ),
+    ],
+)
+async def test_what_asks_for_something_is_refused_by_its_own_name(
+    more: dict[str, Any], param: str, message: str
+) -> None:
+    answer = await answered(ASK | more)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"], error["message"]) == (400, param, message)
+
+
+async def test_a_null_in_a_pipelines_body_is_not_inside_its_inputs() -> None:
+    answer = await answered({"inputs": {"a": None}, "whatever": None}, "/v1/pipeline")
+    assert answer.status_code == 200
+    assert (await answered({"inputs": {}, "whatever": 1}, "/v1/pipeline")).status_code == 400
+
+
+async def test_other_routes_list_the_values_that_they_know() -> None:
+    answer = await answered({"input": "x", "stream_format": "odd"}, "/v1/audio/speech")
+    assert answer.json()["error"]["message"] == "stream_format: invalid enum value 'odd'; known are audio, sse"
