@@ -33,10 +33,13 @@ __all__ = [
     "Autoregressive",
     "Batched",
     "Chunk",
+    "Decoder",
+    "Feed",
     "Finish",
     "Generation",
     "InvalidRequest",
     "Media",
+    "NextRows",
     "Note",
     "OmniRequest",
     "Prompt",
@@ -47,6 +50,7 @@ __all__ = [
     "Simple",
     "StageContext",
     "StagePayload",
+    "Step",
     "Streaming",
     "Text",
     "ToolCall",
@@ -92,6 +96,9 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     literal: control strings in ``text`` are ordinary text, as they always are in the texts of ``messages``.
     priority: lower ones first, where the stage's policy is ``priority``. cache_salt: requests with different values
     share no cached prefix. template: more arguments for the chat template.
+    positions: where a model with three axes of positions (mrope) places the prompt's tokens, ``[3, tokens]`` of whole
+    numbers. position_delta: what is added to the index of a generated token. added_rows: ``(layer, places, rows)``:
+    floats ``[places, hidden]`` that are added to the output of a layer at these tokens of the prompt (DeepStack).
     pin: where the stage has several engines (``data_parallel_size``), prompts with an equal one go to the same engine,
     whose cache has what they share. data_parallel_rank: that engine; the prompt fails if there is none.
     """
@@ -105,6 +112,9 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0
     cache_salt: str = ""
     template: dict[str, Any] = {}
+    positions: Any = None
+    position_delta: int = 0
+    added_rows: Sequence[tuple[int, Sequence[int], Any]] = ()
     pin: str = ""
     data_parallel_rank: int | None = None
 
@@ -120,6 +130,9 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     choice: which of ``n`` answers this is a part of. ends: the last part of the request. tool_calls: calls that are
     whole now; their text is not in ``text``. hidden_rows: ``[tokens, hidden]``, where the stage has ``hidden_rows``:
     the last hidden state from which each token was chosen, on the CPU in the model's dtype.
+    rows: by the names of the stage's ``keep_rows``, ``[tokens, hidden]`` of these tokens; prompt_rows: as that, of the
+    prompt's tokens, in the part with the first token. emitted: what the stage's decoder gave for these tokens, one
+    after the other; None: nothing.
     """
 
     text: str = ""
@@ -137,6 +150,66 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     ends: bool = False
     tool_calls: tuple[ToolCall, ...] = ()
     hidden_rows: Any = None
+    rows: dict[str, Any] = {}
+    prompt_rows: dict[str, Any] = {}
+    emitted: Any = None
+
+
+class Feed(msgspec.Struct, frozen=True, kw_only=True):
+    """Rows for tokens that an `Autoregressive` stage is yet to generate: ``stream`` returns them for a chunk.
+
+    The input of each generated token is the row that the decoder's `after_step` gave and the next one of these. A
+    request waits without steps while none is there. With its first `Feed` a request's prompt is whole.
+    rows: floats ``[n, hidden]``; None: none yet. end: ``[hidden]``, added once after the last row. pad: ``[hidden]``,
+    added at every token after that. Both are given once. When all streams have ended, no row is waited for.
+    """
+
+    rows: Any = None
+    end: Any = None
+    pad: Any = None
+
+
+class Step(msgspec.Struct, frozen=True, kw_only=True):
+    """One step's new tokens, of all requests that go on, for `Decoder.after_step`.
+
+    tokens: ``[B]``. hidden: ``[B, hidden]``, the last hidden state from which each was chosen. places: how many tokens
+    each request had generated before. states: a dict of each request, kept until it ends, empty at first. sampling: of
+    each request, with ``temperature``, ``top_p``, ``top_k`` and ``greedy``. uniform: ``uniform(n)`` gives ``[B, n]``
+    numbers in [0, 1) that depend on a request's seed and the token's place alone.
+    """
+
+    tokens: Any
+    hidden: Any
+    places: Sequence[int]
+    states: Sequence[dict[str, Any]]
+    sampling: Sequence[Any]
+    uniform: Callable[[int], Any]
+
+
+class NextRows(msgspec.Struct, frozen=True, kw_only=True):
+    """What `Decoder.after_step` gives. rows: ``[B, hidden]``, each request's next input in place of its token.
+
+    emitted: ``[B, …]``, given out with the tokens. ends: whether each request ends with this token; then its row and
+    what was emitted for it are not used.
+    """
+
+    rows: Any
+    emitted: Any = None
+    ends: Sequence[bool] = ()
+
+
+class Decoder(Protocol):
+    """A model that `Autoregressive` computes in place of one of ``AutoModelForCausalLM``; made where it is computed.
+
+    ``decoder`` names its class. A class with a method ``after_step(step: Step) -> NextRows`` computes each token's
+    successor from a row of its own: it is called after each step, with all requests whose token does not end them.
+    """
+
+    def load(self, model: str, *, revision: str | None, dtype: Any, device: str) -> Any:
+        """A module that is called as transformers' causal language models: ``input_ids`` or ``inputs_embeds``,
+        ``position_ids``, ``use_cache``, ``return_dict``, and ``logits_to_keep`` if it has that argument; with
+        ``config``, ``get_input_embeddings``, ``get_output_embeddings`` and ``get_decoder``.
+        """
 
 
 class Autoregressive(msgspec.Struct, frozen=True, kw_only=True):
@@ -157,8 +230,9 @@ class Autoregressive(msgspec.Struct, frozen=True, kw_only=True):
     kv_cache_bytes: None takes what the device offers, at most what ``max_requests`` of full length need. policy:
     ``fcfs`` or ``priority``.
     stream: what a chunk of an upstream stage adds to the prompt: ``stream(chunk)`` returns token ids, a float tensor
-    ``[tokens, hidden]``, or None. A request begins with its first chunk, when ``prompt`` gets a payload without data;
-    what comes is computed at once, and the answer begins when all streams have ended. Without ``prompt`` there is
+    ``[tokens, hidden]``, a `Prompt` of parts (with positions and added rows), a `Feed`, a list of these, or None.
+    A request begins with its first chunk, when ``prompt`` gets a payload without data; what comes is computed
+    at once, and the answer begins with the first `Feed`, or when all streams have ended. Without ``prompt`` there is
     nothing before the stream. Where nothing streams into the stage, it is not called.
     dtype: of weights and cache: ``float32``, ``bfloat16``, ``float16``; ``auto`` takes bfloat16 where the device has
     instructions for it, else float32. A CPU without them refuses ``bfloat16``.
@@ -171,6 +245,10 @@ class Autoregressive(msgspec.Struct, frozen=True, kw_only=True):
     compile: compile the parts of layers beside attention by torch when the stage is loaded; where that fails, they are
     computed as they are without it.
     hidden_rows: give ``deliver`` the last hidden row of each token, for a stage that continues from it.
+    keep_rows: rows of named layers for ``deliver``: ``{name: (layer, of)}``. layer 0: each token's input row; k: the
+    output of the k-th layer, as transformers counts ``hidden_states``. of: ``prompt``, ``answer`` or ``all`` tokens; a
+    generated token's row of layer k > 0 is that from which it was chosen.
+    decoder: the class of a `Decoder`, ``module:Class``, where the model is not one of ``AutoModelForCausalLM``.
     overlap: schedule the next step while one is computed, in a thread beside the stage's. ``auto``: on GPUs, where a
     step leaves the processor idle; on a CPU both would use the same cores. It does not go with ``tpSize``.
     own_process: compute in a process of its own, so that nothing else of the stage delays a step.
@@ -205,6 +283,8 @@ class Autoregressive(msgspec.Struct, frozen=True, kw_only=True):
     kernels: str = "auto"
     compile: bool = False
     hidden_rows: bool = False
+    keep_rows: dict[str, tuple[int, Literal["prompt", "answer", "all"]]] | None = None
+    decoder: str | None = None
     overlap: bool | Literal["auto"] = "auto"
     own_process: bool = False
     data_parallel_size: int = 1

@@ -19,9 +19,11 @@ from stage_runtime.engines.autoregressive.kernels import fusing, linears
 from stage_runtime.engines.autoregressive.kernels.attention_pages import PageAttention
 from stage_runtime.engines.autoregressive.model.attention import GatherAttention
 from stage_runtime.engines.autoregressive.model.embeddings import ModelEmbeddings
+from stage_runtime.engines.autoregressive.model.kept_rows import KeptRows
 from stage_runtime.engines.autoregressive.model.model_runner import ModelRunner
 from stage_runtime.engines.autoregressive.model.models import PagedModel
-from stage_runtime.engines.autoregressive.sampling.model_output import ModelOutput
+from stage_runtime.engines.autoregressive.sampling.model_output import GivenRows, ModelOutput
+from stage_runtime.engines.autoregressive.sampling.model_output import joined as joined_rows
 from stage_runtime.engines.autoregressive.sampling.parameters import SamplingParams
 from stage_runtime.rules.autoregressive.blocks import BlockPool
 from stage_runtime.rules.autoregressive.requests import FinishReason
@@ -131,13 +133,15 @@ def core(
     model: Any = None,
     blocks: int = 64,
     overlapping: bool = False,
+    after_step: Callable[[Any], Any] | None = None,
+    keep_rows: Mapping[str, Any] | None = None,
     **limits: Any,
 ) -> EngineCore:
-    """model: instead of that of ``kind``; it is copied."""
+    """model: instead of that of ``kind``; it is copied. after_step: of its decoder. keep_rows: as of a stage."""
     chosen = {"block_size": 4, "max_requests": 8, "max_batched_tokens": 32, "max_chunk": 16, "max_model_len": 120}
     scheduler = Scheduler(SchedulerLimits(**{**chosen, **limits}), BlockPool(blocks))
     found = model or tiny_model(kind)
-    paged = PagedModel(copy.deepcopy(found) if fused or linear else found)
+    paged = PagedModel(copy.deepcopy(found) if fused or linear else found, after_step)
     if fused:
         fusing.fuse(paged.model)
     if linear is not None:
@@ -146,14 +150,17 @@ def core(
         from stage_runtime.engines.autoregressive.kernels import decoder_layers
 
         assert decoder_layers.join(paged.model) == paged.model.config.num_hidden_layers
-    runner = ModelRunner(paged, attention(backend), num_blocks=blocks, block_size=scheduler.limits.block_size)
+    size: dict[str, Any] = {"num_blocks": blocks, "block_size": scheduler.limits.block_size}
+    kept = KeptRows(keep_rows, paged, **size) if keep_rows else None
+    runner = ModelRunner(paged, attention(backend), kept=kept, **size)
     executor = ThreadExecutor(runner) if overlapping else InlineExecutor(runner)
     return EngineCore(
         scheduler,
         executor,
         end_ids=frozenset({END}),
         vocab_size=VOCABULARY,
-        embeddings=ModelEmbeddings(paged.row_size or 0, paged.dtype),
+        embeddings=ModelEmbeddings(paged.row_size or 0, paged.dtype, axes=paged.axes, layers=len(paged.decoder_layers)),
+        feeds_itself=after_step is not None,
     )
 
 
@@ -170,6 +177,7 @@ class Answers:
         self.engine = engine
         self.tokens: dict[str, list[int]] = {}
         self.hidden_rows: dict[str, list[Any]] = {}
+        self.rows: dict[str, GivenRows] = {}
         self.finish: dict[str, tuple[FinishReason, Any]] = {}
 
     def ask(self, name: str, prompt: Sequence[int], params: SamplingParams = GREEDY, **others: Any) -> None:
@@ -183,6 +191,8 @@ class Answers:
         for one in outputs:
             self.tokens[one.request_id] += one.new_token_ids
             self.hidden_rows[one.request_id] += one.hidden_rows
+            if (rows := joined_rows(self.rows.get(one.request_id), one.rows)) is not None:
+                self.rows[one.request_id] = rows
             if one.finish is not None:
                 assert one.request_id not in self.finish
                 self.finish[one.request_id] = (one.finish, one.reason)

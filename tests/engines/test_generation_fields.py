@@ -175,7 +175,7 @@ def test_a_stage_whose_steps_overlap_gives_the_same_answers(
     assert set(json.loads(whole(found[1], "text"))) == {"good", "size"}
 
 
-class CountingTokenizer(PreTrainedTokenizerFast):
+class CountingTokenizer(PreTrainedTokenizerFast):  # type: ignore[misc]  # transformers is not typed here
     """Counts how often llguidance's tokenizer is made of it."""
 
     made = 0

@@ -12,10 +12,9 @@ import torch
 from stage_runtime.engines.autoregressive.clients.sync_mp import SyncMPClient
 from stage_runtime.engines.autoregressive.core.engine_core import EngineCoreRequest
 from stage_runtime.engines.autoregressive.model.embeddings import ModelEmbeddings
-from stage_runtime.engines.autoregressive.process.engine_messages import Extension
 from stage_runtime.engines.autoregressive.process.launching import EngineLaunch
 from stage_runtime.engines.autoregressive.sampling.parameters import SamplingParams
-from stage_runtime.engines.autoregressive.text.prompt_rows import ROW, PromptRows
+from stage_runtime.engines.autoregressive.text.prompt_rows import ROW, Extension, RequestRows
 from tests.engines.generation_kit import (
     BACKENDS,
     CONFIGS,
@@ -142,7 +141,7 @@ def test_rows_are_named_by_their_content_below_zero_and_differently_in_each_proc
 
 
 def test_rows_of_a_range_come_in_pieces() -> None:
-    kept = PromptRows()
+    kept = RequestRows()
     kept.add(2, list("abc"))
     kept.add(7, list("de"))
     assert kept.within(0, 9) == [(2, ["a", "b", "c"]), (7, ["d", "e"])]

@@ -32,11 +32,17 @@ def successor(tokens: list[int]) -> int:
     return (sum((index + 1) * token for index, token in enumerate(tokens)) * 31 + 7) % 50
 
 
-def expected(prompt: list[int], limits: TokenLimits) -> list[int]:
-    request = Request("alone", prompt, limits)
+def expected(prompt: list[int], limits: TokenLimits, name: str = "alone", feeds_itself: bool = False) -> list[int]:
+    request = Request(name, prompt, limits, feeds_itself=feeds_itself)
     while request.generated == 0 or request.ending() is None:
-        request.tokens.append(successor(request.tokens))
+        request.tokens.append(successor([written(request, at) for at in range(len(request.tokens))]))
     return request.tokens
+
+
+def written(request: Request, position: int) -> int:
+    """What the model keeps of a token: of one that it generated for itself, what is this request's alone."""
+    own = request.feeds_itself and position >= request.prompt_tokens
+    return request.tokens[position] + 100 * sum(map(ord, request.id)) * own
 
 
 class Paper:
@@ -51,7 +57,7 @@ class Paper:
         for row in step.rows:
             for position in range(row.start, row.start + row.count):
                 block = row.blocks[position // self.size]
-                self.memory[block][position % self.size] = row.request.tokens[position]
+                self.memory[block][position % self.size] = written(row.request, position)
         return {row.request.id: self._read(row) for row in step.rows if row.samples}
 
     def _read(self, row: Any) -> int:
@@ -76,9 +82,19 @@ def ask(
     priority: int = 0,
     hold: Hold | None = None,
     open: bool = False,
+    feeds_itself: bool = False,
+    fed: int | None = None,
     **limits: Any,
 ) -> Request:
-    request = Request(name, prompt, TokenLimits(**{"max_tokens": 4, **limits}), priority=priority, open=open)
+    request = Request(
+        name,
+        prompt,
+        TokenLimits(**{"max_tokens": 4, **limits}),
+        priority=priority,
+        open=open,
+        feeds_itself=feeds_itself,
+        fed=fed,
+    )
     scheduler.add(request, hold)
     return request
 
@@ -297,6 +313,60 @@ def test_an_extension_that_does_not_fit_raises_and_changes_nothing() -> None:
     assert request.tokens == [1, 2]
 
 
+def test_a_request_computes_no_more_tokens_than_rows_of_its_stream_have_come() -> None:
+    scheduler = make()
+    paper = Paper(scheduler)
+    request = ask(scheduler, "a", [1, 2, 3], feeds_itself=True, fed=0)
+    paper.step()
+    assert (request.generated, request.state, scheduler.has_requests()) == (1, RequestStatus.PAUSED, False)
+    scheduler.feed("a", 2, last=False)
+    assert scheduler.has_requests()
+    paper.step()
+    paper.step()
+    assert (request.generated, request.state, scheduler.held) == (3, RequestStatus.PAUSED, 1)
+    scheduler.feed("a", 0, last=True)
+    while scheduler.has_requests():
+        paper.step()
+    assert request.tokens == expected([1, 2, 3], TokenLimits(max_tokens=4), "a", feeds_itself=True)
+    assert scheduler.pool.free == scheduler.pool.capacity
+    scheduler.feed("a", 1, last=False)  # it has finished
+
+
+def test_a_request_that_waits_for_rows_gives_its_blocks_to_others_and_loses_no_token() -> None:
+    scheduler = make(blocks=7, prefix_caching=False)
+    paper = Paper(scheduler)
+    waits = ask(scheduler, "waits", [1, 2, 3, 4, 5], feeds_itself=True, fed=1)
+    paper.step()
+    paper.step()
+    assert (waits.generated, waits.state) == (2, RequestStatus.PAUSED)
+    other = ask(scheduler, "other", [1, 2, 3, 4, 5, 6, 7], max_tokens=3)
+    while scheduler.has_requests():
+        paper.step()
+    assert (other.state, waits.state, waits.blocks) == (RequestStatus.FINISHED, RequestStatus.HELD, [])
+    scheduler.feed("waits", 5, last=False)
+    while scheduler.has_requests():
+        paper.step()
+    assert waits.tokens == expected([1, 2, 3, 4, 5], TokenLimits(max_tokens=4), "waits", feeds_itself=True)
+
+
+def test_blocks_of_tokens_that_a_request_feeds_itself_are_not_shared() -> None:
+    scheduler = make()
+    paper = Paper(scheduler)
+    first = ask(scheduler, "first", [1, 2, 3], feeds_itself=True)
+    while scheduler.has_requests():
+        paper.step()
+    second = ask(scheduler, "second", first.tokens[:6])
+    paper.step()
+    assert second.hit_tokens == 2, "the whole block of the prompt, and none of what was generated"
+
+
+def test_rows_for_a_request_that_waits_for_none_are_refused() -> None:
+    scheduler = make()
+    ask(scheduler, "a", [1])
+    with pytest.raises(IllegalEvent, match="waits for no rows"):
+        scheduler.feed("a", 1, last=False)
+
+
 def test_what_can_never_be_computed_is_refused_and_changes_nothing() -> None:
     scheduler = make(blocks=6)
     ask(scheduler, "a", [1])
@@ -390,12 +460,26 @@ class Schedulers(RuleBasedStateMachine):
         max_tokens=st.integers(1, 8),
         priority=st.integers(0, 2),
         hold=st.sampled_from([None, None, Hold.UPSTREAM_ROWS]),
+        feeds_itself=st.booleans(),
+        fed=st.sampled_from([None, 0, 2]),
     )
-    def add(self, prompt: list[int], open: bool, max_tokens: int, priority: int, hold: Hold | None) -> None:
+    def add(self, prompt: list[int], max_tokens: int, open: bool, **fields: Any) -> None:
         name = str(len(self.requests))
         prompt = prompt[1:] if open else prompt
-        request = ask(self.scheduler, name, prompt, priority=priority, hold=hold, max_tokens=max_tokens, open=open)
+        request = ask(self.scheduler, name, prompt, open=open, max_tokens=max_tokens, **fields)
         self.requests[name] = (prompt, request)
+
+    @precondition(lambda self: self.waiting_for_rows())
+    @rule(data=st.data(), rows=st.integers(0, 3), last=st.booleans())
+    def feed(self, data: st.DataObject, rows: int, last: bool) -> None:
+        self.scheduler.feed(data.draw(st.sampled_from(self.waiting_for_rows())), rows, last=last)
+
+    def waiting_for_rows(self) -> list[str]:
+        return [
+            name
+            for name, (_prompt, one) in self.requests.items()
+            if one.fed is not None and one.state is not RequestStatus.FINISHED
+        ]
 
     @precondition(lambda self: self.growing())
     @rule(data=st.data(), tokens=st.lists(st.integers(0, 2), max_size=5), last=st.booleans())
@@ -423,6 +507,7 @@ class Schedulers(RuleBasedStateMachine):
             step = self.scheduler.schedule()
             left = self.scheduler.limits.max_batched_tokens - step.total_num_scheduled_tokens
             assert self.scheduler._budget == left, "rows of preempted requests give their tokens back"
+            assert all(row.start + row.count <= row.request.ready for row in step.rows)
             self.under_way.append((step, self.paper.run(step)))
 
     @precondition(lambda self: self.under_way)
@@ -504,7 +589,7 @@ class Schedulers(RuleBasedStateMachine):
             if request.open:
                 assert request.tokens == prompt
                 continue
-            whole = expected(prompt, request.limits)
+            whole = expected(prompt, request.limits, request.id, request.feeds_itself)
             assert request.tokens == whole[: len(request.tokens)]
             if self.ended.get(request.id) is FinishReason.LENGTH:
                 assert request.tokens == whole[: self.scheduler.longest]
@@ -523,7 +608,8 @@ class Schedulers(RuleBasedStateMachine):
         held = [name for name, (_prompt, one) in self.requests.items() if one.state in waiting]
         assert set(self.ended) == set(self.requests) - set(held)
         for name in held:
-            assert self.requests[name][1].open or self.requests[name][1].state is RequestStatus.HELD
+            request = self.requests[name][1]
+            assert request.open or request.fed is not None or request.state is RequestStatus.HELD
         self.scheduler.finish(held)
         assert self.scheduler.pool.free == self.scheduler.pool.capacity
         assert not self.scheduler._filling

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from hashlib import blake2b
 from typing import Final
 
@@ -20,15 +20,24 @@ class BlockFault(Exception):
     """A block was used in a way that its owner may not; nothing was changed."""
 
 
-def hash_blocks(tokens: Sequence[int], block_size: int, known: Sequence[bytes] = (), salt: bytes = b"") -> list[bytes]:
+def hash_blocks(
+    tokens: Sequence[int],
+    block_size: int,
+    known: Sequence[bytes] = (),
+    salt: bytes = b"",
+    also: Callable[[int, int], bytes] | None = None,
+) -> list[bytes]:
     """Hashes of the full blocks of ``tokens``, each over everything before it too.
 
-    known: hashes of the first blocks, computed before. salt: requests with another one share nothing.
+    known: hashes of the first blocks, computed before. salt: requests with another one share nothing. also: what tokens
+    ``start .. end`` are computed from beside their ids.
     """
     hashes = list(known)
     previous = hashes[-1] if hashes else salt
     for end in range((len(hashes) + 1) * block_size, len(tokens) + 1, block_size):
         content = array("q", tokens[end - block_size : end]).tobytes()
+        if also is not None:
+            content += also(end - block_size, end)
         previous = blake2b(previous + content, digest_size=HASH_BYTES).digest()
         hashes.append(previous)
     return hashes

@@ -9,13 +9,14 @@ from typing import Any, Final, TypeAlias
 import msgspec
 
 from stage_runtime.errors import IllegalEvent
+from stage_runtime.rules.autoregressive.blocks import hash_blocks
 
 
 class RequestStatus(Enum):
     WAITING = "waiting"  #: In the queue, without blocks.
     HELD = "held"  #: Waits for something outside (remote KV, upstream rows); not in the queue, never polled.
     RUNNING = "running"  #: Scheduled in every step that has room for it.
-    PAUSED = "paused"  #: What has come of its prompt is computed; it keeps its blocks and waits for rows, never polled.
+    PAUSED = "paused"  #: All rows that have come are computed; it keeps its blocks and waits for more, never polled.
     PREEMPTED = "preempted"  #: Its blocks were taken away: in the queue again, to be computed from the start.
     FINISHED = "finished"
 
@@ -83,9 +84,9 @@ class Request:
     """What the scheduler knows of one request. Changed by the scheduler alone."""
 
     __slots__ = (
-        "arrival", "begun", "blocks", "computed", "follows", "hashes", "hit_tokens", "id", "in_flight", "lacks",
-        "limits", "matcher", "open", "preemptions", "priority", "prompt_tokens", "rows", "salt", "state", "ticket",
-        "tokens",
+        "arrival", "begun", "blocks", "computed", "fed", "feeds_itself", "follows", "hashes", "hit_tokens", "id",
+        "in_flight", "lacks", "limits", "matcher", "open", "preemptions", "priority", "prompt_tokens", "rows", "salt",
+        "state", "ticket", "tokens",
     )  # fmt: skip
 
     def __init__(
@@ -98,9 +99,11 @@ class Request:
         hashes: Sequence[bytes] = (),
         salt: bytes = b"",
         open: bool = False,
+        feeds_itself: bool = False,
+        fed: int | None = None,
     ) -> None:
         """priority: lower ones first, where the policy looks at it. hashes: of the prompt's first full blocks, with
-        ``salt``. open: more of the prompt will come."""
+        ``salt``. open: more of the prompt will come. feeds_itself, fed: see the fields."""
         self.id = id
         self.limits = limits
         self.priority = priority
@@ -112,6 +115,10 @@ class Request:
         self.hashes = list(hashes)  #: Of the first full blocks of ``tokens``; the rest are computed when needed.
         self.salt = salt
         self.open = open
+        #: The model takes rows made from its own steps in place of generated tokens, so their blocks are not shared.
+        self.feeds_itself = feeds_itself
+        #: Rows of its stream that have come: each generated token is computed with one. None: it waits for none.
+        self.fed = fed
         self.begun = False  #: It has been scheduled.
         self.state = RequestStatus.WAITING
         self.matcher: Any = None  #: Its grammar's state: the core's alone.
@@ -130,13 +137,31 @@ class Request:
     @property
     def ready(self) -> int:
         """Tokens that may be computed now. Of an open prompt the last one waits: the answer may follow it."""
-        return len(self.tokens) - (self.open and bool(self.tokens))
+        come = len(self.tokens) - (self.open and bool(self.tokens))
+        return come if self.fed is None else min(come, self.prompt_tokens + self.fed)
+
+    @property
+    def shareable(self) -> int:
+        """Tokens whose keys and values are the same wherever the same tokens stand before them."""
+        return self.prompt_tokens if self.feeds_itself else len(self.tokens)
+
+    def hash(self, block_size: int) -> list[bytes]:
+        """Of its full blocks, as far as others may share them; those that are known already are not computed again."""
+        if (len(self.hashes) + 1) * block_size <= self.shareable:
+            also = None if self.rows is None else self.rows.key
+            tokens = self.tokens[: self.shareable] if self.feeds_itself else self.tokens
+            self.hashes = hash_blocks(tokens, block_size, self.hashes, self.salt, also)
+        return self.hashes
 
     def grow(self, tokens: Sequence[int], *, last: bool) -> None:
         """More of an open prompt. last: it is whole."""
         self.tokens += tokens
         self.prompt_tokens = len(self.tokens)
         self.open = not last
+
+    def feed(self, rows: int, *, last: bool) -> None:
+        """More rows of its stream. last: it waits for none from now on."""
+        self.fed = None if last or self.fed is None else self.fed + rows
 
     def happen(self, event: RequestEvent) -> None:
         """Raises: IllegalEvent: the table does not list it; nothing is changed then."""
@@ -147,10 +172,17 @@ class Request:
 
     def ending(self) -> tuple[FinishReason, Reason] | None:
         """Whether the token generated last ends it, and the stop token that did."""
-        last, limits = self.tokens[-1], self.limits
-        if self.generated >= limits.min_tokens:
+        return self._ending(self.tokens[-1], self.generated)
+
+    def ends_by(self, token: int) -> tuple[FinishReason, Reason] | None:
+        """As `ending`, were ``token`` the next one."""
+        return self._ending(token, self.generated + 1)
+
+    def _ending(self, last: int, generated: int) -> tuple[FinishReason, Reason] | None:
+        limits = self.limits
+        if generated >= limits.min_tokens:
             if last in limits.end_ids:
                 return FinishReason.STOP, None
             if last in limits.stop_ids:
                 return FinishReason.STOP, last
-        return (FinishReason.LENGTH, None) if self.generated >= limits.max_tokens else None
+        return (FinishReason.LENGTH, None) if generated >= limits.max_tokens else None

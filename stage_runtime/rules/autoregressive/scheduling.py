@@ -14,7 +14,7 @@ from typing import Final
 
 from stage_runtime.errors import ContextLengthExceeded, IllegalEvent
 from stage_runtime.rules.autoregressive import steps
-from stage_runtime.rules.autoregressive.blocks import BlockPool, hash_blocks
+from stage_runtime.rules.autoregressive.blocks import BlockPool
 from stage_runtime.rules.autoregressive.requests import (
     QUEUED,
     FinishReason,
@@ -143,12 +143,28 @@ class Scheduler:
         request.grow(tokens, last=last)
         if request.begun:
             self.stats.prompt_tokens += len(tokens)
+        self._rows_came(request)
+
+    def feed(self, request_id: str, rows: int, *, last: bool) -> None:
+        """More rows of a request's stream have come, one for each token that it generates. last: it waits for none.
+
+        Raises: IllegalEvent: it waits for none. A request that has finished meanwhile is no fault.
+        """
+        request = self._requests.get(request_id)
+        if request is None:
+            return
+        if request.fed is None:
+            raise IllegalEvent(f"request {request_id}", "fed while it waits for no rows", ())
+        request.feed(rows, last=last)
+        self._rows_came(request)
+
+    def _rows_came(self, request: Request) -> None:
         if request.ready <= request.computed:
             return
         if request.state is RequestStatus.PAUSED:
-            self._resuming[request_id] = request
-        elif self._holds.get(request_id) is Hold.UPSTREAM_ROWS:
-            self.release(request_id)
+            self._resuming[request.id] = request
+        elif self._holds.get(request.id) is Hold.UPSTREAM_ROWS:
+            self.release(request.id)
 
     def _check_length(self, count: int, *, whole: bool) -> None:
         if whole and not count:
@@ -372,7 +388,7 @@ class Scheduler:
                         request, token, (FinishReason.STOP, ended[request.id]) if request.id in ended else None
                     )
                 )
-            elif request.open and not request.in_flight and request.computed >= request.ready:
+            if request.state is RequestStatus.RUNNING and not request.in_flight and request.computed >= request.ready:
                 self._pause(request)
         return updates
 
@@ -399,7 +415,6 @@ class Scheduler:
         self._filled(request, filled)
 
     def _hashes(self, request: Request, blocks: int) -> list[bytes]:
-        """Of the request's first ``blocks`` full blocks."""
-        if blocks > len(request.hashes):
-            request.hashes = hash_blocks(request.tokens, self.limits.block_size, request.hashes, request.salt)
-        return request.hashes[:blocks]
+        """Of the request's first ``blocks`` full blocks, as far as others may share them."""
+        known = request.hashes if blocks <= len(request.hashes) else request.hash(self.limits.block_size)
+        return known[:blocks]

@@ -23,7 +23,6 @@ from stage_runtime.engines.autoregressive.process.engine_messages import (
     EngineCoreOutputs,
     EngineCoreRequestType,
     EngineReady,
-    Extension,
     Refused,
     SchedulerStats,
     UtilityCall,
@@ -32,6 +31,7 @@ from stage_runtime.engines.autoregressive.process.engine_messages import (
 )
 from stage_runtime.engines.autoregressive.process.launching import EngineLaunch, EngineProcess
 from stage_runtime.engines.autoregressive.process.serial import Buffer, MsgpackDecoder, MsgpackEncoder
+from stage_runtime.engines.autoregressive.text.prompt_rows import Extension
 from stage_runtime.errors import EngineDeadError, OmniError, PeerError, ProtocolError, RequestError
 from stage_runtime.sockets import multipart
 

@@ -12,10 +12,10 @@ from stage_runtime.engines.autoregressive.core.engine_core import EngineCoreRequ
 from stage_runtime.engines.autoregressive.process.engine_messages import (
     Coordination,
     EngineCoreOutputs,
-    Extension,
     UtilityOutput,
 )
 from stage_runtime.engines.autoregressive.process.launching import EngineLaunch
+from stage_runtime.engines.autoregressive.text.prompt_rows import Extension
 from stage_runtime.errors import EngineDeadError
 
 

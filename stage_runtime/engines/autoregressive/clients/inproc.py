@@ -8,8 +8,9 @@ from typing import Any
 from stage_runtime.engines.autoregressive.clients.abstract import UtilityFailed
 from stage_runtime.engines.autoregressive.core.engine_core import EngineCoreRequest
 from stage_runtime.engines.autoregressive.core.serving import Served
-from stage_runtime.engines.autoregressive.process.engine_messages import EngineCoreOutputs, Extension, Refused, refused
+from stage_runtime.engines.autoregressive.process.engine_messages import EngineCoreOutputs, Refused, refused
 from stage_runtime.engines.autoregressive.process.launching import EngineLaunch
+from stage_runtime.engines.autoregressive.text.prompt_rows import Extension
 from stage_runtime.engines.resolving import resolve
 from stage_runtime.errors import ConfigurationError, describe
 
@@ -36,7 +37,7 @@ class InprocClient:
     def extend_request(self, request_id: str, more: Extension) -> None:
         """More of an open request's prompt."""
         try:
-            placed = self.engine_core.preprocess_extension(more.prompt_token_ids, more.prompt_embeds)
+            placed = self.engine_core.preprocess_extension(more)
             self.engine_core.extend_request(request_id, placed, last=more.last)
         except Exception as error:
             self.engine_core.abort_requests([request_id])

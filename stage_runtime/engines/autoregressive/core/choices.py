@@ -44,6 +44,7 @@ class Choice:
         self.over = finish is not None
         if finish == "stop" and self._calls:
             finish = "tool_calls"
+        given = output.rows
         return Generation(
             text=output.text,
             answer=self._text,
@@ -59,6 +60,9 @@ class Choice:
             shown_logprobs=self._shown(output) if self._shows else None,
             prompt_logprobs=tuple((one.logprob, one.top) for one in output.prompt_logprobs),
             hidden_rows=_stacked(output.hidden_rows),
+            rows={} if given is None else {name: _stacked(rows) for name, rows in given.kept.items()},
+            prompt_rows={} if given is None else given.prompt,
+            emitted=None if given is None else _stacked(given.emitted),
         )
 
     def _numbered(self, call: Call) -> ToolCall:

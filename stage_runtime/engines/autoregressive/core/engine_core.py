@@ -17,13 +17,19 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from stage_runtime.engines.autoregressive.sampling.model_output import ModelOutput, TokenLogprobs
+from stage_runtime.engines.autoregressive.sampling.model_output import GivenRows, ModelOutput, TokenLogprobs
 from stage_runtime.engines.autoregressive.sampling.parameters import SamplingParams
 from stage_runtime.engines.autoregressive.text.grammar_texts import Grammar, GrammarRefused
 from stage_runtime.engines.autoregressive.text.grammars import Matcher
-from stage_runtime.engines.autoregressive.text.prompt_rows import ROW, Embeddings, PlacedRows, PromptRows
+from stage_runtime.engines.autoregressive.text.prompt_rows import (
+    ROW,
+    AddedRows,
+    Embeddings,
+    Extension,
+    PlacedRows,
+    RequestRows,
+)
 from stage_runtime.errors import ContextLengthExceeded, describe
-from stage_runtime.rules.autoregressive.blocks import hash_blocks
 from stage_runtime.rules.autoregressive.requests import FinishReason, Hold, Reason, Request, TokenLimits
 from stage_runtime.rules.autoregressive.scheduling import Scheduler
 from stage_runtime.rules.autoregressive.steps import SchedulerOutput, Update
@@ -36,15 +42,21 @@ GRAMMAR_END: Final = "grammar"  #: The reason of an answer whose grammar lets no
 class EngineCoreRequest(msgspec.Struct, frozen=True, kw_only=True):
     """hold: what it waits for before it is scheduled. cache_salt: requests with another one share no prefix.
 
-    prompt_embeds: a float tensor ``[rows, hidden]``, one row for each `prompt_rows.ROW` among the token ids. open: more
-    of the prompt will come, by `EngineCore.extend_request`. pin, data_parallel_rank: for a client of several engines,
-    see `rules.autoregressive.balancing`; the engine does not look at them.
+    prompt_embeds: a float tensor ``[rows, hidden]``, one row for each `prompt_rows.ROW` among the token ids.
+    prompt_positions: ``[3, tokens]`` for models that place tokens on three axes; generated tokens stand at their index
+    and ``position_delta``. added_rows: what is added after named layers. open: more will come, by
+    `EngineCore.extend_request`: of the prompt, and of a stream for each generated token where the model feeds itself.
+    pin, data_parallel_rank: for a client of several engines, see `rules.autoregressive.balancing`; the engine does not
+    look at them.
     """
 
     request_id: str
     prompt_token_ids: Sequence[int]
     params: SamplingParams
     prompt_embeds: Any = None
+    prompt_positions: Any = None
+    position_delta: int = 0
+    added_rows: Sequence[AddedRows] = ()
     open: bool = False
     priority: int = 0
     hold: Hold | None = None
@@ -65,6 +77,7 @@ class EngineCoreOutput(msgspec.Struct, frozen=True, kw_only=True):
     cached_tokens: int = 0
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     hidden_rows: tuple[Any, ...] = ()  #: ``[hidden]`` of each new token, if they were asked for.
+    rows: GivenRows | None = None
 
 
 class Executor(Protocol):
@@ -95,10 +108,12 @@ class EngineCore:
         ends: frozenset[int] = frozenset(),
         grammars: Callable[[Grammar], Matcher] | None = None,
         embeddings: Embeddings | None = None,
+        feeds_itself: bool = False,
     ) -> None:
         """ends: tokens by which grammars end, beside ``end_ids``. grammars: compiles one; in any thread; raises
-        ValueError. embeddings: of prompts with rows; None: the model takes none.
+        ValueError. embeddings: of prompts with rows; None: the model takes none. feeds_itself: see `Request`.
         """
+        self._feeds_itself = feeds_itself
         self._grammars = grammars
         self._embeddings = embeddings
         self.scheduler = scheduler
@@ -130,8 +145,8 @@ class EngineCore:
         count = len(request.prompt_token_ids)
         if count >= self.scheduler.longest:
             raise ContextLengthExceeded(count, self.scheduler.longest)
-        prompt, rows = self._place(request.prompt_token_ids, request.prompt_embeds)
-        if (rows or request.open) and params.prompt_logprobs is not None:
+        placed = self._place(request)
+        if (not placed.plain or request.open) and params.prompt_logprobs is not None:
             raise ValueError("prompt_logprobs: a prompt with embeddings, or that grows by a stream, has none")
         matcher = None
         if params.grammar is not None:
@@ -147,18 +162,21 @@ class EngineCore:
         salt = request.cache_salt.encode()
         if params.prompt_logprobs is not None:  # all of the prompt must be computed
             salt = os.urandom(16)
-        hashes = hash_blocks(prompt, self.scheduler.limits.block_size, salt=salt)
         made = Request(
             request.request_id,
-            prompt,
+            placed.tokens,
             limits,
             priority=request.priority,
-            hashes=hashes,
             salt=salt,
             open=request.open,
+            feeds_itself=self._feeds_itself,
+            fed=0 if self._feeds_itself and request.open else None,
         )
         made.matcher = matcher
-        _keep_rows(made, PlacedRows(prompt, rows), 0)
+        if self._feeds_itself:
+            made.rows = RequestRows()
+        _keep_rows(made, placed, 0)
+        made.hash(self.scheduler.limits.block_size)
         return made
 
     def _check_tokens(self, tokens: Iterable[int]) -> None:
@@ -171,33 +189,50 @@ class EngineCore:
         if params.min_tokens and len(self._end_ids | set(params.stop_token_ids)) >= self._vocab_size:
             raise ValueError("stop_token_ids: no token is left for the min_tokens before the end")
 
-    def preprocess_extension(self, tokens: Sequence[int], embeds: Any) -> PlacedRows:
-        """Check a part of a prompt. In any thread. Raises: ValueError: it does not fit the model."""
-        if len(tokens) >= self.scheduler.longest:
-            raise ContextLengthExceeded(len(tokens), self.scheduler.longest)
-        return self._place(tokens, embeds)
+    def preprocess_extension(self, more: Extension) -> PlacedRows:
+        """Check a part of a prompt or of a stream. In any thread. Raises: ValueError: it does not fit the model."""
+        if len(more.prompt_token_ids) >= self.scheduler.longest:
+            raise ContextLengthExceeded(len(more.prompt_token_ids), self.scheduler.longest)
+        placed = self._place(more)
+        if more.feed is None:
+            return placed
+        if self._embeddings is None:
+            raise ValueError("this model takes token ids only, no rows of a stream")
+        return placed._replace(feed=self._embeddings.fed(more.feed))
 
     def extend_request(self, request_id: str, more: PlacedRows, *, last: bool) -> None:
-        """More of an open request's prompt has come. last: it is whole.
+        """More of an open request's prompt has come, or rows of its stream. last: nothing more comes.
 
         Raises: ValueError, IllegalEvent: it does not fit; nothing is changed then.
         """
         request = self.scheduler.get(request_id)
         if request is None:
             return
-        first = len(request.tokens)
-        self.scheduler.extend(request_id, more.tokens, last=last)
-        _keep_rows(request, more, first)
+        if request.fed is None and more.feed is not None:
+            raise ValueError("this request takes no rows of a stream")
+        whole, first = last or more.feed is not None, len(request.tokens)
+        if request.open or more.tokens or request.fed is None:
+            self.scheduler.extend(request_id, more.tokens, last=whole)
+            _keep_rows(request, more, first)
+        if request.fed is not None and whole:
+            rows = 0
+            if more.feed is not None:  # before the scheduler counts them: a step may need them at once
+                request.rows.feed(more.feed)
+                rows = 0 if more.feed.rows is None else len(more.feed.rows)
+            self.scheduler.feed(request_id, rows, last=last)
 
-    def _place(self, tokens: Sequence[int], embeds: Any) -> PlacedRows:
+    def _place(self, part: EngineCoreRequest | Extension) -> PlacedRows:
         """Part of a prompt, checked. Raises: ValueError."""
-        if embeds is None:
+        tokens = part.prompt_token_ids
+        if part.prompt_embeds is None and part.prompt_positions is None and not part.added_rows:
             self._check_tokens(tokens)
             return PlacedRows(list(tokens), [])
         if self._embeddings is None:
             raise ValueError("this model takes token ids only, no embeddings")
         self._check_tokens(token for token in tokens if token != ROW)
-        return self._embeddings.place(tokens, embeds)
+        return self._embeddings.place(
+            tokens, part.prompt_embeds, part.prompt_positions, part.position_delta, part.added_rows
+        )
 
     def add_request(self, request: EngineCoreRequest, prepared: Request | None = None) -> None:
         """Raises: ValueError, IllegalEvent: it can never be computed, or its id is in use; nothing is changed then.
@@ -306,7 +341,7 @@ class EngineCore:
 
     def _advance(self, scheduled: SchedulerOutput, output: ModelOutput) -> dict[str, Reason]:
         """Take the new tokens into their requests' grammars. Returns: the requests whose grammars end, and by what."""
-        ended: dict[str, Reason] = {}
+        ended: dict[str, Reason] = dict(output.ended)
         for row in scheduled.rows:
             request, token = row.request, output.sampled.get(row.request.id)
             if request.matcher is None or token is None or request.id in output.failed:
@@ -330,10 +365,11 @@ class EngineCore:
 
 def _keep_rows(request: Request, part: PlacedRows, first: int) -> None:
     """first: the part's place in the prompt."""
-    if part.rows and request.rows is None:
-        request.rows = PromptRows()
-    for at, rows in part.rows:
-        request.rows.add(first + at, rows)
+    if part.plain:
+        return
+    if request.rows is None:
+        request.rows = RequestRows()
+    request.rows.keep(first, part)
 
 
 def _output(update: Update, output: ModelOutput, refused: str | None) -> EngineCoreOutput:
@@ -349,4 +385,5 @@ def _output(update: Update, output: ModelOutput, refused: str | None) -> EngineC
         cached_tokens=request.hit_tokens,
         prompt_logprobs=output.prompt_logprobs.get(request.id, ()),
         hidden_rows=(output.hidden_rows[request.id],) if request.id in output.hidden_rows else (),
+        rows=output.rows.get(request.id),
     )

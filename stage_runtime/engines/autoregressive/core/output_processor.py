@@ -14,7 +14,7 @@ import msgspec
 
 from stage_runtime.engines.autoregressive.core.answer_text import AnswerText, Piece, ShownToken
 from stage_runtime.engines.autoregressive.core.engine_core import GRAMMAR_END, EngineCoreOutput
-from stage_runtime.engines.autoregressive.sampling.model_output import TokenLogprobs
+from stage_runtime.engines.autoregressive.sampling.model_output import GivenRows, TokenLogprobs, joined
 from stage_runtime.engines.autoregressive.sampling.parameters import OutputKind, SamplingParams
 from stage_runtime.engines.autoregressive.text.call_parsers import Parser
 from stage_runtime.engines.autoregressive.text.calls import Call
@@ -42,6 +42,7 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True):
     refused: str | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     hidden_rows: tuple[Any, ...] = ()
+    rows: GivenRows | None = None
 
     def joined(self, later: RequestOutput) -> RequestOutput:
         """This and a later delta as one."""
@@ -54,6 +55,7 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True):
             shown=self.shown + later.shown,
             prompt_logprobs=self.prompt_logprobs or later.prompt_logprobs,
             hidden_rows=self.hidden_rows + later.hidden_rows,
+            rows=joined(self.rows, later.rows),
         )
 
 
@@ -115,6 +117,7 @@ class _RequestState:
         self.logprobs: tuple[TokenLogprobs, ...] = ()
         self.prompt_logprobs: tuple[TokenLogprobs, ...] = ()
         self.hidden_rows: tuple[Any, ...] = ()
+        self.rows: GivenRows | None = None
         self.generated = 0
 
 
@@ -182,7 +185,7 @@ class OutputProcessor:
                 processed.reqs_to_abort.append(output.request_id)
             finish, reason = FinishReason.STOP, piece.stopped
         token_ids, logprobs, hidden_rows = output.new_token_ids, output.logprobs, output.hidden_rows
-        prompt_logprobs = output.prompt_logprobs
+        prompt_logprobs, rows = output.prompt_logprobs, output.rows
         if state.params.output_kind is not OutputKind.DELTA:
             state.text += text
             state.calls += calls
@@ -194,6 +197,7 @@ class OutputProcessor:
             text, token_ids, logprobs = state.text, state.token_ids, state.logprobs
             calls, shown = state.calls, state.shown
             hidden_rows, prompt_logprobs = state.hidden_rows, state.prompt_logprobs
+            rows = state.rows = joined(state.rows, rows)
         return RequestOutput(
             request_id=output.request_id,
             text=text,
@@ -209,6 +213,7 @@ class OutputProcessor:
             refused=output.refused,
             prompt_logprobs=prompt_logprobs,
             hidden_rows=hidden_rows,
+            rows=rows,
         )
 
     def _piece(self, state: _RequestState, output: EngineCoreOutput) -> Piece:

@@ -9,11 +9,11 @@ from typing import Any
 from stage_runtime.engines.autoregressive.core.engine_core import EngineCoreOutput, EngineCoreRequest
 from stage_runtime.engines.autoregressive.process.engine_messages import (
     EngineCoreOutputs,
-    Extension,
     Refused,
     SchedulerStats,
 )
 from stage_runtime.engines.autoregressive.sampling.model_output import TokenLogprobs
+from stage_runtime.engines.autoregressive.text.prompt_rows import Extension
 from stage_runtime.errors import EngineDeadError, InvalidRequest
 from stage_runtime.rules.autoregressive.requests import FinishReason, Reason
 

@@ -37,10 +37,9 @@ class DecoderPass:
             cosines, sines = self._rotary(self._embedding[:1], torch.arange(count)[None])
         return cosines[0].contiguous(), sines[0].contiguous()
 
-    def run(
-        self, ids: Tensor, positions: Tensor, rows: Tensor, embeddings: tuple[Tensor, Tensor] | None
-    ) -> Tensor | None:
-        """As `models.PagedModel.forward`, within its pass. None: the layers have no program for this step."""
+    def run(self, batch: models.FlatBatch) -> Tensor | None:
+        """Logits, within a pass of `models.PagedModel`. None: the layers have no program for this step."""
+        ids, positions = batch.ids, batch.positions
         backend, plan = models.current()
         if not self._layers.computes(len(ids), backend, plan):
             return None
@@ -49,11 +48,11 @@ class DecoderPass:
         if last >= len(turns[0]):
             turns = self._turns = self._angles(1 << (last + 1).bit_length())
         hidden = self._embedding.index_select(0, ids)
-        if embeddings is not None:
-            hidden = hidden.index_copy(0, *embeddings)
+        if batch.embeddings is not None:
+            hidden = hidden.index_copy(0, *batch.embeddings)
         sums = self._layers.run(hidden, [one.index_select(0, positions) for one in turns], backend, plan)
-        # With one more dimension, as transformers calls its head: `PagedModel.forward_with_hidden` reads it there.
-        logits: Tensor = self._head(self._norm(sums.index_select(0, rows))[None])
+        # With one more dimension, as transformers calls its head: `PagedModel.forward` reads it there.
+        logits: Tensor = self._head(self._norm(sums.index_select(0, batch.rows))[None])
         return logits[0]
 
 

@@ -8,14 +8,15 @@ from typing import Any, Final, NamedTuple, cast
 
 import torch
 
-from stage_runtime.api import Autoregressive
+from stage_runtime.api import Autoregressive, NextRows, Step
 from stage_runtime.engines.autoregressive.core.engine_core import EngineCore
 from stage_runtime.engines.autoregressive.core.executors import InlineExecutor, ThreadExecutor
 from stage_runtime.engines.autoregressive.kernels import attention_pages, linears
-from stage_runtime.engines.autoregressive.loading import compiling, preparing
+from stage_runtime.engines.autoregressive.loading import compiling, decoders, preparing
 from stage_runtime.engines.autoregressive.model import attention_guests, dtypes
 from stage_runtime.engines.autoregressive.model.attention import AttentionBackend, GatherAttention, LayerShape
 from stage_runtime.engines.autoregressive.model.embeddings import ModelEmbeddings
+from stage_runtime.engines.autoregressive.model.kept_rows import KeptRows
 from stage_runtime.engines.autoregressive.model.model_runner import ModelRunner
 from stage_runtime.engines.autoregressive.model.models import PagedModel, load_model, settle_long_rope
 from stage_runtime.engines.autoregressive.model.models import load_tokenizer as load_tokenizer
@@ -62,9 +63,14 @@ def load(
         torch.set_num_threads(spec.threads)
     progress(f"loading {spec.model}")
     dtype = dtypes.chosen(spec.dtype, device)
-    tokenizer = load_tokenizer(spec.model, revision=spec.revision)
-    model = load_model(spec.model, dtype=dtype, revision=spec.revision, device=device)
-    return assemble(spec, model, tokenizer, progress=progress, ranks=ranks)
+    tokenizer = decoders.tokenizer_of(spec)
+    if spec.decoder is None:
+        model = load_model(spec.model, dtype=dtype, revision=spec.revision, device=device)
+        return assemble(spec, model, tokenizer, progress=progress, ranks=ranks)
+    decoder = decoders.made(spec.decoder)
+    model = decoder.load(spec.model, revision=spec.revision, dtype=getattr(torch, dtype), device=device).eval()
+    after_step = getattr(decoder, "after_step", None)
+    return assemble(spec, model, tokenizer, progress=progress, ranks=ranks, after_step=after_step)
 
 
 def assemble(
@@ -74,15 +80,16 @@ def assemble(
     *,
     progress: Callable[[str], None] = lambda text: None,
     ranks: Ranks | None = None,
+    after_step: Callable[[Step], NextRows] | None = None,
 ) -> Loaded:
-    """As `load`, of a model at hand, whose linear layers are replaced."""
+    """As `load`, of a model at hand, whose linear layers are replaced. after_step: of its `Decoder`."""
     check(spec)
     if ranks is not None and spec.overlap is True:
         raise ConfigurationError("omni.Autoregressive(overlap=True): tpSize goes without it")
     if ranks is not None:
         with torch.inference_mode():
             sharding.shard(model, ranks)
-    paged = PagedModel(model)
+    paged = PagedModel(model, after_step)
     used: dict[linears.LinearsBackend, int] = {}
     backend = _attention(spec, paged)
     if paged.device.type == "cpu":
@@ -104,14 +111,17 @@ def assemble(
         policy=cast(Policy, spec.policy),
         prefix_caching=spec.prefix_caching,
     )
+    size: dict[str, Any] = {"num_blocks": num_blocks, "block_size": spec.block_size}
+    kept = KeptRows(spec.keep_rows, paged, **size) if spec.keep_rows else None
     if ranks is not None and ranks.rank == 0:
-        runner: ModelRunner = Leading(paged, backend, ranks, num_blocks=num_blocks, block_size=spec.block_size)
+        runner: ModelRunner = Leading(paged, backend, ranks, kept=kept, **size)
     else:
-        runner = ModelRunner(paged, backend, num_blocks=num_blocks, block_size=spec.block_size)
+        runner = ModelRunner(paged, backend, kept=kept if ranks is None else None, **size)
     scheduler = Scheduler(limits, pool)
     log.info("KV cache: %d blocks of %d tokens; a request has at most %d", num_blocks - 1, spec.block_size, length)
     settle_long_rope(model, scheduler.longest)
-    grammars = Grammars(tokenizer, paged.vocab_size, paged.end_ids, number_digits=spec.number_digits)
+    text = not isinstance(tokenizer, decoders.TokensOnly)
+    grammars = Grammars(tokenizer, paged.vocab_size, paged.end_ids, number_digits=spec.number_digits) if text else None
     overlaps = paged.device.type != "cpu" and ranks is None if spec.overlap == "auto" else spec.overlap
     core = EngineCore(
         scheduler,
@@ -119,15 +129,19 @@ def assemble(
         end_ids=paged.end_ids,
         ends=frozenset() if tokenizer.eos_token_id is None else frozenset({int(tokenizer.eos_token_id)}),
         vocab_size=paged.vocab_size,
-        grammars=grammars.compile,
-        embeddings=None if paged.row_size is None else ModelEmbeddings(paged.row_size, paged.dtype),
+        grammars=None if grammars is None else grammars.compile,
+        embeddings=None
+        if paged.row_size is None
+        else ModelEmbeddings(paged.row_size, paged.dtype, axes=paged.axes, layers=len(paged.decoder_layers)),
+        feeds_itself=after_step is not None,
     )
     if ranks is None or ranks.rank == 0:
         progress("compiling and warming up" if spec.compile else "warming up")
         for tokens in sorted({1, spec.max_chunk}):  # the first pass of a shape chooses kernels and allocates
             runner.execute_dummy_batch(tokens)
-        progress("preparing grammars")
-        grammars.prepare()
+        if grammars is not None:
+            progress("preparing grammars")
+            grammars.prepare()
     return Loaded(core, tokenizer, num_blocks, used, runner)
 
 
@@ -148,7 +162,8 @@ def _attention(spec: Autoregressive, paged: PagedModel) -> AttentionBackend:
 
 def _blocks(spec: Autoregressive, paged: PagedModel, length: int) -> int:
     """How many blocks there are, the padding included."""
-    block_bytes = spec.block_size * token_bytes(paged.layers.values(), paged.dtype)
+    of_token = token_bytes(paged.layers.values(), paged.dtype) + KeptRows.token_bytes(spec.keep_rows or {}, paged)
+    block_bytes = spec.block_size * of_token
     budget = spec.kv_cache_bytes
     if budget is None:
         budget = HOST_CACHE_BYTES if paged.device.type == "cpu" else _device_budget(paged.device)

@@ -5,10 +5,11 @@ An error in a pass is met by one pass for each row, so that only the requests th
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import msgspec
 import numpy as np
@@ -16,12 +17,15 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from stage_runtime.api import NextRows, Step
 from stage_runtime.engines.autoregressive.model.attention import AttentionBackend, BatchMeta
-from stage_runtime.engines.autoregressive.model.models import PagedModel
-from stage_runtime.engines.autoregressive.sampling.model_output import ModelOutput
+from stage_runtime.engines.autoregressive.model.kept_rows import KeptRows, OwnRows
+from stage_runtime.engines.autoregressive.model.models import Computed, FlatBatch, PagedModel
+from stage_runtime.engines.autoregressive.sampling.model_output import GivenRows, ModelOutput
 from stage_runtime.engines.autoregressive.sampling.parameters import SamplingParams
-from stage_runtime.engines.autoregressive.sampling.sampler import RowState, reports, sample
+from stage_runtime.engines.autoregressive.sampling.sampler import RowState, reports, sample, uniforms
 from stage_runtime.errors import describe
+from stage_runtime.rules.autoregressive.requests import Request
 from stage_runtime.rules.autoregressive.steps import Row, SchedulerOutput
 
 log = logging.getLogger(__name__)
@@ -34,8 +38,9 @@ NAN = "the model's logits are not finite"
 class Pass(msgspec.Struct, frozen=True, array_like=True):
     """One pass over a flat batch, on the host. tables: blocks of each row. last: each row's last token.
 
-    places: tokens that are given as ``embeddings``, the bytes of ``[places, hidden]`` in the model's dtype. hidden:
-    the last hidden rows are wanted, too. See `attention.BatchMeta`.
+    positions: of each token, on one axis after the other. places: tokens that are given as ``embeddings``, the bytes
+    of ``[places, hidden]`` in the model's dtype. added: layer, places, and bytes as those. hidden: the last hidden rows
+    are wanted, too. See `attention.BatchMeta`.
     """
 
     ids: list[int]
@@ -48,23 +53,28 @@ class Pass(msgspec.Struct, frozen=True, array_like=True):
     places: list[int] = []
     embeddings: bytes = b""
     hidden: bool = False
-
-
-class Computed(NamedTuple):
-    """logits: ``[last, vocabulary]``. hidden: ``[last, hidden]``, where it was wanted."""
-
-    logits: Tensor
-    hidden: Tensor | None = None
+    added: list[tuple[int, list[int], bytes]] = []
 
 
 class ModelRunner:
     """One model on one device, with its KV cache. Every call on one thread at a time."""
 
-    def __init__(self, model: PagedModel, backend: AttentionBackend, *, num_blocks: int, block_size: int) -> None:
+    def __init__(
+        self,
+        model: PagedModel,
+        backend: AttentionBackend,
+        *,
+        num_blocks: int,
+        block_size: int,
+        kept: KeptRows | None = None,
+    ) -> None:
+        """kept: rows of layers that are given out; None: none are."""
         self.model = model
+        self._kept = kept
         self._backend = backend
         self._block_size = block_size
         self._rows: dict[str, RowState] = {}
+        self._own: dict[str, OwnRows] = {}  #: Of requests whose decoder makes their next rows.
         self._held: tuple[Sequence[Row], Computed | None] = ((), None)  #: A pass whose tokens are not chosen yet.
         backend.alloc(model.layers, num_blocks, block_size, model.dtype, str(model.device))
 
@@ -72,6 +82,8 @@ class ModelRunner:
         """A request whose rows will come."""
         seed = params.seed if params.seed is not None else int.from_bytes(os.urandom(7), "little")
         self._rows[request_id] = RowState(params, seed, self.model.end_ids, prompt)
+        if self.model.after_step is not None:
+            self._own[request_id] = OwnRows()
 
     def execute_model(self, step: SchedulerOutput, hold: bool = False) -> ModelOutput:
         """Never raises for what a request does: that request is among ``failed``.
@@ -80,7 +92,8 @@ class ModelRunner:
         """
         for request_id in step.finished:
             self._rows.pop(request_id, None)
-        output = ModelOutput({}, {}, {}, {}, {})
+            self._own.pop(request_id, None)
+        output = _nothing()
         if hold:
             self._held = (step.rows, self._tried(step.rows))
         elif step.rows:
@@ -90,7 +103,7 @@ class ModelRunner:
     def sample_tokens(self, masks: Masks) -> ModelOutput:
         """The output of the pass that was held. masks: request id -> which tokens it may get."""
         (rows, computed), self._held = self._held, ((), None)
-        output = ModelOutput({}, {}, {}, {}, {})
+        output = _nothing()
         if rows:
             self._execute(rows, output, masks, computed)
         return output
@@ -109,7 +122,8 @@ class ModelRunner:
         count = max(min(tokens, self.model.positions), 1)
         blocks = [0] * -(-count // self._block_size)
         with torch.inference_mode():
-            self.compute(Pass([0] * count, [*range(count)], [0] * count, [0, count], [0], [blocks], [count - 1]))
+            places = [*range(count)] * self.model.axes
+            self.compute(Pass([0] * count, places, [0] * count, [0, count], [0], [blocks], [count - 1]))
             self.clear([0])
 
     def compute(self, batch: Pass) -> Computed:
@@ -121,16 +135,25 @@ class ModelRunner:
     def _compute(self, batch: Pass, plan: Any) -> Computed:
         device = self.model.device
         ids, positions, last = (torch.tensor(one, device=device) for one in (batch.ids, batch.positions, batch.last))
-        given = (self._backend, plan, ids, positions, last, self._embeddings(batch))
-        if batch.hidden:
-            return Computed(*self.model.forward_with_hidden(*given))
-        return Computed(self.model.forward(*given))
+        keep = () if self._kept is None else self._kept.layers
+        flat = FlatBatch(
+            ids=ids,
+            positions=positions if self.model.axes == 1 else positions.view(self.model.axes, -1),
+            rows=last,
+            embeddings=self._given(batch.places, batch.embeddings) if batch.places else None,
+            added=[(layer, *self._given(places, rows)) for layer, places, rows in batch.added],
+            hidden=batch.hidden,
+            keep=keep,
+        )
+        computed = self.model.forward(self._backend, plan, flat)
+        if self._kept is not None:
+            self._kept.write(computed.kept, torch.tensor(batch.slots, device=device))
+        return computed
 
-    def _embeddings(self, batch: Pass) -> tuple[Tensor, Tensor] | None:
-        if not batch.places:
-            return None
-        rows = torch.frombuffer(bytearray(batch.embeddings), dtype=self.model.dtype).view(len(batch.places), -1)
-        return torch.tensor(batch.places, device=self.model.device), rows.to(self.model.device)
+    def _given(self, places: Sequence[int], rows: bytes) -> tuple[Tensor, Tensor]:
+        """Places in the batch, and ``[places, hidden]`` on the device."""
+        found = torch.frombuffer(bytearray(rows), dtype=self.model.dtype).view(len(places), -1)
+        return torch.tensor(places, device=self.model.device), found.to(self.model.device)
 
     def clear(self, blocks: Sequence[int]) -> None:
         """`AttentionBackend.clear`."""
@@ -149,6 +172,10 @@ class ModelRunner:
                 self._sample(rows, computed.logits[: len(rows)], output, masks)
                 self._clear([row for row in rows if row.request.id in output.failed])
             self._note_hidden(rows, computed.hidden, output)
+            if self.model.after_step is not None:
+                self._feed_back(rows, computed.hidden, output)
+            if self._kept is not None:
+                self._note_kept(rows, computed, output)
         except Exception as error:
             if len(rows) == 1:
                 log.warning("request %s failed in the model: %s", rows[0].request.id, describe(error))
@@ -164,20 +191,24 @@ class ModelRunner:
         NaN anywhere in a row reaches its last token, so a prompt's chunk is checked, too.
         """
         ids: list[int] = []
-        positions: list[int] = []
+        positions: list[list[int]] = [[] for _axis in range(self.model.axes)]
         slots: list[int] = []
         starts, last, tables = [0], [], []
         places: list[int] = []
         embeddings: list[bytes] = []
         size = self._block_size
+        added: list[tuple[int, list[int], bytes]] = []
         for row in rows:
-            request, end = row.request, row.start + row.count
+            request, end, offset = row.request, row.start + row.count, starts[-1] - row.start
             ids += request.tokens[row.start : end]
             if request.rows is not None:
-                for at, some in request.rows.within(row.start, end):
-                    places += range(starts[-1] + at - row.start, starts[-1] + at - row.start + len(some))
-                    embeddings.append(some.view(torch.uint8).numpy().tobytes())
-            positions += range(row.start, end)
+                for at, some in self._inputs(row):
+                    places += range(offset + at, offset + at + len(some))
+                    embeddings.append(_bytes(some))
+                for layer, chosen, some in request.rows.added(row.start, end):
+                    added.append((layer, [offset + at for at in chosen], _bytes(some)))
+            for axis, of_axis in enumerate(self._positions(row)):
+                positions[axis] += of_axis
             blocks = row.blocks[: -(-end // size)]
             slots += [blocks[at // size] * size + at % size for at in range(row.start, end)]
             starts.append(len(ids))
@@ -185,12 +216,39 @@ class ModelRunner:
             last.append(len(ids) - 1)
         last += [at for row, first in zip(rows, starts, strict=False) for at in self._asked(row, first)]
         for at in places:
-            ids[at] = 0  # a row's name is no token
-        hidden = any(row.samples and self._rows[row.request.id].params.hidden_rows for row in rows)
+            ids[at] = 0  # a row's name is not a token
+        sampling = [self._rows[row.request.id].params for row in rows if row.samples]
+        hidden = bool(sampling) and (self._takes_hidden or any(params.hidden_rows for params in sampling))
         computed = [row.start for row in rows]
+        where = [at for axis in positions for at in axis]
         return self.compute(
-            Pass(ids, positions, slots, starts, computed, tables, last, places, b"".join(embeddings), hidden)
+            Pass(ids, where, slots, starts, computed, tables, last, places, b"".join(embeddings), hidden, added)
         )
+
+    @property
+    def _takes_hidden(self) -> bool:
+        return self.model.after_step is not None
+
+    def _inputs(self, row: Row) -> list[tuple[int, Tensor]]:
+        """Rows in place of the token ids of one request in a step, each with the position of its first one."""
+        request, end = row.request, row.start + row.count
+        found: list[tuple[int, Tensor]] = request.rows.within(row.start, min(end, request.prompt_tokens))
+        own = self._own.get(request.id)
+        if own is None:
+            return found
+        for at in range(max(row.start, request.prompt_tokens), end):
+            place = at - request.prompt_tokens
+            fed = request.rows.fed_row(place)
+            found.append((at, (own.rows[place] if fed is None else own.rows[place] + fed)[None]))
+        return found
+
+    def _positions(self, row: Row) -> Sequence[Sequence[int]]:
+        """Of one request's tokens in a step, on each axis."""
+        end = row.start + row.count
+        if self.model.axes > 1 and row.request.rows is not None:
+            found: list[list[int]] = row.request.rows.positions(row.start, end)
+            return found
+        return [range(row.start, end)] * self.model.axes
 
     def _asked(self, row: Row, first: int) -> range:
         """Tokens of a row, at ``first`` of the flat batch, from which the prompt's next one is predicted."""
@@ -244,8 +302,90 @@ class ModelRunner:
             if row.request.id in output.sampled and self._rows[row.request.id].params.hidden_rows:
                 output.hidden_rows[row.request.id] = hidden[index].to("cpu", copy=True)
 
+    def _feed_back(self, rows: Sequence[Row], hidden: Tensor | None, output: ModelOutput) -> None:
+        """Let the decoder make the next row of each request that goes on. One for which it raises fails alone."""
+        going = [
+            (index, row.request, output.sampled[row.request.id])
+            for index, row in enumerate(rows)
+            if row.request.id in output.sampled and row.request.ends_by(output.sampled[row.request.id]) is None
+        ]
+        if not going or hidden is None:
+            return
+        try:
+            self._after_step(going, hidden, output)
+        except Exception as error:
+            if len(going) == 1:
+                log.warning("request %s failed in after_step: %s", going[0][1].id, describe(error))
+                output.failed[going[0][1].id] = describe(error)
+                return
+            log.warning("after_step of %d requests failed, each is computed alone: %s", len(going), describe(error))
+            for one in going:
+                self._feed_back([rows[one[0]]], hidden[one[0] : one[0] + 1], output)
+
+    def _after_step(self, going: Sequence[tuple[int, Request, int]], hidden: Tensor, output: ModelOutput) -> None:
+        assert self.model.after_step is not None
+        owns = [self._own[request.id] for _index, request, _token in going]
+        states = [self._rows[request.id] for _index, request, _token in going]
+        places = [request.generated for _index, request, _token in going]
+        step = Step(
+            tokens=torch.tensor([token for _index, _request, token in going], device=self.model.device),
+            hidden=hidden[[index for index, _request, _token in going]],
+            places=places,
+            states=[own.state for own in owns],
+            sampling=[state.params for state in states],
+            uniform=lambda count: uniforms([state.seed for state in states], places, count),
+        )
+        with torch.no_grad():
+            given = self.model.after_step(step)
+        next_rows = _next_rows(given, len(going), self.model.dtype)
+        for index, (_index, request, _token) in enumerate(going):
+            if given.ends and given.ends[index]:
+                output.ended[request.id] = None
+                continue
+            owns[index].rows.append(next_rows[index])
+            if given.emitted is not None:
+                emitted = (given.emitted[index].to("cpu", copy=True),)
+                output.rows[request.id] = GivenRows(emitted=emitted)
+
+    def _note_kept(self, rows: Sequence[Row], computed: Computed, output: ModelOutput) -> None:
+        assert self._kept is not None
+        ends = [at - 1 for at in _ends(rows)]
+        for index, row in enumerate(rows):
+            request = row.request
+            if request.id not in output.sampled:
+                continue
+            given = self._kept.of_token(output.sampled[request.id], ends[index], computed)
+            if not request.generated:
+                given = given.joined(self._kept.of_prompt(request, row.blocks))
+            output.rows[request.id] = given.joined(output.rows.get(request.id, GivenRows()))
+
     def _clear(self, rows: Sequence[Row]) -> None:
         """Blocks that failed rows have written into. Those before hold what other requests may share, without NaN."""
         blocks = [block for row in rows for block in row.blocks[row.start // self._block_size :]]
         if blocks:
             self.clear(blocks)
+
+
+def _nothing() -> ModelOutput:
+    return ModelOutput({}, {}, {}, {}, {}, {}, {})
+
+
+def _bytes(rows: Tensor) -> bytes:
+    return rows.contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def _ends(rows: Sequence[Row]) -> list[int]:
+    """Where each row ends in the flat batch."""
+    return list(itertools.accumulate(row.count for row in rows))
+
+
+def _next_rows(given: Any, count: int, dtype: torch.dtype) -> Tensor:
+    """What a decoder's `after_step` gave, on the host. Raises: TypeError, ValueError: it is something else."""
+    if not isinstance(given, NextRows):
+        raise TypeError(f"after_step: expected omni.NextRows, got {type(given).__name__}")
+    rows = given.rows
+    if not isinstance(rows, Tensor) or rows.ndim != 2 or len(rows) != count:
+        raise ValueError(
+            f"after_step: expected rows [{count}, hidden], got {getattr(rows, 'shape', type(rows).__name__)}"
+        )
+    return rows.detach().to("cpu", dtype, copy=True)

@@ -9,24 +9,52 @@ import contextlib
 import inspect
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 
+from stage_runtime.api import NextRows, Step
 from stage_runtime.engines.autoregressive.model.attention import AttentionBackend, LayerShape
 from stage_runtime.errors import ConfigurationError
 
 log = logging.getLogger(__name__)
 
+MROPE_AXES: Final = 3
 ATTENTION: Final = "omnipipeline_paged"  #: Our attention's name in transformers' registry.
 _IGNORED: Final = frozenset({"attention_mask", "dropout", "is_causal", "use_cache", "position_ids", "cache_position"})
 
 
 class UnsupportedModel(ConfigurationError):
     """A model that the engine cannot run; the message says why."""
+
+
+class FlatBatch(NamedTuple):
+    """A step on the model's device, one request's tokens after the other's.
+
+    ids: ``[T]``. positions: ``[T]``, or ``[3, T]`` for a model of three axes. rows: tokens whose logits are wanted.
+    embeddings: places, and ``[places, hidden]`` instead of their ids. added: layer, places, and ``[places, hidden]``
+    that are added to its output there. hidden: what the head of the vocabulary takes is wanted, too. keep: layers
+    whose output is wanted, before anything is added to it.
+    """
+
+    ids: Tensor
+    positions: Tensor
+    rows: Tensor
+    embeddings: tuple[Tensor, Tensor] | None = None
+    added: Sequence[tuple[int, Tensor, Tensor]] = ()
+    hidden: bool = False
+    keep: Sequence[int] = ()
+
+
+class Computed(NamedTuple):
+    """logits: ``[rows, vocabulary]`` f32. hidden: ``[rows, hidden]``. kept: by layer ``[T, hidden]``."""
+
+    logits: Tensor
+    hidden: Tensor | None = None
+    kept: Mapping[int, Tensor] = {}
 
 
 class _Pass(threading.local):
@@ -166,8 +194,12 @@ def _where(model: str, revision: str | None) -> tuple[str, dict[str, Any]]:
 class PagedModel:
     """A causal language model of transformers, called with a flat batch."""
 
-    def __init__(self, model: Any) -> None:
-        """Raises: UnsupportedModel: it does not attend once a layer through transformers' interface."""
+    def __init__(self, model: Any, after_step: Callable[[Step], NextRows] | None = None) -> None:
+        """after_step: of the model's `Decoder`; None: each token's input is its embedding.
+
+        Raises: UnsupportedModel: it does not attend once a layer through transformers' interface.
+        """
+        self.after_step = after_step
         if not hasattr(model.config, "_attn_implementation"):
             raise UnsupportedModel(f"{type(model).__name__} is no model of transformers")
         transformers()
@@ -187,6 +219,10 @@ class PagedModel:
             self.row_size = None
         #: `decoder_pass.DecoderPass.run`, where the model has one: what it does not compute, transformers' class does.
         self.shorter: Callable[..., Tensor | None] = lambda *_given: None
+        #: Of a token's position: 3 where rotary embedding turns by time, height and width.
+        self.axes = MROPE_AXES if _has_mrope(text) else 1
+        #: Its layers in order, where rows can be taken and added; empty: it has none that we know.
+        self.decoder_layers = _decoder_layers(model, int(text.num_hidden_layers))
         self.layers = self._probe(int(text.num_hidden_layers))
 
     def _probe(self, expected: int) -> dict[int, LayerShape]:
@@ -194,8 +230,8 @@ class PagedModel:
         found: dict[int, LayerShape] = {}
         _pass.probe = found
         try:
-            ids = torch.zeros(1, dtype=torch.long, device=self.device)
-            self._call(ids, torch.zeros_like(ids), torch.zeros_like(ids), None)
+            zero = torch.zeros(1, dtype=torch.long, device=self.device)
+            self._call(FlatBatch(zero, zero if self.axes == 1 else zero.expand(self.axes, 1), zero))
         finally:
             _pass.probe = None
         if len(found) != expected:
@@ -204,61 +240,65 @@ class PagedModel:
             )
         return found
 
-    def forward(
-        self,
-        backend: AttentionBackend,
-        plan: Any,
-        ids: Tensor,
-        positions: Tensor,
-        rows: Tensor,
-        embeddings: tuple[Tensor, Tensor] | None = None,
-    ) -> Tensor:
-        """Logits ``[rows, vocabulary]`` f32 of the tokens at ``rows`` of the flat batch; the cache is written.
+    def forward(self, backend: AttentionBackend, plan: Any, batch: FlatBatch) -> Computed:
+        """One pass; the cache is written."""
+        kept: dict[int, Tensor] = {}
+        heads: list[Tensor] = []
+        with _within(backend, plan), contextlib.ExitStack() as hooks:
+            if batch.hidden:  # not `output_hidden_states`, which keeps those of all layers and all tokens
+                head = self.model.get_output_embeddings()
+                hook = head.register_forward_pre_hook(lambda _head, given: heads.append(given[0]))
+                hooks.callback(hook.remove)
+            for layer in sorted({*batch.keep, *(one for one, _places, _rows in batch.added)}):
+                hook = self.decoder_layers[layer].register_forward_hook(_hook(layer, batch, kept))
+                hooks.callback(hook.remove)
+            logits = self._call(batch)
+        if not batch.hidden:
+            return Computed(logits, None, kept)
+        return Computed(logits, heads[0][0] if self._keeps_rows else heads[0][0, batch.rows], kept)
 
-        ids, positions: ``[T]``. embeddings: places in the flat batch, and ``[places, hidden]`` instead of their ids.
-        """
-        with _within(backend, plan):
-            return self._call(ids, positions, rows, embeddings)
-
-    def forward_with_hidden(
-        self,
-        backend: AttentionBackend,
-        plan: Any,
-        ids: Tensor,
-        positions: Tensor,
-        rows: Tensor,
-        embeddings: tuple[Tensor, Tensor] | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """As `forward`; and ``[rows, hidden]``, what the head of the vocabulary takes."""
-        seen: list[Tensor] = []
-        # Not `output_hidden_states`, which keeps those of all layers and all tokens.
-        hook = self.model.get_output_embeddings().register_forward_pre_hook(lambda _head, given: seen.append(given[0]))
-        try:
-            logits = self.forward(backend, plan, ids, positions, rows, embeddings)
-        finally:
-            hook.remove()
-        return logits, seen[0][0] if self._keeps_rows else seen[0][0, rows]
-
-    def _inputs(self, ids: Tensor, embeddings: tuple[Tensor, Tensor] | None) -> dict[str, Tensor]:
-        if embeddings is None:
-            return {"input_ids": ids[None]}
-        places, rows = embeddings
-        return {"inputs_embeds": self.model.get_input_embeddings()(ids).index_copy(0, places, rows)[None]}
-
-    def _call(self, ids: Tensor, positions: Tensor, rows: Tensor, embeddings: tuple[Tensor, Tensor] | None) -> Tensor:
-        options: dict[str, Any] = {"logits_to_keep": rows} if self._keeps_rows else {}
+    def embed(self, ids: Tensor) -> Tensor:
+        """The input rows of token ids, ``[ids, hidden]``."""
         with torch.inference_mode():
-            if (found := self.shorter(ids, positions, rows, embeddings)) is not None:
+            rows: Tensor = self.model.get_input_embeddings()(ids)
+            return rows
+
+    def _inputs(self, batch: FlatBatch) -> dict[str, Tensor]:
+        if batch.embeddings is None:
+            return {"input_ids": batch.ids[None]}
+        places, rows = batch.embeddings
+        return {"inputs_embeds": self.model.get_input_embeddings()(batch.ids).index_copy(0, places, rows)[None]}
+
+    def _call(self, batch: FlatBatch) -> Tensor:
+        options: dict[str, Any] = {"logits_to_keep": batch.rows} if self._keeps_rows else {}
+        positions = batch.positions
+        with torch.inference_mode():
+            if not batch.keep and not batch.added and (found := self.shorter(batch)) is not None:
                 return found
             out = self.model(
-                **self._inputs(ids, embeddings),
-                position_ids=positions[None],
+                **self._inputs(batch),
+                position_ids=positions[None] if positions.ndim == 1 else positions[:, None],
                 use_cache=False,
                 return_dict=True,
                 **options,
             )
-            logits: Tensor = out.logits[0] if self._keeps_rows else out.logits[0, rows]
+            logits: Tensor = out.logits[0] if self._keeps_rows else out.logits[0, batch.rows]
             return logits.float()
+
+
+def _hook(layer: int, batch: FlatBatch, kept: dict[int, Tensor]) -> Callable[[Any, Any, Any], Any]:
+    """Keep a layer's output, then add to it what is to be added."""
+
+    def after(_module: Any, _given: Any, output: Any) -> Any:
+        hidden: Tensor = output[0] if isinstance(output, tuple) else output
+        if layer in batch.keep:
+            kept[layer] = hidden[0]
+        for one, places, rows in batch.added:
+            if one == layer:
+                hidden = hidden.index_add(1, places, rows[None])
+        return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
+
+    return after
 
 
 @contextlib.contextmanager
@@ -268,6 +308,18 @@ def _within(backend: AttentionBackend, plan: Any) -> Iterator[None]:
         yield
     finally:
         _pass.backend, _pass.plan = None, None
+
+
+def _has_mrope(text_config: Any) -> bool:
+    """Whether positions have three axes (Qwen2-VL's multimodal rotary embedding and those after it)."""
+    found = getattr(text_config, "rope_parameters", None) or getattr(text_config, "rope_scaling", None) or {}
+    return "mrope_section" in found
+
+
+def _decoder_layers(model: Any, expected: int) -> Sequence[Any]:
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else getattr(model, "model", None)
+    layers = getattr(decoder, "layers", None)
+    return layers if layers is not None and len(layers) == expected else ()
 
 
 def settle_long_rope(model: Any, longest: int) -> None:

@@ -6,7 +6,6 @@ request that fails. An engine's message is one `EngineCoreOutputs`, or ``[ENGINE
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from enum import Enum
 from typing import Annotated, Any, Final, TypeAlias
 
@@ -36,21 +35,13 @@ class EngineCoreRequestType(Enum):
     UTILITY = b"\x03"  #: `UtilityCall`, then its arguments.
     RELEASE = b"\x04"  #: An id that was held.
     WAKEUP = b"\x05"  #: Nothing: inside the process.
-    EXTEND = b"\x06"  #: `AddHeader`, then an `Extension`.
+    EXTEND = b"\x06"  #: `AddHeader`, then a `prompt_rows.Extension`.
 
 
 class AddHeader(msgspec.Struct, frozen=True, array_like=True):
     request_id: Name
     client_index: Natural = 0
     current_wave: Natural = 0
-
-
-class Extension(msgspec.Struct, frozen=True, kw_only=True):
-    """More of the prompt of a request that is open; see `EngineCoreRequest`. last: it is whole."""
-
-    prompt_token_ids: Sequence[int] = ()
-    prompt_embeds: Any = None
-    last: bool = False
 
 
 class UtilityCall(msgspec.Struct, frozen=True, array_like=True):

@@ -19,7 +19,6 @@ from stage_runtime.engines.autoregressive.process.engine_messages import (
     READY,
     AddHeader,
     EngineCoreRequestType,
-    Extension,
     Refused,
     StartWave,
     UtilityCall,
@@ -27,6 +26,7 @@ from stage_runtime.engines.autoregressive.process.engine_messages import (
     refused,
 )
 from stage_runtime.engines.autoregressive.process.serial import MsgpackDecoder, TensorRelay
+from stage_runtime.engines.autoregressive.text.prompt_rows import Extension
 from stage_runtime.errors import ProtocolError, describe
 from stage_runtime.sockets import multipart
 
@@ -202,7 +202,7 @@ class Inputs:
             return  # it has ended meanwhile
         try:
             more = self._extensions.decode(body)
-            placed = self._core.preprocess_extension(more.prompt_token_ids, more.prompt_embeds)
+            placed = self._core.preprocess_extension(more)
         except Exception as error:
             self._end(client, refused(name, error))
         else:

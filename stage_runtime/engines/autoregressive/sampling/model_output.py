@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import msgspec
+
 
 class TokenLogprobs(NamedTuple):
     """Of one generated token, before temperature and penalties."""
@@ -12,10 +14,36 @@ class TokenLogprobs(NamedTuple):
     top: tuple[tuple[int, float], ...]  #: (token, logprob), likeliest first
 
 
+class GivenRows(msgspec.Struct, frozen=True, kw_only=True):
+    """What an author's stage gets of a request beside its tokens.
+
+    kept: by the name of `Autoregressive.keep_rows`, a row ``[hidden]`` of each new token. prompt: as that, of all
+    tokens of the prompt, ``[tokens, hidden]``; with the first new token. emitted: what the decoder's `after_step` gave
+    for each new token that has a next one.
+    """
+
+    kept: dict[str, tuple[Any, ...]] = {}
+    prompt: dict[str, Any] = {}
+    emitted: tuple[Any, ...] = ()
+
+    def joined(self, later: GivenRows) -> GivenRows:
+        names = {**self.kept, **later.kept}
+        return GivenRows(
+            kept={name: self.kept.get(name, ()) + later.kept.get(name, ()) for name in names},
+            prompt={**self.prompt, **later.prompt},
+            emitted=self.emitted + later.emitted,
+        )
+
+
+def joined(first: GivenRows | None, later: GivenRows | None) -> GivenRows | None:
+    return later if first is None else first if later is None else first.joined(later)
+
+
 class ModelOutput(NamedTuple):
     """By request id. ``failed``: why. ``prompt_logprobs``: of prompts that are computed to their ends.
 
-    hidden_rows: ``[hidden]``, the last hidden state from which the token was chosen.
+    hidden_rows: ``[hidden]``, the last hidden state from which the token was chosen. ended: requests that their decoder
+    ends with this token.
     """
 
     sampled: dict[str, int]
@@ -23,3 +51,5 @@ class ModelOutput(NamedTuple):
     logprobs: dict[str, TokenLogprobs]
     prompt_logprobs: dict[str, tuple[TokenLogprobs, ...]] = {}
     hidden_rows: dict[str, Any] = {}
+    rows: dict[str, GivenRows] = {}
+    ended: dict[str, None] = {}

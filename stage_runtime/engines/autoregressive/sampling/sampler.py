@@ -94,6 +94,18 @@ def uniform(seed: int, place: int) -> float:
     return (int.from_bytes(digest, "little") >> 11) / (1 << 53)
 
 
+def uniforms(seeds: Sequence[int], places: Sequence[int], count: int) -> Tensor:
+    """``[seeds, count]`` numbers in [0, 1), each of its seed, place and index alone; other ones than `uniform`'s."""
+    found = []
+    for seed, place in zip(seeds, places, strict=True):
+        first = blake2b(
+            seed.to_bytes(8, "little") + place.to_bytes(8, "little"), digest_size=8, person=b"step"
+        ).digest()
+        inner = int.from_bytes(first, "little") >> 1
+        found.append([uniform(inner, index) for index in range(count)])
+    return torch.tensor(found, dtype=torch.float64)
+
+
 def sample(logits: Tensor, rows: Sequence[RowState], places: Sequence[int]) -> list[Sampled]:
     """Choose a token for each row. ``logits [rows, vocabulary]`` f32 is written into.
 

@@ -25,6 +25,7 @@ from stage_runtime.engines.autoregressive.text import call_forms, decoding, prom
 from stage_runtime.engines.autoregressive.text.call_parsers import THINK, Asked
 from stage_runtime.engines.autoregressive.text.controls import TextEncoder
 from stage_runtime.engines.autoregressive.text.detokenizer import Spelling
+from stage_runtime.engines.autoregressive.text.prompt_rows import AddedRows
 from stage_runtime.engines.base import Gate, Outbox, Work
 from stage_runtime.engines.custom import RequestIds
 from stage_runtime.engines.running import Yields
@@ -185,6 +186,9 @@ class GenerationAnswers:
                 request_id=pending.name if params.n == 1 else f"{pending.name}\0{index}",
                 prompt_token_ids=tokens,
                 prompt_embeds=embeds,
+                prompt_positions=prompt.positions,
+                position_delta=prompt.position_delta,
+                added_rows=[AddedRows(*one) for one in prompt.added_rows],
                 open=pending.open,
                 params=msgspec.structs.replace(params, n=1, seed=seed),
                 priority=prompt.priority,

@@ -40,8 +40,7 @@ def make(spec: Autoregressive, context: StageContext | None, sources: Sequence[s
 
     Blocks until all is loaded. sources: upstream stages that stream into this one.
     """
-    from stage_runtime.engines.autoregressive.loading import loader
-    from stage_runtime.engines.autoregressive.model import models
+    from stage_runtime.engines.autoregressive.loading import decoders, loader
 
     loader.check(spec)
     device = "cpu" if context is None else context.device
@@ -59,7 +58,7 @@ def make(spec: Autoregressive, context: StageContext | None, sources: Sequence[s
 
         loaded = loader.load(spec, device=device, progress=progress)
         return AutoregressiveEngine(spec, loaded.core, loaded.tokenizer, context, sources)
-    tokenizer = models.load_tokenizer(spec.model, revision=spec.revision)
+    tokenizer = decoders.tokenizer_of(spec)
     progress(f"starting {spec.data_parallel_size} engine processes with {spec.model}")
     return _with_processes(spec, launch_of(spec, device), tokenizer, context, sources)
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
+from stage_runtime.api import Feed, Prompt
 from stage_runtime.engines import events, streaming
-from stage_runtime.engines.autoregressive.process.engine_messages import Extension
 from stage_runtime.engines.autoregressive.stage.answers import Entered, GenerationAnswers
 from stage_runtime.engines.autoregressive.text import prompting
+from stage_runtime.engines.autoregressive.text.prompt_rows import AddedRows, Extension
 from stage_runtime.engines.base import Outbox, Work
 from stage_runtime.errors import RequestError
 from stage_runtime.wire.values import Chunk, OmniRequest, StagePayload
@@ -35,7 +36,33 @@ class _Streams:
         self.request: OmniRequest | None = None
         self.begun = False  #: The engine has it.
         self.whole = False  #: The engine knows that nothing more comes.
-        self.parts: list[tuple[list[int], Any]] = []  #: What has come before that.
+        self.parts: list[Extension] = []  #: What has come before that.
+
+
+def extensions(given: Any) -> list[Extension]:
+    """What an author's ``stream`` returned for a chunk. Raises: InvalidRequest, TypeError: it is something else."""
+    match given:
+        case None:
+            return []
+        case Feed():
+            return [Extension(feed=given)]
+        case Prompt():
+            if given.parts is None:
+                raise TypeError("stream: a Prompt must have parts: token ids and rows")
+            tokens, embeds = prompting.joined(given.parts)
+            return [
+                Extension(
+                    prompt_token_ids=tokens,
+                    prompt_embeds=embeds,
+                    prompt_positions=given.positions,
+                    position_delta=given.position_delta,
+                    added_rows=[AddedRows(*one) for one in given.added_rows],
+                )
+            ]
+        case list() | tuple() if any(not isinstance(one, int) for one in given):
+            return [made for one in given for made in extensions(one)]
+    tokens, embeds = prompting.joined([given])
+    return [Extension(prompt_token_ids=tokens, prompt_embeds=embeds)]
 
 
 class GrowingPrompts:
@@ -91,9 +118,7 @@ class GrowingPrompts:
                 streams.request = streams.request or event.payload.request
             case events.ChunkIn():
                 streams.request = streams.request or event.chunk.request
-                part = self._stream(event.chunk)
-                if part is not None:
-                    streams.parts.append(prompting.joined([part]))
+                streams.parts += extensions(self._stream(event.chunk))
             case events.StreamDone():
                 streams.request = streams.request or event.request
                 streams.open.discard(event.source)
@@ -109,8 +134,8 @@ class GrowingPrompts:
         if not streams.begun:
             return []
         parts, streams.parts = streams.parts, []
-        for tokens, embeds in parts:
-            inputs += self._grown(work, Extension(prompt_token_ids=tokens, prompt_embeds=embeds))
+        for part in parts:
+            inputs += self._grown(work, part)
         if not streams.open:
             inputs += self._grown(work, Extension(last=True))
             streams.whole = True

@@ -18,9 +18,10 @@ from stage_runtime.engines import events
 from stage_runtime.engines.autoregressive.clients.data_parallel import DPLBAsyncMPClient
 from stage_runtime.engines.autoregressive.core import operations
 from stage_runtime.engines.autoregressive.core.engine_core import EngineCoreRequest
-from stage_runtime.engines.autoregressive.process.engine_messages import EngineCoreOutputs, Extension, SchedulerStats
+from stage_runtime.engines.autoregressive.process.engine_messages import EngineCoreOutputs, SchedulerStats
 from stage_runtime.engines.autoregressive.stage.answers import GenerationAnswers
 from stage_runtime.engines.autoregressive.stage.growing import FromStream, GrowingPrompts, Grown
+from stage_runtime.engines.autoregressive.text.prompt_rows import Extension
 from stage_runtime.engines.base import Inbox, Outbox, Work
 from stage_runtime.engines.simple import TakesNoChunks
 from stage_runtime.errors import EngineDeadError, InvalidRequest, RequestError, describe

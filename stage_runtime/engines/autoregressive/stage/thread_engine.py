@@ -139,7 +139,7 @@ class AutoregressiveEngine:
             return RequestType.ADD, inputs
         more = inputs.more
         try:
-            placed = self._core.preprocess_extension(more.prompt_token_ids, more.prompt_embeds)
+            placed = self._core.preprocess_extension(more)
         except Exception as error:
             self._refuse(inputs.name, error)
             return RequestType.ABORT, [inputs.name]

@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stage_runtime.engines.autoregressive.model.model_runner import Computed, ModelRunner, Pass
+from stage_runtime.engines.autoregressive.model.model_runner import ModelRunner, Pass
+from stage_runtime.engines.autoregressive.model.models import Computed
 from stage_runtime.errors import describe
 
 log = logging.getLogger(__name__)
@@ -105,8 +106,9 @@ class Ranks:
 class Leading(ModelRunner):
     """Rank 0's runner: each pass is computed by all ranks."""
 
-    def __init__(self, model: Any, backend: Any, ranks: Ranks, *, num_blocks: int, block_size: int) -> None:
-        super().__init__(model, backend, num_blocks=num_blocks, block_size=block_size)
+    def __init__(self, model: Any, backend: Any, ranks: Ranks, **options: Any) -> None:
+        """options: of `ModelRunner`."""
+        super().__init__(model, backend, **options)
         self._ranks = ranks
         self._ended = False
 

@@ -62,7 +62,7 @@ class TextEncoder:
         self._known: dict[str, _ControlTokens] = {}  #: By the source of a chat template.
         self._forms: dict[str, TemplateForm] = {}  #: By the source of a chat template.
         self._apart = not control_strings and hasattr(tokenizer, "backend_tokenizer")
-        if not self._apart and not control_strings:
+        if not self._apart and not control_strings and hasattr(tokenizer, "encode"):  # else it takes no text
             log.warning("%s is no fast tokenizer: control strings in texts of clients count", type(tokenizer).__name__)
 
     @property
