@@ -1,0 +1,155 @@
+"""The two decoders of Qwen3-Omni as `omni.Decoder`s: the thinker's text model, and the talker with its code predictor.
+
+Each loads its own part of the checkpoint alone. Named by the factories in `stages`; made where the model is computed.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+import stage_runtime as omni
+from stage_models.qwen3_omni import checkpoint
+
+CONTROL: Final = 1024  #: The talker's last ids are control tokens; of these only the end may be chosen.
+
+
+class CausalModel(nn.Module):
+    """A decoder and its head, called as transformers' causal language models."""
+
+    def __init__(self, decoder: Any, head: nn.Module, config: Any, end_id: int, embedding: nn.Module) -> None:
+        super().__init__()
+        self.decoder = decoder
+        self.head = head
+        self.embedding = embedding
+        self.config = config
+        self.generation_config = SimpleNamespace(eos_token_id=end_id)
+        #: Ids that are never chosen; ``[n]``.
+        self.suppressed: Tensor
+        self.register_buffer("suppressed", torch.empty(0, dtype=torch.long), persistent=False)
+
+    def set_attn_implementation(self, name: str) -> None:
+        self.decoder.set_attn_implementation(name)
+
+    def get_decoder(self) -> Any:
+        return self.decoder
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embedding
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.head
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        use_cache: bool = False,
+        return_dict: bool = True,
+        logits_to_keep: Tensor | None = None,
+    ) -> Any:
+        """input_ids: ``[1, T]``. position_ids: ``[3, 1, T]``. logits_to_keep: which tokens' logits are computed."""
+        if inputs_embeds is None:
+            inputs_embeds = self.embedding(input_ids)
+        out = self.decoder(
+            inputs_embeds=inputs_embeds, position_ids=position_ids, use_cache=use_cache, return_dict=True
+        )
+        hidden = out.last_hidden_state
+        logits = self.head(hidden if logits_to_keep is None else hidden[:, logits_to_keep])
+        if self.suppressed.numel():
+            logits = logits.index_fill(-1, self.suppressed, float("-inf"))
+        return SimpleNamespace(logits=logits)
+
+
+class Thinker:
+    """`omni.Decoder`: text, with rows of pictures and sounds in its prompt."""
+
+    def load(self, model: str, *, revision: str | None, dtype: Any, device: str) -> CausalModel:
+        name = str(dtype).removeprefix("torch.")
+        config = checkpoint.config_of(model, revision)
+        text = checkpoint.load(model, "thinker", dtype=name, device=device, revision=revision)
+        weight = checkpoint.tensor(model, "thinker.lm_head.weight", dtype=name, revision=revision).to(device)
+        return CausalModel(text, _linear(weight), text.config, int(config.im_end_token_id), text.embed_tokens)
+
+
+class Talker:
+    """`omni.Decoder`: the first code of each frame; after each step, the other codes and the next input."""
+
+    text = False
+
+    def load(self, model: str, *, revision: str | None, dtype: Any, device: str) -> CausalModel:
+        name = str(dtype).removeprefix("torch.")
+        talker = checkpoint.load(model, "talker", dtype=name, device=device, revision=revision)
+        config = talker.config
+        end, size = int(config.codec_eos_token_id), int(config.text_config.vocab_size)
+        self._codes = CodePredictor(talker.code_predictor)
+        self._first = talker.model.codec_embedding
+        causal = CausalModel(talker.model, talker.codec_head, config.text_config, end, talker.model.codec_embedding)
+        never = [one for one in range(size - CONTROL, size) if one != end]
+        causal.suppressed = torch.tensor(never, device=device)
+        return causal
+
+    def after_step(self, step: omni.Step) -> omni.NextRows:
+        """emitted: the whole frame, ``[B, groups]``. rows: the sum of its codes' embeddings."""
+        first = self._first(step.tokens)
+        codes, rows = self._codes.predict(step.hidden, first, step)
+        frames = torch.cat([step.tokens[:, None], codes], dim=1)
+        return omni.NextRows(rows=torch.cat([first[:, None], *rows], dim=1).sum(1), emitted=frames)
+
+
+class CodePredictor:
+    """The codes of a frame after its first one, for a batch: a small decoder over ``groups`` positions, no cache.
+
+    Its sequences are so short that computing them anew at each position costs less than keeping their keys.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._heads = list(model.lm_head)
+        self._embeddings = list(model.model.codec_embedding)
+
+    def predict(self, hidden: Tensor, first: Tensor, step: omni.Step) -> tuple[Tensor, list[Tensor]]:
+        """hidden, first: ``[B, H]``. Returns: codes ``[B, groups - 1]``, and of each the embedding ``[B, 1, H]``."""
+        inputs = torch.stack([hidden.to(first.dtype), first], dim=1)
+        numbers = step.uniform(len(self._heads)) if not all(one.greedy for one in step.sampling) else None
+        codes: list[Tensor] = []
+        rows: list[Tensor] = []
+        for index, head in enumerate(self._heads):
+            out = self._model.model(inputs_embeds=inputs, use_cache=False, return_dict=True).last_hidden_state[:, -1]
+            logits = head(out).float()
+            code = logits.argmax(-1)
+            if numbers is not None:
+                code = _drawn(logits, code, numbers[:, index], step)
+            row = self._embeddings[index](code)[:, None]
+            codes.append(code)
+            rows.append(row)
+            inputs = torch.cat([inputs, row], dim=1)
+        return torch.stack(codes, dim=1), rows
+
+
+def _drawn(logits: Tensor, best: Tensor, numbers: Tensor, step: omni.Step) -> Tensor:
+    """A code of each request by its temperature, ``top_k`` and ``top_p``; the best one where it is greedy."""
+    chosen = best.clone()
+    for at, sampling in enumerate(step.sampling):
+        if sampling.greedy:
+            continue
+        values, order = (logits[at] / sampling.temperature).sort(descending=True)
+        if sampling.top_k:
+            values, order = values[: sampling.top_k], order[: sampling.top_k]
+        weights = values.softmax(-1).double()
+        before = weights.cumsum(-1) - weights
+        weights = torch.where(before < sampling.top_p, weights, 0.0)
+        sums = weights.cumsum(-1)
+        place = int(torch.searchsorted(sums, sums[-1:] * float(numbers[at]), right=True))
+        chosen[at] = order[min(place, len(order) - 1)]
+    return chosen
+
+
+def _linear(weight: Tensor) -> nn.Linear:
+    made = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    made.weight = nn.Parameter(weight, requires_grad=False)
+    return made

@@ -1,0 +1,225 @@
+"""A client's request to the thinker's prompt: messages to tokens, pictures to patches, sounds to mel frames. No model.
+
+Everything refused here is the client's fault, and says which part of the request is meant. Called by the stage
+`preprocess`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+import jinja2
+import numpy as np
+import numpy.typing as npt
+
+import stage_runtime as omni
+from stage_models.qwen3_omni import values
+from stage_models.voice import audio
+from stage_runtime.engines.autoregressive.text.controls import TextEncoder
+
+SAMPLE_RATE: Final = 16_000
+MAX_SECONDS: Final = 300.0  # of one sound
+MAX_PIXELS: Final = 64_000_000  # of one picture before it is made smaller: what a camera takes
+MAX_RATIO: Final = 200  # of a picture's sides, by its resizing
+SHORTEST: Final = 400  # samples of one mel frame; a shorter sound is padded with silence
+
+
+class Preparer:
+    """The tokenizer and the feature extractors of one checkpoint. In any thread, one at a time."""
+
+    def __init__(self, model: str, config: Any, *, voice: str | None = None, revision: str | None = None) -> None:
+        """voice: of requests that name none; by default the checkpoint's first."""
+        from transformers import AutoTokenizer, WhisperFeatureExtractor
+        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+        named: dict[str, Any] = {} if revision is None else {"revision": revision}
+        self._encoder = TextEncoder(AutoTokenizer.from_pretrained(model, **named))
+        self._mel: Any = WhisperFeatureExtractor.from_pretrained(model, **named)
+        self._patches: Any = Qwen2VLImageProcessorPil.from_pretrained(model, **named)
+        self._voices = sorted(config.talker_config.speaker_id)
+        self._voice = voice or self._voices[0]
+        self._window = int(config.thinker_config.audio_config.n_window)
+        self._image = int(config.thinker_config.image_token_id)
+        self._audio = int(config.thinker_config.audio_token_id)
+
+    def prepare(
+        self, request: omni.OmniRequest
+    ) -> tuple[values.Prepared, values.Pictures | None, values.Sounds | None]:
+        """Raises: InvalidRequest: a part cannot be read, or is of a kind that this model does not take."""
+        pictures: list[tuple[Any, list[int]]] = []
+        sounds: list[Any] = []
+        messages = [
+            {**item, "content": [self._part(part, where, pictures, sounds) for where, part in _parts(item, index)]}
+            for index, item in enumerate(_messages(request))
+        ]
+        grids = [grid for _pixels, grid in pictures]
+        heard = [self._audio_rows(one.shape[1]) for one in sounds]
+        prepared = values.Prepared(
+            tokens=self._expanded(self._tokens(messages), grids, heard),
+            grids=grids,
+            audio=heard,
+            voice=self._voice_of(request),
+        )
+        seen = values.Pictures(
+            pixels=[one for one, _ in pictures], grids=grids, keys=[_key(one) for one, _ in pictures]
+        )
+        return (
+            prepared,
+            seen if pictures else None,
+            values.Sounds(features=sounds, keys=[_key(one) for one in sounds]) if sounds else None,
+        )
+
+    def _tokens(self, messages: list[dict[str, Any]]) -> list[int]:
+        try:
+            return self._encoder.chat(messages, {"add_generation_prompt": True})
+        except (TypeError, ValueError, KeyError, AttributeError, jinja2.TemplateError) as error:
+            raise omni.InvalidRequest(
+                f"the messages do not fit the model's chat template: {error}", param="messages"
+            ) from error
+
+    def _expanded(self, tokens: list[int], grids: list[list[int]], heard: list[int]) -> list[int]:
+        """Each medium's one token as many times as it has rows."""
+        counts = {self._image: [values.rows_of(grid) for grid in grids], self._audio: list(heard)}
+        for token, left in counts.items():
+            if tokens.count(token) != len(left):
+                raise omni.InvalidRequest(
+                    "the chat template gives no place to a part of the messages", param="messages"
+                )
+        expanded: list[int] = []
+        for token in tokens:
+            expanded += [token] * (counts[token].pop(0) if token in counts else 1)
+        return expanded
+
+    def _voice_of(self, request: omni.OmniRequest) -> str | None:
+        if "audio" not in request.modalities and (request.kind != "pipeline" or request.modalities):
+            return None
+        voice = request.params.get("voice") or self._voice
+        if not isinstance(voice, str) or voice.lower() not in self._voices:
+            raise omni.InvalidRequest(
+                f"unknown voice {voice!r}; the model has {', '.join(self._voices)}", param="audio.voice"
+            )
+        return voice.lower()
+
+    # --- parts of messages ----------------------------------------------------------------------------------------
+
+    def _part(
+        self, part: Mapping[str, Any], where: str, pictures: list[tuple[Any, list[int]]], sounds: list[Any]
+    ) -> dict[str, Any]:
+        match part.get("type"):
+            case "text":
+                return {"type": "text", "text": str(part.get("text", ""))}
+            case "image":
+                pictures.append(self._picture(part.get("data"), where))
+                return {"type": "image"}
+            case "audio":
+                sounds.append(self._sound(part.get("data"), where))
+                return {"type": "audio"}
+            case "video":
+                raise omni.InvalidRequest(f"{where}: video is not supported; send frames as images", param="messages")
+            case other:
+                raise omni.InvalidRequest(f"{where}: a part of type {other!r} is not supported", param="messages")
+
+    def _picture(self, data: Any, where: str) -> tuple[Any, list[int]]:
+        """Patches f32 ``[t * h * w, values]``, and ``[t, h, w]``."""
+        import torch
+
+        image = _opened(_bytes(data, where), where)
+        found = self._patches(images=[image], return_tensors="np")
+        pixels = torch.from_numpy(np.ascontiguousarray(found["pixel_values"], dtype=np.float32))
+        return pixels, [int(one) for one in found["image_grid_thw"][0]]
+
+    def _sound(self, data: Any, where: str) -> Any:
+        """Mel frames f32 ``[mel, frames]``."""
+        import torch
+
+        try:
+            samples = audio.decode(_bytes(data, where), max_seconds=MAX_SECONDS)
+        except omni.InvalidRequest as error:
+            raise omni.InvalidRequest(f"{where}: {error}", param="messages") from error
+        if samples.size < SHORTEST:
+            samples = np.pad(samples, (0, SHORTEST - samples.size))
+        found = self._mel(
+            samples,
+            sampling_rate=SAMPLE_RATE,
+            padding=True,
+            truncation=False,
+            return_attention_mask=True,
+            return_tensors="np",
+        )
+        frames = int(found["attention_mask"][0].sum())
+        return torch.from_numpy(np.ascontiguousarray(found["input_features"][0][:, :frames], dtype=np.float32))
+
+    def _audio_rows(self, frames: int) -> int:
+        """Rows that the audio encoder gives for so many mel frames."""
+        from transformers.models.qwen3_omni_moe.processing_qwen3_omni_moe import _get_feat_extract_output_lengths
+
+        return int(_get_feat_extract_output_lengths(frames, self._window))
+
+
+def _messages(request: omni.OmniRequest) -> list[dict[str, Any]]:
+    """Chat messages, also of a pipeline request: a string, ``{text, image, audio}`` or ``{messages}``."""
+    if request.kind == "speech":
+        raise omni.InvalidRequest(
+            "this model speaks its own answers; it does not read a given text aloud: use /v1/chat/completions",
+            param="input",
+        )
+    if found := request.messages():
+        return found
+    inputs = {"text": request.inputs} if isinstance(request.inputs, str) else request.inputs
+    if not isinstance(inputs, Mapping):
+        raise omni.InvalidRequest("inputs must be a text, or hold text, image, audio or messages", param="inputs")
+    parts: list[dict[str, Any]] = [
+        {"type": kind, "data": inputs[kind]} for kind in ("image", "audio") if kind in inputs
+    ]
+    if inputs.get("text"):
+        parts.append({"type": "text", "text": inputs["text"]})
+    if not parts:
+        raise omni.InvalidRequest("inputs must be a text, or hold text, image, audio or messages", param="inputs")
+    return [{"role": "user", "content": parts}]
+
+
+def _parts(item: Mapping[str, Any], index: int) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    for at, part in enumerate(item["content"]):
+        yield f"messages[{index}].content[{at}]", part
+
+
+def _bytes(data: Any, where: str) -> bytes:
+    if not isinstance(data, bytes | bytearray | memoryview) or not data:
+        raise omni.InvalidRequest(f"{where}: expected the bytes of a file", param="messages")
+    return bytes(data)
+
+
+def _opened(data: bytes, where: str) -> Any:
+    """A picture, right way up, in RGB. Raises: InvalidRequest: it is not one, is damaged or too large."""
+    from PIL import Image, ImageOps, UnidentifiedImageError
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+            image: Any = Image.open(io.BytesIO(data))
+            wide, high = image.size
+            if wide * high > MAX_PIXELS:
+                raise omni.InvalidRequest(
+                    f"{where}: the picture has {wide} x {high} pixels; at most {MAX_PIXELS} are taken", param="messages"
+                )
+            if max(wide, high) > MAX_RATIO * min(wide, high):
+                raise omni.InvalidRequest(
+                    f"{where}: the picture has {wide} x {high} pixels; one side may be {MAX_RATIO} times the other",
+                    param="messages",
+                )
+            return ImageOps.exif_transpose(image).convert("RGB")
+    except omni.InvalidRequest:
+        raise
+    except UnidentifiedImageError as error:
+        raise omni.InvalidRequest(f"{where}: expected a picture (png, jpeg, webp, …)", param="messages") from error
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise omni.InvalidRequest(f"{where}: the picture cannot be read: {error}", param="messages") from error
+
+
+def _key(tensor: Any) -> str:
+    array: npt.NDArray[np.float32] = tensor.numpy()
+    return hashlib.blake2b(array.tobytes() + repr(array.shape).encode(), digest_size=16).hexdigest()

@@ -1,0 +1,260 @@
+"""The factories of ``examples/qwen3_omni/pipeline.yaml``: parts of a checkpoint loaded, wrapped as stages.
+
+Each factory is called once per process. The checkpoint is the pipeline's ``modelPath``, else the factory's ``model``;
+without both, the tiny one that is made in code.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+import stage_runtime as omni
+from stage_models.qwen3_omni import checkpoint, routing, values
+from stage_models.qwen3_omni.encoding import AudioEncoder, ImageEncoder
+from stage_models.qwen3_omni.preparing import Preparer
+from stage_models.qwen3_omni.speaking import Speaking
+from stage_models.qwen3_omni.thinking import Thinking
+from stage_models.qwen3_omni.vocoder import State, Vocoder
+from stage_runtime.profiler import span
+
+SAMPLE_RATE: Final = 24_000
+CACHE_MIB: Final = 256
+MOST_FRAMES: Final = 4096  # of one piece
+#: Of the talker, as the checkpoint's own generation does: where a request is greedy, the talker is, too.
+TALKER_PARAMS: Final[dict[str, Any]] = {"max_tokens": 4096, "temperature": 0.9, "top_k": 50, "repetition_penalty": 1.05}
+
+
+def preprocess(
+    context: omni.StageContext, *, model: str | None = None, voice: str | None = None, threads: int = 1
+) -> omni.Simple:
+    """Messages, pictures and sounds to the thinker's prompt. voice: of requests that name none."""
+    torch.set_num_threads(threads)
+    folder, revision = _checkpoint(context, model)
+    preparer = Preparer(folder, checkpoint.config_of(folder, revision), voice=voice, revision=revision)
+
+    def run(payload: omni.StagePayload) -> routing.Parts:
+        with span("preprocess", payload.request.id):
+            return preparer.prepare(payload.request)
+
+    return omni.Simple(run)
+
+
+def image_encoder(
+    context: omni.StageContext,
+    *,
+    model: str | None = None,
+    dtype: str = "float32",
+    max_batch: int = 8,
+    cache_mib: int = CACHE_MIB,
+    threads: int = 1,
+) -> omni.Batched:
+    """Patches to rows of the thinker. cache_mib: of rows kept for pictures that come again; 0 keeps none."""
+    torch.set_num_threads(threads)
+    folder, revision = _checkpoint(context, model)
+    part = checkpoint.load(folder, "image_encoder", dtype=dtype, device=context.device, revision=revision)
+    encoder = ImageEncoder(part, cache_bytes=cache_mib << 20)
+    return _batched("image", encoder, max_batch)
+
+
+def audio_encoder(
+    context: omni.StageContext,
+    *,
+    model: str | None = None,
+    dtype: str = "float32",
+    max_batch: int = 8,
+    cache_mib: int = CACHE_MIB,
+    threads: int = 1,
+) -> omni.Batched:
+    """Mel frames to rows of the thinker. cache_mib: as of `image_encoder`."""
+    torch.set_num_threads(threads)
+    folder, revision = _checkpoint(context, model)
+    part = checkpoint.load(folder, "audio_encoder", dtype=dtype, device=context.device, revision=revision)
+    encoder = AudioEncoder(part, cache_bytes=cache_mib << 20)
+    return _batched("audio", encoder, max_batch)
+
+
+def _batched(modality: str, encoder: Any, max_batch: int) -> omni.Batched:
+    def run(payloads: list[omni.StagePayload]) -> list[Any]:
+        with span("encoder", payloads[0].request.id, modality=modality, batch_size=len(payloads)):
+            return list(encoder.encode([payload.data for payload in payloads]))
+
+    return omni.Batched(run, max_batch=max_batch)
+
+
+def thinker(
+    context: omni.StageContext, *, model: str | None = None, params: Mapping[str, Any] = {}, **engine: Any
+) -> omni.Autoregressive:
+    """The language model, which sees and hears. params: defaults of sampling. engine: of `omni.Autoregressive`."""
+    folder, revision = _checkpoint(context, model)
+    thinking = Thinking(checkpoint.config_of(folder, revision))
+    return omni.Autoregressive(
+        model=folder,
+        revision=revision,
+        decoder="stage_models.qwen3_omni.decoders:Thinker",
+        prompt=thinking.prompt,
+        deliver=thinking.deliver,
+        keep_rows=thinking.keep_rows,
+        params={"max_tokens": 1024, **params},
+        **engine,
+    )
+
+
+def talker(
+    context: omni.StageContext, *, model: str | None = None, params: Mapping[str, Any] = {}, **engine: Any
+) -> omni.Autoregressive:
+    """Frames of codes, while the thinker still writes. params: defaults of sampling. engine: as of `thinker`."""
+    folder, revision = _checkpoint(context, model)
+    speaking = Speaking(folder, dtype=_float_of(engine.get("dtype")), revision=revision)
+    return omni.Autoregressive(
+        model=folder,
+        revision=revision,
+        decoder="stage_models.qwen3_omni.decoders:Talker",
+        prompt=_speech_of,
+        deliver=_frames,
+        stream=speaking.stream,
+        params={**TALKER_PARAMS, **params},
+        **engine,
+    )
+
+
+def _speech_of(payload: omni.StagePayload) -> omni.Prompt:
+    """The talker's own parameters: of the request's, it takes the seed, and whether it is greedy."""
+    given = payload.request.params
+    params = {"seed": given["seed"]} if given.get("seed") is not None else {}
+    if given.get("temperature") == 0:
+        params["temperature"] = 0
+    return omni.Prompt(parts=(), params=params)
+
+
+def _frames(payload: omni.StagePayload, generation: omni.Generation) -> Any:
+    if generation.emitted is not None:
+        yield omni.Chunk(values.Frames(codes=generation.emitted), to="code2wav")
+    if generation.finish is not None:
+        yield omni.Result(omni.Usage(completion_tokens=generation.completion_tokens))
+
+
+def decode() -> omni.Streaming:
+    """The thinker's text for the client, with the usage of the whole request."""
+
+    async def run(session: omni.Session) -> AsyncIterator[omni.Chunk | omni.Result]:
+        async for chunk in session.chunks():
+            yield omni.Chunk(chunk.data)
+        thought: values.Thought = (await session.payload()).data
+        yield omni.Result([thought.usage, omni.Finish(thought.finish)])
+
+    return omni.Streaming(run)
+
+
+def code2wav(
+    context: omni.StageContext,
+    *,
+    model: str | None = None,
+    dtype: str = "float32",
+    initial_codec_chunk_frames: int = 4,
+    codec_chunk_frames: int = 25,
+    max_batch: int = 16,
+    threads: int = 1,
+) -> omni.Streaming:
+    """Frames to sound, piece by piece.
+
+    initial_codec_chunk_frames: of the first piece, so that sound begins early; codec_chunk_frames: of the others. A
+    request may name both. max_batch: requests in one pass.
+    """
+    torch.set_num_threads(threads)
+    folder, revision = _checkpoint(context, model)
+    vocoder = Vocoder(checkpoint.load(folder, "code2wav", dtype=dtype, device=context.device, revision=revision))
+    batches = _Batches(vocoder, max_batch)
+    defaults = {"initial_codec_chunk_frames": initial_codec_chunk_frames, "codec_chunk_frames": codec_chunk_frames}
+
+    async def run(session: omni.Session) -> AsyncIterator[omni.Chunk | omni.Result]:
+        first, steady = (_frames_of(session.request, name, defaults[name]) for name in defaults)
+        state, waiting = vocoder.begin(), torch.empty(0, vocoder.groups, dtype=torch.long)
+        async for chunk in session.chunks():
+            waiting = torch.cat([waiting, _checked(chunk.data, vocoder)])
+            while len(waiting) >= (wanted := steady if state.frames else first):
+                piece, waiting = waiting[:wanted], waiting[wanted:]
+                yield _sound(await batches.decode(state, piece))
+        if len(waiting):
+            yield _sound(await batches.decode(state, waiting))
+        yield omni.Result(omni.Note("frames", state.frames))
+
+    return omni.Streaming(run)
+
+
+def _sound(samples: Tensor) -> omni.Chunk:
+    return omni.Chunk(omni.Audio(samples, SAMPLE_RATE), modality="audio")
+
+
+def _checked(data: Any, vocoder: Vocoder) -> Tensor:
+    codes = data.codes if isinstance(data, values.Frames) else None
+    if not isinstance(codes, Tensor) or codes.ndim != 2 or codes.shape[1] != vocoder.groups:
+        raise ValueError(f"code2wav: expected frames of {vocoder.groups} codes, got {type(data).__name__}")
+    if len(codes) and not 0 <= int(codes.min()) <= int(codes.max()) < vocoder.codebook:
+        raise ValueError(f"code2wav: codes must be from 0 to {vocoder.codebook - 1}")
+    return codes.long()
+
+
+def _frames_of(request: omni.OmniRequest, name: str, default: int) -> int:
+    value = request.params.get(name)
+    if value is None:
+        return default
+    if type(value) is not int or not 1 <= value <= MOST_FRAMES:
+        raise omni.InvalidRequest(f"{name} must be a whole number from 1 to {MOST_FRAMES}, not {value!r}", param=name)
+    return value
+
+
+class _Batches:
+    """Pieces of several requests as one pass of the vocoder, on a thread of its own."""
+
+    def __init__(self, vocoder: Vocoder, most: int) -> None:
+        self._vocoder = vocoder
+        self._most = most
+        self._waiting: list[tuple[State, Tensor, asyncio.Future[Tensor]]] = []
+        self._busy = False
+
+    async def decode(self, state: State, frames: Tensor) -> Tensor:
+        """The next samples of one request. Whoever comes first while nobody decodes takes the others along."""
+        own: asyncio.Future[Tensor] = asyncio.get_running_loop().create_future()
+        self._waiting.append((state, frames, own))
+        while not own.done() and not self._busy:
+            await self._pass()
+        return await own
+
+    async def _pass(self) -> None:
+        self._busy = True
+        try:
+            batch, self._waiting = self._waiting[: self._most], self._waiting[self._most :]
+            batch = [one for one in batch if not one[2].cancelled()]
+            try:
+                waves = await asyncio.to_thread(self._vocoder.decode, [(state, frames) for state, frames, _ in batch])
+            except Exception as error:
+                for _state, _frames, own in batch:
+                    if not own.done():
+                        own.set_exception(error)
+                return
+            for (_state, _frames, own), wave in zip(batch, waves, strict=True):
+                if not own.done():
+                    own.set_result(wave)
+        finally:
+            self._busy = False
+            if self._waiting:
+                self._wake()
+
+    def _wake(self) -> None:
+        asyncio.get_running_loop().create_task(self._pass())
+
+
+def _checkpoint(context: omni.StageContext, model: str | None) -> tuple[str, str | None]:
+    path = context.model_path
+    return checkpoint.folder_of(path or model), context.model_revision if path else None
+
+
+def _float_of(dtype: Any) -> str:
+    from stage_runtime.engines.autoregressive.model import dtypes
+
+    return "float32" if dtype is None else str(dtypes.chosen(dtype, "cpu"))
