@@ -71,7 +71,7 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.dev: $(VENV)/bin/python pyproject.toml constraints.txt
-	$(PIP) -e '.[runtime,operator,engine,numba,dev,nixl,mooncake]'
+	$(PIP) -e '.[runtime,operator,engine,numba,qwen3-omni,dev,nixl,mooncake]'
 	@touch $@
 
 $(VENV)/.demo: $(VENV)/bin/python pyproject.toml constraints.txt

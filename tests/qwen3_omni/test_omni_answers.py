@@ -1,0 +1,159 @@
+"""examples/qwen3_omni beside transformers' whole model: the same text, as many frames, and the same sound."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import io
+import json
+import tempfile
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx
+import numpy as np
+import pytest
+import soundfile
+
+from stage_models.qwen3_omni import tiny
+from stage_runtime.processes.one_machine.local import LocalOptions, LocalPipeline
+from tests.qwen3_omni.omni_cases import CASES, FRAMES, Case, body
+
+EXAMPLE = Path(__file__).parents[2] / "examples/qwen3_omni/pipeline.yaml"
+PATIENCE_S = 250.0
+STAGES = ("preprocess", "image_encoder", "audio_encoder", "thinker", "decode", "talker", "code2wav")
+TOGETHER = [f"stages.{name}.process=all" for name in STAGES]
+#: A cache of 26 blocks, which one long prompt fills nearly: beside each other, requests are preempted.
+TOKEN_BYTES = 4 * (3 * 2 * 2 * 16 + 64)  # keys and values of three layers, and the kept row of one
+SCARCE = [f"stages.thinker.factoryArgs.kv_cache_bytes={26 * 16 * TOKEN_BYTES}"]
+
+
+class Answer(NamedTuple):
+    text: str
+    samples: Any
+    usage: dict[str, Any]
+
+
+@contextlib.asynccontextmanager
+async def pipeline(checkpoint: str, *overrides: str, **options: Any) -> AsyncIterator[httpx.AsyncClient]:
+    with tempfile.TemporaryDirectory(prefix="q-") as folder:
+        changed = [f"endpoints.basePath={folder}", f"modelPath={checkpoint}", *overrides]
+        changed += [f"stages.talker.factoryArgs.params.max_tokens={FRAMES}"]
+        async with LocalPipeline(EXAMPLE, overrides=changed, options=LocalOptions(port=0, **options)) as running:
+            async with httpx.AsyncClient(base_url=running.url, timeout=PATIENCE_S) as client:
+                yield client
+
+
+async def ask(client: httpx.AsyncClient, case: Case) -> Answer:
+    response = await client.post("/v1/chat/completions", json=body(case))
+    assert response.status_code == 200, response.text
+    found = response.json()
+    said = found["choices"][0]["message"]
+    samples, rate = soundfile.read(io.BytesIO(base64.b64decode(said["audio"]["data"])), dtype="float32")
+    assert rate == 24_000
+    return Answer(said["content"], samples, found["usage"])
+
+
+def text_of(checkpoint: str, tokens: Any) -> str:
+    from transformers import AutoTokenizer
+
+    return str(AutoTokenizer.from_pretrained(checkpoint).decode(tokens.tolist(), skip_special_tokens=True))
+
+
+def check(checkpoint: str, oracle: dict[str, Any], case: Case, answer: Answer) -> None:
+    wave = oracle[f"{case.name}.wave"]
+    assert answer.text == text_of(checkpoint, oracle[f"{case.name}.tokens"]), case.name
+    assert answer.samples.shape == wave.shape, case.name
+    assert float(np.abs(answer.samples - wave).max()) <= 2 / 32768, case.name  # two steps of 16-bit sound
+    assert answer.usage["completion_tokens"] >= len(oracle[f"{case.name}.tokens"])
+
+
+async def test_each_answer_in_six_processes_is_that_of_the_whole_model(tiny_omni: str, oracle: dict[str, Any]) -> None:
+    async with pipeline(tiny_omni) as client:
+        for case in CASES:
+            check(tiny_omni, oracle, case, await ask(client, case))
+
+
+async def test_together_with_little_memory_and_aborts_beside_them_answers_are_the_same(
+    tiny_omni: str, oracle: dict[str, Any]
+) -> None:
+    async with pipeline(tiny_omni, *TOGETHER, *SCARCE) as client:
+        answers = [asyncio.create_task(ask(client, case)) for case in CASES]
+        leaving = [asyncio.create_task(ask(client, case)) for case in CASES[:4]]
+        await asyncio.sleep(0)
+        for task in leaving:
+            task.cancel()
+        await asyncio.gather(*leaving, return_exceptions=True)
+        for case, answer in zip(CASES, await asyncio.gather(*answers), strict=True):
+            check(tiny_omni, oracle, case, answer)
+        again = await ask(client, CASES[3])
+        check(tiny_omni, oracle, CASES[3], again)
+        assert again.usage["prompt_tokens_details"]["cached_tokens"] > 0, "equal pictures and sounds share a prefix"
+
+
+async def test_engines_in_processes_of_their_own_give_the_same(tiny_omni: str, oracle: dict[str, Any]) -> None:
+    own = [f"stages.{name}.factoryArgs.own_process=true" for name in ("thinker", "talker")]
+    async with pipeline(tiny_omni, *TOGETHER, *own) as client:
+        for case in CASES[3:6]:
+            check(tiny_omni, oracle, case, await ask(client, case))
+
+
+async def test_text_and_sound_are_streamed_while_they_are_made(tiny_omni: str, oracle: dict[str, Any]) -> None:
+    case = CASES[1]
+    more = {"stream": True, "audio": {"voice": case.voice, "format": "pcm16"}}
+    async with pipeline(tiny_omni, *TOGETHER) as client:
+        text, sound, pieces, order = "", b"", 0, ""
+        async with client.stream("POST", "/v1/chat/completions", json=body(case, **more)) as response:
+            async for line in response.aiter_lines():
+                if not line.startswith("data: {"):
+                    continue
+                for choice in json.loads(line.removeprefix("data: "))["choices"]:
+                    delta = choice["delta"]
+                    text += delta.get("content") or ""
+                    order += "t" * bool(delta.get("content"))
+                    if data := (delta.get("audio") or {}).get("data"):
+                        sound += base64.b64decode(data)
+                        pieces += 1
+                        order += "a"
+    assert text == text_of(tiny_omni, oracle[f"{case.name}.tokens"])
+    assert len(sound) == 2 * len(oracle[f"{case.name}.wave"])
+    assert pieces > 1
+    assert order[0] == "t" and order[-1] == "a"
+
+
+async def test_an_answer_that_is_only_read_needs_no_talker_and_no_vocoder(tiny_omni: str) -> None:
+    async with pipeline(tiny_omni, *TOGETHER) as client:
+        asked = {**body(CASES[0]), "modalities": ["text"]}
+        del asked["audio"]
+        response = await client.post("/v1/chat/completions", json=asked)
+        assert response.status_code == 200, response.text
+        assert "audio" not in response.json()["choices"][0]["message"]
+        record = await client.get("/v1/requests/" + response.json()["id"])
+        assert "talker" not in json.dumps(record.json().get("stages", {})), record.text
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"audio": {"voice": "nobody", "format": "wav"}}, "nobody"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}]}, ""),
+        ({"messages": [{"role": "user", "content": "x" * 40_000}]}, "context"),
+    ],
+)
+async def test_what_the_model_does_not_take_is_refused_and_the_next_is_served(
+    tiny_omni: str, change: dict[str, Any], named: str
+) -> None:
+    async with pipeline(tiny_omni, *TOGETHER) as client:
+        refused = await client.post("/v1/chat/completions", json={**body(CASES[0]), **change})
+        assert (refused.status_code, named in refused.text) == (400, True), refused.text
+        assert (await ask(client, CASES[0])).text
+
+
+def test_the_tiny_checkpoint_is_made_once(tmp_path: Path) -> None:
+    made = tiny.make(tmp_path / "tiny")
+    before = {one.name: one.stat().st_mtime_ns for one in made.iterdir()}
+    tiny.make(tmp_path / "tiny")
+    assert {one.name: one.stat().st_mtime_ns for one in made.iterdir()} == before
+    assert [one.name for one in tmp_path.iterdir()] == ["tiny"]
