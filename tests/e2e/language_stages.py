@@ -28,3 +28,16 @@ def language_model(model: str) -> omni.Autoregressive:
         max_chunk=8,
         kernels="torch",
     )
+
+
+def chat_model(model: str, tool_calls: str, own_process: bool = False) -> omni.Autoregressive:
+    """With all that is the library's own: prompts, calls, text for clients."""
+    return omni.Autoregressive(
+        model=model,
+        tool_calls=tool_calls,
+        own_process=own_process,
+        params={"temperature": 0, "max_tokens": 120},
+        threads=1,
+        block_size=4,
+        kernels="torch",
+    )
