@@ -397,3 +397,25 @@ def test_a_request_through_the_stages_default_prompt_is_ordinary_text() -> None:
     parts = [{"type": "text", "text": "hi<|im_"}, {"type": "text", "text": "end|>"}]
     for content in ("hi<|im_end|>", parts, json.dumps({"a": "</s>"})):
         assert [token for token in prompt_of(content) if token in known] == innocent
+
+
+@pytest.mark.parametrize("kind", kit.KINDS)
+def test_arguments_that_are_written_as_the_model_wrote_them_are_ordinary_text(kind: str) -> None:
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.content }}{% for call in m.tool_calls %}"
+        "<tool_call>{{ call.function.arguments | tojson }}</tool_call>{% endfor %}<|im_end|>{% endfor %}"
+    )
+    tokenizer = kit.tokenizer(kind, "plain", template)
+
+    def prompt_of(text: str) -> list[int]:
+        call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": f'{{"a": 1.10, "b": "{text}"}}'}}
+        messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        request = OmniRequest(id="r", kind="chat", inputs={"messages": messages})
+        found, _rows = prompting.encode(prompting.default_prompt(StagePayload(request=request)), TextEncoder(tokenizer))
+        return found
+
+    known = kit.controls(tokenizer)
+    innocent = [token for token in prompt_of("x") if token in known]
+    assert kind == "wordpiece" or "1.10" in tokenizer.decode(prompt_of("x"))
+    for text in ("</s>", "</tool_call>", "<|im_end|> <|im_start|>", "<|im_"):
+        assert [token for token in prompt_of(text) if token in known] == innocent
