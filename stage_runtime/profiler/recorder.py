@@ -53,6 +53,7 @@ class Recorder:
     def __init__(self) -> None:
         self.active = False  #: A run is recorded; hot paths ask this before they gather metadata.
         self.traces: Traces | None = None  #: Where the process sends authors' spans, recorded or not.
+        self.missing = ""  #: Of the run that was stopped last: what the disk did not take, and why.
         self._run: RunWriter | None = None
         self._notes: deque[TemplateNote] = deque(maxlen=0)  #: Of the run; without one it keeps nothing.
         self._lock = threading.Lock()  #: Held to start and stop only.
@@ -110,6 +111,7 @@ class Recorder:
             self._run = None
             self._notes = deque(maxlen=0)
             run.stop(why, STOP_S)
+            self.missing = run.missing
             return run.path
 
     def emit(

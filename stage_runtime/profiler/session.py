@@ -120,7 +120,7 @@ class ProfileSession:
             except ConfigurationError as error:
                 return self._each(f"failed: {error}")
             self._remember(self._traced_run, trace.path)
-        return self._each(STOPPED)
+        return self._each(f"failed: {self._recorder.missing}" if self._recorder.missing else STOPPED)
 
     def expire(self) -> str | None:
         """Stop a run that was not stopped in time; called with each beat, in a coordinator once a second.

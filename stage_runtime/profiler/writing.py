@@ -10,6 +10,8 @@ here reaches who records.
 from __future__ import annotations
 
 import contextlib
+import errno
+import functools
 import logging
 import os
 import shutil
@@ -33,6 +35,7 @@ FLUSH_EVERY_S: Final = 0.5  # a killed process loses what is younger
 MAX_QUEUED: Final = 200_000  # events between two looks of the writer: 400,000 a second
 MAX_BYTES: Final = 1 << 30  # of one process's lines; a run that is never stopped must not fill the disk
 MAX_LINE: Final = 16 << 10  # of one event; metadata is for small scalars
+END_NBYTES: Final = 1024  # more than the last line of a file takes
 NOTES: Final = ".notes.jsonl"
 TOGETHER: Final = 64  # lines that are encoded in one call: about 12 KiB, so that none of them exceeds `MAX_LINE`
 SLICE: Final = 500  # notes of which lines are made before others may run: half a millisecond
@@ -85,6 +88,32 @@ class AppendedFile:
             raise
         self.cut = False
 
+    def end(self, make: Callable[[], bytes]) -> None:
+        """Append the last line. On a full disk it takes the place of the lines before it, which count as lost.
+
+        make: gives the line, with what is lost by then.
+        Raises: OSError: the file has no room for it, either.
+        """
+        lost, cut = self.lost, self.cut
+        try:
+            self.append(make())
+            return
+        except OSError:
+            self.lost, self.cut = lost, cut  # the line itself is no event
+        with self.path.open("r+b") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(size - END_NBYTES - MAX_LINE, 0))
+            read_from, tail = file.tell(), file.read()
+            start = tail.rfind(b"\n", 0, max(len(tail) - END_NBYTES, 0)) + 1
+            if len(tail) < END_NBYTES:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
+            replaced = tail[start:]
+            self.lost += self._count(replaced[: replaced.rfind(b"\n") + 1])
+            file.seek(read_from + start)
+            file.write(make())
+            file.truncate()
+        self.cut = False
+
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
@@ -110,11 +139,17 @@ class RunWriter:
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="profiler", daemon=True)
         self._failed = False  #: A failure was logged; later ones are counted only.
+        self._disk = ""  #: The first failure of the disk.
 
     @property
     def dropped(self) -> int:
         """Events that no file has."""
         return self.refused + self._dropped + self._main.lost + self._beside.lost
+
+    @property
+    def missing(self) -> str:
+        """What the disk did not take, and why; empty: it took all."""
+        return f"{self.dropped} events were not written: {self._disk}" if self._disk and self.dropped else ""
 
     def line(self, event: str, request_id: str, stage: str, time_ns: int, metadata: Mapping[str, Any]) -> EventLine:
         return EventLine(request_id, stage, event, time_ns, self.run_id, self.pid, metadata)
@@ -146,9 +181,9 @@ class RunWriter:
         self.flush()
         try:
             if not self._beside.open:
-                self._main.append(self._last_line())
+                self._main.end(self._last_line)
             elif not self._settle():
-                self._main.append(self._last_line(notes_kept=True))
+                self._main.end(functools.partial(self._last_line, notes_kept=True))
         except Exception as error:  # the outermost: as above
             self._log(error)
         finally:
@@ -227,6 +262,8 @@ class RunWriter:
                 self._dropped += len(templates.of(note[0]))
 
     def _log(self, error: Exception | str) -> None:
+        if isinstance(error, OSError):
+            self._disk = self._disk or str(error)
         if not self._failed:
             self._failed = True
             log.error("profiler events are dropped (logged once per process): %s: %s", self.path, error)

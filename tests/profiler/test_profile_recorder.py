@@ -183,6 +183,39 @@ def test_a_line_that_a_full_disk_cuts_spoils_no_later_line(tmp_path: Path) -> No
     assert (file.lost, file.cut) == (3, False)
 
 
+class FullDisk:
+    """Takes nothing more."""
+
+    def write(self, data: Any) -> int:
+        raise OSError(28, "No space left on device")
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("cut", [b"", b'{"cut": "in the mid'])
+def test_the_last_line_takes_the_place_of_events_when_a_disk_is_full(tmp_path: Path, cut: bytes) -> None:
+    path = tmp_path / "x"
+    made = b"".join(b'{"event": %d}\n' % number for number in range(1000, 1400))
+    path.write_bytes(made + cut)
+    file = writing.AppendedFile(path, lambda lines: lines.count(b"\n"), cast(BinaryIO, FullDisk()))
+    file.lost, file.cut = 7, bool(cut)
+    file.end(lambda: b'{"dropped": %d}\n' % file.lost)
+    kept = path.read_bytes().splitlines()
+    whole = made.splitlines()
+    assert kept == [*whole[: len(kept) - 1], b'{"dropped": %d}' % file.lost]
+    assert file.lost == 7 + len(whole) - (len(kept) - 1) and len(kept) > 300
+
+
+def test_a_file_without_room_for_a_last_line_is_reported(tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    path.write_bytes(b'{"event": 1}\n')
+    file = writing.AppendedFile(path, lambda lines: lines.count(b"\n"), cast(BinaryIO, FullDisk()))
+    with pytest.raises(OSError, match="No space left"):
+        file.end(lambda: b'{"dropped": 1}\n')
+    assert path.read_bytes() == b'{"event": 1}\n'
+
+
 def test_one_event_that_is_no_json_costs_no_other(mine: Recorder, tmp_path: Path) -> None:
     path = mine.start("demo", tmp_path, "a")
     for number in range(200):
@@ -205,6 +238,7 @@ def test_a_disk_that_fails_is_logged_once_and_the_caller_learns_nothing(
     mine.stop()
     assert [each["event_name"] for each in of_requests(path)] == ["z"]
     assert lines(path)[-1]["metadata"]["dropped"] == 6
+    assert mine.missing.startswith("6 events were not written: [Errno 21]")
     [logged] = caplog.records
     assert logged.getMessage().startswith(f"profiler events are dropped (logged once per process): {path}: [Errno 21]")
 
