@@ -196,14 +196,29 @@ def describe(error: BaseException) -> str:
     return f"{_type_name(error)}: {safe_str(error)}"[:TEXT_LIMIT]
 
 
-def format_traceback(error: BaseException) -> str:
-    """Its traceback from the author's first frame on, the end of a very long one. Never raises."""
+def format_traceback(error: BaseException, *, quoted: Callable[[str], str] | None = None) -> str:
+    """Its traceback from the author's first frame on, the end of a very long one. Never raises.
+
+    quoted: changes the texts of the exceptions, which may have lines of their own.
+    """
     try:
         whole = tracebacks.TracebackException.from_exception(error)
         _drop_runtime_frames(whole)
+        if quoted is not None:
+            _quote(whole, quoted)
         return safe_str("".join(whole.format())[-TRACEBACK_LIMIT:], limit=TRACEBACK_LIMIT)
     except BaseException:
         return f"{''.join(tracebacks.format_tb(error.__traceback__))[-TRACEBACK_LIMIT:]}{describe(error)}"
+
+
+def _quote(report: tracebacks.TracebackException | None, quoted: Callable[[str], str]) -> None:
+    """Change the text of every exception of the chain."""
+    if report is not None:
+        report._str = quoted(str(report))  # type: ignore[attr-defined]  # `traceback` has no other way to set it
+        if report.__notes__:
+            report.__notes__ = [quoted(str(note)) for note in report.__notes__]
+        for each in (report.__cause__, report.__context__, *(report.exceptions or ())):
+            _quote(each, quoted)
 
 
 def _drop_runtime_frames(report: tracebacks.TracebackException | None) -> None:

@@ -309,6 +309,20 @@ def _common(read: _EnvironmentReader) -> dict[str, Any]:
     }
 
 
+SOCKET_FOLDER_MOST = 60  # bytes: a socket in a folder in it has 40 more, and a path at most 107
+
+
+def socket_folders(environ: Mapping[str, str]) -> tuple[str, str]:
+    """Where a process makes folders for sockets of its own, and how their names begin.
+
+    In the run's folder, where it has room for a socket's path: it goes with the run. The name has the process's life,
+    so that its supervisor deletes what a killed one has left (`processes.supervision.reaper`).
+    """
+    run, life = environ.get("OMNI_RUN", ""), environ.get("OMNI_LIFE", "")
+    where = run if 0 < len(run.encode()) <= SOCKET_FOLDER_MOST and Path(run).is_dir() else tempfile.gettempdir()
+    return where, f"sockets-{life}-" if life else "omni-"
+
+
 def default_profile_root() -> str:
     """Where profiles are written by default."""
     return str(Path(tempfile.gettempdir()) / "profiles")

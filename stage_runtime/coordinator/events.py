@@ -151,6 +151,9 @@ class RequestManagerApi(Protocol):
         without a frame of another protocol.
         """
 
+    def problem(self) -> str | None:
+        """Why no request can be served now, nor soon: what load balancers must know. None: they are served or wait."""
+
     def metrics(self) -> Samples:
         """Of requests, stages and the coordinator's planes."""
 

@@ -18,9 +18,10 @@ from stage_runtime.metrics import catalog, planes
 from stage_runtime.metrics.samples import Samples
 from stage_runtime.relays.dispatch import Relays
 from stage_runtime.rules import beats
-from stage_runtime.rules.absences import Absences, Outlook, Prospect
+from stage_runtime.rules.absences import Absences, Outlook, Prospect, UnitKind
 from stage_runtime.rules.introductions import Introductions
 from stage_runtime.rules.membership import MembershipState
+from stage_runtime.rules.standing import Standing
 from stage_runtime.rules.welcomes import Welcomes
 from stage_runtime.sockets.channels import Channels
 from stage_runtime.wire.frames import PROTOCOL
@@ -34,6 +35,7 @@ READY_AFTER_S: Final = 30.0  # without a complete set, a coordinator is ready th
 #: lives. This coordinator may have started a moment ago.
 REGISTERED_BY_S: Final = 30.0
 FENCED_KEPT: Final = 10_000
+STANDS_LEAST_S: Final = 10.0  # a queue that stands for less is a busy one
 TICK_S: Final = 0.01  # departures within it are sent together
 SENT_AT_ONCE: Final = 100
 FENCED: Final = "this incarnation was declared dead"
@@ -88,6 +90,8 @@ class Membership:
         self.stopping = False  #: This coordinator ends: members that leave are no news.
         self._rests = _rests(revisions)
         self._absences = Absences(hold_s)
+        self.groups_seen: set[str] = set()  #: Groups that had an instance which took requests.
+        self.standing = Standing(max(hold_s, STANDS_LEAST_S))
         self._note_absences()
 
     # --- events from processes ------------------------------------------------------------------------------------
@@ -189,6 +193,7 @@ class Membership:
         if not known.ready:  # it sends Ready again after each Welcome
             log.info("%s (%s) is ready", known.member.group, sender)
         self.state.mark(sender, ready=True)
+        self.groups_seen.add(known.member.group)
         self._note_absences()
         self._was_complete = self._was_complete or self.state.complete()
         return True
@@ -197,6 +202,7 @@ class Membership:
         instance = self.state.instances.get(sender)
         if instance is None:
             return  # refused, and not gone yet
+        self.standing.beat(sender, message.waiting, message.progress, self._loop.time())
         if self._beats.get(sender) is message and instance.at_rest:
             return  # nothing has changed, as for most members of a large fleet
         self._beats[sender] = message
@@ -230,6 +236,7 @@ class Membership:
         if len(self._fenced) > FENCED_KEPT:
             del self._fenced[next(iter(self._fenced))]
         self._beats.pop(incarnation, None)
+        self.standing.leave(incarnation)
         self._welcomes.forget(incarnation)
         self._channels.drop(incarnation)
         self._gone.pop(incarnation, None)
@@ -260,9 +267,15 @@ class Membership:
         """Whether instances for a request for these terminals are here, or on their way: of the revision that lacks
         least.
         """
-        now, loading = self._loop.time(), self.state.loading
-        found = [self._absences.prospect(missing, now, loading) for missing in self.state.lacks(terminals)]
+        found = [self._prospect(missing) for missing in self.state.lacks(terminals)]
         return min(found, key=lambda one: (one.outlook, len(one.groups)), default=Prospect(Outlook.GONE))
+
+    def prospect_of(self, revision: PipelineRevision, stages: Iterable[str]) -> Prospect:
+        """The same of these stages."""
+        return self._prospect(self.state.missing_of(revision, stages))
+
+    def _prospect(self, missing: Iterable[UnitKind]) -> Prospect:
+        return self._absences.prospect(missing, self._loop.time(), self.state.loading)
 
     def leaves_rest(self, revision: str) -> bool:
         """Whether a request of ``revision`` may be complete while some stage still holds something of it."""

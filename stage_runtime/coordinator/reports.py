@@ -36,13 +36,14 @@ class Reports:
         self._send_queues = send_queues
         self._tracing = tracing
 
-    def status(self, *, in_flight: int, awaiting_instance: int) -> Mapping[str, Any]:
+    def status(self, *, in_flight: int, awaiting_instance: int, problem: str | None) -> Mapping[str, Any]:
         newest = self._newest
         gauges = self._gauges()
         return {
             "pipeline": self._plan.pipeline,
             "coordinator": self._membership.incarnation,
             "ready": self._membership.ready(),
+            "problem": problem,
             "in_flight": in_flight,
             "awaiting_instance": awaiting_instance,
             "stages": list(newest.stages) if newest is not None else [],

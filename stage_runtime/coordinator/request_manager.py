@@ -27,6 +27,7 @@ from stage_runtime.coordinator.notifications import ConsumedNotifier, EndedNotif
 from stage_runtime.coordinator.readers import Readers
 from stage_runtime.coordinator.reports import Reports
 from stage_runtime.coordinator.request_handles import RequestHandle, Resulted
+from stage_runtime.coordinator.service_health import ServiceHealth
 from stage_runtime.coordinator.shown_failures import shown
 from stage_runtime.coordinator.stats import RequestStats
 from stage_runtime.coordinator.submission import Submission
@@ -96,6 +97,7 @@ class RequestManager:
         self._fetching = Fetching(relays, loop)
         self._bindings = Bindings(membership)
         self.suspects = Suspects(loop)
+        self._health = ServiceHealth(membership, loop, chosen=terminal_stages is not None)
         self._waiting = Waiting(
             self._bindings, membership, loop, plan, self.suspects, submit=self._submit, gave_up=self._gave_up
         )
@@ -163,7 +165,7 @@ class RequestManager:
             raise RequestError("duplicate_request", f"request {request.id} is in flight", request_id=request.id)
         wanted = self._admission.wanted_terminals(request, self._membership.state.revisions, hook_result)
         left_s = self._admission.timeout_s(timeout_s) - (hook_result.took_s if hook_result is not None else 0.0)
-        revision, bindings = self._choose(request.id, wanted)
+        revision, bindings = self._waiting.choose(request.id, wanted)
         try:
             admitted = self._admission.admit(request, revision, wanted, left_s)
             if bindings is None:
@@ -198,22 +200,6 @@ class RequestManager:
             self._submit(handle, revision, bindings)
         return handle
 
-    def _choose(
-        self, request_id: str, wanted: tuple[str, ...] | None
-    ) -> tuple[PipelineRevision, dict[str, str] | None]:
-        """Bindings for a new request, and their revision; None: it must wait for an instance.
-
-        Raises: RequestError: unavailable: it may not.
-        """
-        try:
-            return self._bindings.choose(request_id, avoid=self.suspects.instances, terminals=wanted)
-        except RequestError:
-            revisions = self._membership.state.having(wanted)
-            if not revisions:
-                raise
-            self._waiting.check(request_id, wanted)
-            return revisions[-1], None
-
     def check_room(self) -> None:
         if self._refusing is not None:
             raise _refusal(self._refusing)
@@ -233,10 +219,14 @@ class RequestManager:
         return handle.record() if handle is not None else self.stats.record(request_id)
 
     def status(self) -> Mapping[str, Any]:
-        return self._reports.status(in_flight=len(self._handles), awaiting_instance=len(self._waiting))
+        waiting, problem = len(self._waiting), self._health.problem()
+        return self._reports.status(in_flight=len(self._handles), awaiting_instance=waiting, problem=problem)
 
     def ready(self) -> bool:
         return not self._draining and self._membership.ready()
+
+    def problem(self) -> str | None:
+        return self._health.problem()
 
     def metrics(self) -> Samples:
         own = self._reports.samples(in_flight=len(self._handles), kept_nbytes=self._admission.kept_nbytes)

@@ -31,8 +31,6 @@ class _Record(msgspec.Struct):
 
     deaths: dict[str, list[str]] = {}  #: stage -> its instances that ended while the request was under way there
     began_at: float = 0.0  #: Its attempt.
-    died_at: float = 0.0  #: When the last of these ended.
-    ran_s: float = 0.0  #: How long the request had run then.
     cleared_after_s: float = 0.0  #: See `suspicion.cleared_after_s`.
 
 
@@ -58,8 +56,7 @@ class Suspects:
         found = {}
         for handle, stage in stages.items():
             others = len(uncleared - {handle})
-            hurried = self._hurried(handle, now)
-            found[handle] = stage, suspicion.blame(self._deaths(handle, stage), other_suspects=others, hurried=hurried)
+            found[handle] = stage, suspicion.blame(self._deaths(handle, stage), other_suspects=others)
         for handle, (stage, blame) in found.items():
             ended = self._note(handle, stage, incarnation)
             if blame is Blame.ITS_OWN:
@@ -141,12 +138,6 @@ class Suspects:
             if stage in record.deaths and stage in one.bindings and not self._cleared(one)
         )
 
-    def _hurried(self, handle: RequestHandle, now: float) -> bool:
-        record = self._records.get(handle)
-        if record is None:
-            return False
-        return suspicion.hurried(now - record.died_at, record.ran_s, now - record.began_at)
-
     def _deaths(self, handle: RequestHandle, stage: str) -> int:
         record = self._records.get(handle)
         return 0 if record is None else len(record.deaths.get(stage, ()))
@@ -161,8 +152,7 @@ class Suspects:
         record = self._records.setdefault(handle, _Record(deaths={}, began_at=handle.attempt_began_at))
         ended = record.deaths.setdefault(stage, [])
         ended.append(incarnation)
-        record.died_at, record.ran_s = now, now - record.began_at
-        record.cleared_after_s = suspicion.cleared_after_s(record.ran_s)
+        record.cleared_after_s = suspicion.cleared_after_s(now - record.began_at)
         return ended
 
 

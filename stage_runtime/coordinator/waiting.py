@@ -64,6 +64,22 @@ class Waiting:
     def __len__(self) -> int:
         return len(self._since)
 
+    def choose(
+        self, request_id: str, terminals: tuple[str, ...] | None
+    ) -> tuple[PipelineRevision, dict[str, str] | None]:
+        """Bindings for a new request, and their revision; None: it must wait for an instance.
+
+        Raises: RequestError: unavailable: it may not.
+        """
+        try:
+            return self._bindings.choose(request_id, avoid=self._suspects.instances, terminals=terminals)
+        except RequestError:
+            revisions = self._membership.state.having(terminals)
+            if not revisions:
+                raise
+            self.check(request_id, terminals)
+            return revisions[-1], None
+
     def check(self, request_id: str, terminals: Collection[str] | None, nbytes: int = 0) -> None:
         """Whether a new request may wait. nbytes: of it, as far as that is known.
 

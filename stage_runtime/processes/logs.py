@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 import sys
 import time
 from collections.abc import Mapping
@@ -21,6 +22,7 @@ from stage_runtime.errors import TRACEBACK_LIMIT, format_traceback, safe_str
 
 #: What every record has; whatever else is in one came by ``extra``.
 _COMMON = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+_CONTROL: Final = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029]")  # all but tab and newline
 MAX_NAME = 256  # characters of a field's name
 _FACTS = "facts"  #: An ``extra`` of this name holds several fields.
 
@@ -49,10 +51,27 @@ class JsonFormatter(logging.Formatter):
 
 
 class TextFormatter(logging.Formatter):
-    """A line for people, and below it a traceback that begins with the author's own code."""
+    """A line for people, and below it a traceback that begins with the author's own code.
+
+    No text that is logged begins a line: what follows a line break in it is indented.
+    """
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        return indented(super().formatMessage(record))
 
     def formatException(self, ei: Any) -> str:
-        return format_traceback(ei[1]).rstrip() if ei[1] is not None else super().formatException(ei)
+        if ei[1] is None:
+            return super().formatException(ei)
+        return _escaped(format_traceback(ei[1], quoted=indented)).rstrip()
+
+
+def indented(text: str) -> str:
+    """Its further lines indented, its other control characters escaped."""
+    return _escaped(text.replace("\n", "\n    "))
+
+
+def _escaped(text: str) -> str:
+    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def _fields(record: logging.LogRecord) -> dict[str, Any]:

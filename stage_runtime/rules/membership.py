@@ -252,14 +252,17 @@ class MembershipState:
 
     def lacks(self, terminals: Collection[str] | None) -> list[list[UnitKind]]:
         """What has no instance that takes requests: of each revision that has these terminals, newest last."""
-        return [
-            [
-                kind
-                for group in dict.fromkeys(_needed(one, terminals).values())
-                if self._is_missing(kind := self._kind(one, group))
-            ]
-            for one in self.having(terminals)
-        ]
+        return [self.missing_of(one, _needed(one, terminals)) for one in self.having(terminals)]
+
+    def missing_of(self, revision: PipelineRevision, stages: Iterable[str]) -> list[UnitKind]:
+        """What has no instance that takes requests, of the groups of these stages."""
+        kinds = (self._kind(revision, group) for group in dict.fromkeys(revision.stages[stage] for stage in stages))
+        return [kind for kind in kinds if self._is_missing(kind)]
+
+    def serving(self, revision: PipelineRevision, group: str) -> Sequence[Instance]:
+        """The instances that take requests for ``group`` in ``revision``."""
+        pool = self._eligible.get(self._kind(revision, group))
+        return pool.items if pool is not None else ()
 
     def missing(self) -> set[UnitKind]:
         """What has no instance that takes requests, of all revisions."""

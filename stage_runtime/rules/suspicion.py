@@ -18,7 +18,6 @@ CLEARED_MOST_S: Final = 10.0  # neighbours behind it wait so long at most
 ROUNDS: Final = 8  # in which all suspects have had their turn: of 128 neighbours 16 go at once
 #: Two instances that end so soon after each other, with no request in common, have another cause (a machine, a switch).
 COMMON_CAUSE_S: Final = 2.0
-HARDLY_S: Final = 0.05  # what ends a process at once runs for so long or less
 DEATHS_MOST: Final = 3  # of one stage, under one request, however many others were there
 
 
@@ -30,20 +29,12 @@ class Blame(Enum):
     ITS_OWN = "its own"  #: It is not sent again.
 
 
-def hurried(between_s: float, ran_before_s: float, ran_s: float) -> bool:
-    """Whether a second end came too soon to be a request's: right after the first, and it had hardly been sent there.
-
-    between_s: the ends. ran_before_s, ran_s: how long the request had run at the first and at the second one.
-    """
-    return between_s < COMMON_CAUSE_S and ran_s < ran_before_s / 2 - HARDLY_S
-
-
-def blame(deaths: int, *, other_suspects: int, hurried: bool = False) -> Blame:
+def blame(deaths: int, *, other_suspects: int) -> Blame:
     """deaths: instances of the same stage that ended under this request before. other_suspects: at this instance, that
-    were not cleared. hurried: see there."""
+    were not cleared."""
     if not deaths:
         return Blame.NONE
-    if deaths + 1 >= DEATHS_MOST or not (other_suspects or hurried):
+    if deaths + 1 >= DEATHS_MOST or not other_suspects:
         return Blame.ITS_OWN
     return Blame.UNCLEAR
 

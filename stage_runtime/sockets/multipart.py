@@ -6,6 +6,7 @@ between the instances of a pipeline (`channels`, `links`). A folder that only th
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 import time
@@ -14,6 +15,7 @@ from typing import Final, Literal, TypeAlias
 
 import zmq
 
+from stage_runtime import settings
 from stage_runtime.errors import PeerError
 from stage_runtime.sockets.addresses import check
 from stage_runtime.sockets.opening import closed_on_failure
@@ -136,7 +138,8 @@ class Folder:
     """A folder for socket files, which is needed until all have connected."""
 
     def __init__(self) -> None:
-        self._path = tempfile.mkdtemp(prefix="omni-")  # mode 0700
+        where, prefix = settings.socket_folders(os.environ)
+        self._path = tempfile.mkdtemp(prefix=prefix, dir=where)  # mode 0700
         self._count = 0
 
     def endpoint(self) -> str:

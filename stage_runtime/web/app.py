@@ -70,7 +70,7 @@ def make_app(
 def make_probes(manager: RequestManagerApi, metrics: CoordinatorMetrics) -> FastAPI:
     """The probes as an application of their own, without API keys: give it the same ``metrics`` as `make_app`."""
     app = bare_app(title="probes")
-    app.router.routes[:] = mounted(routes.probes(manager, metrics))
+    app.router.routes[:] = mounted(routes.probes(manager, metrics, kubelet=True))
     app.add_middleware(Middleware)
     return app
 

@@ -17,22 +17,27 @@ from stage_runtime.web.metrics import CoordinatorMetrics
 
 
 class Health:
-    """more: where to read on, on the same port."""
+    """more: where to read on, on the same port. kubelet: the pod's kubelet asks, which can do nothing for a stage."""
 
-    def __init__(self, manager: RequestManagerApi, *, more: str = "") -> None:
+    def __init__(self, manager: RequestManagerApi, *, more: str = "", kubelet: bool = False) -> None:
         self._manager = manager
         self._more = more
+        self._kubelet = kubelet
 
     async def live(self, exchange: Exchange) -> None:
         """This process answers. The state of models does not count: restarting this process would not repair one."""
         await exchange.reply(b"ok\n", content_type=b"text/plain")
 
     async def ready(self, exchange: Exchange) -> None:
-        if self._manager.ready():
-            await exchange.reply(b"ready\n", content_type=b"text/plain")
+        if not self._manager.ready():
+            await self._not_ready(exchange, "no complete set of stages yet")
+        elif not self._kubelet and self._manager.problem() is not None:
+            await self._not_ready(exchange, "no request can be served")  # no key was asked for: no names
         else:
-            problem = f"no complete set of stages yet{self._more}\n".encode()
-            await exchange.reply(problem, status=503, content_type=b"text/plain")
+            await exchange.reply(b"ready\n", content_type=b"text/plain")
+
+    async def _not_ready(self, exchange: Exchange, problem: str) -> None:
+        await exchange.reply(f"{problem}{self._more}\n".encode(), status=503, content_type=b"text/plain")
 
 
 class Probes:

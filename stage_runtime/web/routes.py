@@ -108,10 +108,10 @@ def public(context: HandlerContext) -> tuple[Route, ...]:
     )
 
 
-def health(manager: RequestManagerApi, *, more: str = "") -> tuple[Route, ...]:
-    """For load balancers and kubelets. more: as of `Health`."""
-    made = Health(manager, more=more)
-    ready = "Whether there was a complete set of stages"
+def health(manager: RequestManagerApi, *, more: str = "", kubelet: bool = False) -> tuple[Route, ...]:
+    """For load balancers and kubelets. more, kubelet: as of `Health`."""
+    made = Health(manager, more=more, kubelet=kubelet)
+    ready = "Whether requests can be served"
     return (
         Route("GET", "/livez", "Whether the process runs", made.live, answers=(ResponseType(media=TEXT),)),
         Route("GET", "/readyz", ready, made.ready, answers=READY),
@@ -119,11 +119,11 @@ def health(manager: RequestManagerApi, *, more: str = "") -> tuple[Route, ...]:
     )
 
 
-def probes(manager: RequestManagerApi, metrics: CoordinatorMetrics) -> tuple[Route, ...]:
+def probes(manager: RequestManagerApi, metrics: CoordinatorMetrics, *, kubelet: bool = False) -> tuple[Route, ...]:
     """For kubelets, Prometheus and people; on a port of their own in pods."""
     made = Probes(manager, metrics)
     return (
-        *health(manager, more="; see /status"),
+        *health(manager, more="; see /status", kubelet=kubelet),
         Route("GET", "/status", "Members and requests", made.status, answers=(ResponseType((dict[str, Any],)),)),
         Route("GET", "/metrics", "Prometheus' text", made.metrics, answers=(ResponseType(media=TEXT),)),
     )

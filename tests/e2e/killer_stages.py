@@ -19,7 +19,11 @@ def front() -> Any:
     return run
 
 
-def chat() -> Any:
+def chat(broken: str = "") -> Any:
+    """broken: a file that lets it not load while it is there."""
+    if broken and Path(broken).exists():
+        raise RuntimeError("it cannot load")
+
     async def run(session: Any) -> AsyncIterator[omni.Chunk]:
         payload = await session.payload()
         word, _, rest = payload.request.last_text().partition(" ")

@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from pathlib import Path
+from typing import Any
 
+import httpx
 import openai
 import pytest
 
+from omnipipeline_spec.cluster import Hold
 from omnipipeline_spec.pipeline import PipelineConfig, StageConfig
 from tests.e2e.local_pipelines import Client, at_rest, coordinator, eventually, holds, replicas, running
 
 
-def killers(count: int) -> PipelineConfig:
+def killers(count: int, **fields: Any) -> PipelineConfig:
     return PipelineConfig(
         name="killers",
         serves=["chat"],
         stages=[
             StageConfig(name="front", process="front", factory="killer_stages:front", next=["chat"]),
-            StageConfig(name="chat", process="chat", factory="killer_stages:chat", terminal=True),
+            StageConfig(name="chat", process="chat", factory="killer_stages:chat", terminal=True, **fields),
         ],
         process_groups=replicas(chat=count),
-        coordinator=coordinator(),
+        coordinator=coordinator(hold=Hold(seconds=3)),
     )
 
 
@@ -58,3 +63,29 @@ async def test_a_request_that_kills_its_process_ends_after_two_deaths_and_its_ne
         await at_rest(looking)
     assert deaths(base) == 2
     assert "request the-killer was under way at each of these instances of 'chat'" in (base / "log").read_text()
+
+
+async def test_a_stage_that_cannot_load_again_is_gone_for_clients_and_balancers_until_it_can(base: Path) -> None:
+    broken = base / "broken"
+    async with running(killers(1, factory_args={"broken": str(broken)}), base) as pipeline:
+        async with httpx.AsyncClient(base_url=pipeline.url, timeout=100) as client:
+            body = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
+
+            async def health() -> int:
+                return (await client.get("/health")).status_code
+
+            async def is_healthy(status: int) -> bool:
+                return await health() == status
+
+            assert await health() == 200
+            broken.touch()
+            os.kill(pipeline.pids()["chat"], signal.SIGKILL)
+            waiting = asyncio.create_task(client.post("/v1/chat/completions", json=body))
+            await eventually(lambda: is_healthy(503))
+            assert (await waiting).status_code == 503, "it was expected, and does not come"
+            refused = await client.post("/v1/chat/completions", json=body)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "unavailable")
+            assert int(refused.headers["retry-after"]) >= 3
+            broken.unlink()
+            await eventually(lambda: is_healthy(200))
+            assert (await client.post("/v1/chat/completions", json=body)).status_code == 200

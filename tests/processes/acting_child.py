@@ -4,6 +4,7 @@
 ``deaf`` (ignores SIGTERM) | ``polite`` (drains on SIGTERM for 0.3 s, ends with 0) | ``spawn FILE`` (a grandchild; its
 pid goes to FILE) | ``stamp FILE`` (adds a line with the time and pid) |
 ``nap SECONDS`` | ``trace`` (prints stacks on SIGABRT) | ``await FILE`` (until it is there) |
+``sockets FILE`` (makes a folder for sockets; an endpoint in it goes to FILE) |
 ``broken`` (reports a failure, and goes on)
 """
 
@@ -18,6 +19,7 @@ import time
 from pathlib import Path
 
 from stage_runtime.processes.supervision import statuspipe
+from stage_runtime.sockets import multipart
 
 FD = int(os.environ["OMNI_STATUS_FD"])
 
@@ -75,6 +77,8 @@ def main(script: list[str]) -> None:
             case "spawn":
                 grandchild = subprocess.Popen(["sleep", "600"])
                 Path(script.pop(0)).write_text(str(grandchild.pid))
+            case "sockets":
+                Path(script.pop(0)).write_text(multipart.Folder().endpoint())
             case "stamp":
                 with open(script.pop(0), "a") as stamps:
                     stamps.write(f"{time.monotonic()} {os.getpid()}\n")

@@ -137,7 +137,7 @@ ours = [logging.getLogger(name) for name in ("stage_runtime.stage", "uvicorn.err
 logs.configure("text", name="voice")
 %s
 for logger in ours:
-    logger.info("that of %%s", logger.name)
+    logger.warning("that of %%s", logger.name)
 logging.getLogger("stage_runtime.stage").error("failed", exc_info=ValueError("the cause"))
 print("went on")
 """
@@ -151,10 +151,10 @@ def test_nothing_that_authors_do_to_logging_reaches_the_records_of_the_runtime(d
     assert ended.stdout == "went on\n", ended.stderr
     reports = [line.partition(" ")[2] for line in ended.stderr.splitlines() if " that of " in line]
     assert reports == [
-        "INFO    stage_runtime.stage: that of stage_runtime.stage",
-        "INFO    uvicorn.error: that of uvicorn.error",
-        "INFO    asyncio: that of asyncio",
-        "INFO    concurrent.futures: that of concurrent.futures",
+        "WARNING stage_runtime.stage: that of stage_runtime.stage",
+        "WARNING uvicorn.error: that of uvicorn.error",
+        "WARNING asyncio: that of asyncio",
+        "WARNING concurrent.futures: that of concurrent.futures",
     ]
     assert "ERROR   stage_runtime.stage: failed\nValueError: the cause\n" in ended.stderr
 

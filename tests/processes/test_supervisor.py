@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -99,6 +100,23 @@ async def test_a_process_that_was_ready_and_is_killed_runs_again() -> None:
         await up(supervisor)
         assert supervisor.views()[0].restarts == 1
         assert supervisor.failure is None
+
+
+@pytest.mark.parametrize("in_run", [True, False])
+async def test_a_killed_process_leaves_no_folder_of_its_sockets(tmp_path: Path, in_run: bool) -> None:
+    note = tmp_path / "note"
+    made = command("voice", "sockets", str(note), "ready", "sleep")
+    with tempfile.TemporaryDirectory() as run:  # short: a socket's path in it has room
+        environment = {**made.env, "TMPDIR": str(tmp_path), **({"OMNI_RUN": run} if in_run else {})}
+        async with supervised() as supervisor:
+            again = msgspec.structs.replace(made, env=environment)
+            supervisor.add(msgspec.structs.replace(instance("voice"), commands=lambda: [again]), POLICY)
+            await up(supervisor)
+            left = Path(note.read_text().removeprefix("ipc://")).parent
+            assert left.is_dir() and left.parent == (Path(run) if in_run else tmp_path)
+            os.kill(supervisor.pids()[0], signal.SIGKILL)
+            await eventually(lambda: not left.exists())
+            await eventually(lambda: supervisor.views()[0].restarts == 1 and supervisor.views()[0].state == "ready")
 
 
 async def test_the_reason_of_a_restart_is_the_death_and_not_the_last_line() -> None:

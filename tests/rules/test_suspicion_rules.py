@@ -23,22 +23,6 @@ def test_the_second_end_is_its_own_unless_another_suspect_was_there(deaths: int,
     assert suspicion.blame(deaths, other_suspects=others) is blame
 
 
-@pytest.mark.parametrize(
-    ("between_s", "ran_before_s", "ran_s", "hurried"),
-    [
-        (0.1, 3.0, 0.01, True),  # a machine that goes takes the next instance along
-        (0.1, 0.02, 0.01, False),  # it kills whatever it is sent to, at once
-        (0.1, 3.0, 2.0, False),
-        (5.0, 3.0, 0.01, False),
-    ],
-)
-def test_an_end_right_after_the_first_is_not_held_against_what_was_hardly_sent_there(
-    between_s: float, ran_before_s: float, ran_s: float, hurried: bool
-) -> None:
-    assert suspicion.hurried(between_s, ran_before_s, ran_s) is hurried
-    assert suspicion.blame(1, other_suspects=0, hurried=hurried) is (Blame.UNCLEAR if hurried else Blame.ITS_OWN)
-
-
 @pytest.mark.parametrize(("ran_s", "after_s"), [(0.1, 1.0), (3.0, 6.0), (90.0, 10.0)])
 def test_a_suspect_is_cleared_by_running_for_longer_than_before(ran_s: float, after_s: float) -> None:
     assert suspicion.cleared_after_s(ran_s) == after_s

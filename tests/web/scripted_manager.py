@@ -97,6 +97,7 @@ class ScriptedManager:
         self.in_flight: dict[str, ScriptedHandle] = {}
         self.owned_elsewhere: set[str] = set()  #: Requests of another coordinator.
         self.is_ready = True
+        self.why_not: str | None = None  #: No request can be served.
         self.samples: Samples = {}
         self.gauges: Mapping[str, planes.Gauges] = {}
 
@@ -158,6 +159,9 @@ class ScriptedManager:
 
     def ready(self) -> bool:
         return self.is_ready
+
+    def problem(self) -> str | None:
+        return self.why_not
 
     def metrics(self) -> Samples:
         return self.samples

@@ -119,6 +119,23 @@ async def test_ready_follows_the_request_manager_and_live_does_not() -> None:
     assert status.json() == {"in_flight": 0}
 
 
+async def test_a_balancer_learns_that_no_request_can_be_served_and_a_kubelet_does_not() -> None:
+    manager = ScriptedManager(OK)
+    manager.why_not = "no instance of voice is left, and none is expected"
+    metrics = CoordinatorMetrics(manager)
+    public = make_app(manager, msgspec.structs.replace(ALL, probes=False), codecs=CodecPool(), metrics=metrics)
+    async with Server(public, port=0) as first, Server(make_probes(manager, metrics), port=0) as second:
+        async with httpx.AsyncClient(timeout=PATIENCE_S) as client:
+            answers = [await client.get(f"{first.url}{path}") for path in ("/health", "/readyz", "/livez")]
+            of_kubelet = await client.get(f"{second.url}/readyz")
+    assert [(one.status_code, one.text) for one in answers] == [
+        (503, "no request can be served\n"),
+        (503, "no request can be served\n"),
+        (200, "ok\n"),
+    ]
+    assert of_kubelet.status_code == 200
+
+
 async def test_probes_may_have_a_port_of_their_own_which_counts_for_both() -> None:
     manager = ScriptedManager(OK)
     metrics = CoordinatorMetrics(manager)

@@ -162,6 +162,7 @@ class Child:
         os.close(self._pidfd)
         self._kill_group()
         reaper.end(reaper.LIFE, self._life, looks=1, within_s=LAST_LOOKS_S)
+        reaper.remove_sockets(self.command.env, self._life)
         self._status.finish()
         self._output.finish()
         code = self._process.wait()

@@ -10,12 +10,15 @@ import beyond the standard library (it is run without site-packages). Called by 
 """
 
 import contextlib
+import glob
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 RUN, LIFE = "OMNI_RUN", "OMNI_LIFE"
 AGAIN_S = 0.02
@@ -33,6 +36,13 @@ def end(name: str, value: str, *, looks: int = 2, within_s: float = 10.0) -> Non
         if quiet == looks or time.monotonic() > until:
             return
         time.sleep(AGAIN_S)
+
+
+def remove_sockets(environ: Mapping[str, str], life: str) -> None:
+    """Delete the folders for sockets that a process of this environment has left (`settings.socket_folders`)."""
+    for where in {environ.get(RUN) or tempfile.gettempdir(), environ.get("TMPDIR") or tempfile.gettempdir()}:
+        for folder in glob.glob(os.path.join(glob.escape(where), f"sockets-{life}-*")):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def start(run: str) -> "tuple[subprocess.Popen[bytes], int]":

@@ -1,0 +1,45 @@
+"""Whether this pipeline can serve any request at all: what load balancers ask for. Called by `request_manager`.
+
+Not here: whether this process is ready (`membership.ready`), which its pod's kubelet asks for: a coordinator without
+stages answers with the reason, and another one would not do better.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from omnipipeline_spec.types.plan import PipelineRevision
+from stage_runtime.coordinator.membership import Membership
+from stage_runtime.rules import reachability
+from stage_runtime.rules.absences import Outlook
+
+
+class ServiceHealth:
+    """Looks at the stages that every request needs. One that is expected back is no reason to send clients away."""
+
+    def __init__(self, membership: Membership, loop: asyncio.AbstractEventLoop, *, chosen: bool) -> None:
+        """chosen: a hook chooses the terminals of each request."""
+        self._membership = membership
+        self._loop = loop
+        self._chosen = chosen
+
+    def problem(self) -> str | None:
+        """Why no request can be served now, nor soon; None: requests are served, or wait for an instance to come."""
+        problems = [self._problem_of(one) for one in self._membership.state.revisions]
+        return "no pipeline is known" if not problems else None if None in problems else problems[-1]
+
+    def _problem_of(self, revision: PipelineRevision) -> str | None:
+        membership, now = self._membership, self._loop.time()
+        needed = reachability.of_every_request(revision, chosen=self._chosen)
+        stages = [stage for stage in revision.stages if stage in needed]
+        prospect = membership.prospect_of(revision, stages)
+        names = ", ".join(prospect.groups)
+        if not all(group in membership.groups_seen for group in prospect.groups):
+            return f"no instance of {names} has come yet"
+        if prospect.outlook is Outlook.GONE:
+            return f"no instance of {names} is left, and none is expected"
+        for group in dict.fromkeys(revision.stages[stage] for stage in stages):
+            there = membership.state.serving(revision, group)
+            if there and all(membership.standing.stands(one.incarnation, one.bound, now) for one in there):
+                return f"the queue of {group} stands"
+        return None
