@@ -98,6 +98,7 @@ class Answers:
             return
         if recorder.active:
             _record(message)
+        handle.begun.add(message.source)
         nbytes = nbytes_of(fetched)
         if not self._has_room(handle, message, nbytes):
             fetched.discard()

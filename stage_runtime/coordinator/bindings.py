@@ -12,6 +12,7 @@ from omnipipeline_spec.types.plan import PipelineRevision
 from stage_runtime.coordinator.membership import Membership
 from stage_runtime.coordinator.request_handles import RequestHandle
 from stage_runtime.errors import RequestError
+from stage_runtime.rules import needed
 from stage_runtime.rules.membership import Unbindable
 
 RETRY_AFTER_S: Final = 1.0
@@ -74,6 +75,17 @@ class Bindings:
                 if not bound:
                     del self._by_instance[incarnation]
                     self._membership.unbound(incarnation)
+
+    def lost(self, incarnation: str) -> list[RequestHandle]:
+        """The instance is gone. Returns: the requests that need it still; the others are not bound to it any more."""
+        hurt = []
+        for handle in self.on(incarnation):
+            needs = needed.stages(handle.edges, handle.tracked.waiting, handle.begun)
+            if any(bound == incarnation and stage in needs for stage, bound in handle.bindings.items()):
+                hurt.append(handle)
+            else:
+                handle.bindings = {stage: bound for stage, bound in handle.bindings.items() if bound != incarnation}
+        return hurt
 
     def drop(self, incarnation: str) -> None:
         """The instance is gone, and no request is bound to it any more."""

@@ -292,7 +292,7 @@ class RequestManager:
         self.abort_forwarding.forget(incarnation)
         self._ended_notifier.forget(incarnation)
         self.readers.forget(incarnation)
-        for handle, (stage, blame) in self.suspects.died(incarnation, self._bindings.on(incarnation)).items():
+        for handle, (stage, blame) in self.suspects.died(incarnation, self._bindings.lost(incarnation)).items():
             handle.avoid.add(incarnation)
             self._happen(handle, InstanceLost(stage, handle.tracked.attempt, blame))
         self.suspects.died_unreached(incarnation, self._handles.values())

@@ -29,7 +29,9 @@ def chat(broken: str = "") -> Any:
         word, _, rest = payload.request.last_text().partition(" ")
         if word == "die":
             os.kill(os.getpid(), signal.SIGKILL)
-        while word == "wait" and not Path(rest).exists():
+        if word == "begin":
+            yield omni.Chunk(omni.Text("first "))
+        while word in ("wait", "begin") and not Path(rest).exists():
             await asyncio.sleep(0.01)
         yield omni.Chunk(omni.Text(f"heard {word}"))
 

@@ -89,3 +89,21 @@ async def test_a_stage_that_cannot_load_again_is_gone_for_clients_and_balancers_
             broken.unlink()
             await eventually(lambda: is_healthy(200))
             assert (await client.post("/v1/chat/completions", json=body)).status_code == 200
+
+
+async def test_a_streamed_answer_goes_on_when_a_stage_ends_whose_part_is_over(base: Path) -> None:
+    async with (
+        running(killers(1), base) as pipeline,
+        openai.AsyncOpenAI(base_url=f"{pipeline.url}/v1", api_key="none") as client,
+    ):
+        stream = await client.chat.completions.create(
+            model="m", messages=[{"role": "user", "content": f"begin {base / 'go on'}"}], stream=True
+        )
+        texts, killed = [], pipeline.pids()["front"]
+        async for chunk in stream:
+            texts.append(chunk.choices[0].delta.content or "")
+            if texts[-1] == "first ":
+                os.kill(killed, signal.SIGKILL)
+                await eventually(lambda: pipeline.pids().get("front", killed) != killed)
+                (base / "go on").touch()
+        assert "".join(texts) == "first heard begin"

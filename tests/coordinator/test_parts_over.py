@@ -1,0 +1,35 @@
+"""An instance ends whose part of a request is over."""
+
+from __future__ import annotations
+
+import pytest
+
+from stage_runtime.coordinator.events import ChunkEvent, ResultEvent
+from stage_runtime.wire.messages import PeerUnreachable
+from tests.coordinator.manager_kit import coordinator_harness, error_of, new_request, read
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_answer_goes_on_when_an_instance_ends_whose_part_is_over(stream: bool) -> None:
+    async with coordinator_harness(terminal_stages=lambda request: ["shout"]) as made:
+        handle = made.manager.admit(new_request(stream=stream))
+        (sent,) = made.submitted("f1")
+        made.chunk(sent, "shout", 0, "a")
+        made.coordinator.received("v1", PeerUnreachable("f1"))
+        made.coordinator.lost("f1")
+        made.chunk(sent, "shout", 1, "b")
+        made.complete(sent, "shout", "end", chunks=2)
+        events = await read(handle)
+        assert [one.data for one in events if isinstance(one, ChunkEvent)] == ["a", "b"]
+        assert events[-1] == ResultEvent(stage="shout", data="end")
+        assert (made.record("r1").state, made.record("r1").attempt) == ("completed", 1)
+        assert made.manager.bound_to("f1") == made.manager.bound_to("v1") == 0
+
+
+async def test_an_answer_whose_source_still_streams_ends_with_it() -> None:
+    async with coordinator_harness(terminal_stages=lambda request: ["write"]) as made:
+        handle = made.manager.admit(new_request(stream=True))
+        (sent,) = made.submitted("f1")
+        made.chunk(sent, "write", 0, "a")
+        made.coordinator.lost("f1")
+        assert (await error_of(handle)).code == "unavailable"
