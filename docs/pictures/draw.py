@@ -14,6 +14,7 @@ from docs.pictures import hops, relays, request, rooms, scaling, scaling_tables,
 FOLDER: Final = Path(__file__).parent
 
 PICTURES: Final[dict[str, Callable[[], str]]] = {
+    "engine-rooms.svg": rooms.draw_engine,
     "hops.svg": hops.draw,
     "omni-up.svg": lambda: terminal.draw((FOLDER / "omni-up.ansi").read_text()),
     "relays.svg": relays.draw,

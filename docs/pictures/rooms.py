@@ -32,6 +32,7 @@ class Package(NamedTuple):
     name: str
     folder: str  # that holds it, from the repository's root
     about: str
+    within: str = ""  # the packages that it is in, each with a dot behind it
 
 
 CONTRACT: Final = Package("omnipipeline_spec", "crds", "the contract: what a pipeline is, and its plan")
@@ -39,6 +40,9 @@ OPERATOR: Final = Package("omnipipeline_operator", "operator", "the operator: a 
 RUNTIME: Final = Package("stage_runtime", ".", "the runtime: what runs in every process")
 GUESTS: Final = Package("stage_models", ".", "guests: found by dotted path")
 PACKAGES: Final = (CONTRACT, OPERATOR, RUNTIME, GUESTS)
+ENGINE: Final = Package(
+    "autoregressive", "stage_runtime/engines", "the engine of generating stages", "stage_runtime.engines."
+)
 
 
 class Panel(NamedTuple):
@@ -74,6 +78,13 @@ def draw() -> str:
     return page(width, bottom + contract.height + PAD, label, STYLE, body)
 
 
+def draw_engine() -> str:
+    """The rooms of the engine of generating stages."""
+    panel = _panel(ENGINE)
+    body = [TIP, *_drawn(panel, PAD, PAD)]
+    return page(panel.width + 2 * PAD, panel.height + 2 * PAD, f"Rooms of the engine. {_said(panel)}", STYLE, body)
+
+
 STYLE: Final = (
     f"text {{ font: 13px {SANS} }}\n.name {{ font-size: 15px; font-weight: 600 }}\n"
     ".frame { fill: none; stroke-width: 1.2 }\n.room { stroke-width: 1.2 }\n.arrow { fill: none; stroke-width: 1.3 }\n"
@@ -93,10 +104,10 @@ def imports_of(package: Package) -> Imports:
     for file in _files(package):
         room = _room(package, file)
         found.setdefault(room, set())
+        prefix = f"{package.within}{package.name}."
         for module in _imported(file):
-            first, *rest = module.split(".")
-            if first == package.name and rest:
-                found[room].add(rest[0])
+            if module.startswith(prefix):
+                found[room].add(module.removeprefix(prefix).partition(".")[0])
     return {room: frozenset(names & found.keys() - {room}) for room, names in found.items()}
 
 

@@ -41,6 +41,12 @@ def test_the_rooms_are_those_of_the_code() -> None:
     assert not found["errors"]
 
 
+def test_the_engine_s_page_lists_the_rooms_of_the_engine() -> None:
+    lines = (ROOT / "docs/engine.md").read_text().partition("## ")[0].splitlines()
+    listed = [line.split("`")[1].rstrip("/") for line in lines if line.startswith("| `")]
+    assert sorted(listed) == sorted(rooms.imports_of(rooms.ENGINE))
+
+
 def test_the_picture_of_the_example_is_what_omni_plan_draws() -> None:
     """`make pictures` draws it anew."""
     drawn = CliRunner().invoke(cli.main, ["plan", "-f", str(ROOT / "examples/voice/pipeline.yaml"), "-o", "svg"])
