@@ -22,6 +22,7 @@ from stage_runtime.engines.autoregressive.model.attention import (
     AttentionBackend,
     BatchMeta,
     GatherAttention,
+    LayerCall,
     LayerShape,
 )
 from stage_runtime.engines.autoregressive.model.attention_guests import FLASH_PAGE, FlashAttention, FlashinferAttention
@@ -168,7 +169,7 @@ def compare(found: AttentionBackend, size: int, data: st.DataObject, device: str
             plans.append(backend.plan(meta))
         for layer, window in enumerate(windows):
             expected, given = (
-                backend.forward(layer, q, k, v, plan, scale=dim**-0.5, window=window, softcap=softcap)
+                backend.forward(LayerCall(layer, q, k, v, dim**-0.5, window, softcap), plan)
                 for backend, plan in zip(backends, plans, strict=True)
             )
             torch.testing.assert_close(given, expected, rtol=3e-2, atol=3e-2)

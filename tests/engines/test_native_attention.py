@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stage_runtime.engines.autoregressive.kernels import attention_pages
-from stage_runtime.engines.autoregressive.model.attention import BatchMeta, GatherAttention, LayerShape
+from stage_runtime.engines.autoregressive.model.attention import BatchMeta, GatherAttention, LayerCall, LayerShape
 from stage_runtime.errors import ConfigurationError
 from tests.engines.generation_kit import tiny_model, tiny_tokenizer
 from tests.thoroughness import examples
@@ -63,7 +63,7 @@ def test_pages_read_in_place_give_what_gathered_pages_give(dtype: torch.dtype, d
             backend.alloc({0: LayerShape(kv_heads, key_dim, value_dim)}, blocks, BLOCK, dtype, "cpu")
             backend._keys[0].copy_(cached[0])
             backend._values[0].copy_(cached[1])
-            found.append(backend.forward(0, q, k, v, backend.plan(meta), **options))
+            found.append(backend.forward(LayerCall(0, q, k, v, **options), backend.plan(meta)))
     tolerance = 1e-5 if dtype is torch.float32 else 2e-2
     torch.testing.assert_close(found[1], found[0], rtol=tolerance, atol=tolerance)
 
@@ -83,7 +83,7 @@ def test_long_prompts_are_attended_in_segments_as_if_they_were_one(window: int |
             backend.alloc({0: LayerShape(2, 32, 32)}, blocks, BLOCK, torch.float32, "cpu")
             backend._keys[0].copy_(cached)
             backend._values[0].copy_(cached.flip(0))
-            found.append(backend.forward(0, q, k, v, backend.plan(meta), scale=0.2, window=window))
+            found.append(backend.forward(LayerCall(0, q, k, v, 0.2, window), backend.plan(meta)))
     torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-5)
 
 
@@ -94,7 +94,7 @@ def test_nan_of_a_chunk_reaches_its_last_token_and_no_other_request(poisoned: st
     step[poisoned][17, 0, 0] = float("nan")
     backend = attention_pages.PageAttention()
     backend.alloc({0: LayerShape(2, 32, 32)}, blocks, BLOCK, torch.float32, "cpu")
-    out = backend.forward(0, step["query"], step["key"], step["value"], backend.plan(meta), scale=1.0)
+    out = backend.forward(LayerCall(0, step["query"], step["key"], step["value"], 1.0), backend.plan(meta))
     assert torch.isfinite(out[:9]).all()
     assert torch.isnan(out[17, 0]).any()
 
@@ -106,7 +106,7 @@ def test_nan_of_a_row_reaches_its_output_and_no_other(poisoned: str) -> None:
     step[poisoned][1, 0, 0] = float("nan")
     backend = attention_pages.PageAttention()
     backend.alloc({0: LayerShape(2, 8, 8)}, blocks, BLOCK, torch.float32, "cpu")
-    out = backend.forward(0, step["query"], step["key"], step["value"], backend.plan(meta), scale=1.0)
+    out = backend.forward(LayerCall(0, step["query"], step["key"], step["value"], 1.0), backend.plan(meta))
     assert torch.isfinite(out[0]).all()
     assert torch.isnan(out[1, 0]).any()
     assert torch.isfinite(out[1, 1]).all()

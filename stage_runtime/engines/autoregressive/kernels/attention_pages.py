@@ -13,7 +13,14 @@ import torch
 from torch import Tensor
 
 from stage_runtime.engines.autoregressive.kernels import native
-from stage_runtime.engines.autoregressive.model.attention import BatchMeta, GatherAttention, LayerShape, _Group
+from stage_runtime.engines.autoregressive.model.attention import (
+    BatchMeta,
+    GatherAttention,
+    LayerCall,
+    LayerShape,
+    _Group,
+    output_of,
+)
 
 NO_WINDOW: Final = 1 << 40
 LEAST_READ: Final = 256  # tokens of a KV head for which a thread is worth its start
@@ -106,22 +113,12 @@ class PageAttention(GatherAttention):
                 pieces.append((first, min(most, end - first), batch.computed[row] + first - start, index))
         return _Chunks(pieces, self._tables(batch, rows))
 
-    def forward(
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        plan: StepPlan,
-        *,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-    ) -> Tensor:
-        self._write(layer, k, v, plan.slots)
-        if q.stride(-1) != 1:
-            q = q.contiguous()
-        out = q.new_empty(q.shape[0], q.shape[1], v.shape[-1])
+    def forward(self, call: LayerCall, plan: StepPlan) -> Tensor:
+        self._write(call, plan.slots)
+        if call.q.stride(-1) != 1:
+            call = call._replace(q=call.q.contiguous())
+        layer, q, _k, v, scale, window, softcap = call
+        out = output_of(call)
         groups: list[_Group] = []
         if plan.decode is not None and softcap is None:
             self._decode(layer, q, plan, out, scale, window)
@@ -135,7 +132,7 @@ class PageAttention(GatherAttention):
             if plan.chunk_groups is None:
                 plan.chunk_groups = self._chunk_groups(plan.batch)
             groups = groups + plan.chunk_groups
-        self._attend_groups(layer, (q, k, v, out), groups, scale, window, softcap)
+        self._attend_groups(call, out, groups)
         return out
 
     def _decode(self, layer: int, q: Tensor, plan: StepPlan, out: Tensor, scale: float, window: int | None) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from stage_runtime.engines.autoregressive.kernels import native
 from stage_runtime.engines.autoregressive.model import models
+from stage_runtime.engines.autoregressive.model.attention import LayerCall
 
 OWNER: Final = "transformers.models."
 LEAST: Final = 1 << 14  # values for which a thread is worth its start
@@ -139,7 +140,7 @@ class FusedAttention(nn.Module):
             qkv.stride(0),
         )
         q, k, v = rows[:, :heads], rows[:, heads:turned], rows[:, turned:]
-        out = models.attend(self.layer_idx, q, k, v, scale=self.scaling, window=self.window)
+        out = models.attend(LayerCall(self.layer_idx, q, k, v, self.scaling, self.window))
         return self.o_proj(out.reshape(1, rows.shape[0], -1)), None
 
 

@@ -38,6 +38,18 @@ class BatchMeta(NamedTuple):
     slot_mapping: Tensor
 
 
+class LayerCall(NamedTuple):
+    """One layer's attention in a step. window: how many tokens back one sees, itself included."""
+
+    layer: int
+    q: Tensor  #: ``[T, heads, D]``
+    k: Tensor  #: ``[T, kv_heads, D]``
+    v: Tensor  #: ``[T, kv_heads, D]``
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+
+
 class AttentionBackend(Protocol):
     def alloc(
         self, layers: Mapping[int, LayerShape], num_blocks: int, block_size: int, dtype: torch.dtype, device: str
@@ -50,22 +62,8 @@ class AttentionBackend(Protocol):
     def clear(self, blocks: Sequence[int]) -> None:
         """Overwrite blocks that may hold NaN before others get them: padding is masked by adding, and NaN stays NaN."""
 
-    def forward(
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        plan: Any,
-        *,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-    ) -> Tensor:
-        """Write the step's K and V, and attend. q ``[T, heads, D]``; k, v ``[T, kv_heads, D]``.
-
-        window: how many tokens back one sees, itself included. Returns: ``[T, heads, D]``.
-        """
+    def forward(self, call: LayerCall, plan: Any) -> Tensor:
+        """Write the step's K and V, and attend. Returns: ``[T, heads, D]``."""
 
 
 class _Group:
@@ -157,40 +155,21 @@ class GatherAttention:
         tables = [batch.block_tables[row] + [0] * (widest - len(batch.block_tables[row])) for row in rows]
         return torch.tensor(tables, device=self._device)
 
-    def forward(
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        plan: Any,
-        *,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-    ) -> Tensor:
+    def forward(self, call: LayerCall, plan: Any) -> Tensor:
         groups, slots = plan
-        self._write(layer, k, v, slots)
-        out = q.new_empty(q.shape[0], q.shape[1], v.shape[-1])
-        self._attend_groups(layer, (q, k, v, out), groups, scale, window, softcap)
+        self._write(call, slots)
+        out = output_of(call)
+        self._attend_groups(call, out, groups)
         return out
 
-    def _write(self, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> None:
-        keys, values = self._keys[layer], self._values[layer]
-        keys.view(-1, *keys.shape[2:]).index_copy_(0, slots, k)
-        values.view(-1, *values.shape[2:]).index_copy_(0, slots, v)
+    def _write(self, call: LayerCall, slots: Tensor) -> None:
+        keys, values = self._keys[call.layer], self._values[call.layer]
+        keys.view(-1, *keys.shape[2:]).index_copy_(0, slots, call.k)
+        values.view(-1, *values.shape[2:]).index_copy_(0, slots, call.v)
 
-    def _attend_groups(
-        self,
-        layer: int,
-        step: tuple[Tensor, Tensor, Tensor, Tensor],
-        groups: Sequence[_Group],
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-    ) -> None:
-        """Write the rows of ``groups`` into the last one of ``step``: q, k, v and the output."""
-        q, k, v, out = step
+    def _attend_groups(self, call: LayerCall, out: Tensor, groups: Sequence[_Group]) -> None:
+        """Write the rows of ``groups`` into ``out``."""
+        layer, q, k, v, scale, window, softcap = call
         keys, values = self._keys[layer], self._values[layer]
         for group in groups:
             width = max(group.lengths)
@@ -205,6 +184,11 @@ class GatherAttention:
             else:
                 causal = group.causal(window)
                 out[group.tokens] = _attend_chunk(q[group.tokens], seen_k, seen_v, mask, scale, softcap, causal)
+
+
+def output_of(call: LayerCall) -> Tensor:
+    """Memory for what a layer's attention returns."""
+    return call.q.new_empty(*call.q.shape[:2], call.v.shape[-1])
 
 
 def _counts(batch: BatchMeta) -> list[int]:

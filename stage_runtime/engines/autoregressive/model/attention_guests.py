@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from stage_runtime.engines.autoregressive.model.attention import BatchMeta, GatherAttention, LayerShape
+from stage_runtime.engines.autoregressive.model.attention import BatchMeta, GatherAttention, LayerCall, LayerShape
 from stage_runtime.errors import ConfigurationError
 
 FLASH_PAGE: Final = 256  # tokens: flash-attn's pages are multiples of it
@@ -77,19 +77,9 @@ class FlashAttention(GatherAttention):
     def _int32(self, values: list[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int32, device=self._device)
 
-    def forward(
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        plan: _Rows,
-        *,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-    ) -> Tensor:
-        self._write(layer, k, v, plan.slots)
+    def forward(self, call: LayerCall, plan: _Rows) -> Tensor:
+        layer, q, _k, _v, scale, window, softcap = call
+        self._write(call, plan.slots)
         return self._varlen(
             q.contiguous(),
             self._keys[layer],
@@ -168,19 +158,9 @@ class FlashinferAttention(GatherAttention):
         )
         return _Pages(starts, page_starts, pages, last, batch.slot_mapping, set())
 
-    def forward(
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        plan: _Pages,
-        *,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-    ) -> Tensor:
-        self._write(layer, k, v, plan.slots)
+    def forward(self, call: LayerCall, plan: _Pages) -> Tensor:
+        layer, q, k, v, scale, window, softcap = call
+        self._write(call, plan.slots)
         kind = _Layer(q.shape[1], k.shape[1], q.shape[2], v.shape[2], scale, window, softcap)
         wrapper = self._wrappers.get(kind)
         if wrapper is None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from stage_runtime.api import NextRows, Step
-from stage_runtime.engines.autoregressive.model.attention import AttentionBackend, LayerShape
+from stage_runtime.engines.autoregressive.model.attention import AttentionBackend, LayerCall, LayerShape, output_of
 from stage_runtime.errors import ConfigurationError
 
 log = logging.getLogger(__name__)
@@ -85,7 +85,7 @@ def _attention(
     if _pass.probe is not None:
         _refuse(module, others)
     q, k, v = (one[0].transpose(0, 1) for one in (query, key, value))
-    return attend(layer, q, k, v, scale=scale, window=sliding_window, softcap=softcap)[None], None
+    return attend(LayerCall(layer, q, k, v, scale, sliding_window, softcap))[None], None
 
 
 def current() -> tuple[AttentionBackend | None, Any]:
@@ -93,24 +93,15 @@ def current() -> tuple[AttentionBackend | None, Any]:
     return _pass.backend, _pass.plan
 
 
-def attend(
-    layer: int,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-) -> Tensor:
+def attend(call: LayerCall) -> Tensor:
     """`AttentionBackend.forward` of the pass that this thread is in."""
     if _pass.probe is not None:
-        if layer in _pass.probe:
-            raise UnsupportedModel(f"layer {layer} attends twice in a pass")
-        _pass.probe[layer] = LayerShape(k.shape[1], k.shape[-1], v.shape[-1])
-        return q.new_zeros(*q.shape[:2], v.shape[-1])
+        if call.layer in _pass.probe:
+            raise UnsupportedModel(f"layer {call.layer} attends twice in a pass")
+        _pass.probe[call.layer] = LayerShape(call.k.shape[1], call.k.shape[-1], call.v.shape[-1])
+        return output_of(call).zero_()
     assert _pass.backend is not None, "the model was called outside of a pass"
-    return _pass.backend.forward(layer, q, k, v, _pass.plan, scale=scale, window=window, softcap=softcap)
+    return _pass.backend.forward(call, _pass.plan)
 
 
 def _refuse(module: Any, others: dict[str, Any]) -> None:
@@ -218,7 +209,7 @@ class PagedModel:
         if "inputs_embeds" not in accepted:
             self.row_size = None
         #: `decoder_pass.DecoderPass.run`, where the model has one: what it does not compute, transformers' class does.
-        self.shorter: Callable[..., Tensor | None] = lambda *_given: None
+        self.shorter: Callable[[FlatBatch], Tensor | None] = lambda batch: None
         #: Of a token's position: 3 where rotary embedding turns by time, height and width.
         self.axes = MROPE_AXES if _has_mrope(text) else 1
         #: Its layers in order, where rows can be taken and added; empty: it has none that we know.
