@@ -110,6 +110,14 @@ def test_engines_in_processes_give_the_tokens_that_transformers_gives_alone(
         assert one.result == len(text)
 
 
+def test_an_idle_engine_s_numbers_are_reported_after_its_last_request_is_aborted() -> None:
+    with one(msgspec.structs.replace(LAUNCH, kwargs={"step_s": 0.2})) as (rig, _client):
+        rig.start("a", {"tokens": [7], "count": 400})
+        until(lambda: rig.inbox.gauges.get("running") == 1)
+        rig.abort("a")
+        until(lambda: (rig.inbox.gauges["running"], rig.inbox.gauges["kv_blocks_used"]) == (0, 0))
+
+
 def test_what_is_wrong_with_a_request_fails_it_alone_and_the_engines_numbers_are_reported() -> None:
     with one() as (rig, _client):
         rig.start("a", {"tokens": [1] * 600})

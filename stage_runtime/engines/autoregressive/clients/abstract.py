@@ -70,6 +70,7 @@ class MPClient:
         self.stats: dict[int, SchedulerStats] = {}  #: The newest of each engine.
         #: Called with requests that are computed from now on: id, and how many tokens of its prompt were cached.
         self.on_scheduled: Callable[[Sequence[tuple[str, int]]], None] = lambda scheduled: None
+        self.on_stats: Callable[[], None] = lambda: None  #: Called when ``stats`` has changed, also of idle engines.
         self._silent: dict[int, int] = {}  #: How often in turn each engine was looked at and had given nothing.
         self._frozen: set[int] = set()  #: Engines that were killed for their silence.
         self._coordination = coordination
@@ -272,6 +273,7 @@ class MPClient:
             self._silent[outputs.engine_index] = 0
             if outputs.scheduler_stats is not None and outputs.engine_index in self._engines:
                 self.stats[outputs.engine_index] = outputs.scheduler_stats
+                self.on_stats()
             if outputs.scheduled:
                 self.on_scheduled(outputs.scheduled)
             if outputs.utility_output is not None:

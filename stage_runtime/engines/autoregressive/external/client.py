@@ -25,6 +25,7 @@ class ExternalClient:
         self.reqs_in_flight: dict[str, int] = {}  #: Each with its number of tokens so far.
         self.stats: dict[int, SchedulerStats] = {}
         self.on_scheduled: Callable[[Sequence[tuple[str, int]]], None] = lambda scheduled: None
+        self.on_stats: Callable[[], None] = lambda: None  #: Called when ``stats`` has changed.
         self._prompt_tokens = 0
         self._hit_tokens = 0
         self._generated_tokens = 0
@@ -106,6 +107,7 @@ class ExternalClient:
             prefix_hit_tokens=self._hit_tokens,
             generated_tokens=self._generated_tokens,
         )
+        self.on_stats()
 
     def _end(self, reason: str) -> None:
         """Nothing more is computed: all callers that wait are notified."""

@@ -38,6 +38,7 @@ class EngineClient(Protocol):
     reqs_in_flight: dict[str, int]
     stats: dict[int, SchedulerStats]
     on_scheduled: Callable[[Sequence[tuple[str, int]]], None]
+    on_stats: Callable[[], None]
 
     @property
     def dead(self) -> bool: ...
@@ -92,6 +93,7 @@ class ProcessEngine:
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._client.on_scheduled = self._answers.scheduled
+        self._client.on_stats = self._report
         self._client.attach()
         reader = asyncio.create_task(self._read())
         reader.add_done_callback(lambda _task: self._arrived.set())
