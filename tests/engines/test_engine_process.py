@@ -19,7 +19,6 @@ import pytest
 from stage_runtime.engines.autoregressive.clients.abstract import UtilityFailed
 from stage_runtime.engines.autoregressive.clients.async_mp import AsyncMPClient
 from stage_runtime.engines.autoregressive.clients.inproc import InprocClient
-from stage_runtime.engines.autoregressive.clients.making import make_async_client, make_client
 from stage_runtime.engines.autoregressive.clients.sync_mp import SyncMPClient
 from stage_runtime.engines.autoregressive.core.engine_core import EngineCoreRequest
 from stage_runtime.engines.autoregressive.process.engine_messages import (
@@ -90,7 +89,7 @@ def test_requests_are_computed_in_another_process_which_says_how_many_blocks_it_
 
 
 def test_both_clients_of_a_program_without_a_loop_give_the_same_answers(shared: SyncMPClient) -> None:
-    inproc = make_client(LAUNCH, multiprocess_mode=False)
+    inproc = InprocClient(LAUNCH)
     given = []
     for client in (inproc, shared):
         answers = Answers(client)
@@ -265,7 +264,7 @@ def test_an_engine_that_fails_exits_though_its_factory_has_left_a_thread() -> No
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGABRT])
 async def test_every_waiter_fails_when_an_engine_is_killed(number: int) -> None:
-    async with await make_async_client(LAUNCH, multiprocess_mode=True) as client:
+    async with await AsyncMPClient.start(LAUNCH) as client:
         await client.add_request_async(ask("stuck", SLOW - 1))  # the second step never ends
         assert (await asyncio.wait_for(client.get_output_async(), PATIENCE_S)).outputs[0].new_token_ids == (SLOW,)
         waits = [asyncio.ensure_future(client.get_output_async()) for _ in range(3)]
@@ -335,11 +334,6 @@ def test_a_client_that_was_not_closed_leaves_no_engine() -> None:
     assert select.select([engine], [], [], PATIENCE_S)[0]
     os.close(engine)
     client.close()
-
-
-async def test_an_engine_on_an_event_loop_s_own_thread_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="event loop"):
-        await make_async_client(LAUNCH, multiprocess_mode=False)
 
 
 def test_a_burst_of_requests_waits_for_an_engine_that_has_no_processor(shared: SyncMPClient) -> None:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from stage_runtime.engines.autoregressive.clients.abstract import UtilityFailed
 from stage_runtime.engines.autoregressive.core.engine_core import EngineCoreRequest
+from stage_runtime.engines.autoregressive.core.operations import OPERATIONS
 from stage_runtime.engines.autoregressive.core.serving import Served
 from stage_runtime.engines.autoregressive.process.engine_messages import EngineCoreOutputs, Refused, refused
 from stage_runtime.engines.autoregressive.process.launching import EngineLaunch
+from stage_runtime.engines.autoregressive.process.reporting import stats_of
 from stage_runtime.engines.autoregressive.text.prompt_rows import Extension
 from stage_runtime.engines.resolving import resolve
-from stage_runtime.errors import ConfigurationError, describe
+from stage_runtime.errors import ConfigurationError, RequestError, describe
 
 
 class InprocClient:
@@ -21,21 +23,31 @@ class InprocClient:
     def __init__(self, launch: EngineLaunch) -> None:
         served: Any = resolve(launch.factory, field="factory")(**launch.kwargs)
         if not isinstance(served, Served):
-            raise ConfigurationError(f"{launch.factory} returned a {type(served).__name__}, no Served")
-        self._served = served
+            raise ConfigurationError(f"{launch.factory}: expected a Served, got a {type(served).__name__}")
+        self.reqs_in_flight: dict[str, int] = {}
+        self._utilities: dict[str, Callable[..., Any]] = {"stats": stats_of, **OPERATIONS, **served.utilities}
         self._refused: list[Refused] = []
         self.engine_core = served.core
         self.num_gpu_blocks = {0: served.num_gpu_blocks}
 
     def add_request(self, request: EngineCoreRequest) -> None:
-        """What the engine refuses is returned by `get_output`, as from another process."""
+        """What the engine refuses is returned by `get_output`, as from another process.
+
+        Raises: RequestError: its id is in use; the request that is being computed goes on.
+        """
+        name = request.request_id
+        if name in self.reqs_in_flight:
+            raise RequestError("duplicate_request", "a request with this id is being computed", request_id=name)
+        self.reqs_in_flight[name] = 0
         try:
             self.engine_core.add_request(request, self.engine_core.preprocess_add_request(request))
         except Exception as error:
-            self._refused.append(refused(request.request_id, error))
+            self._refused.append(refused(name, error))
 
     def extend_request(self, request_id: str, more: Extension) -> None:
-        """More of an open request's prompt."""
+        """More of an open request's prompt; nothing, if it has ended."""
+        if request_id not in self.reqs_in_flight:
+            return
         try:
             placed = self.engine_core.preprocess_extension(more)
             self.engine_core.extend_request(request_id, placed, last=more.last)
@@ -45,23 +57,31 @@ class InprocClient:
 
     def release_requests(self, request_ids: Sequence[str]) -> None:
         """What these held requests wait for is there."""
-        for name in request_ids:
+        for name in self.reqs_in_flight.keys() & set(request_ids):
             self.engine_core.release(name)
 
     def abort_requests(self, request_ids: Sequence[str]) -> None:
+        """Idempotent."""
+        for name in request_ids:
+            self.reqs_in_flight.pop(name, None)
         self.engine_core.abort_requests(request_ids)
 
     def get_output(self, timeout_s: float | None = None) -> EngineCoreOutputs:
         """The outputs of one step: none, if there is nothing to compute."""
         if self._refused:
-            refused, self._refused = tuple(self._refused), []
-            return EngineCoreOutputs(refused=refused)
+            given, self._refused = tuple(self._refused), []
+            for one in given:
+                self.reqs_in_flight.pop(one.request_id, None)
+            return EngineCoreOutputs(refused=given)
         outputs, _executed = self.engine_core.step_fn()
-        return EngineCoreOutputs(outputs=tuple(outputs))
+        for output in outputs:
+            if output.finish is not None:
+                self.reqs_in_flight.pop(output.request_id, None)
+        return EngineCoreOutputs(outputs=tuple(outputs), scheduler_stats=stats_of(self.engine_core))
 
     def call_utility(self, method: str, *arguments: Any, timeout_s: float | None = None) -> Any:
         """Raises: UtilityFailed."""
-        function = self._served.utilities.get(method)
+        function = self._utilities.get(method)
         if function is None:
             raise UtilityFailed(f"no utility {method!r}")
         try:

@@ -22,6 +22,7 @@ from stage_runtime.engines.autoregressive.process.engine_messages import (
 )
 from stage_runtime.engines.autoregressive.process.inputs import Inputs
 from stage_runtime.engines.autoregressive.process.outputs import OutputThread
+from stage_runtime.engines.autoregressive.process.reporting import stats_of
 from stage_runtime.rules.autoregressive.steps import SchedulerOutput
 from stage_runtime.sockets import multipart
 
@@ -126,23 +127,7 @@ class EngineCoreProc:
 
     def stats(self) -> SchedulerStats:
         """In any thread: single numbers are read."""
-        scheduler = self._core.scheduler
-        pool, stats = scheduler.pool, scheduler.stats
-        return SchedulerStats(
-            scheduler.waiting,
-            scheduler.running,
-            self.step_counter,
-            self.current_wave,
-            pool.capacity,
-            pool.capacity - pool.free,
-            pool.cached,
-            self._core.steps,
-            stats.preemptions,
-            stats.prompt_tokens,
-            stats.hit_tokens,
-            stats.generated_tokens,
-            scheduler.held,
-        )
+        return stats_of(self._core, step_counter=self.step_counter, current_wave=self.current_wave)
 
     def _answer(self, client: int, output: UtilityOutput) -> None:
         self.outputs.put(client, EngineCoreOutputs(utility_output=output))

@@ -7,9 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from stage_runtime.api import Autoregressive, StageContext
-from stage_runtime.engines.autoregressive.clients.async_mp import AsyncMPClient
-from stage_runtime.engines.autoregressive.clients.data_parallel import DPLBAsyncMPClient
-from stage_runtime.engines.autoregressive.data_parallel.dp_coordinator import DPCoordinator
+from stage_runtime.engines.autoregressive.clients import making
 from stage_runtime.engines.autoregressive.process.launching import EngineLaunch
 from stage_runtime.engines.autoregressive.stage.process_engine import EngineClient, ProcessEngine
 from stage_runtime.engines.base import Engine
@@ -60,7 +58,8 @@ def make(spec: Autoregressive, context: StageContext | None, sources: Sequence[s
         return AutoregressiveEngine(spec, loaded.core, loaded.tokenizer, context, sources)
     tokenizer = decoders.tokenizer_of(spec)
     progress(f"starting {spec.data_parallel_size} engine processes with {spec.model}")
-    return _with_processes(spec, launch_of(spec, device), tokenizer, context, sources)
+    client = making.make_client(launch_of(spec, device), engines=spec.data_parallel_size)
+    return ProcessEngine(spec, client, tokenizer, context, sources)
 
 
 def _external(spec: Autoregressive, context: StageContext | None) -> Engine:
@@ -91,20 +90,6 @@ def _rank(spec: Autoregressive, context: StageContext, sources: Sequence[str]) -
     if context.tp_rank > 0:
         return FollowingEngine(loaded.runner, ranks, takes_chunks=spec.stream is not None)
     return AutoregressiveEngine(spec, loaded.core, loaded.tokenizer, context, sources)
-
-
-def _with_processes(
-    spec: Autoregressive, launch: EngineLaunch, tokenizer: Any, context: StageContext | None, sources: Sequence[str]
-) -> Engine:
-    if spec.data_parallel_size == 1:
-        return ProcessEngine(spec, AsyncMPClient(launch), tokenizer, context, sources)
-    coordinator = DPCoordinator(spec.data_parallel_size)
-    try:
-        client = DPLBAsyncMPClient(launch, coordinator, elastic=True)
-    except BaseException:
-        coordinator.close()
-        raise
-    return ProcessEngine(spec, client, tokenizer, context, sources)
 
 
 def launch_of(spec: Autoregressive, device: str) -> EngineLaunch:

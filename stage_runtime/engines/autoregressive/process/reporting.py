@@ -1,0 +1,27 @@
+"""What an engine reports of itself, by the same numbers wherever it computes."""
+
+from __future__ import annotations
+
+from stage_runtime.engines.autoregressive.core.engine_core import EngineCore
+from stage_runtime.engines.autoregressive.process.engine_messages import SchedulerStats
+
+
+def stats_of(core: EngineCore, *, step_counter: int = 0, current_wave: int = 0) -> SchedulerStats:
+    """In any thread: single numbers are read."""
+    scheduler = core.scheduler
+    pool, stats = scheduler.pool, scheduler.stats
+    return SchedulerStats(
+        scheduler.waiting,
+        scheduler.running,
+        step_counter,
+        current_wave,
+        pool.capacity,
+        pool.capacity - pool.free,
+        pool.cached,
+        core.steps,
+        stats.preemptions,
+        stats.prompt_tokens,
+        stats.hit_tokens,
+        stats.generated_tokens,
+        scheduler.held,
+    )
