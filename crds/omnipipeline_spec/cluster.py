@@ -361,7 +361,7 @@ class Disruption(Spec, frozen=True, kw_only=True):
 class NetworkPolicy(Spec, frozen=True, kw_only=True):
     """Who may reach the pods."""
 
-    enabled: Annotated[bool, doc("Allow HTTP only, and only from the peers in ingressFrom.")] = True
+    enabled: Annotated[bool, doc("Allow others HTTP only; false creates no policy.")] = True
     ingress_from: Annotated[FreeObjects, doc("NetworkPolicy peers that may reach HTTP; empty allows all.")] = ()
     extra_egress: Annotated[FreeObjects, doc("NetworkPolicy egress rules in addition to the pipeline's own.")] = ()
 

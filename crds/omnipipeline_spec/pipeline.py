@@ -260,7 +260,7 @@ class PipelineConfig(Spec, frozen=True, kw_only=True):
     expose: Annotated[Expose, doc("How clients reach the pipeline.")] = field(default_factory=Expose)
     rollout: Annotated[Rollout, doc("How a change reaches the pods.")] = field(default_factory=Rollout)
     disruption: Annotated[Disruption, doc("Voluntary disruptions.")] = field(default_factory=Disruption)
-    network_policy: Annotated[NetworkPolicy | None, doc("Who may reach the pods; unset creates no policy.")] = None
+    network_policy: Annotated[NetworkPolicy | None, doc("Who may reach the pods; unset is the same as {}.")] = None
     observability: Annotated[Observability, doc("Telemetry.")] = field(default_factory=Observability)
     profiling: Annotated[Profiling, doc("The request-level profiler.")] = field(default_factory=Profiling)
     restarted_at: Annotated[

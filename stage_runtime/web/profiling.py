@@ -8,11 +8,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import io
+import shutil
 import sys
 import tarfile
 import tempfile
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -25,10 +27,12 @@ from stage_runtime.errors import ConfigurationError, InvalidRequest, RequestErro
 from stage_runtime.web import bodies
 from stage_runtime.web.errors import RequestRefused
 from stage_runtime.web.exchange import Exchange
+from stage_runtime.web.profile_room import Room, RoomPart
 
 MAX_SECONDS: Final = 24 * 3600
 PIECE: Final = 256 << 10
 REPORT_S: Final = 300.0
+COLLECTED_NBYTES: Final = 8 << 30  # of all answers that are sent now; /tmp of a pod may take four times that
 FORMATS: Final = {
     "table": b"text/plain; charset=utf-8",
     "json": b"application/json",
@@ -71,6 +75,7 @@ class ProfilerRuns(msgspec.Struct):
 class Profiles:
     def __init__(self, profiling: PipelineProfiling) -> None:
         self._profiling = profiling
+        self._room = Room(COLLECTED_NBYTES)
 
     async def start(self, exchange: Exchange) -> None:
         """POST /start_profile: a torch trace and events."""
@@ -117,11 +122,10 @@ class Profiles:
     async def archive(self, exchange: Exchange) -> None:
         """GET /profiles/{run_id}: all its files as a tar."""
         run_id = _run_id(exchange)
-        with tempfile.TemporaryDirectory(prefix="omni-profile-") as folder:
-            await self._collect(run_id, Path(folder))
+        async with self._collected(run_id) as folder:
             headers = [(b"content-disposition", f'attachment; filename="{run_id}.tar"'.encode())]
             await exchange.start(b"application/x-tar", headers)
-            for path in sorted(each for each in Path(folder).rglob("*") if each.is_file()):
+            for path in sorted(each for each in folder.rglob("*") if each.is_file()):
                 await _write_member(exchange, path, f"{run_id}/{path.relative_to(folder)}")
             await exchange.write(bytes(2 * tarfile.BLOCKSIZE))
             await exchange.end()
@@ -129,21 +133,28 @@ class Profiles:
     async def report(self, exchange: Exchange) -> None:
         """GET /profiles/{run_id}/report?format=json|html|table|perfetto. Made by a process of its own."""
         run_id, form = _run_id(exchange), _format(exchange)
-        with tempfile.TemporaryDirectory(prefix="omni-profile-") as folder:
-            events, out = Path(folder, "files"), Path(folder, "report")
-            events.mkdir()
-            await self._collect(run_id, events)
+        async with self._collected(run_id) as events:
+            out = events.with_name("report")
             await _make_report(events, form, out)
             await exchange.start(FORMATS[form], [(b"content-length", str(out.stat().st_size).encode())])
             await _write_file(exchange, out)
             await exchange.end()
 
-    async def _collect(self, run_id: str, folder: Path) -> None:
-        """Bring all files of the run here. One that cannot be fetched is replaced by a note beside it."""
+    @asynccontextmanager
+    async def _collected(self, run_id: str) -> AsyncIterator[Path]:
+        """All files of the run, in a folder here. One that cannot be fetched is replaced by a note beside it."""
+        with tempfile.TemporaryDirectory(prefix="omni-profile-") as folder, self._room.part() as room:
+            files = Path(folder, "files")
+            files.mkdir()
+            await self._collect(run_id, files, room)
+            yield files
+
+    async def _collect(self, run_id: str, folder: Path, room: RoomPart) -> None:
         for file in await self._profiling.files(run_id):
             path = folder / file.name
             path.parent.mkdir(parents=True, exist_ok=True)
             try:
+                room.take(file.nbytes, free=shutil.disk_usage(folder).free)
                 await self._fetch(run_id, file, path)
             except ConfigurationError as error:
                 path.with_name(f"{path.name}.error.txt").write_text(f"{error}\n")

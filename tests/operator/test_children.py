@@ -228,12 +228,25 @@ def test_stages_mount_the_model_cache_and_the_coordinator_does_not(cache: Any) -
     assert has == {"ears": (True,) * 3, "mouth": (True,) * 3, "coordinator": (False,) * 3}
 
 
+def test_no_pod_fills_its_nodes_disk_through_tmp_or_profiles_and_an_author_sets_other_limits() -> None:
+    def limits(**fields: Any) -> set[tuple[str, str]]:
+        made = [pod_of(desired(**fields), unit) for unit in ("ears", "mouth", "coordinator")]
+        volumes = [one for pod in made for one in pod["volumes"] if one["name"] in ("tmp", "profiles")]
+        return {(one["name"], one["emptyDir"]["sizeLimit"]) for one in volumes}
+
+    assert limits() == {("tmp", "32Gi"), ("profiles", "8Gi")}
+    larger = {"spec": {"volumes": [{"name": "tmp", "emptyDir": {"sizeLimit": "99Gi"}}]}}
+    assert limits(coordinator={"podTemplate": larger}) == {("tmp", "32Gi"), ("tmp", "99Gi"), ("profiles", "8Gi")}
+    given = {"storage": {"emptyDir": {"sizeLimit": "1Gi"}}}
+    assert limits(profiling=given) == {("tmp", "32Gi"), ("profiles", "1Gi")}
+
+
 def test_the_job_that_fetches_a_model_writes_it_where_stages_read_it_and_requests_little() -> None:
     made = desired(**FETCHED, coordinator={"resources": {"requests": {"memory": "9Gi"}}})
     job, stage = job_of(made), pod_of(made, "mouth")
     [container] = job["containers"]
     assert job["volumes"] == [
-        {"name": "tmp", "emptyDir": {}},
+        {"name": "tmp", "emptyDir": {"sizeLimit": "32Gi"}},
         {"name": "models", "persistentVolumeClaim": {"claimName": "demo-models"}},
     ]
     assert container["volumeMounts"] == [
@@ -341,8 +354,9 @@ def test_a_broken_list_of_revisions_reads_as_none() -> None:
     assert config.read_revisions(None) == ()
 
 
-def test_only_what_the_spec_asks_for_is_made() -> None:
-    assert [each["kind"] for each in desired().applied] == ["Service", "Service"]
+def test_only_services_and_policies_are_made_unasked() -> None:
+    assert [each["kind"] for each in desired().applied] == ["Service", "Service", "NetworkPolicy", "NetworkPolicy"]
+    assert desired().applied == desired(networkPolicy={}).applied
     rich = desired(
         networkPolicy={}, disruption={"podDisruptionBudget": {}}, expose={"ingress": {"host": "example.org"}}
     )

@@ -12,15 +12,19 @@ from omnipipeline_operator import kinds
 from omnipipeline_operator.desired import naming
 from omnipipeline_operator.desired.naming import Owner
 from omnipipeline_operator.kinds import Manifest
+from omnipipeline_spec.cluster import NetworkPolicy
 from omnipipeline_spec.pipeline import PipelineConfig
 from omnipipeline_spec.types.plan import PipelinePlan
 from omnipipeline_spec.types.pods import COORDINATOR, PROBE_PORT
 
 
 def network(spec: PipelineConfig, owner: Owner, scrapers: Sequence[Mapping[str, Any]]) -> list[Manifest]:
-    """Allow the pipeline's own pods, HTTP and metrics scrapers only. (Kubelets' probes are always allowed.)"""
-    settings = spec.network_policy
-    if settings is None or not settings.enabled:
+    """Allow the pipeline's own pods, HTTP and metrics scrapers only. (Kubelets' probes are always allowed.)
+
+    A spec without ``networkPolicy`` gets them, too.
+    """
+    settings = spec.network_policy or NetworkPolicy()
+    if not settings.enabled:
         return []
     return [_pods(settings.extra_egress, owner, scrapers), _http(settings.ingress_from, owner)]
 

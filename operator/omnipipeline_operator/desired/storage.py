@@ -105,7 +105,7 @@ def prefetch(spec: PipelineConfig, plan: PipelinePlan, facts: PodFacts) -> Manif
     pod = {key: like[key] for key in _KEPT if key in like} | {
         "containers": [fetch],
         "volumes": [
-            {"name": "tmp", "emptyDir": {}},
+            volumes.temporary(),
             volumes.models({"type": cache.type, "claimName": cache.claim_name}, owner),
         ],
         "automountServiceAccountToken": False,

@@ -22,6 +22,9 @@ CODE_DIR: Final = "/etc/omnipipeline/code"
 MODELS_DIR: Final = "/models"
 HUB_DIR: Final = f"{MODELS_DIR}/huggingface"  #: HF_HOME
 PROFILES_DIR: Final = "/profiles"
+#: A pod that writes more is evicted alone, before its node's disk is full. Converted weights and compiled code lie here.
+TMP_SIZE: Final = "32Gi"
+PROFILES_SIZE: Final = "8Gi"  # torch's trace of a minute is a few hundred MB; ``profiling.storage`` changes it
 
 
 def mounts(settings: Mapping[str, Any], environment: list[Manifest]) -> list[Manifest]:
@@ -58,7 +61,7 @@ def volumes(
     memory: Manifest = {"medium": "Memory"} | ({"sizeLimit": shared_memory} if shared_memory else {})
     made += [
         {"name": "shm", "emptyDir": memory},
-        {"name": "tmp", "emptyDir": {}},
+        temporary(),
         {"name": "profiles", **_profiles(plan.pod.get("profilingStorage", {}))},
     ]
     if "modelCache" in plan.pod:
@@ -75,7 +78,12 @@ def _profiles(storage: Mapping[str, Any]) -> Manifest:
     if storage.get("claimName"):
         return {"persistentVolumeClaim": {"claimName": storage["claimName"]}}
     limit = storage.get("emptyDir", {}).get("sizeLimit")
-    return {"emptyDir": {"sizeLimit": limit} if limit else {}}
+    return {"emptyDir": {"sizeLimit": limit or PROFILES_SIZE}}
+
+
+def temporary() -> Manifest:
+    """The volume of ``/tmp``."""
+    return {"name": "tmp", "emptyDir": {"sizeLimit": TMP_SIZE}}
 
 
 def models(cache: Mapping[str, Any], owner: Owner) -> Manifest:
