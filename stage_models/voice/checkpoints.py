@@ -43,7 +43,8 @@ def locate(where: str) -> Path:
     spec = util.find_spec(package)
     if spec is None or not spec.submodule_search_locations:
         raise MissingWeights(
-            f"the package {package!r} is not installed: `make demo` installs all that this example needs"
+            f"the package {package!r} is not installed: `make demo` installs it here, and the stage image has it with "
+            f"the build argument EXTRAS=engine,chat"
         )
     path = Path(next(iter(spec.submodule_search_locations))) / inside
     if not path.exists():

@@ -251,8 +251,8 @@ class Membership:
     def ready(self) -> bool:
         """Once complete, always ready: a missing stage is a 503 with its name, not a pod without traffic.
 
-        Never complete, it is ready in time, too, but not beside processes of another protocol: they are served by a
-        coordinator of theirs, which stays until this one is ready.
+        Never complete, it is ready in time, too, but not beside processes of another protocol or key: they are served
+        by a coordinator of theirs, which stays until this one is ready.
         """
         alone_since = max(self._started_at, self._channels.other_protocol_at)
         return self._was_complete or time.monotonic() - alone_since > READY_AFTER_S

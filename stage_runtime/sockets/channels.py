@@ -233,7 +233,7 @@ class Channels:
 
     @property
     def other_protocol_at(self) -> float:
-        """Monotonic time of the last frame of another protocol, or connection that ended at once."""
+        """Monotonic time of the last frame of another protocol, or connection that ended at once or had another key."""
         return self._reading.other_protocol_at
 
     async def settled(self, timeout_s: float) -> bool:

@@ -108,7 +108,8 @@ class Sockets:
         handshake_failed: Callable[[str], None],
         short_connection: Callable[[], None],
     ) -> None:
-        """handshake_failed: called with the reason. short_connection: a peer connected and left within `SHORT_S`."""
+        """handshake_failed: called with the reason. short_connection: a peer connected and left within `SHORT_S`,
+        or has another key."""
         self._loop = loop
         self._security = security
         self._dead_after_s = dead_after_s
@@ -228,6 +229,8 @@ class Sockets:
             if event.kind in HANDSHAKE_FAILURES:
                 explained = event.kind != zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
                 self._handshake_failed(f"at {endpoint}: {HANDSHAKE_FAILURES[event.kind]}")
+                if explained:
+                    self._short_connection()  # it has another key: a process of before or after a rotation
             elif event.kind == zmq.EVENT_ACCEPTED:
                 accepted[event.value] = now
             else:

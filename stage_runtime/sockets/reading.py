@@ -94,7 +94,7 @@ class Reading:
             return None
 
     def short_connection(self) -> None:
-        """A peer connected and left at once."""
+        """A peer connected and left at once, or has another key."""
         self.other_protocol_at = time.monotonic()
 
     def refuse(self, kind: str, why: str, *, peer: str = "") -> None:

@@ -13,6 +13,7 @@ from omnipipeline_operator.cluster.client import Client
 from omnipipeline_operator.cluster.status_client import CoordinatorStatus, StatusClient
 from omnipipeline_operator.cluster.store import Store
 from omnipipeline_operator.controller.reconciling import Reconciler
+from omnipipeline_operator.desired import naming
 from omnipipeline_operator.kinds import DEPLOYMENT, PIPELINE, POLICY, SERVICE
 from omnipipeline_operator.settings import DefaultResources, Settings
 from omnipipeline_spec.cluster import Resources
@@ -150,6 +151,47 @@ async def test_a_secret_that_is_missing_is_made_anew_before_pods_need_it(operato
     operator.edit(operator.live(PIPELINE, "duo"), image="stage:2")
     assert await operator.reconcile() == [("apply", "ConfigMap", "duo-revisions")]
     assert ("create", "Secret") in [write[:2] for write in await operator.reconcile()]
+
+
+async def test_a_new_key_is_made_once_for_each_time_that_one_is_asked_for(operator: Operator) -> None:
+    def secrets() -> set[str]:
+        return {name for kind, _, name in operator.server.objects if kind == "Secret"}
+
+    def mounted() -> set[str]:
+        made = [one for (kind, _, _), one in operator.server.objects.items() if kind == DEPLOYMENT.name]
+        volumes = [volume for one in made for volume in one["spec"]["template"]["spec"]["volumes"]]
+        return {volume["secret"]["secretName"] for volume in volumes if volume["name"] == "control"}
+
+    first = secrets()
+    for occasion in ("monday", "tuesday"):
+        before = secrets()
+        resource = operator.live(PIPELINE, "duo")
+        annotated = {**resource["metadata"], "annotations": {naming.KEY_ROTATION: occasion}}
+        operator.edit({**resource, "metadata": annotated})
+        assert await operator.reconcile() == [("apply", "ConfigMap", "duo-revisions")]
+        writes = await operator.reconcile()
+        assert [write[:2] for write in writes].count(("create", "Secret")) == 1
+        assert [write[:2] for write in writes].count(("create", "Deployment")) == 3, "a new revision of every unit"
+        assert len(secrets() - before) == 1 and secrets() - before <= mounted()
+        assert ("create", "Secret") not in [write[:2] for write in await operator.reconcile()]
+    assert first <= secrets(), "pods of the old revision have the old key until they have ended"
+
+
+async def test_a_new_pipeline_that_asks_for_a_key_gets_one_and_no_second() -> None:
+    operator = Operator()
+    resource = operator.live(PIPELINE, "duo")
+    operator.edit({**resource, "metadata": {**resource["metadata"], "annotations": {naming.KEY_ROTATION: "copied"}}})
+    assert [write[:2] for write in await operator.reconcile()].count(("create", "Secret")) == 1
+    assert await operator.reconcile() == []
+
+
+async def test_a_pipeline_without_curve_has_no_key_to_rotate() -> None:
+    operator = Operator()
+    resource = operator.live(PIPELINE, "duo")
+    annotated = {**resource["metadata"], "annotations": {naming.KEY_ROTATION: "monday"}}
+    operator.edit({**resource, "metadata": annotated}, control={"security": {"mode": "None"}})
+    await operator.reconcile()
+    assert await operator.reconcile() == []
 
 
 async def test_a_plan_without_a_deployment_is_kept_when_its_deployment_is_made(operator: Operator) -> None:

@@ -428,6 +428,7 @@ async def test_who_has_not_the_pipelines_key_is_not_let_in(key: bytes | None) ->
             a.send("bb", "let me in")
             await a.listener.until(lambda: [peer for peer, _ in a.listener.lost_peers] == ["bb"])
         assert set(b.channels.counters) == {"handshake_failures"}
+        assert b.channels.other_protocol_at > 0, "a coordinator that is new is not ready beside it"
 
 
 async def test_an_exception_in_the_handler_costs_one_message_and_no_more(short_path: Path) -> None:

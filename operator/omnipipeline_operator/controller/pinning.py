@@ -24,6 +24,7 @@ class PinnedChoices(msgspec.Struct, frozen=True, kw_only=True):
     images: Mapping[str, str]  #: Of other pipeline revisions.
     control_secret: str
     rekeyed: str | None = None  #: Id of the last forced restart of all units: after a lost Secret, or mixed images.
+    rotation: str | None = None  #: What the present key was made for, when it was asked for.
     is_new: bool  #: The Secret may not have been created yet.
     has_mixed_images: bool = False  #: Units of the desired revision run different images, and not all of them exist.
 
@@ -37,6 +38,7 @@ def pins(
     image: str | None,
     default_image: str,
     random_id: str,
+    asked_rotation: str | None,
 ) -> PinnedChoices:
     """Read the pins from the revisions ConfigMap and the Deployments, or choose them now.
 
@@ -45,6 +47,7 @@ def pins(
     image:         the spec's; None: it names none.
     default_image: the chart's stage image.
     random_id:     suffix of the Secret's name, if one is created.
+    asked_rotation: the resource's `naming.KEY_ROTATION`; a pipeline without a key gets its first one for it.
     """
     live = snapshot.revisions()
     annotations = live["metadata"].get("annotations", {}) if live else {}
@@ -60,6 +63,7 @@ def pins(
         images=images,
         control_secret=secret or naming.control_secret(snapshot.owner.name, random_id),
         rekeyed=annotations.get(naming.REKEYED_PIN),
+        rotation=annotations.get(naming.KEY_ROTATION) if secret else asked_rotation,
         is_new=secret not in secrets,
         has_mixed_images=image is None
         and len({each.image for each in busy if each.started}) > 1

@@ -36,7 +36,7 @@ from omnipipeline_operator.controller.planned import Planned, rollout_goal
 from omnipipeline_operator.controller.reporting import StatusReporter
 from omnipipeline_operator.controller.snapshots import Snapshot
 from omnipipeline_operator.controller.writing import ChildWriter, DesiredState
-from omnipipeline_operator.desired import children, config
+from omnipipeline_operator.desired import children, config, naming
 from omnipipeline_operator.desired.naming import Owner
 from omnipipeline_operator.desired.pods import PodFacts
 from omnipipeline_operator.kinds import PIPELINE, Manifest
@@ -128,6 +128,7 @@ class Reconciler:
             image=spec.image,
             default_image=self._settings.stage_image,
             random_id=secrets.token_hex(5),
+            asked_rotation=_asked_rotation(resource),
         )
         inputs = PodFacts(
             owner=snapshot.owner,
@@ -151,6 +152,16 @@ class Reconciler:
                 planned.pins.control_secret,
             )
             await writer.restart_units(snapshot.entries(), planned.pins, rekey=True)
+            return SOON_S
+        asked = _asked_rotation(resource)
+        if planned.spec.control.security.mode == "Curve" and asked and asked != planned.pins.rotation:
+            log.info(
+                "%s/%s: the key is rotated (%s): all units restart",
+                snapshot.owner.namespace,
+                snapshot.owner.name,
+                asked,
+            )
+            await writer.restart_units(snapshot.entries(), planned.pins, rekey=True, rotation=asked)
             return SOON_S
         if planned.pins.has_mixed_images:
             log.info(
@@ -244,6 +255,12 @@ class Reconciler:
         self._store.put({**live, "kind": PIPELINE.name})
         if live["metadata"]["uid"] != owner.uid or "deletionTimestamp" in live["metadata"]:
             raise PipelineDeleted(f"{owner.namespace}/{owner.name} is being deleted")
+
+
+def _asked_rotation(resource: Manifest) -> str | None:
+    """The value for which `kubectl omni rotate-key` has asked for a new key."""
+    asked = resource["metadata"].get("annotations", {}).get(naming.KEY_ROTATION)
+    return None if asked is None else str(asked)
 
 
 def _child_refusal(error: errors.ClusterError) -> Refusal:

@@ -86,6 +86,7 @@ class ChildWriter:
             images=pins.images,
             control_secret=pins.control_secret,
             rekeyed=pins.rekeyed,
+            rotation=pins.rotation,
             aside=state.aside if state.aside or config.has_aside(self._snapshot.revisions()) else None,
             profiling=state.profiling if self._profiling_changed(state.profiling) else None,
         )
@@ -96,8 +97,13 @@ class ChildWriter:
         changed = profiling != Profiling(storage=profiling.storage)
         return changed or config.has_profiling(self._snapshot.revisions())
 
-    async def restart_units(self, entries: Sequence[PipelineRevision], pins: PinnedChoices, *, rekey: bool) -> None:
-        """Pin a new id, so that the next reconcile plans new revisions of all units. ``rekey``: with a new Secret."""
+    async def restart_units(
+        self, entries: Sequence[PipelineRevision], pins: PinnedChoices, *, rekey: bool, rotation: str | None = None
+    ) -> None:
+        """Pin a new id, so that the next reconcile plans new revisions of all units.
+
+        rekey: with a new Secret. rotation: what it was asked for by; None: as before.
+        """
         occasion = secrets.token_hex(5)
         named = naming.control_secret(self._snapshot.owner.name, occasion) if rekey else pins.control_secret
         await self._ensure(
@@ -108,6 +114,7 @@ class ChildWriter:
                 images=pins.images,
                 control_secret=named,
                 rekeyed=occasion,
+                rotation=rotation or pins.rotation,
             )
         )
 

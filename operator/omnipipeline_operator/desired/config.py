@@ -44,6 +44,7 @@ def revisions(
     image: str,
     control_secret: str,
     rekeyed: str | None = None,
+    rotation: str | None = None,
     images: Mapping[str, str] = {},
     aside: Sequence[str] | None = None,
     profiling: Profiling | None = None,
@@ -61,6 +62,8 @@ def revisions(
         pins[naming.IMAGES_PIN] = canonical.encode(pinned).decode()
     if rekeyed is not None:
         pins[naming.REKEYED_PIN] = rekeyed
+    if rotation is not None:
+        pins[naming.KEY_ROTATION] = rotation
     named = naming.revisions(owner.name)
     manifest = naming.child(kinds.CONFIG_MAP, named, owner, of=naming.labels(owner.name), annotations=pins)
     listed = {REVISIONS_FILE: canonical.encode(list(entries)).decode()}

@@ -28,6 +28,9 @@ IMAGE_PIN: Final = "omnipipeline.dev/image"
 SECRET_PIN: Final = "omnipipeline.dev/control-secret"
 #: There too: id of the last forced restart (a lost Secret, mixed images). Part of every unit's revision.
 REKEYED_PIN: Final = "omnipipeline.dev/rekeyed"
+#: On the resource: a new value (`kubectl omni rotate-key`) asks for a new key. On the revisions ConfigMap: the value
+#: that the present key was made for.
+KEY_ROTATION: Final = "omnipipeline.dev/key-rotation"
 #: On a Deployment whose pods are refused: when a retry was last requested.
 RETRIED_AT: Final = "omnipipeline.dev/tried"
 #: On every mutable child: hash of what was applied; it changes when a field leaves the manifest.

@@ -22,7 +22,7 @@ CODE_DIR: Final = "/etc/omnipipeline/code"
 MODELS_DIR: Final = "/models"
 HUB_DIR: Final = f"{MODELS_DIR}/huggingface"  #: HF_HOME
 PROFILES_DIR: Final = "/profiles"
-#: A pod that writes more is evicted alone, before its node's disk is full. Converted weights and compiled code lie here.
+#: A pod that writes more is evicted, before its node's disk is full. Converted weights and compiled code lie here.
 TMP_SIZE: Final = "32Gi"
 PROFILES_SIZE: Final = "8Gi"  # torch's trace of a minute is a few hundred MB; ``profiling.storage`` changes it
 

@@ -98,9 +98,12 @@ class Kubectl(msgspec.Struct, frozen=True, kw_only=True):
             finally:
                 process.kill()
 
-    def patch(self, name: str, spec: Mapping[str, Any]) -> None:
-        """Merge ``spec`` into the resource's."""
-        self.run("patch", RESOURCE, name, "--type=merge", f"--patch={json.dumps({'spec': dict(spec)})}")
+    def patch(self, name: str, spec: Mapping[str, Any], *, annotations: Mapping[str, str] | None = None) -> None:
+        """Merge ``spec`` and ``annotations`` into the resource's."""
+        patch: Manifest = {"spec": dict(spec)}
+        if annotations:
+            patch["metadata"] = {"annotations": dict(annotations)}
+        self.run("patch", RESOURCE, name, "--type=merge", f"--patch={json.dumps(patch)}")
 
     def replace_spec(self, name: str, spec: Mapping[str, Any], version: str) -> None:
         """Replace the resource's spec, unless the resource has changed since ``version``."""

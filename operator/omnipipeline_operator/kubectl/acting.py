@@ -1,4 +1,4 @@
-"""Restarts a pipeline and drains its pods.
+"""Restarts a pipeline, rotates its key and drains its pods.
 
 Here: the order of requests, and waiting. Not here: what follows from them (the operator rolls out a new revision; a
 drained pod's Deployment makes another one). Called by the commands.
@@ -25,6 +25,32 @@ def restart(kubectl: Kubectl, name: str, *, now: datetime | None = None) -> str:
     stamp = (now or datetime.now(UTC)).strftime("%Y-%m-%dT%H:%M:%SZ")
     kubectl.patch(name, {"restartedAt": stamp})
     return stamp
+
+
+def rotate_key(kubectl: Kubectl, name: str, *, now: datetime | None = None) -> str:
+    """As `restart`, and the new pods have a new control key. Returns the time that was set.
+
+    Raises: KubectlError: the pipeline has no key.
+    """
+    security = kubectl.pipeline(name).get("spec", {}).get("control", {}).get("security", {})
+    if security.get("mode", "Curve") != "Curve":
+        raise KubectlError(f"{name} has no control key: control.security.mode is {security['mode']}")
+    stamp = (now or datetime.now(UTC)).strftime("%Y-%m-%dT%H:%M:%SZ")
+    kubectl.patch(name, {"restartedAt": stamp}, annotations={naming.KEY_ROTATION: stamp})
+    return stamp
+
+
+def delete_old_keys(kubectl: Kubectl, name: str) -> list[str]:
+    """Delete the Secrets of keys that no new pod of the pipeline will have. Returns their names."""
+    made = kubectl.listed("configmaps", naming.selector(name))
+    pinned = {one["metadata"].get("annotations", {}).get(naming.SECRET_PIN) for one in made} - {None}
+    if not pinned:
+        return []
+    listed = [one["metadata"]["name"] for one in kubectl.listed("secrets", naming.selector(name))]
+    old = [each for each in listed if each.startswith(naming.control_secret(name, "")) and each not in pinned]
+    for each in old:
+        kubectl.run("delete", "secret", each, "--ignore-not-found")
+    return old
 
 
 def chosen(

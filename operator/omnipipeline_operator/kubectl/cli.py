@@ -134,6 +134,24 @@ def restart(kubectl: Kubectl, name: str, wait: bool, timeout: str) -> None:
         sys.exit(_wait_ready(kubectl, name, timeout))
 
 
+@main.command("rotate-key")
+@click.argument("name")
+@click.option("--wait", is_flag=True, help="Until all pods have the new key; then the old ones' Secrets are deleted.")
+@click.option("--timeout", default="30m", show_default=True, help="How long to wait.")
+@click.pass_obj
+def rotate_key(kubectl: Kubectl, name: str, wait: bool, timeout: str) -> None:
+    """Replace all pods of a pipeline by pods with a new control key, new before old: no request is lost."""
+    with errors_as_messages():
+        stamp = acting.rotate_key(kubectl, name)
+        click.echo(f"{name} gets a new control key, and restarts for it (restartedAt {stamp})")
+        if not wait:
+            return
+        if code := _wait_ready(kubectl, name, timeout):
+            sys.exit(code)
+        for secret in acting.delete_old_keys(kubectl, name):
+            click.echo(f"Secret {secret} is deleted")
+
+
 @main.command()
 @click.argument("name")
 @click.argument("pods", nargs=-1)
