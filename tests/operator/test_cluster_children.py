@@ -82,7 +82,7 @@ def test_what_the_spec_no_longer_asks_for_is_removed(kube: Kube, operator: Opera
     assert kube.get("ingress", "duo")["metadata"]["annotations"]["example.org/body-size"] == "64m"
     assert kube.get("omnipipeline", "duo")["status"]["endpoint"]["external"] == "http://omni.example.org"
     pods = {each["metadata"]["uid"] for each in kube.all("pods")}
-    kube.apply(pipeline())
+    kube.apply(pipeline(networkPolicy={"enabled": False}))
     for kind in ("ingresses", "networkpolicies", "poddisruptionbudgets"):
         eventually(partial(lambda kind: not kube.names(kind), kind), what=f"no {kind}")
     assert kube.names("services") == {"duo", "duo-peers"}

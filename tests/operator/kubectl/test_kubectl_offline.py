@@ -25,7 +25,7 @@ def test_the_same_file_gives_the_same_manifests() -> None:
 
 def test_manifests_for_review_hold_no_key_and_no_owner() -> None:
     made = list(yaml.safe_load_all(run("manifests", "-f", HELLO, "--image", "stage:1").output))
-    assert {each["kind"] for each in made} == {"ConfigMap", "Service", "Deployment"}
+    assert {each["kind"] for each in made} == {"ConfigMap", "Service", "NetworkPolicy", "Deployment"}
     assert not any("ownerReferences" in each["metadata"] for each in made)
 
 
