@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from omnipipeline_operator.changes import rollout
-from omnipipeline_operator.changes.rollout import Goal
+from omnipipeline_operator.changes.rollout import DesiredUnit, Goal
 from omnipipeline_operator.changes.workloads import ObservedPod, Workload
 from omnipipeline_spec.types.plan import PipelineRevision
 from omnipipeline_spec.types.pods import COORDINATOR
@@ -332,3 +333,59 @@ def test_edits_in_mid_roll_never_take_the_capacity_that_is_there(
     world.run(goal(edits[-1], replicas))
     for unit in UNITS:
         assert {rev: n for rev, n in spec_of(world, unit).items() if n} == {edits[-1][unit]: replicas[unit]}
+
+
+def _goal(replicas: int) -> Goal:
+    """A roll of a unit and of the coordinator."""
+    coordinator = DesiredUnit(revision="c2", replicas=1)
+    return msgspec.structs.replace(goal({"a": "a2"}, {"a": replicas}), coordinator=coordinator)
+
+
+def _keyed(unit: str, revision: str, secret: str, *, replicas: int, terminating: bool = False) -> Workload:
+    pods = tuple(
+        ObservedPod(name=f"{unit}-{revision}-{n}", uid=f"{unit}{revision}{n}", ready=True, terminating=terminating)
+        for n in range(max(replicas, int(terminating)))
+    )
+    return Workload(
+        unit=unit,
+        revision=revision,
+        name=f"p-{unit}-{revision}",
+        uid=f"{unit}{revision}",
+        replicas=replicas,
+        created_at=0.0 if revision.endswith("1") else 1.0,
+        pods=pods,
+        control_secret=secret,
+    )
+
+
+def test_across_two_keys_old_units_outlast_the_old_coordinator_and_it_the_roll() -> None:
+    desired = _goal(2)
+    serving = {"a": "a1"}
+
+    def decided(*observed: Workload) -> dict[tuple[str, str], int]:
+        return dict(rollout.decide(desired, observed, serving).replicas)
+
+    old, new = _keyed("a", "a1", "k1", replicas=2), _keyed("a", "a2", "k2", replicas=1)
+    coordinators = _keyed(COORDINATOR, "c1", "k1", replicas=1), _keyed(COORDINATOR, "c2", "k2", replicas=1)
+    half = decided(old, new, *coordinators)
+    assert half == {("a", "a1"): 1, ("a", "a2"): 1, (COORDINATOR, "c1"): 1, (COORDINATOR, "c2"): 1}
+
+    last, new = _keyed("a", "a1", "k1", replicas=1), _keyed("a", "a2", "k2", replicas=2)
+    complete = decided(last, new, *coordinators)
+    assert complete == {("a", "a1"): 1, ("a", "a2"): 2, (COORDINATOR, "c1"): 0, (COORDINATOR, "c2"): 1}
+
+    draining = _keyed(COORDINATOR, "c1", "k1", replicas=0, terminating=True)
+    assert decided(last, new, draining, coordinators[1])["a", "a1"] == 1, "kept connections send requests to it"
+    gone = _keyed(COORDINATOR, "c1", "k1", replicas=0)
+    assert decided(last, new, gone, coordinators[1])["a", "a1"] == 0
+
+
+def test_with_one_key_old_units_go_as_soon_as_the_new_ones_are_ready() -> None:
+    desired = _goal(1)
+    observed = [
+        _keyed("a", "a1", "k", replicas=1),
+        _keyed("a", "a2", "k", replicas=1),
+        _keyed(COORDINATOR, "c1", "k", replicas=1),
+        _keyed(COORDINATOR, "c2", "k", replicas=1),
+    ]
+    assert rollout.decide(desired, observed, {"a": "a1"}).replicas["a", "a1"] == 0

@@ -8,7 +8,8 @@ pods / desired replicas. Each changing unit keeps ``ceil(R * (1 - f))`` old pods
 ``new + old <= R + maxSurge``, where an old pod counts until it is terminating: a Deployment controller that is asked to
 remove one pod and to make another may make it first. So an old pod is removed only when every changing unit has its
 share of ready new pods, complete sets of the old revision remain, and ``ready new + old >= R`` at every step. A new
-revision that never becomes ready has f = 0: the old one remains complete, and is scaled when the author scales.
+revision that never becomes ready has f = 0: the old one remains complete, and is scaled when the author scales. Across
+two control keys the old units also outlast the old coordinator.
 """
 
 from __future__ import annotations
@@ -77,6 +78,8 @@ def decide(goal: Goal, observed: Sequence[Workload], serving: Mapping[str, str])
         step = _step(goal, of_units, serving)
         replicas |= step.replicas
         complete = step.complete
+        if goal.strategy == "Coherent" and not goal.paused:
+            replicas |= _held_across_keys(goal, of_units, of_coordinator, complete)
     current = {(unit, each.revision) for unit, each in {**goal.units, **desired}.items()}
     outdated = [each for each in observed if (each.unit, each.revision) not in current]
     return Decision(
@@ -85,6 +88,22 @@ def decide(goal: Goal, observed: Sequence[Workload], serving: Mapping[str, str])
         rolling=any(each.replicas or each.awaited for each in outdated),
         complete=complete,
     )
+
+
+def _held_across_keys(
+    goal: Goal, of_units: Sequence[Workload], of_coordinator: Sequence[Workload], complete: Fraction
+) -> dict[UnitRevision, int]:
+    """Old workloads that stay a while longer, because pods of two control keys never meet.
+
+    An old coordinator binds requests to old units alone: it stays until the new revision is complete, and the old units
+    until its pods have ended. Clients that keep connections send requests to it while it drains.
+    """
+    secrets = {each.control_secret for each in of_coordinator if each.revision == goal.coordinator.revision}
+    old = [each for each in of_coordinator if secrets and each.control_secret not in secrets and each.awaited]
+    if complete < 1:
+        return {(each.unit, each.revision): each.replicas for each in old}
+    served = {each.control_secret for each in old}
+    return {(each.unit, each.revision): each.replicas for each in of_units if each.control_secret in served}
 
 
 def entries(
