@@ -270,12 +270,17 @@ async def test_a_factory_that_starts_a_thread_and_raises_fails_the_start_with_it
     assert os.listdir(base) == []
 
 
-async def test_whoever_is_cancelled_while_a_run_is_given_up_is_so_when_its_folder_is_gone(base: Path) -> None:
-    up = pipeline(base, overrides=RAISING)
+async def test_whoever_is_cancelled_while_a_run_is_given_up_is_so_when_its_folder_is_gone(
+    base: Path, tmp_path: Path
+) -> None:
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)  # the factory waits for who writes, and what it returns is no stage
+    up = pipeline(base, overrides=["stages.shout.factory=io:open", f"stages.shout.factoryArgs={{file: {gate}}}"])
     starting = asyncio.create_task(up.start())
     await eventually(lambda: bool(up.pids()))
     (reaper,) = (one for one in psutil.Process().children() if any("reaper.py" in word for word in one.cmdline()))
     reaper.suspend()  # it is the last one to end
+    (await asyncio.to_thread(gate.open, "w")).close()
     await eventually(lambda: not up.pids())
     for _ in range(3):
         starting.cancel()
