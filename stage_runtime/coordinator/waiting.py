@@ -58,7 +58,10 @@ class Waiting:
         self._gave_up = gave_up
         self._since: dict[RequestHandle, float] = {}  #: Those that wait, and since when.
         self._nbytes = 0  #: Of these.
-        self._refused: Counter[tuple[str, ...]] = Counter()  #: New requests that might not wait, by reason.
+        #: New requests that might not wait, by reason.
+        self._refused: Counter[tuple[str, ...]] = Counter(
+            {(one.value,): 0 for one in Verdict if one is not Verdict.WAIT}
+        )
         self._look_timer: asyncio.TimerHandle | None = None
 
     def __len__(self) -> int:
@@ -139,7 +142,8 @@ class Waiting:
             self._look_timer.cancel()
 
     def samples(self) -> Samples:
-        waiting: Counter[tuple[str, ...]] = Counter()
+        revisions = self._membership.state.revisions
+        waiting: Counter[tuple[str, ...]] = Counter({(group,): 0 for one in revisions for group in one.groups})
         for handle in self._since:
             for group in self._membership.prospect(handle.tracked.terminals).groups:
                 waiting[group,] += 1

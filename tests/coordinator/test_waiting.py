@@ -86,8 +86,8 @@ async def test_beyond_the_bounds_of_count_and_bytes_requests_are_refused() -> No
         with pytest.raises(RequestError, match="no ready instance of voice, and 2 requests wait for one"):
             made.manager.admit(new_request("r3"))
         metrics = made.manager.metrics()
-        assert metrics[catalog.REQUESTS_WAITING] == {("voice",): 2}
-        assert metrics[catalog.REQUESTS_NOT_HELD] == {("bytes",): 1, ("requests",): 1}
+        assert metrics[catalog.REQUESTS_WAITING] == {("front",): 0, ("voice",): 2}
+        assert metrics[catalog.REQUESTS_NOT_HELD] == {("gone",): 0, ("bytes",): 1, ("requests",): 1}
         assert 3000 < metrics[catalog.WAITING_BYTES][()] < 5000  # type: ignore[operator]
         made.manager.abort("r1", "enough")
         made.manager.admit(new_request("r3"))
@@ -151,7 +151,7 @@ async def test_a_group_that_is_gone_for_good_ends_the_wait_with_its_name() -> No
         assert error.message.startswith("no instance of voice came within")
         with pytest.raises(RequestError, match="no ready instance of voice"):
             made.manager.admit(new_request("late"))
-        assert made.manager.metrics()[catalog.REQUESTS_NOT_HELD] == {("gone",): 1}
+        assert made.manager.metrics()[catalog.REQUESTS_NOT_HELD] == {("gone",): 1, ("bytes",): 0, ("requests",): 0}
 
 
 async def test_one_that_loads_is_waited_for_longer_and_a_crash_loop_is_not() -> None:
