@@ -41,7 +41,6 @@ from stage_runtime.wire.messages import (
     Ready,
     RelayFailure,
     Release,
-    Shutdown,
     Stream,
     StreamStalled,
 )
@@ -196,10 +195,6 @@ class Coordinator:
         """Bind no new request to instances at these addresses."""
         self.membership.set_aside(hosts)
         self.manager.instances_changed()
-
-    def shut_down(self, incarnation: str, reason: str) -> bool:
-        """Ask an instance to drain and exit. False when it is not a member."""
-        return self._channels.send(incarnation, Shutdown(reason))
 
     # --- inside -------------------------------------------------------------------------------------------------
 

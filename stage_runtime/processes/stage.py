@@ -44,7 +44,7 @@ IDLE_AFTER_S: Final = 60.0  # a link to a neighbour's instance without traffic i
 
 
 def run(settings: StageSettings) -> int:
-    """Serve this process's stages until SIGTERM or Shutdown. Returns the exit code."""
+    """Serve this process's stages until SIGTERM. Returns the exit code."""
     logs.configure(settings.log_format, name=settings.process)
     limits.raise_limits()
     pages.limit_heaps()
@@ -203,10 +203,6 @@ class StageProcess(RankProcess):
         statuspipe.report(self._settings.status_fd, statuspipe.Loaded())
         log.info("ready: %s", ", ".join(self._host.stages))
         self._host.announce_ready()
-
-    def shut_down(self, reason: str) -> None:
-        log.info("draining: %s", reason)
-        self._stop(reason)
 
     def unbound(self, coordinator: str) -> None:
         self._drain.unbound(coordinator)

@@ -44,7 +44,6 @@ from stage_runtime.wire.messages import (
     RankQuestion,
     Rejected,
     RelayFailure,
-    Shutdown,
     Skip,
     Submit,
     Unbound,
@@ -63,9 +62,6 @@ class Lifecycle(Protocol):
 
     def failed(self, stage: str, error: BaseException) -> None:
         """A stage cannot be loaded, or its engine has crashed."""
-
-    def shut_down(self, reason: str) -> None:
-        """A coordinator asks the process to drain and end."""
 
     def unbound(self, coordinator: str) -> None:
         """No request of this coordinator is bound to the process any more."""
@@ -118,7 +114,6 @@ class Host:
             **self.membership.handlers,
             Welcome: self._welcome,
             Rejected: self._rejected,
-            Shutdown: lambda _, message: lifecycle.shut_down(message.reason),
             Unbound: lambda sender, _: lifecycle.unbound(sender),
             AdminCall: self._administration.ask,
             **(self._profiling.handlers if self._profiling is not None else {}),

@@ -234,14 +234,6 @@ class StageInput:
             del self._works[owner, request_id]
         self._drop(work)
 
-    def abort_owner(self, owner: str) -> int:
-        """A coordinator is gone: abort its requests. Returns how many those were."""
-        with self._lock:
-            orphans = [work for work in self._works.values() if work.owner == owner]
-        for work in orphans:
-            self.abort(owner, work.request_id, work.attempt)
-        return len(orphans)
-
     def abort_all(self) -> None:
         """This process continues under another incarnation: all waits for the old one end."""
         for work in self.works():

@@ -263,13 +263,6 @@ class Detour(BaseMessage, frozen=True, tag=29):
 # --- control ----------------------------------------------------------------------------------------------------
 
 
-class Shutdown(BaseMessage, frozen=True, tag=40):
-    """Coordinator → process: drain and exit."""
-
-    reason: str
-    grace_ms: Count = 0
-
-
 class ProfilerStart(BaseMessage, frozen=True, tag=41):
     """Coordinator → process: record events, and a torch trace. Answered by `ProfilerReply`."""
 
@@ -413,7 +406,6 @@ Message: TypeAlias = (
     | Unbound
     | PeerUnreachable
     | Detour
-    | Shutdown
     | ProfilerStart
     | ProfilerStop
     | AdminCall

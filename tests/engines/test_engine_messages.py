@@ -1,8 +1,7 @@
-"""Frames of an engine's messages: three ways for tensors, hostile frames, buffers that are used again."""
+"""Frames of an engine's messages: two ways for tensors, hostile frames, buffers that are used again."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -21,23 +20,6 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     rows: torch.Tensor | None = None
     others: list[Any] = []
-
-
-class Shelf:
-    """`serial.TensorRelay`: keeps what is large enough, in a list."""
-
-    def __init__(self, least: int) -> None:
-        self.least = least
-        self.kept: list[bytes] = []
-
-    def put(self, data: memoryview, device: str) -> Mapping[str, Any] | None:
-        if len(data) < self.least:
-            return None
-        self.kept.append(bytes(data))
-        return {"at": len(self.kept) - 1}
-
-    def get(self, facts: Mapping[str, Any]) -> memoryview:
-        return memoryview(self.kept[facts["at"]])
 
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float8_e4m3fn]
@@ -65,17 +47,6 @@ def test_small_tensors_are_inline_and_larger_ones_are_frames_of_their_own_memory
     assert torch.equal(found.others[0], large) and np.array_equal(found.others[1], array)
     assert found.others[1].ctypes.data == array.ctypes.data
     assert found.rows is not None and torch.equal(found.rows, small)
-
-
-def test_a_relay_gets_what_it_takes_and_the_rest_are_frames() -> None:
-    shelf = Shelf(1000)
-    sent: list[Any] = [torch.ones(1000, dtype=torch.uint8), torch.ones(999, dtype=torch.uint8), np.zeros(500)]
-    frames = MsgpackEncoder(relay=shelf).encode(sent)
-    assert [len(frame) for frame in frames[1:]] == [999] and [len(one) for one in shelf.kept] == [1000, 4000]
-    found: list[Any] = MsgpackDecoder(list, relay=shelf).decode(frames)
-    assert torch.equal(found[0], sent[0]) and torch.equal(found[1], sent[1]) and np.array_equal(found[2], sent[2])
-    with pytest.raises(ProtocolError, match="relay"):
-        MsgpackDecoder(list).decode(frames)
 
 
 @pytest.mark.parametrize(

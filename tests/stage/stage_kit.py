@@ -125,8 +125,6 @@ class Uneventful:
     def failed(self, stage: str, error: BaseException) -> None:
         self._failures.append((stage, error))
 
-    def shut_down(self, reason: str) -> None: ...
-
     def unbound(self, coordinator: str) -> None: ...
 
     def fenced(self) -> None:

@@ -40,7 +40,6 @@ from stage_runtime.wire.messages import (
     Rejected,
     RelayFailure,
     Release,
-    Shutdown,
     Skip,
     Stream,
     StreamStalled,
@@ -103,7 +102,6 @@ SAMPLES: Final[list[tuple[Message, list[Any]]]] = [
     (Unbound(), [27]),
     (PeerUnreachable("bb"), [28, "bb"]),
     (Detour("bb", b"\x99"), [29, "bb", b"\x99"]),
-    (Shutdown("roll", 5000), [40, "roll", 5000]),
     (
         ProfilerStart("c1", "run1", "/events", "/t/{pid}", {"with_stack": True}, 60),
         [41, "c1", "run1", "/events", "/t/{pid}", {"with_stack": True}, 60],

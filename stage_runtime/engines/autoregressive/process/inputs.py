@@ -25,7 +25,7 @@ from stage_runtime.engines.autoregressive.process.engine_messages import (
     UtilityOutput,
     refused,
 )
-from stage_runtime.engines.autoregressive.process.serial import MsgpackDecoder, TensorRelay
+from stage_runtime.engines.autoregressive.process.serial import MsgpackDecoder
 from stage_runtime.engines.autoregressive.text.prompt_rows import Extension
 from stage_runtime.errors import ProtocolError, describe
 from stage_runtime.sockets import multipart
@@ -46,7 +46,6 @@ class Inputs:
         answer: Callable[[int, UtilityOutput], None],
         utilities: Callable[[str], Callable[..., Any] | None],
         clients: int,
-        relay: TensorRelay | None = None,
     ) -> None:
         """refuse, answer: to a client, by its index. utilities: a function by its name."""
         #: For `get`. An ADD has a third part: the wave in which it was sent.
@@ -62,11 +61,11 @@ class Inputs:
         self._utilities = utilities
         self._clients = clients
         self._headers = MsgpackDecoder(AddHeader)
-        self._requests = MsgpackDecoder(EngineCoreRequest, relay=relay)
-        self._extensions = MsgpackDecoder(Extension, relay=relay)
+        self._requests = MsgpackDecoder(EngineCoreRequest)
+        self._extensions = MsgpackDecoder(Extension)
         self._ids = MsgpackDecoder(list[str])
         self._calls = MsgpackDecoder(UtilityCall)
-        self._arguments: MsgpackDecoder[list[Any]] = MsgpackDecoder(list, relay=relay)
+        self._arguments: MsgpackDecoder[list[Any]] = MsgpackDecoder(list)
         self._waves = MsgpackDecoder(StartWave)
         self._stop = os.eventfd(0)
         self._identity = b""

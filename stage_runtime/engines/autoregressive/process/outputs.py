@@ -20,7 +20,7 @@ from stage_runtime.engines.autoregressive.process.engine_messages import (
     UtilityOutput,
     identity,
 )
-from stage_runtime.engines.autoregressive.process.serial import MsgpackEncoder, TensorRelay
+from stage_runtime.engines.autoregressive.process.serial import MsgpackEncoder
 from stage_runtime.errors import PeerError, ValueRefused
 from stage_runtime.sockets import multipart
 
@@ -33,14 +33,12 @@ BEAT_S: Final = 1.0  # an engine that has nothing to send sends a sign of life
 class OutputThread:
     """``put`` in any thread; the rest is the thread's. It waits for a client that reads nothing."""
 
-    def __init__(
-        self, engine_index: int, *, alive: Callable[[], EngineCoreOutputs], relay: TensorRelay | None = None
-    ) -> None:
+    def __init__(self, engine_index: int, *, alive: Callable[[], EngineCoreOutputs]) -> None:
         """alive: what every client gets after a second without output; called in the thread."""
         self._engine_index = engine_index
         self._alive = alive
         self._queue: SimpleQueue[tuple[int, EngineCoreOutputs] | bytes | None] = SimpleQueue()
-        self._encoder = MsgpackEncoder(relay=relay)
+        self._encoder = MsgpackEncoder()
         self._thread: threading.Thread | None = None
 
     def put(self, client: int, outputs: EngineCoreOutputs) -> None:

@@ -1,13 +1,13 @@
 """Values with tensors and arrays as frames of one message, and back. MessagePack alone: nothing is pickled.
 
-Three ways for the bytes of a tensor: below `INLINE_BELOW` in the first frame; else by a relay, if one takes it; else
-as a frame of its own, which is sent from the tensor's memory and read in place by the receiver.
+Two ways for the bytes of a tensor: below `INLINE_BELOW` in the first frame; else as a frame of its own, which is sent
+from the tensor's memory and read in place by the receiver.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Final, Generic, Protocol, TypeAlias, TypeVar
+from collections.abc import Sequence
+from typing import Any, Final, Generic, TypeAlias, TypeVar
 
 import msgspec
 import numpy as np
@@ -26,31 +26,20 @@ FRAMES_MOST: Final = 4096  # of one message
 MISREAD: Final = (msgspec.MsgspecError, RecursionError, ValueError, TypeError, OverflowError, ProtocolError)
 
 
-class TensorRelay(Protocol):
-    """Moves tensors to the other process beside the message, such as through shared memory."""
-
-    def put(self, data: memoryview, device: str) -> Mapping[str, Any] | None:
-        """Take ``data``. Returns: plain facts by which the receiver finds it; None: send it as a frame."""
-
-    def get(self, facts: Mapping[str, Any]) -> memoryview:
-        """The bytes behind ``facts``, which come from a socket. Raises: TransferError, ProtocolError."""
-
-
 class _Part(msgspec.Struct, frozen=True, array_like=True):
-    """place: the bytes, the number of a frame, or a relay's facts."""
+    """place: the bytes, or the number of a frame."""
 
     kind: tensorrefs.TensorKind
     dtype: str
     shape: tuple[int, ...]
-    place: bytes | int | dict[str, Any]
+    place: bytes | int
 
 
 class MsgpackEncoder:
     """Not for several threads at once."""
 
-    def __init__(self, *, inline_below: int = INLINE_BELOW, relay: TensorRelay | None = None) -> None:
+    def __init__(self, *, inline_below: int = INLINE_BELOW) -> None:
         self._inline_below = inline_below
-        self._relay = relay
         self._encoder = msgspec.msgpack.Encoder(enc_hook=self._hook)
         self._parts = msgspec.msgpack.Encoder()
         self._aux: list[Buffer] = []
@@ -77,24 +66,22 @@ class MsgpackEncoder:
     def _hook(self, value: Any) -> msgspec.msgpack.Ext:
         if tensors.is_tensor(value):
             problem = tensors.tensor_problem(value)
-            dtype, shape, device = tensors.tensor_dtype(value), tuple(value.shape), value.device.type
+            dtype, shape = tensors.tensor_dtype(value), tuple(value.shape)
             kind: tensorrefs.TensorKind = "torch"
         elif isinstance(value, np.ndarray):
             problem = tensors.array_problem(value)
-            dtype, shape, device, kind = value.dtype.name, value.shape, "cpu", "numpy"
+            dtype, shape, kind = value.dtype.name, value.shape, "numpy"
         else:
             raise TypeError(f"a {type(value).__name__} cannot be sent")
         if problem is not None:
             raise TypeError(problem)
         data, _copied = tensors.tensor_bytes(value) if kind == "torch" else tensors.array_bytes(value)
-        part = _Part(kind, dtype, shape, self._place(data, device))
+        part = _Part(kind, dtype, shape, self._place(data))
         return msgspec.msgpack.Ext(TENSOR, self._parts.encode(part))
 
-    def _place(self, data: memoryview, device: str) -> bytes | int | dict[str, Any]:
+    def _place(self, data: memoryview) -> bytes | int:
         if len(data) < self._inline_below:
             return bytes(data)
-        if self._relay is not None and (facts := self._relay.put(data, device)) is not None:
-            return dict(facts)
         if len(self._aux) >= FRAMES_MOST:
             raise ValueError(f"more than {FRAMES_MOST} tensors in one message")
         self._aux.append(data)
@@ -104,14 +91,13 @@ class MsgpackEncoder:
 class MsgpackDecoder(Generic[T]):
     """Decodes values of one type. Not for several threads at once."""
 
-    def __init__(self, kind: type[T], *, relay: TensorRelay | None = None) -> None:
-        self._relay = relay
+    def __init__(self, kind: type[T]) -> None:
         self._decoder = msgspec.msgpack.Decoder(kind, ext_hook=self._hook)
         self._part = msgspec.msgpack.Decoder(_Part)
         self._frames: Sequence[Buffer] = ()
 
     def decode(self, frames: Sequence[Buffer]) -> T:
-        """Raises: ProtocolError: the frames are no such value. A relay's own errors pass through."""
+        """Raises: ProtocolError: the frames are no such value."""
         if not 0 < len(frames) <= FRAMES_MOST:
             raise ProtocolError(f"a message of {len(frames)} frames")
         self._frames = frames
@@ -136,16 +122,11 @@ class MsgpackDecoder(Generic[T]):
             buffer = memoryview(bytearray(buffer))
         return tensors.restored(ref, buffer, torch=True)
 
-    def _buffer(self, place: bytes | int | dict[str, Any]) -> tuple[memoryview, bool]:
+    def _buffer(self, place: bytes | int) -> tuple[memoryview, bool]:
         """The bytes, and whether they may be written."""
         if isinstance(place, bytes):
             return memoryview(bytearray(place)), True
-        if isinstance(place, int):
-            if not 0 < place < len(self._frames):
-                raise ProtocolError(f"a tensor in frame {place} of {len(self._frames)}")
-            found = memoryview(self._frames[place]).cast("B")
-            return found, not found.readonly
-        if self._relay is None:
-            raise ProtocolError("a tensor by a relay, and there is none")
-        found = self._relay.get(place)
+        if not 0 < place < len(self._frames):
+            raise ProtocolError(f"a tensor in frame {place} of {len(self._frames)}")
+        found = memoryview(self._frames[place]).cast("B")
         return found, not found.readonly
