@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -325,6 +326,13 @@ def test_an_engine_ends_with_a_killed_parent_whatever_it_computes() -> None:
     parent.wait()
     parent.stdout.close()
     os.close(engine)
+
+
+def test_an_engine_process_bears_the_name_of_its_stage() -> None:
+    with SyncMPClient(msgspec.structs.replace(LAUNCH, name="thinker")) as client:
+        process = Path(f"/proc/{client.pids[0]}")
+        assert (process / "comm").read_text() == "engine0:thinker\n"
+        assert (process / "cmdline").read_text().endswith("\0thinker\0")
 
 
 def test_a_client_that_was_not_closed_leaves_no_engine() -> None:

@@ -1,4 +1,4 @@
-"""``python -m stage_runtime.engines.autoregressive.data_parallel.engine_process ENDPOINT INDEX PARENT``.
+"""``python -m stage_runtime.engines.autoregressive.data_parallel.engine_process ENDPOINT INDEX PARENT NAME``.
 
 An engine process among several of one instance.
 """

@@ -1,4 +1,4 @@
-"""``python -m stage_runtime.engines.autoregressive.process ENDPOINT INDEX PARENT``: an engine process that is alone."""
+"""``python -m stage_runtime.engines.autoregressive.process ENDPOINT INDEX PARENT NAME``: one engine."""
 
 from __future__ import annotations
 

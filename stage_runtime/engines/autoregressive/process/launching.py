@@ -35,6 +35,7 @@ class EngineLaunch(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     factory: str
+    name: str = ""  #: By which `ps` shows the processes: the stage's.
     kwargs: dict[str, Any] = {}
     env: dict[str, str] = {}
     cores: tuple[tuple[int, ...], ...] = ()
@@ -106,7 +107,7 @@ def start(
     processes: list[EngineProcess] = []
     try:
         for index in indices:
-            argv = ("-m", program, endpoint, str(index), str(os.getpid()))
+            argv = ("-m", program, endpoint, str(index), str(os.getpid()), launch.name)
             cores = launch.cores[index % len(launch.cores)] if launch.cores else ()
             processes.append(EngineProcess(index, argv, launch.env, cores))
         init = Init(

@@ -1,4 +1,4 @@
-"""The program of one engine process, from its arguments ENDPOINT, INDEX and PARENT to its end.
+"""The program of one engine process, from its arguments ENDPOINT, INDEX, PARENT and NAME to its end.
 
 It ends with its parent, whatever it computes at that moment. SIGTERM finishes what is under way, a second one aborts
 it. SIGINT is the parent's business: a terminal sends it to both.
@@ -18,7 +18,7 @@ import msgspec
 from stage_runtime import diagnostics
 from stage_runtime.engines import ending
 from stage_runtime.engines.autoregressive.core.serving import Served
-from stage_runtime.engines.autoregressive.process import parents
+from stage_runtime.engines.autoregressive.process import parents, titles
 from stage_runtime.engines.autoregressive.process.engine_messages import (
     EngineFailed,
     EngineHello,
@@ -51,6 +51,7 @@ def main(kind: Kind) -> None:
 
 def _serve(kind: Kind) -> None:
     endpoint, index, parent = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    titles.take(f"engine{index}:{sys.argv[4]}".rstrip(":"))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parents.end_with(parent)
     logging.basicConfig(level=logging.WARNING, format=f"engine {index}: %(levelname)s %(name)s: %(message)s")

@@ -58,7 +58,9 @@ def make(spec: Autoregressive, context: StageContext | None, sources: Sequence[s
         return AutoregressiveEngine(spec, loaded.core, loaded.tokenizer, context, sources)
     tokenizer = decoders.tokenizer_of(spec)
     progress(f"starting {spec.data_parallel_size} engine processes with {spec.model}")
-    client = making.make_client(launch_of(spec, device), engines=spec.data_parallel_size)
+    client = making.make_client(
+        launch_of(spec, device, name="" if context is None else context.name), engines=spec.data_parallel_size
+    )
     return ProcessEngine(spec, client, tokenizer, context, sources)
 
 
@@ -92,8 +94,8 @@ def _rank(spec: Autoregressive, context: StageContext, sources: Sequence[str]) -
     return AutoregressiveEngine(spec, loaded.core, loaded.tokenizer, context, sources)
 
 
-def launch_of(spec: Autoregressive, device: str) -> EngineLaunch:
-    """How the engine processes of ``spec`` are started."""
+def launch_of(spec: Autoregressive, device: str, *, name: str = "") -> EngineLaunch:
+    """How the engine processes of ``spec`` are started. name: the stage's."""
     fields = {name: getattr(spec, name) for name in spec.__struct_fields__ if name not in _OF_THE_STAGE}
     cores = tuple(tuple(one) for one in spec.cores)
     if not cores and device == "cpu" and spec.data_parallel_size > 1:
@@ -101,7 +103,7 @@ def launch_of(spec: Autoregressive, device: str) -> EngineLaunch:
     if cores and spec.threads is None:
         fields["threads"] = len(cores[0])
     return EngineLaunch(
-        factory=FACTORY, kwargs={**fields, "device": device}, cores=cores, frozen_after_s=spec.frozen_after_s
+        factory=FACTORY, name=name, kwargs={**fields, "device": device}, cores=cores, frozen_after_s=spec.frozen_after_s
     )
 
 
