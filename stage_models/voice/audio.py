@@ -18,6 +18,7 @@ Samples = npt.NDArray[np.float32]
 
 SAMPLE_RATE = 16_000  # what Silero and Whisper were trained on
 MAX_CHANNELS = 8
+_HEADERS = 4096  # bytes in which a wav's samples begin
 
 
 def decode(data: bytes, *, max_seconds: float) -> Samples:
@@ -76,7 +77,11 @@ def _by_sndfile(data: bytes, max_seconds: float) -> tuple[Samples, int]:
 
 
 def _ffmpeg_container(data: bytes) -> str | None:
-    """The containers that libsndfile does not know, by their first bytes."""
+    """The containers that libsndfile does not know, by their first bytes; and a wav that was written to a pipe, of
+    which it would read nothing: the writer could not go back, and left 0 for the length of the samples.
+    """
+    if data[:4] == b"RIFF" and (at := data.find(b"data", 12, _HEADERS)) > 0 and data[at + 4 : at + 8] == bytes(4):
+        return "wav"
     if data[4:8] == b"ftyp":
         return "mp4"
     return "matroska" if data[:4] == b"\x1a\x45\xdf\xa3" else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import unicodedata
 
 #: The longest piece that is synthesised at once: about ten seconds of speech, so that sound never waits for an essay.
 MAX_CHARS = 160
@@ -59,5 +60,5 @@ def split(text: str) -> list[str]:
 
 
 def _speakable(text: str) -> bool:
-    """Whether there is anything to pronounce: a lone ``-`` or ``***`` is not."""
-    return any(character.isalnum() for character in text)
+    """Whether there is anything to pronounce: a lone ``-`` is not, an emoji or the sign of a currency has a name."""
+    return any(character.isalnum() or unicodedata.category(character) in ("So", "Sc") for character in text)

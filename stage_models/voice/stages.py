@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import msgspec
+import numpy as np
 
 import stage_runtime as omni
 from stage_models.voice import audio, checkpoints, detection, prompting, requests, sentences
@@ -31,6 +32,8 @@ from stage_models.voice.recognition import Recogniser
 from stage_models.voice.retrieval import Embedder, FactBook
 from stage_models.voice.synthesis import Voice
 from stage_runtime.profiler import emit, span
+
+SILENCE_S: Final = 0.2  # for a text without anything to pronounce
 
 
 def listen(*, max_seconds: float = 120.0, threshold: float = 0.5) -> omni.Simple:
@@ -230,6 +233,9 @@ def speak(*, voices: dict[str, str] | None = None, threads: int = 1, variation: 
                 emit("code2wav_first_audio", session.request.id)
             first = False
             yield chunk
+        if first:  # a text of marks alone, such as three dots: who asked for sound gets some
+            rate = loaded[default].sample_rate
+            yield omni.Chunk(omni.Audio(np.zeros(int(SILENCE_S * rate), np.float32), rate), modality="audio")
 
     async def sound(session: omni.Session) -> AsyncIterator[omni.Chunk]:
         if session.request.kind == "speech":

@@ -6,6 +6,7 @@ runtime imports it.
 
 from __future__ import annotations
 
+import re
 import threading
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,9 @@ import numpy as np
 from stage_models.voice.audio import Samples
 
 MIN_SPEED, MAX_SPEED = 0.25, 4.0  # what OpenAI's speech route takes
+
+
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")  # espeak-ng ends at a NUL; half a surrogate is no UTF-8
 
 
 class Voice:
@@ -49,7 +53,8 @@ class Voice:
         )
         # espeak-ng, which piper calls for phonemes, has global state.
         with self._turn:
-            pieces = [piece.audio_float_array for piece in self._voice.synthesize(text, syn_config=settings)]
+            readable = _CONTROL.sub(" ", text)
+            pieces = [piece.audio_float_array for piece in self._voice.synthesize(readable, syn_config=settings)]
         return np.concatenate(pieces).astype(np.float32) if pieces else np.zeros(0, np.float32)
 
 

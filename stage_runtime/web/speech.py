@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 
 from stage_runtime.coordinator.events import AnswerEvent
-from stage_runtime.errors import RequestError
+from stage_runtime.errors import InvalidRequest, RequestError
 from stage_runtime.web import errors, serving
 from stage_runtime.web.endpoints import HandlerContext
 from stage_runtime.web.exchange import Exchange
@@ -14,7 +14,7 @@ from stage_runtime.web.sound import formats
 from stage_runtime.web.sound.pool import CodecPool
 from stage_runtime.web.translating import speaking
 from stage_runtime.web.translating.base64pieces import Base64Pieces
-from stage_runtime.web.translating.outputs import Outputs, no_sound
+from stage_runtime.web.translating.outputs import Outputs
 from stage_runtime.wire.values import Audio
 
 
@@ -31,11 +31,12 @@ class Speech:
         timeout_s = exchange.timeout_s(body.timeout)
         format = speaking.format_name(body)
         if body.stream_format == "sse":
-            encoder = _SoundEncoder(context.codecs, format, request_id)
+            encoder = _SoundEncoder(context.codecs, format, request_id, speaking.without_sound(body))
             await serving.stream(context.manager, exchange, request, timeout_s, encoder, settings.heartbeat_s)
             return
         async with serving.admitted(context.manager, exchange, request, timeout_s) as events:
-            await _send(exchange, formats.FORMATS[format].mime, _pieces(events, Outputs(), context.codecs, format))
+            pieces = _pieces(events, Outputs(), context.codecs, format, speaking.without_sound(body))
+            await _send(exchange, formats.FORMATS[format].mime, pieces)
 
 
 async def _send(exchange: Exchange, mime: str, pieces: AsyncGenerator[bytes, None]) -> None:
@@ -49,11 +50,12 @@ async def _send(exchange: Exchange, mime: str, pieces: AsyncGenerator[bytes, Non
 
 
 async def _pieces(
-    events: AsyncIterator[AnswerEvent], outputs: Outputs, codecs: CodecPool, format: str
+    events: AsyncIterator[AnswerEvent], outputs: Outputs, codecs: CodecPool, format: str, without_sound: RequestError
 ) -> AsyncGenerator[bytes, None]:
     """The file's bytes as they become known.
 
-    Raises: RequestError: the request failed, or no terminal gave any sound.
+    without_sound: what is raised when no terminal gave any sound.
+    Raises: RequestError: that, or the request failed.
     """
     has_sound = False
     with codecs.encoder(format) as made:
@@ -64,8 +66,8 @@ async def _pieces(
                     if piece := await made.write(shown, stage=event.stage):
                         yield piece
         outputs.check("speech")
-        if not has_sound:
-            raise no_sound()
+        if not has_sound or (made.empty and isinstance(without_sound, InvalidRequest)):
+            raise without_sound
         if piece := await made.finish():
             yield piece
 
@@ -73,14 +75,15 @@ async def _pieces(
 class _SoundEncoder:
     """``stream_format: sse``."""
 
-    def __init__(self, codecs: CodecPool, format: str, request_id: str) -> None:
+    def __init__(self, codecs: CodecPool, format: str, request_id: str, without_sound: RequestError) -> None:
         self._codecs = codecs
         self._format = format
         self._request_id = request_id
+        self._without_sound = without_sound
 
     async def frames(self, events: AsyncIterator[AnswerEvent]) -> AsyncGenerator[bytes, None]:
         outputs, texts = Outputs(), Base64Pieces()
-        async with aclosing(_pieces(events, outputs, self._codecs, self._format)) as pieces:
+        async with aclosing(_pieces(events, outputs, self._codecs, self._format, self._without_sound)) as pieces:
             async for piece in pieces:
                 yield _delta(texts.add(piece))
         yield _delta(texts.finish())

@@ -39,6 +39,16 @@ def test_a_file_of_any_kind_becomes_mono_16_khz(format: str, subtype: str | None
     assert abs(loudest_hz(samples) - 440) < 5
 
 
+@pytest.mark.parametrize("nbytes", [0, 0xFFFFFFFF])
+def test_a_wav_that_was_written_to_a_pipe_is_understood(nbytes: int) -> None:
+    pytest.importorskip("av", reason="the extra `demo` is not installed")
+    whole = encoded(tone(1.0, 16_000), 16_000, "WAV", "PCM_16")
+    at = whole.index(b"data") + 4
+    samples = audio.decode(whole[:at] + nbytes.to_bytes(4, "little") + whole[at + 4 :], max_seconds=2)
+    assert abs(len(samples) - 16_000) < 100
+    assert abs(loudest_hz(samples) - 440) < 5
+
+
 @pytest.mark.parametrize(("container", "codec"), [("mp4", "aac"), ("webm", "libopus")])
 def test_what_phones_and_browsers_record_is_understood(container: str, codec: str) -> None:
     av = pytest.importorskip("av", reason="the extra `demo` is not installed")

@@ -15,6 +15,8 @@ from stage_models.voice import sentences
         ("It costs 3.50 euros. Really?", ["It costs 3.50 euros.", "Really?"]),
         ('He said "Go!" Then he left.', ['He said "Go!"', "Then he left."]),
         ("First line\nsecond line", ["First line", "second line"]),
+        ("First line\r\nsecond\n\nthird", ["First line", "second", "third"]),
+        ("…\nHello\n🙂\n---\n5 €", ["Hello", "🙂", "5 €"]),
         ("  \n\n", []),
         ("*** Well. ***", ["*** Well."]),
         ("no end", ["no end"]),

@@ -7,6 +7,8 @@ from typing import Any
 
 import httpx
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from stage_runtime.errors import InvalidRequest
 from stage_runtime.web import schemas
@@ -67,14 +69,48 @@ async def test_sound_may_come_as_a_data_url_whose_format_is_the_named_one(head: 
     assert await heard(f"{head}aGk=") == [{"type": "audio", "mime": "audio/wav", "data": b"hi"}]
 
 
+LONG = bytes(range(256)) * 2 + b"\xfb\xff"
+WHOLE = base64.b64encode(LONG).decode()
+FORMS = {
+    "one line": WHOLE,
+    "base64 FILE": base64.encodebytes(LONG).decode(),
+    "a line's end": WHOLE + "\n",
+    "lines of windows": base64.encodebytes(LONG).decode().replace("\n", "\r\n"),
+    "url-safe": base64.urlsafe_b64encode(LONG).decode(),
+    "without padding": WHOLE.rstrip("="),
+    "url-safe without padding, in lines": base64.urlsafe_b64encode(LONG).decode().rstrip("=").replace("A", "A\n"),
+    "escaped in a URL": WHOLE.replace("+", "%2B").replace("/", "%2F").replace("=", "%3D"),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_base64_is_read_in_every_form_that_programs_write(form: str) -> None:
+    assert "=" in WHOLE and "+" in WHOLE and "/" in WHOLE
+    part = schemas.AudioPart(input_audio=schemas.InputAudio(data=FORMS[form], format="wav"))
+    message = schemas.Message(role="user", content=[part])
+    assert media.content(message, 0, {})[0]["data"] == LONG
+    assert media.data_url(f"data:image/png;base64,{FORMS[form]}", "image", "p").data == LONG
+
+
+@given(st.binary(max_size=200), st.sampled_from((57, 76)), st.booleans(), st.booleans())
+def test_what_was_written_as_base64_is_read_back(data: bytes, width: int, url_safe: bool, padded: bool) -> None:
+    text = (base64.urlsafe_b64encode(data) if url_safe else base64.b64encode(data)).decode()
+    text = text if padded else text.rstrip("=")
+    lines = "\n".join(text[at : at + width] for at in range(0, len(text), width))
+    assert media.data_url(f"data:image/png;base64,{lines}", "image", "p").data == data
+
+
 @pytest.mark.parametrize(
     ("data", "problem"),
     [
         ("data:image/png;base64,aGk=", "a data URL of type 'image/png', not audio/…"),
         ("data:audio/wav,hi", "a data URL of sound must be base64"),
         ("data:audio/wav;base64", "no data URL (data:audio/…;base64,…)"),
-        ("data:;base64,?", "no base64: "),
-        ("?", "no base64: "),
+        ("data:;base64,?", "expected base64, got the character '?' after 0 of its alphabet"),
+        ("?", "expected base64, got the character '?' after 0 of its alphabet"),
+        ("QUJD\x00", "expected base64, got the character '\\x00' after 4"),
+        ("QQ==QQ==", "expected base64, got the character '=' after 2"),
+        ("QUJDR", "expected base64, got 5 characters: no bytes have that many"),
     ],
 )
 async def test_sound_that_cannot_be_read_is_refused_by_its_place(data: str, problem: str) -> None:

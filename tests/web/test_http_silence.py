@@ -6,10 +6,11 @@ from typing import Any
 
 import httpx
 import msgspec
+import numpy as np
 import pytest
 
 from stage_runtime.coordinator.events import ResultEvent
-from stage_runtime.wire.values import Note, Text, ToolCall
+from stage_runtime.wire.values import Audio, Note, Text, ToolCall
 from tests.web.running import ALL, PATIENCE_S, start
 from tests.web.scripted_manager import Script, chunk, play
 from tests.web.test_http_chat import frames
@@ -17,6 +18,7 @@ from tests.web.test_http_chat import frames
 ASK: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
 TEXT = play(chunk(Text("hello")))
 NONE = play(ResultEvent(stage="talk", data=None))
+EMPTY = play(chunk(Audio(np.zeros(0, np.float32), 24_000)))
 NO_SOUND = "no terminal stage gave an omni.Audio"
 
 
@@ -61,3 +63,20 @@ async def test_a_call_of_a_tool_is_an_answer_without_sound(stream: bool) -> None
     assert answer.status_code == 200
     assert '"name":"f"' in answer.text
     assert "error" not in answer.text
+
+
+@pytest.mark.parametrize("text", ["🙂", "…", "\n", "   ", "?!", "***"])
+@pytest.mark.parametrize("more", [{}, {"stream_format": "sse"}, {"response_format": "flac"}], ids=str)
+@pytest.mark.parametrize("script", [NONE, EMPTY], ids=["nothing", "no samples"])
+async def test_a_text_without_a_word_is_to_blame_for_the_missing_sound(
+    text: str, more: dict[str, str], script: Script
+) -> None:
+    async with (
+        start(script, ALL) as running,
+        httpx.AsyncClient(base_url=running.url, timeout=PATIENCE_S) as client,
+    ):
+        answer = await client.post("/v1/audio/speech", json={"input": text, "voice": "amy", **more})
+        words = await client.post("/v1/audio/speech", json={"input": f"{text} 7", "voice": "amy", **more})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"], error["param"]) == (400, "invalid_request", "input")
+    assert (words.status_code, words.json()["error"]["code"]) == (500, "stage_failed")

@@ -23,6 +23,7 @@ from stage_runtime.settings import api_keys
 ReferencedKind = Literal["Secret", "ConfigMap"]
 #: A variable inside a value, as Kubernetes writes it; ``$$`` is a dollar sign.
 _REFERENCE = re.compile(r"\$(?:\$|\(([^()]*)\))")
+_LINE_BREAKS = str.maketrans("", "", "\r\n")
 _FILE_NAME = re.compile(r"(?!\.\.)[-._a-zA-Z0-9]+")
 
 
@@ -90,7 +91,8 @@ def _secret(name: str, document: Mapping[str, Any]) -> dict[str, str]:
     held: dict[str, str] = {}
     for key, value in _strings("Secret", name, document, "data").items():
         try:
-            held[key] = base64.b64decode(value, validate=True).decode()
+            # In lines, too, as the API server takes it.
+            held[key] = base64.b64decode(value.translate(_LINE_BREAKS), validate=True).decode()
         except (binascii.Error, ValueError) as error:
             problem = "is no UTF-8 text" if isinstance(error, UnicodeDecodeError) else "is no base64; see stringData"
             raise ConfigurationError(f"Secret {name!r}: data.{key} {problem}") from error

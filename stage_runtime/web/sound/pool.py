@@ -172,6 +172,11 @@ class EncodingSession:
         self._stage: str | None = None  #: Whose sound it is, for errors.
         self._frames = 0
 
+    @property
+    def empty(self) -> bool:
+        """All that was written has no sample."""
+        return not self._frames
+
     async def write(self, audio: Audio, *, stage: str | None = None) -> bytes:
         """The bytes of the file that are known now.
 

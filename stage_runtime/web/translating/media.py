@@ -19,6 +19,8 @@ _MIMES = {"mp3": "audio/mpeg", "m4a": "audio/mp4", "opus": "audio/ogg", "pcm16":
 _SUBTYPE = re.compile(r"[A-Za-z0-9][A-Za-z0-9!#$&^_.+-]{0,63}")  # RFC 6838: of a media type
 _MIME = re.compile(r"[a-z]+/[a-z0-9][a-z0-9!#$&^_.+-]{0,63}")
 _HEAD = 256  # characters of a data URL before its comma
+_STANDARD = str.maketrans("-_", "+/")  # RFC 4648, 5: the url-safe alphabet differs in two characters
+_NOT_BASE64 = re.compile(r"[^A-Za-z0-9+/]")
 _PERCENT = 64 << 10  # characters of a data URL that is not base64: an SVG; a byte of it may be an object on the way
 _URL_PARTS = schemas.ImageUrlPart | schemas.AudioUrlPart | schemas.VideoUrlPart
 
@@ -126,10 +128,25 @@ def _wrong_type(mime: str, type: str, param: str) -> InvalidRequest:
 
 
 def _base64(text: str, param: str) -> bytes:
+    """Base64 in any form that a common program writes: in lines, with the url-safe alphabet, without padding,
+    in a URL with the signs escaped.
+
+    Raises: InvalidRequest: a character of neither alphabet, which is shown, or a length that no bytes have.
+    """
     try:
         return base64.b64decode(text, validate=True)
-    except (binascii.Error, ValueError) as error:
-        raise InvalidRequest(f"{param}: no base64: {error}", param=param) from None
+    except (binascii.Error, ValueError):  # the usual form is tried first: it may be megabytes long
+        pass
+    plain = "".join(urllib.parse.unquote(text).split()).rstrip("=").translate(_STANDARD)
+    wrong = _NOT_BASE64.search(plain)
+    if wrong:
+        shown = ascii(wrong[0])
+        problem = f"{param}: expected base64, got the character {shown} after {wrong.start()} of its alphabet"
+        raise InvalidRequest(problem, param=param)
+    if len(plain) % 4 == 1:
+        problem = f"{param}: expected base64, got {len(plain)} characters: no bytes have that many, some are missing"
+        raise InvalidRequest(problem, param=param)
+    return base64.b64decode(plain + "=" * (-len(plain) % 4))
 
 
 def _type_and_url(part: _URL_PARTS) -> tuple[str, str]:

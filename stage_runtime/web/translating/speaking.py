@@ -6,9 +6,11 @@ from typing import Final
 
 import msgspec
 
+from stage_runtime.errors import InvalidRequest, RequestError
 from stage_runtime.web import schemas
 from stage_runtime.web.sound import formats
 from stage_runtime.web.translating.chat import voice_name
+from stage_runtime.web.translating.outputs import no_sound
 from stage_runtime.wire.values import OmniRequest
 
 DECODER: Final = msgspec.json.Decoder(schemas.SpeechBody)
@@ -25,6 +27,15 @@ def format_name(body: schemas.SpeechBody) -> str:
     Raises: InvalidRequest: a format that cannot be had.
     """
     return formats.check(body.response_format or "mp3", param="response_format")
+
+
+def without_sound(body: schemas.SpeechBody) -> RequestError:
+    """Why no stage gave any sound: of a text without a word or a number the text is to blame."""
+    if any(character.isalnum() for character in body.input):
+        return no_sound()
+    return InvalidRequest(
+        "input: expected a text with something to pronounce; no stage gave sound for it", param="input"
+    )
 
 
 def request(body: schemas.SpeechBody, request_id: str) -> OmniRequest:
