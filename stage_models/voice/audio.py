@@ -73,7 +73,8 @@ def _by_sndfile(data: bytes, max_seconds: float) -> tuple[Samples, int]:
                 raise _too_long(max_seconds)
             return samples, int(sound.samplerate)
     except soundfile.LibsndfileError as error:
-        raise omni.InvalidRequest(f"not audio that can be read (wav, flac, ogg, mp3, m4a, webm): {error}") from error
+        problem = error.error_string.strip(". ")  # the error's own text names the Python object that was read
+        raise omni.InvalidRequest(f"not audio that can be read (wav, flac, ogg, mp3, m4a, webm): {problem}") from error
 
 
 def _ffmpeg_container(data: bytes) -> str | None:

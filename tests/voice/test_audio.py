@@ -84,6 +84,13 @@ def test_what_is_no_sound_is_the_clients_fault(data: bytes, problem: str) -> Non
         audio.decode(data, max_seconds=2)
 
 
+def test_no_python_object_is_shown_to_the_client() -> None:
+    with pytest.raises(omni.InvalidRequest) as caught:
+        audio.decode(b"garbage", max_seconds=2)
+    assert "Format not recognised" in str(caught.value)
+    assert "BytesIO" not in str(caught.value)
+
+
 def test_limits_are_named() -> None:
     with pytest.raises(omni.InvalidRequest, match="longer than the 2 s"):
         audio.decode(encoded(tone(2.1, 16_000), 16_000, "WAV"), max_seconds=2)
