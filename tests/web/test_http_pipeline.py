@@ -171,6 +171,10 @@ async def test_files_of_a_form_are_bytes_in_inputs() -> None:
         ({"files": {"a": b"x"}, "data": {"inputs": "1"}}, "inputs: must be an object where files come with it"),
         ({"files": {"a": b"x"}, "data": {"inputs": '{"a": 1}'}}, "inputs.a: given in inputs and as a file"),
         ({"files": {"a": b"x"}, "data": {"steam": "true"}}, "steam: unknown parameter; did you mean 'stream'?"),
+        (
+            {"files": {"a": b"x"}, "data": {"question": "why"}},
+            "question: unknown parameter; a value for the stages goes into the field inputs, a JSON object",
+        ),
         ({"content": b"x", "headers": {"content-type": "multipart/form-data"}}, "content-type: "),
         ({"content": b"x", "headers": {"content-type": "multipart/form-data; boundary=b"}}, "the body is no multipart"),
     ],

@@ -40,7 +40,9 @@ def from_form(parts: Iterable[FormPart]) -> schemas.PipelineBody:
         elif part.name in given:
             raise InvalidRequest(f"{part.name}: the field occurs twice", param=part.name)
         elif part.name not in schemas.PipelineBody.__struct_fields__:
-            raise _hinting(schemas.unknown(part.name, schemas.PipelineBody))
+            error = schemas.unknown(part.name, schemas.PipelineBody)
+            where = f"a value for the stages goes into the field inputs, a JSON object with the key {part.name[:64]!r}"
+            raise _hinting(InvalidRequest(f"{error.message}; {where}", param=error.param))
         else:
             given[part.name] = part.data
     fields = _decoded(given)
