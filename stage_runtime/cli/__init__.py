@@ -6,14 +6,13 @@ called, so that ``omni --help`` loads nothing. Called by the script ``omni`` and
 
 from __future__ import annotations
 
-import codecs
 import importlib
-import io
 import signal
-import sys
-from typing import Any, Final
+from typing import Any
 
 import click
+
+from omnipipeline_spec import terminal
 
 #: command -> (module, its one line in --help). Order is the order of a first day with it.
 COMMANDS = {
@@ -33,17 +32,6 @@ COMMANDS = {
 }
 
 
-#: What our drawings are made of, for a terminal that takes no more than ASCII.
-_PLAIN: Final = {"─": "-", "│": "|", "█": "#", "░": ".", "▪": "*", "→": ">", "⇢": ">", "…": "."}
-
-
-def _plainly(error: UnicodeError) -> tuple[str, int]:
-    """A handler of `codecs`: whatever the terminal's encoding lacks is written in ASCII, not a traceback."""
-    if not isinstance(error, UnicodeEncodeError):
-        raise error
-    return "".join(_PLAIN.get(each, "?") for each in error.object[error.start : error.end]), error.end
-
-
 def _installs(error: ModuleNotFoundError) -> str:
     """The line for a package that is not installed. A module that an author's code lacks never comes here: who imports
     that code reports it."""
@@ -58,14 +46,11 @@ class _Commands(click.Group):
         # `cat`, not with a traceback from the middle of an import.
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
-        codecs.register_error("omni-plain", _plainly)
-        for stream in (sys.stdout, sys.stderr):
-            if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
-                stream.reconfigure(errors="omni-plain")
+        terminal.accept_any_text()
         try:
             return super().main(*args, **more)
         except ModuleNotFoundError as error:
-            click.echo(f"error: {_installs(error)}", err=True)
+            terminal.echo(f"error: {_installs(error)}", err=True)
             sys.exit(1)
 
     def list_commands(self, ctx: click.Context) -> list[str]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from omnipipeline_spec import operations
+from omnipipeline_spec import operations, terminal
 from stage_runtime.cli.server import server, server_options
 
 
@@ -35,6 +35,6 @@ def command(stage: str, operation: str, arguments: str, timeout: float, **which:
         answer = client.post(operations.ROUTE, body, timeout_s=timeout + operations.ANSWER_S)
         lines = list(operations.lines(answer))
         for line in lines:
-            click.echo(line.text, err=line.failed)
+            terminal.echo(line.text, err=line.failed)
     if any(line.failed for line in lines):
         raise SystemExit(1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from omnipipeline_spec import loading
+from omnipipeline_spec import loading, terminal
 from omnipipeline_spec.generating import writing
 from stage_runtime.cli import options
 
@@ -20,4 +20,4 @@ def command(file: str, overrides: tuple[str, ...]) -> None:
     with options.errors_as_messages():
         loaded = loading.load(file, overrides=overrides)
         document = writing.resource(loaded.spec, name=loaded.name, metadata=loaded.metadata)
-        click.echo(writing.to_yaml(document), nl=False)
+        terminal.document(writing.to_yaml(document))

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import click
 
+from omnipipeline_spec import terminal
 from omnipipeline_spec.types import quantities, resource
 from stage_runtime.cli import options
 from stage_runtime.errors import ConfigurationError
@@ -78,4 +79,4 @@ def command(folder: Path) -> None:
                 file.write(text)
         except FileExistsError as error:
             raise ConfigurationError(f"{target} is there already, and is left as it is") from error
-        click.echo(f"{target} is yours to edit. Try it: omni up -f {shlex.quote(str(target))}")
+        terminal.echo(f"{target} is yours to edit. Try it: omni up -f {shlex.quote(str(target))}")

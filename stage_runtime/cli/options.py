@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import click
 
+from omnipipeline_spec import terminal
 from omnipipeline_spec.types.errors import SpecError
 from stage_runtime.errors import ConfigurationError
 
@@ -61,7 +62,7 @@ def errors_as_messages() -> Iterator[None]:
     except OSError as error:
         _fail(_refused(error))
     except KeyboardInterrupt:
-        click.echo("interrupted", err=True)
+        terminal.echo("interrupted", err=True)
         sys.exit(EXIT_INTERRUPTED)
 
 
@@ -82,7 +83,7 @@ def _working_directory_is_gone() -> bool:
 
 def _fail(problem: str) -> None:
     with suppress(OSError):  # standard error may be gone as well
-        click.echo(f"error: {problem}", err=True)
+        terminal.echo(f"error: {problem}", err=True)
     _leave_output_alone()
     sys.exit(EXIT_FAULT)
 

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import click
 import msgspec
-from rich.console import Console, Group
+from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from omnipipeline_spec import loading, planning
+from omnipipeline_spec import consoles, loading, planning, terminal
 from omnipipeline_spec.types.plan import EdgePlan, GroupPlan, PipelinePlan, UnitPlan
 from omnipipeline_spec.validation import topology
 from stage_runtime.cli import options
@@ -50,25 +50,22 @@ def command(file: str, overrides: tuple[str, ...], cpu: bool, output: str, expla
         if cpu:
             plan = planning.without_gpus(plan)
         for notice in unsupported.notices(loaded.spec, local=False):
-            click.echo(f"note: {notice}", err=True)
+            terminal.echo(f"note: {notice}", err=True)
         for warning in topology.sure_warnings(loaded.spec):
-            click.echo(f"warning: {warning}", err=True)
+            terminal.echo(f"warning: {warning}", err=True)
         if explain is not None:
             for each in loading.explain(loaded, explain or None):
-                click.echo(f"{each.path} = {msgspec.json.encode(each.value).decode()}  # {each.source}")
+                terminal.echo(f"{each.path} = {msgspec.json.encode(each.value).decode()}  # {each.source}")
             return
         match output:
             case "json":
-                click.echo(msgspec.json.format(msgspec.json.encode(plan)).decode())
+                terminal.document(msgspec.json.format(msgspec.json.encode(plan)).decode())
             case "svg":
-                click.echo(svg.render(plan), nl=False)
+                terminal.document(svg.render(plan))
             case "mermaid":
-                click.echo(mermaid.render(plan), nl=False)
+                terminal.document(mermaid.render(plan))
             case _:
-                console = Console(highlight=False)
-                if not console.is_terminal:
-                    console = Console(highlight=False, width=WIDTH_WITHOUT_TERMINAL)
-                console.print(tables(plan))
+                consoles.console(width_elsewhere=WIDTH_WITHOUT_TERMINAL).print(tables(plan))
 
 
 def tables(plan: PipelinePlan) -> Group:

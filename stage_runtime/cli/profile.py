@@ -9,6 +9,7 @@ from typing import Any, Final
 
 import click
 
+from omnipipeline_spec import terminal
 from stage_runtime.cli.server import CoordinatorClient, server, server_options
 from stage_runtime.errors import ConfigurationError
 
@@ -30,7 +31,7 @@ def start(run_id: str | None, torch: bool, max_seconds: int | None, **which: Any
     with server(**which) as client:
         answer = client.post("/start_profile", _start_body(run_id, torch, max_seconds))
         _show_states(answer)
-        click.echo(f"recording {answer['run_id']}; `omni profile stop` ends it")
+        terminal.echo(f"recording {answer['run_id']}; `omni profile stop` ends it")
 
 
 @command.command("stop")
@@ -41,7 +42,7 @@ def stop(run_id: str | None, **which: Any) -> None:
     with server(**which) as client:
         answer = client.post("/stop_profile", {"run_id": run_id})
         _show_states(answer)
-        click.echo(f"{answer['run_id'] or 'nothing'} was recorded")
+        terminal.echo(f"{answer['run_id'] or 'nothing'} was recorded")
 
 
 @command.command("list")
@@ -51,7 +52,7 @@ def list_(**which: Any) -> None:
     with server(**which) as client:
         for run in client.json("/profiles")["runs"]:
             begun = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(run["started_at"]))
-            click.echo(f"{run['run_id']}  {begun}  {'recording' if run['recording'] else 'stopped'}")
+            terminal.echo(f"{run['run_id']}  {begun}  {'recording' if run['recording'] else 'stopped'}")
 
 
 @command.command("report")
@@ -99,7 +100,7 @@ def _show_states(answer: dict[str, Any]) -> None:
     """Name the stages that failed."""
     for each in answer["stages"]:
         if each["error"] is not None:
-            click.echo(f"{each['stage']} ({each['instance']}): {each['state']}: {each['error']}", err=True)
+            terminal.echo(f"{each['stage']} ({each['instance']}): {each['state']}: {each['error']}", err=True)
 
 
 def _report(client: CoordinatorClient, run_id: str | None, form: str, out: Path | None) -> None:
@@ -115,4 +116,4 @@ def _report(client: CoordinatorClient, run_id: str | None, form: str, out: Path 
         sys.stdout.buffer.flush()
         return
     out.write_bytes(content)
-    click.echo(f"{out}: {len(content)} bytes")
+    terminal.echo(f"{out}: {len(content)} bytes")

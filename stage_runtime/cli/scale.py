@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import click
 
+from omnipipeline_spec import terminal
 from stage_runtime.cli import options, runs
 from stage_runtime.processes.one_machine import admin
 
@@ -19,4 +20,4 @@ def command(group: str, replicas: int, pipeline: str | None, pid: int | None, ba
     """
     with options.errors_as_messages():
         runs.order(admin.Scale(group=group, replicas=replicas), pipeline=pipeline, pid=pid, base_path=base_path)
-        click.echo(f"{group}: {replicas} replica{'' if replicas == 1 else 's'}")
+        terminal.echo(f"{group}: {replicas} replica{'' if replicas == 1 else 's'}")

@@ -18,6 +18,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
+from omnipipeline_spec import consoles
 from omnipipeline_spec.types.plan import PipelinePlan
 from stage_runtime.cli import outputs
 from stage_runtime.cli.outputs import Output
@@ -143,7 +144,7 @@ class LineScreen:
             self._output.when_broken(act)
 
     def _say(self, text: str | Text) -> None:
-        self._console.print(text, soft_wrap=True, highlight=False, markup=False)
+        self._console.print(text, soft_wrap=True)
 
 
 class LiveTable(LineScreen):
@@ -211,10 +212,12 @@ def choose(*, plain: bool) -> Iterator[Screen]:
     """The screen that fits standard output; the terminal is as it was afterwards."""
     output = outputs.standard()
     file = cast(IO[str], sys.stdout if output is None else output)
-    console = Console(file=file)
+    console = consoles.console(file=file)
     screen: Screen
     if plain or not console.is_terminal:
-        screen = LineScreen(Console(file=file, color_system=None if not console.is_terminal else "auto"), output)
+        screen = LineScreen(
+            consoles.console(file=file, color_system=None if not console.is_terminal else "auto"), output
+        )
     else:
         screen = LiveTable(console, output)
     try:

@@ -13,6 +13,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from omnipipeline_spec import consoles
 from stage_runtime.cli.server import CoordinatorClient, server, server_options
 
 WIDTH_WITHOUT_TERMINAL: Final = 120
@@ -42,12 +43,11 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
 def command(every: float, once: bool, **which: Any) -> None:
     """Show the graph of a running pipeline: what waits, what runs, how many requests a second, how long they take."""
     with server(**which) as client:
-        console = Console(highlight=False)
+        console = consoles.console(width_elsewhere=WIDTH_WITHOUT_TERMINAL)
         if once or not console.is_terminal:
             samples = _samples(client, every)
             before = next(samples)
-            wide = console if console.is_terminal else Console(highlight=False, width=WIDTH_WITHOUT_TERMINAL)
-            wide.print(draw(before, next(samples), width=wide.width))
+            console.print(draw(before, next(samples), width=console.width))
             return
         _show(client, console, every)
 

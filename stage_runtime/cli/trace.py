@@ -7,10 +7,11 @@ from typing import Any, Final
 from urllib.parse import quote
 
 import click
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from omnipipeline_spec import consoles, terminal
 from omnipipeline_spec.types.errors import printable
 from stage_runtime.cli.server import server, server_options
 
@@ -32,11 +33,9 @@ def command(request_id: str, as_json: bool, **which: Any) -> None:
     with server(**which) as client:
         record = client.json(f"/v1/requests/{quote(request_id, safe='', errors='replace')}")
         if as_json:
-            click.echo(json.dumps(record, indent=2))
+            terminal.document(json.dumps(record, indent=2))
             return
-        console = Console(highlight=False)
-        if not console.is_terminal:
-            console = Console(highlight=False, width=WIDTH_WITHOUT_TERMINAL)
+        console = consoles.console(width_elsewhere=WIDTH_WITHOUT_TERMINAL)
         console.print(draw(record, width=console.width))
 
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import sys
 
 import click
-from rich.console import Console
 from rich.text import Text
 
-from omnipipeline_spec import loading, planning
+from omnipipeline_spec import consoles, loading, planning, terminal
 from omnipipeline_spec.types.errors import InvalidPipeline
 from omnipipeline_spec.validation import topology
 from stage_runtime.cli import options
@@ -34,10 +33,10 @@ def command(file: str, overrides: tuple[str, ...], imports: bool) -> None:
             _show(invalid, file)
             sys.exit(options.EXIT_FAULT)
         for notice in unsupported.notices(loaded.spec, local=False):
-            click.echo(f"note: {notice}", err=True)
+            terminal.echo(f"note: {notice}", err=True)
         for warning in topology.warnings(loaded.spec):
-            click.echo(f"warning: {warning}", err=True)
-        click.echo(f"{file}: {plan.pipeline} is valid (revision {plan.current.revision})")
+            terminal.echo(f"warning: {warning}", err=True)
+        terminal.echo(f"{file}: {plan.pipeline} is valid (revision {plan.current.revision})")
 
 
 def _check_imports(file: str, overrides: tuple[str, ...]) -> None:
@@ -50,7 +49,7 @@ def _check_imports(file: str, overrides: tuple[str, ...]) -> None:
 
 
 def _show(invalid: InvalidPipeline, file: str) -> None:
-    console = Console(stderr=True, soft_wrap=True, highlight=False)
+    console = consoles.console(stderr=True, soft_wrap=True)
     for fault in invalid.faults:
         place = f"{file}:{fault.line}: " if fault.line else f"{file}: "
         path = f"{fault.path}: " if fault.path else ""

@@ -10,6 +10,7 @@ for form, `topology` for meaning). Every reader of a spec catches `SpecError`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import Any, Final
 
@@ -26,7 +27,11 @@ def clipped(text: str, *, most: int = SHOWN) -> str:
 
 def printable(text: str) -> str:
     """``text`` without control characters: a terminal obeys some of them, and anybody may have written them."""
-    return "".join(each if each.isprintable() else "�" for each in text)
+    return _OBEYED.sub("�", text)
+
+
+#: Control characters, line breaks of Unicode, marks that turn the direction of a text, halves of surrogate pairs.
+_OBEYED: Final = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def quoted(value: Any) -> str:

@@ -5,6 +5,7 @@ Here: their form, their times, and which transitions are worth an Event. Not her
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, Final
@@ -12,6 +13,8 @@ from typing import Any, Final
 import msgspec
 
 MAX_MESSAGE: Final = 8192  # the CRD allows 32768; an Event and a terminal show less
+MAX_REASON: Final = 128  # characters, as of an Event; the CRD allows 253
+_NOT_OF_A_REASON: Final = re.compile(r"[^A-Za-z0-9_,:]")  # Kubernetes' form of a condition's reason
 #: The CRD's default reason: no operator has reconciled this pipeline.
 NOT_RECONCILED: Final = "NoOperatorYet"
 #: Conditions whose transitions are posted as Events; the others follow from them.
@@ -43,7 +46,13 @@ def reported(status: Mapping[str, Any]) -> Mapping[str, Any]:
 def condition(type: str, holds: bool | None, reason: str, message: str = "") -> ObservedCondition:
     """A condition. ``holds``: None is Unknown."""
     status = "Unknown" if holds is None else str(holds)
-    return ObservedCondition(type=type, status=status, reason=reason, message=message[:MAX_MESSAGE])
+    return ObservedCondition(type=type, status=status, reason=word(reason), message=message[:MAX_MESSAGE])
+
+
+def word(reason: str) -> str:
+    """A reason in the form that Kubernetes asks for. It may be that of an Event, which anybody can post."""
+    formed = _NOT_OF_A_REASON.sub("_", reason)[:MAX_REASON].rstrip(",:")
+    return formed if formed[:1].isalpha() else "Unknown"
 
 
 def merged(

@@ -85,7 +85,7 @@ def _unit(inputs: StatusInputs, name: str, diagnostic: Diagnostic | None) -> dic
         "revision": desired.revision,
     }
     if diagnostic is not None:
-        unit |= {"reason": diagnostic.reason, "message": diagnostic.message[: conditions.MAX_MESSAGE]}
+        unit |= {"reason": conditions.word(diagnostic.reason), "message": diagnostic.message[: conditions.MAX_MESSAGE]}
     elif current is not None and current.drifted:
         unit |= {"reason": "TemplateEdited", "message": f"{current.name} was edited by hand; `restart` makes a new one"}
     return _set(unit)

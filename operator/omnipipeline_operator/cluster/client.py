@@ -20,6 +20,7 @@ from kubernetes.aio import client as kubernetes_client
 from kubernetes.aio import config as kubernetes_config
 
 from omnipipeline_operator import errors, kinds
+from omnipipeline_operator.cluster import bodies
 from omnipipeline_operator.kinds import Kind, Manifest
 
 Counted = Callable[[str, str, int], None]
@@ -29,7 +30,9 @@ TIMEOUT_S: Final = 10.0
 LIST_TIMEOUT_S: Final = 60.0
 STATUS_TIMEOUT_S: Final = 30.0  # the API server evaluates all rules of the spec again: 4 s for the largest one
 PAGE: Final = 500
-APPLY: Final = "application/apply-patch+yaml"
+#: With the charset, which the API server drops: the kubernetes client would encode a body of the bare type itself, with
+#: escapes that no YAML reader takes.
+APPLY: Final = "application/apply-patch+yaml; charset=utf-8"
 MERGE: Final = "application/merge-patch+json"
 JSON: Final = "application/json"
 
@@ -120,7 +123,8 @@ class Client:
         path = kinds.of(manifest).path(metadata["namespace"], metadata["name"], subresource)
         query = {"fieldManager": manager, "force": "true"}
         timeout_s = STATUS_TIMEOUT_S if subresource == "status" else TIMEOUT_S
-        return await self._write("PATCH", path, query=query, body=manifest, content_type=APPLY, timeout_s=timeout_s)
+        body = bodies.encode(manifest)
+        return await self._write("PATCH", path, query=query, body=body, content_type=APPLY, timeout_s=timeout_s)
 
     async def merge(self, kind: Kind, namespace: str, name: str, patch: Mapping[str, Any]) -> Manifest:
         """A JSON merge patch."""
@@ -153,7 +157,7 @@ class Client:
         path: str,
         *,
         query: Mapping[str, str] = {},
-        body: Mapping[str, Any] | None = None,
+        body: Mapping[str, Any] | str | None = None,
         content_type: str = JSON,
         timeout_s: float = TIMEOUT_S,
     ) -> Manifest:

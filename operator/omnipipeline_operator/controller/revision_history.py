@@ -41,9 +41,9 @@ async def record(
         for one in history.beyond([one for one in kept if comparing.is_ours(one, owner)], limit):
             metadata = one["metadata"]
             await client.delete(CONTROLLER_REVISION, owner.namespace, metadata["name"], uid=metadata["uid"])
-    except (
-        errors.Forbidden
-    ) as error:  # the role of an older chart lacks the permission: the pipeline serves without a history
+    except (errors.Forbidden, errors.Invalid) as error:
+        # The role of an older chart lacks the permission, or the API server refuses the entry: the pipeline serves
+        # without a history.
         log.warning("%s/%s: the history is not recorded: %s", owner.namespace, owner.name, error)
         return
     patch = {"metadata": {"annotations": {history.RECORDED: named}}}

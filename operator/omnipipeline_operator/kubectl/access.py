@@ -11,12 +11,15 @@ import base64
 import json
 import re
 import subprocess
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 
+from omnipipeline_operator.cluster import bodies
 from omnipipeline_operator.kinds import Manifest
 from omnipipeline_spec.types.resource import GROUP, PLURAL
 
@@ -47,7 +50,13 @@ class Kubectl(msgspec.Struct, frozen=True, kw_only=True):
         """What kubectl prints. Raises: KubectlError."""
         try:
             done = subprocess.run(
-                self.command(*arguments), input=stdin, capture_output=True, text=True, timeout=TIMEOUT_S
+                self.command(*arguments),
+                input=stdin,
+                capture_output=True,
+                text=True,
+                encoding="utf-8",
+                errors="replace",
+                timeout=TIMEOUT_S,
             )
         except FileNotFoundError as error:
             raise KubectlError(f"{self.program} is not on the PATH") from error
@@ -83,7 +92,9 @@ class Kubectl(msgspec.Struct, frozen=True, kw_only=True):
         """A port of this machine that leads to the pod's, while the block runs. Raises: KubectlError."""
         command = self.command("port-forward", f"pod/{pod}", f":{port}", "--address=127.0.0.1")
         try:
-            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+            process = subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, encoding="utf-8", errors="replace"
+            )
         except FileNotFoundError as error:
             raise KubectlError(f"{self.program} is not on the PATH") from error
         with process:
@@ -103,7 +114,7 @@ class Kubectl(msgspec.Struct, frozen=True, kw_only=True):
         patch: Manifest = {"spec": dict(spec)}
         if annotations:
             patch["metadata"] = {"annotations": dict(annotations)}
-        self.run("patch", RESOURCE, name, "--type=merge", f"--patch={json.dumps(patch)}")
+        self._patch(name, "merge", patch)
 
     def replace_spec(self, name: str, spec: Mapping[str, Any], version: str) -> None:
         """Replace the resource's spec, unless the resource has changed since ``version``."""
@@ -111,7 +122,14 @@ class Kubectl(msgspec.Struct, frozen=True, kw_only=True):
             {"op": "test", "path": "/metadata/resourceVersion", "value": version},
             {"op": "replace", "path": "/spec", "value": dict(spec)},
         ]
-        self.run("patch", RESOURCE, name, "--type=json", f"--patch={json.dumps(patch)}")
+        self._patch(name, "json", patch)
+
+    def _patch(self, name: str, kind: str, patch: Any) -> None:
+        """By a file: a whole spec can be longer than an argument may be. kubectl reads it as YAML."""
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "patch.yaml"
+            file.write_text(bodies.encode(patch), encoding="utf-8")
+            self.run("patch", RESOURCE, name, f"--type={kind}", f"--patch-file={file}")
 
     def evict(self, pod: Manifest) -> None:
         """Evict a pod, as far as its disruption budget allows. Raises: KubectlError: not now."""

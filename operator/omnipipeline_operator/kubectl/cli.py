@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import click
-import yaml
 from rich.console import Console
 from rich.table import Table
 
@@ -24,7 +23,8 @@ from omnipipeline_operator.kinds import Manifest
 from omnipipeline_operator.kubectl import acting, admin_routes, offline, picture, profiling, tree
 from omnipipeline_operator.kubectl import history as past
 from omnipipeline_operator.kubectl.access import RESOURCE, Kubectl, KubectlError
-from omnipipeline_spec import operations
+from omnipipeline_spec import consoles, operations, terminal
+from omnipipeline_spec.generating import writing
 from omnipipeline_spec.types.errors import InvalidPipeline, SpecError
 from omnipipeline_spec.types.pods import COORDINATOR
 
@@ -47,6 +47,7 @@ def file_options(function: Function) -> Function:
 @click.pass_context
 def main(context: click.Context, namespace: str | None, kube_context: str | None, kubeconfig: str | None) -> None:
     """Pipelines on Kubernetes: their status and why, the plan of a file, restart, drain, history."""
+    terminal.accept_any_text()
     context.obj = Kubectl(namespace=namespace, context=kube_context, kubeconfig=kubeconfig)
 
 
@@ -99,7 +100,7 @@ def validate(file: str, overrides: tuple[str, ...]) -> None:
     """Every fault of a file with its place. Needs no cluster. Exit code 1 when there is one."""
     with errors_as_messages():
         _, planned = offline.read(file, overrides)
-    click.echo(f"{file}: {planned.pipeline} is valid (revision {planned.current.revision})")
+    terminal.echo(f"{file}: {planned.pipeline} is valid (revision {planned.current.revision})")
 
 
 @main.command()
@@ -117,7 +118,7 @@ def manifests(kubectl: Kubectl, file: str, overrides: tuple[str, ...], image: st
         namespace = kubectl.namespace or str(loaded.metadata.get("namespace") or "default")
         key = secrets.token_bytes(32) if with_key else None
         made = offline.manifests(loaded, planned, namespace=namespace, image=image, key=key)
-    click.echo(yaml.safe_dump_all(made, sort_keys=False, explicit_start=True), nl=False)
+    terminal.document("".join(f"---\n{writing.to_yaml(each)}" for each in made))
 
 
 @main.command()
@@ -129,7 +130,7 @@ def restart(kubectl: Kubectl, name: str, wait: bool, timeout: str) -> None:
     """Replace all pods of a pipeline, new before old: no request is lost."""
     with errors_as_messages():
         stamp = acting.restart(kubectl, name)
-    click.echo(f"{name} restarts (restartedAt {stamp})")
+    terminal.echo(f"{name} restarts (restartedAt {stamp})")
     if wait:
         sys.exit(_wait_ready(kubectl, name, timeout))
 
@@ -175,9 +176,9 @@ def drain(
         missing = set(pods) - {pod["metadata"]["name"] for pod in leaving}
         if missing:
             raise KubectlError(f"{name} has no such pod (any more): {', '.join(sorted(missing))}")
-        done = acting.drain(kubectl, name, leaving, timeout_s=timeout, report=click.echo)
+        done = acting.drain(kubectl, name, leaving, timeout_s=timeout, report=terminal.echo)
     if not done:
-        click.echo(f"not drained within {timeout:g} s", err=True)
+        terminal.echo(f"not drained within {timeout:g} s", err=True)
     sys.exit(0 if done else 1)
 
 
@@ -200,11 +201,13 @@ def profile(
     """
     with errors_as_messages():
         with admin_routes.forwarded(kubectl, name, api_key, pod=pod, any_one=False) as admin:
-            run = profiling.record(admin, seconds=seconds, torch=torch, report=lambda line: click.echo(line, err=True))
-            click.echo(admin.get(f"/profiles/{run}/report?format=table").decode(), nl=False)
+            run = profiling.record(
+                admin, seconds=seconds, torch=torch, report=lambda line: terminal.echo(line, err=True)
+            )
+            terminal.echo(admin.get(f"/profiles/{run}/report?format=table").decode().rstrip("\n"))
             if out is not None:
                 for path in profiling.save(admin, run, out):
-                    click.echo(str(path), err=True)
+                    terminal.echo(str(path), err=True)
 
 
 @main.command()
@@ -244,7 +247,7 @@ def call(
         answer = admin.post(operations.ROUTE, body, timeout_s=timeout + operations.ANSWER_S)
     lines = list(operations.lines(answer))
     for line in lines:
-        click.echo(line.text, err=line.failed)
+        terminal.echo(line.text, err=line.failed)
     sys.exit(1 if any(line.failed for line in lines) else 0)
 
 
@@ -260,7 +263,7 @@ def history(kubectl: Kubectl, name: str, number: int | None) -> None:
     with errors_as_messages():
         found = past.entries(kubectl, name)
         if number is not None:
-            click.echo(yaml.safe_dump(past.chosen(found, number).spec, sort_keys=False), nl=False)
+            terminal.document(writing.to_yaml(past.chosen(found, number).spec))
             return
     table = Table(box=None, pad_edge=False)
     for column in ("NUMBER", "REVISION", "CREATED", "CHANGED"):
@@ -285,7 +288,7 @@ def undo(kubectl: Kubectl, name: str, number: int | None, wait: bool, timeout: s
     with errors_as_messages():
         entry = past.chosen(past.entries(kubectl, name), number)
         past.undo(kubectl, name, entry)
-    click.echo(f"{name} goes back to {entry.number} (revision {entry.revision})")
+    terminal.echo(f"{name} goes back to {entry.number} (revision {entry.revision})")
     if wait:
         sys.exit(_wait_ready(kubectl, name, timeout))
 
@@ -296,12 +299,12 @@ def errors_as_messages() -> Iterator[None]:
     try:
         yield
     except InvalidPipeline as invalid:
-        console = Console(stderr=True, soft_wrap=True, highlight=False)
+        console = consoles.console(stderr=True, soft_wrap=True)
         for fault in invalid.faults:
             console.print(picture.fault(fault, invalid.source or "the pipeline"))
         sys.exit(1)
     except (SpecError, NotAllowed, KubectlError) as error:
-        click.echo(f"error: {error}", err=True)
+        terminal.echo(f"error: {error}", err=True)
         sys.exit(1)
 
 
@@ -312,7 +315,7 @@ def _wait_ready(kubectl: Kubectl, name: str, timeout: str) -> int:
 
 def _console() -> Console:
     """Lines wrap in a terminal; in a pipe they stay whole, where rich would cut them at 80 columns."""
-    return Console(width=None if sys.stdout.isatty() else WHOLE_LINES, highlight=False)
+    return consoles.console(width_elsewhere=WHOLE_LINES)
 
 
 def _stages(pipeline: Manifest) -> dict[str, tuple[str, ...]]:

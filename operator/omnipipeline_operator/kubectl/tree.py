@@ -13,6 +13,7 @@ from rich.text import Text
 from rich.tree import Tree
 
 from omnipipeline_operator.desired import naming
+from omnipipeline_spec import crashes
 from omnipipeline_spec.types.pods import COORDINATOR
 
 LiveObject = Mapping[str, Any]
@@ -118,7 +119,7 @@ def _state(pod: LiveObject) -> tuple[str, str]:
     for container in (*status.get("initContainerStatuses", ()), *status.get("containerStatuses", ())):
         waiting = container.get("state", {}).get("waiting", {})
         if waiting.get("reason") not in (None, "ContainerCreating", "PodInitializing"):
-            return _with_last_words(waiting["reason"], container), "red"
+            return _with_cause(waiting["reason"], container), "red"
     for condition in status.get("conditions", ()):
         if condition["type"] == "PodScheduled" and condition["status"] == "False":
             return f"{condition.get('reason', 'Unschedulable')}: {condition.get('message', '')}", "red"
@@ -126,16 +127,17 @@ def _state(pod: LiveObject) -> tuple[str, str]:
             return "ready", "green"
     phase = str(status.get("phase", "Pending"))
     if phase == "Failed":
-        return _with_last_words("failed", *status.get("containerStatuses", ())), "red"
+        return _with_cause("failed", *status.get("containerStatuses", ())), "red"
     if phase == "Succeeded":
         return "done", "green"
     return ("loading" if phase == "Running" else phase), "yellow"
 
 
-def _with_last_words(reason: str, *containers: LiveObject) -> str:
+def _with_cause(reason: str, *containers: LiveObject) -> str:
+    """The reason and the cause of the end, which the operator's conditions have, too."""
     for container in containers:
         ended = container.get("state", {}).get("terminated") or container.get("lastState", {}).get("terminated", {})
-        words = str(ended.get("message", "")).strip().splitlines()
-        if words:
-            return f"{reason}: {words[-1]}"
+        cause = crashes.cause(str(ended.get("message") or ""))
+        if cause:
+            return f"{reason}: {cause}"
     return reason

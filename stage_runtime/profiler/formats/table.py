@@ -6,9 +6,9 @@ import io
 from collections.abc import Mapping
 from typing import Any, Final
 
-from rich.console import Console
 from rich.table import Table
 
+from omnipipeline_spec import consoles
 from omnipipeline_spec.types.errors import printable
 
 WIDTH: Final = 140
@@ -20,7 +20,7 @@ _FIGURES: Final = ("count", "total_ms", "avg_ms", "p50_ms", "p95_ms", "max_ms")
 def text(report: Mapping[str, Any], *, width: int = WIDTH) -> str:
     """The stages, the hops, the slowest requests. ``report``: of `views.build_report`."""
     file = io.StringIO()
-    console = Console(file=file, width=width, highlight=False, markup=False)
+    console = consoles.console(file=file, width=width)
     console.print(_headline(report))
     if not report["request_count"]:
         console.print(NO_REQUESTS)
