@@ -50,6 +50,7 @@ PROBES: Final[Probes] = {
     "libibverbs1": lambda: _loads("libibverbs.so.1"),
     "libnuma1": lambda: _loads("libnuma.so.1"),
     "nginx-light": lambda: program("nginx"),
+    "prometheus": lambda: program("promtool"),
 }
 
 

@@ -12,5 +12,5 @@ if ((EUID)); then
   exit 1
 fi
 apt-get update -q
-# nginx is started by the tests that need it, never as a service of the machine.
+# nginx is started by the tests that need it, never as a service of the machine; of prometheus only promtool is used.
 DEBIAN_FRONTEND=noninteractive RUNLEVEL=1 apt-get install -q -y --no-install-recommends "${missing[@]}"

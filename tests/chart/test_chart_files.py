@@ -47,13 +47,13 @@ def test_the_smoke_test_and_the_code_it_sends_are_python() -> None:
     ["CrashLoopBackOff", "FailedMount", "UnexpectedAdmissionError", "TopologyAffinityError", "OutOfcpu", "Evicted"],
 )
 def test_a_unit_whose_pods_do_not_start_raises_one_alert(reason: str) -> None:
-    rules = (CHART / "templates" / "prometheusrule.yaml").read_text()
+    rules = (CHART / "files" / "alerts.yaml").read_text()
     selectors = re.findall(r'omnipipeline_unit_status_reason\{reason=~"([^"]*)"\}', rules)
     assert [bool(re.fullmatch(each, reason)) for each in selectors].count(True) == 1
 
 
 def test_every_alert_of_the_chart_stands_in_the_docs() -> None:
-    rules = (CHART / "templates" / "prometheusrule.yaml").read_text()
+    rules = (CHART / "files" / "alerts.yaml").read_text()
     documented = (REPOSITORY / "docs" / "operations.md").read_text()
     table = documented[documented.index("<!-- alerts: ") :].split("\n\n")[0]
     assert sorted(re.findall(r"- alert: (\w+)", rules)) == sorted(re.findall(r"^\| (OmniPipeline\w+) \|", table, re.M))

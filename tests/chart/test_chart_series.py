@@ -10,6 +10,8 @@ import re
 from collections.abc import Iterator
 from typing import Final
 
+import yaml
+
 from omnipipeline_operator.desired import children
 from omnipipeline_operator.desired.naming import Owner
 from omnipipeline_operator.desired.pods import PodFacts
@@ -30,9 +32,8 @@ def expressions() -> Iterator[str]:
     """Of the dashboard's panels, and of the rules as they stand in the template."""
     board = json.loads((CHART / "files" / "dashboard.json").read_text())
     yield from (target["expr"] for panel in board["panels"] for target in panel.get("targets", ()))
-    rules = (CHART / "templates" / "prometheusrule.yaml").read_text()
-    found = re.findall(r"^ +expr: (?:\|-\n((?: {12}.*\n)+)|(.*)\n)", rules, re.MULTILINE)
-    yield from (several or single for several, single in found)
+    rules = yaml.safe_load((CHART / "files" / "alerts.yaml").read_text())
+    yield from (rule["expr"] for group in rules["groups"] for rule in group["rules"])
 
 
 def test_whatever_the_chart_asks_for_is_served() -> None:

@@ -74,7 +74,9 @@ class ApiServer:
             raise errors.Invalid("PATCH", 422, "another uid")
         return self.put(_merged(found or {}, manifest))
 
-    async def merge(self, kind: Kind, namespace: str, name: str, patch: Mapping[str, Any]) -> Manifest:
+    async def merge(
+        self, kind: Kind, namespace: str, name: str, patch: Mapping[str, Any], *, manager: str = ""
+    ) -> Manifest:
         found = await self.get(kind, namespace, name)
         self._record("merge", found)
         return self.put(_merged(found, patch))

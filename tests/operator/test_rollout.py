@@ -242,12 +242,11 @@ def test_several_coordinators_roll_one_at_a_time_and_are_scaled_without_a_roll()
     assert spec_of(world, COORDINATOR) == {"c": 0, "c2": 3}
 
 
-def test_a_pipeline_revision_stays_in_the_list_while_all_its_units_have_pods() -> None:
-    def entry(revision: str, **units: str) -> PipelineRevision:
-        return PipelineRevision(
-            revision=revision, units=units, groups={}, stages={}, entry="a", terminals=("a",), edges=()
-        )
+def entry(revision: str, **units: str) -> PipelineRevision:
+    return PipelineRevision(revision=revision, units=units, groups={}, stages={}, entry="a", terminals=("a",), edges=())
 
+
+def test_a_pipeline_revision_stays_in_the_list_while_all_its_units_have_pods() -> None:
     world = running({"a": "a1", "b": "b1"}, {"a": 1, "b": 1})
     first, second, third = entry("1", a="a1", b="b1"), entry("2", a="a2", b="b1"), entry("3", a="a3", b="b1")
     world.held["a", "a2"] = SimulatedDeployment()
@@ -389,3 +388,13 @@ def test_with_one_key_old_units_go_as_soon_as_the_new_ones_are_ready() -> None:
         _keyed(COORDINATOR, "c2", "k", replicas=1),
     ]
     assert rollout.decide(desired, observed, {"a": "a1"}).replicas["a", "a1"] == 0
+
+
+def test_a_revision_without_replicas_ends_once_coordinators_have_the_new_one() -> None:
+    world = running({"a": "a1", "b": "b1"}, {"a": 1, "b": 1})
+    world.held["a", "a2"] = SimulatedDeployment(replicas=1, ready=1)
+    first, second = entry("1", a="a1", b="b1"), entry("2", a="a2", b="b1")
+    both, decided = world.observed(), {("a", "a1"): 0, ("a", "a2"): 1, ("b", "b1"): 1}
+    assert rollout.entries(second, (first,), both) == (first, second)
+    assert rollout.entries(second, (first,), both, kept=decided) == (second,)
+    assert rollout.entries(second, (first,), both, kept=decided | {("a", "a1"): 1}) == (first, second)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+import pytest
 
 from omnipipeline_operator.changes import assessment, conditions, diagnostics, rollout, status, workloads
 from omnipipeline_operator.changes.rollout import DesiredUnit, Goal
@@ -381,3 +382,33 @@ def test_units_that_wait_for_their_model_report_its_prefetch() -> None:
     why = "Job duo-prefetch-1: container prefetch: no such model"
     assert readiness(broken, running) == ("PrefetchFailed", f"{why}; it is retried")
     assert readiness(broken, gave_up=True) == ("PrefetchFailed", f"{why}; delete the Job to retry")
+
+
+def leaving(since: float) -> ObservedPod:
+    return pod(ready=True, terminating=True, leaving_since=since, lost_at=NOW + 60)
+
+
+@pytest.mark.parametrize(
+    ("old", "switched", "serves"),
+    [
+        (leaving(NOW - 1), None, False),  # its pre-stop pause: it takes requests
+        (leaving(NOW - 5), None, True),  # it drains
+        (leaving(NOW - 1), True, True),  # no coordinator binds to it
+        (leaving(NOW - 5), False, False),
+        (READY, True, False),
+    ],
+)
+def test_ready_means_that_no_new_request_meets_the_old_revision(
+    old: ObservedPod, switched: bool | None, serves: bool
+) -> None:
+    left = workload("a", "old", old, replicas=0)
+    found = conditions_of(inputs(*RUNNING, left, switched=switched))
+    assert found["Ready"] == (("True", "Serving") if serves else ("False", "RollingOut"))
+
+
+def test_an_old_coordinator_takes_requests_until_it_drains() -> None:
+    for since, ready in ((NOW - 1, "False"), (NOW - 5, "True")):
+        left = workload(COORDINATOR, "old", leaving(since), replicas=0)
+        given = inputs(*RUNNING, left, switched=True)
+        assert conditions_of(given)["Ready"][0] == ready
+    assert assessment.deadline(inputs(*RUNNING, workload("a", "old", leaving(NOW - 1), replicas=0)), NOW) == NOW + 3

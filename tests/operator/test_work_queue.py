@@ -204,3 +204,18 @@ async def test_expired_cool_downs_are_pruned(given: WorkQueue, clock: Clock) -> 
         name for name, value in vars(given).items() if isinstance(value, dict | list) and len(value) > MAX_COOL_DOWNS
     ]
     assert kept == []
+
+
+async def test_a_key_that_always_fails_is_measured_from_its_first_failure(given: WorkQueue, clock: Clock) -> None:
+    began = clock.now_s
+    for _ in range(5):
+        given.add(A)
+        clock.now_s += MAX_RETRY_S
+        given.failed(await given.take())
+    assert given.longest_failing_s() == clock.now_s - began - MAX_RETRY_S
+    given.add(B)
+    given.done(await given.take())
+    assert given.longest_failing_s() > 0, "another key's success changes nothing"
+    clock.now_s += MAX_RETRY_S
+    given.done(await given.take())
+    assert given.longest_failing_s() == 0.0

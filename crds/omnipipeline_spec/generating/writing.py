@@ -83,8 +83,10 @@ def _list(dumper: yaml.SafeDumper, items: list[Any]) -> yaml.SequenceNode:
 
 
 def _string(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    if "\n" in text:
+    if "\n" in text and text.replace("\n", "").isprintable():
         return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|")
+    if not text.isprintable():  # only between double quotes there are escapes; U+0085 and U+2028 are line breaks
+        return dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"')
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=None if _stays(text) else "'")
 
 

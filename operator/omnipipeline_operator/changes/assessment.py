@@ -16,6 +16,7 @@ from omnipipeline_operator.changes.status_inputs import (
     StatusInputs,
     coordinator_is_ready,
     desired_workloads,
+    ends_of_taking,
     is_available,
     is_complete,
     is_short,
@@ -32,7 +33,7 @@ def conditions_of(inputs: StatusInputs, found: Mapping[str, Diagnostic], now: fl
     progressing = _progressing(inputs, found, now)
     return [
         _accepted(inputs),
-        _ready(inputs, worst, available, progressing),
+        _ready(inputs, worst, available, progressing, now),
         condition("Available", available, *_why_available(inputs, available, worst)),
         _scheduled(inputs, found),
         _coordinator_ready(inputs, found),
@@ -51,16 +52,16 @@ def _accepted(inputs: StatusInputs) -> ObservedCondition:
 
 
 def _ready(
-    inputs: StatusInputs, worst: Diagnostic | None, available: bool, progressing: ObservedCondition
+    inputs: StatusInputs, worst: Diagnostic | None, available: bool, progressing: ObservedCondition, now: float
 ) -> ObservedCondition:
-    """Ready: available, and the desired revision serves."""
+    """Ready: available, and a new request meets the desired revision."""
     if inputs.refusal is not None:
         return condition("Ready", False, inputs.refusal.reason, inputs.refusal.message)
     if inputs.goal.suspended:
         return condition("Ready", False, "Suspended", "spec.suspend is true")
     if progressing.reason == "InsufficientCapacity":  # its message names the remedies
         return condition("Ready", False, progressing.reason, progressing.message)
-    replaced = not old_revision_serves(inputs)
+    replaced = not old_revision_serves(inputs, now)
     if (
         available
         and replaced
@@ -74,6 +75,8 @@ def _ready(
         return condition("Ready", False, progressing.reason, progressing.message)
     if inputs.decision.rolling and available:
         return condition("Ready", False, "Paused" if inputs.goal.paused else "RollingOut", progressing.message)
+    if available and not replaced:
+        return condition("Ready", False, "RollingOut", "new requests may still meet the previous revision")
     return condition("Ready", False, "Starting", _waiting_for(inputs))
 
 
@@ -186,6 +189,7 @@ def deadline(inputs: StatusInputs, now: float) -> float | None:
     if is_short(inputs):
         since = _last_progress(inputs)
         times += [] if since is None else [since + inputs.progress_deadline_s]
+    times += ends_of_taking(inputs)
     if inputs.decision.rolling:
         times += [pod.lost_at or 0.0 for each in inputs.observed for pod in each.awaited]
     for each, limit in desired_workloads(inputs):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from omnipipeline_operator import kinds
@@ -92,13 +92,32 @@ def is_orphan(live: Mapping[str, Any], owner: Owner) -> bool:
 def _covers(live: Any, desired: Any) -> bool:
     if isinstance(desired, Mapping):
         return isinstance(live, Mapping) and all(
-            _covers(live.get(key), value) or (key not in live and _is_dropped(key, value))
+            _comparison(key)(live.get(key), value) or (key not in live and _is_dropped(key, value))
             for key, value in desired.items()
         )
     if isinstance(desired, list | tuple):
-        same_length = isinstance(live, list) and len(live) == len(desired)
+        if not isinstance(live, list):
+            return False
+        if desired and all(
+            isinstance(each, Mapping) and "targetPort" in each for each in desired
+        ):  # others may add ports
+            return all(any(_covers(one, other) for one in live) for other in desired)
+        same_length = len(live) == len(desired)
         return same_length and all(_covers(one, other) for one, other in zip(live, desired, strict=True))
     return bool(live == desired)
+
+
+def _comparison(key: str) -> Callable[[Any, Any], bool]:
+    return _is_same if key in _WHOLE else _covers
+
+
+def _is_same(live: Any, desired: Any) -> bool:
+    """Whether each has every field of the other: one label more selects other pods."""
+    return _covers(live, desired) and _covers(desired, live)
+
+
+#: Fields whose value counts as a whole.
+_WHOLE: Final = ("selector", "podSelector", "namespaceSelector")
 
 
 def _is_dropped(key: str, value: Any) -> bool:

@@ -107,12 +107,22 @@ def _held_across_keys(
 
 
 def entries(
-    goal: PipelineRevision, known: Sequence[PipelineRevision], observed: Sequence[Workload]
+    goal: PipelineRevision,
+    known: Sequence[PipelineRevision],
+    observed: Sequence[Workload],
+    *,
+    kept: Mapping[UnitRevision, int] | None = None,
 ) -> tuple[PipelineRevision, ...]:
-    """The pipeline revisions that may be served, the goal's last; others while all their units have pods."""
+    """The pipeline revisions that may be served, the goal's last; others while all their units have pods.
+
+    kept: the replicas decided now, once all coordinators have a complete set of the goal: then a revision ends as soon
+        as one of its units has none, and no new request meets pods that are told to end.
+    """
     alive = {(each.unit, each.revision) for each in observed if each.replicas or each.present}
-    kept = [one for one in known if one.revision != goal.revision and alive.issuperset(one.units.items())]
-    return (*kept, goal)
+    if kept is not None:
+        alive = {key for key in alive if kept.get(key)}
+    others = [one for one in known if one.revision != goal.revision and alive.issuperset(one.units.items())]
+    return (*others, goal)
 
 
 class _Step(msgspec.Struct, frozen=True, kw_only=True):

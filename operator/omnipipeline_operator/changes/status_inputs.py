@@ -6,15 +6,18 @@ Here: no judgement. Not here: conditions (`assessment`), the status itself (`sta
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Final
 
 import msgspec
 
 from omnipipeline_operator.changes.diagnostics import Diagnostic
 from omnipipeline_operator.changes.rollout import Decision, Goal
 from omnipipeline_operator.changes.workloads import Workload
-from omnipipeline_operator.desired.pods import COORDINATOR_START_S
+from omnipipeline_operator.desired.pods import COORDINATOR_START_S, PRE_STOP_S
 from omnipipeline_spec.types.plan import PipelinePlan, PipelineRevision
 from omnipipeline_spec.types.pods import COORDINATOR
+
+ROUNDED_S: Final = 1.0  # timestamps have whole seconds
 
 
 class Refusal(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,6 +53,8 @@ class StatusInputs(msgspec.Struct, frozen=True, kw_only=True):
     image: str = ""  #: Of the desired revision.
     images: Mapping[str, str] = {}  #: Of the others.
     missing: Sequence[Diagnostic] = ()  #: Missing references, and kubelet warnings about pods that do not start.
+    #: Whether all coordinators that answered bind new requests to the desired revision alone; None: none answered.
+    switched: bool | None = None
     note: str | None = None  #: A remark for the author in the Accepted condition.
 
 
@@ -82,12 +87,38 @@ def workload_ready(inputs: StatusInputs, unit: str, revision: str) -> int:
     return sum(each.ready for each in inputs.observed if (each.unit, each.revision) == (unit, revision))
 
 
-def old_revision_serves(inputs: StatusInputs) -> bool:
-    """Whether pods of another revision still take new requests; draining ones do not."""
-    desired = {name: one.revision for name, one in inputs.goal.units.items()} | {
-        COORDINATOR: inputs.goal.coordinator.revision
-    }
-    return any(desired.get(each.unit) != each.revision and (each.replicas or each.ready) for each in inputs.observed)
+def old_revision_serves(inputs: StatusInputs, now: float) -> bool:
+    """Whether a new request may still meet another revision.
+
+    A pod takes requests until it drains, `PRE_STOP_S` after it was told to end; one of a stage only as long as a
+    coordinator binds to it.
+    """
+    if inputs.switched is False:
+        return True
+    for each in outdated(inputs):
+        if each.replicas or each.ready:
+            return True
+        if each.unit == COORDINATOR or inputs.switched is None:
+            if any(ends > now for ends in _ends_of_taking(each)):
+                return True
+    return False
+
+
+def outdated(inputs: StatusInputs) -> list[Workload]:
+    """The workloads that are not of the desired revision."""
+    desired = {name: one.revision for name, one in inputs.goal.units.items()}
+    desired[COORDINATOR] = inputs.goal.coordinator.revision
+    return [each for each in inputs.observed if desired.get(each.unit) != each.revision]
+
+
+def ends_of_taking(inputs: StatusInputs) -> list[float]:
+    """When each old pod that was told to end takes no more requests."""
+    return [ends for each in outdated(inputs) for ends in _ends_of_taking(each)]
+
+
+def _ends_of_taking(workload: Workload) -> list[float]:
+    since = [pod.leaving_since for pod in workload.awaited if pod.leaving_since is not None]
+    return [each + PRE_STOP_S + ROUNDED_S for each in since]
 
 
 def coordinator_is_ready(observed: Sequence[Workload], inputs: StatusInputs | None = None) -> bool:

@@ -55,6 +55,7 @@ class ObservedPod(msgspec.Struct, frozen=True, kw_only=True):
         started = self.ready or self.was_ready or self.finished or self.terminating
         return None if started else max(self.created_at, self.started_at) or None
 
+    leaving_since: float | None = None  #: When it was told to end; None: it was not.
     unschedulable: bool = False
     restarts: int = 0
     waits_for_volumes: bool = False  #: It has a node, and none of its containers has been created.
@@ -158,6 +159,7 @@ def read_pod(manifest: Mapping[str, Any], *, now: float = 0.0) -> ObservedPod:
         terminating=bool(deleted_at),
         lost=bool(deleted_at) and (_is_node_lost(conditions) or now >= deleted_at + LOST_S),
         lost_at=deleted_at + LOST_S if deleted_at else None,
+        leaving_since=deleted_at - metadata.get("deletionGracePeriodSeconds", 0) if deleted_at else None,
         node=manifest.get("spec", {}).get("nodeName"),
         finished=status.get("phase") in FINISHED,
         created_at=timestamp(metadata.get("creationTimestamp")),

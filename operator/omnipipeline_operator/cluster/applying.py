@@ -7,6 +7,10 @@ Server-side apply with ``force`` silently takes over a user's object of the same
 that requires absence (``resourceVersion: "1"``; an object's first version is never 1: 201 when absent, 409 when
 present) and updated by one that requires its uid (422 when it is another). An object created by POST keeps the fields
 that later applies leave out, so POST is for children that are written once.
+
+An apply keeps what others own, and the result of both can be invalid: two ports of one name, minAvailable beside
+maxUnavailable, data of a ConfigMap that somebody made immutable. Such a child is replaced: first its fields, and if
+that is refused too, the whole object.
 """
 
 from __future__ import annotations
@@ -28,6 +32,8 @@ MANAGER: Final = "omnipipeline-operator"
 #: Owns ``replicas``, labels and owner of a Deployment; MANAGER owns what is written once. A manager gives up the fields
 #: that its apply leaves out, so the two must differ.
 SCALER: Final = "omnipipeline-operator-scaler"
+#: Owns for a moment what was replaced; MANAGER takes it over.
+REPLACER: Final = "omnipipeline-operator-replacer"
 _HEAD: Final = ("labels", "ownerReferences")
 
 
@@ -70,13 +76,14 @@ class Applier:
         except errors.Conflict:
             live = await self._client.get(kinds.of(manifest), self._owner.namespace, manifest["metadata"]["name"])
         foreign_owner = comparing.foreign_owner(live, self._owner)
-        if foreign_owner is not None:
+        ends = "deletionTimestamp" in live["metadata"]
+        if foreign_owner is not None or ends:
+            temporary = ends or comparing.belongs_to_predecessor(live, self._owner)
             raise NameTaken(
                 manifest["kind"],
                 manifest["metadata"]["name"],
-                foreign_owner,
-                temporary=comparing.belongs_to_predecessor(live, self._owner)
-                or "deletionTimestamp" in live["metadata"],
+                foreign_owner or f"this pipeline, and is being deleted{_waits(live)}",
+                temporary=temporary,
             )
         return await self.restore_owner(manifest, live)
 
@@ -89,9 +96,45 @@ class Applier:
         return self._remember(await self._client.apply(body, manager=SCALER))
 
     async def update(self, manifest: Manifest, live: Mapping[str, Any]) -> Manifest:
-        """Update a live child to the manifest; fields that are no longer in it are removed."""
+        """Update a live child to the manifest; fields that are no longer in it are removed.
+
+        Raises: errors.Invalid, errors.Forbidden: the manifest itself is refused.
+        """
         same = _with_metadata(manifest, uid=live["metadata"]["uid"])
-        return self._remember(await self._client.apply(same, manager=MANAGER))
+        try:
+            return self._remember(await self._client.apply(same, manager=MANAGER))
+        except errors.Invalid as refused:
+            current = await self._client.get(kinds.of(manifest), self._owner.namespace, manifest["metadata"]["name"])
+            if current["metadata"]["uid"] != live["metadata"]["uid"]:
+                raise
+            await self._check_alone(manifest)
+            log.warning("%s %s: replaced: %s", manifest["kind"], manifest["metadata"]["name"], refused.message)
+            return await self._replace(same, current)
+
+    async def _check_alone(self, manifest: Manifest) -> None:
+        """Raises: errors.Invalid, errors.Forbidden: a new object of this manifest would be refused as well."""
+        try:
+            await self._client.create(manifest, dry_run=True)
+        except errors.Conflict:
+            return  # valid: only its name is taken
+
+    async def _replace(self, manifest: Manifest, current: Manifest) -> Manifest:
+        """Overwrite the manifest's fields, their lists included; where that is invalid, delete and create."""
+        kind, name = kinds.of(manifest), manifest["metadata"]["name"]
+        versions = {key: current["metadata"][key] for key in ("uid", "resourceVersion")}
+        fields = {key: value for key, value in manifest.items() if key not in ("apiVersion", "kind", "metadata")}
+        try:
+            patch = {"metadata": versions, **fields}
+            await self._client.merge(kind, self._owner.namespace, name, patch, manager=REPLACER)
+            live = await self._client.apply(manifest, manager=MANAGER)
+        except errors.Invalid:
+            await self.delete({**current, "kind": manifest["kind"], "apiVersion": manifest["apiVersion"]})
+            metadata = {key: value for key, value in manifest["metadata"].items() if key != "uid"}
+            return await self.create({**manifest, "metadata": metadata})
+        managers = [each for each in live["metadata"].get("managedFields", ()) if each["manager"] != REPLACER]
+        owned = {"uid": versions["uid"], "resourceVersion": live["metadata"]["resourceVersion"]}
+        patch = {"metadata": {**owned, "managedFields": managers}}
+        return self._remember(await self._client.merge(kind, self._owner.namespace, name, patch))
 
     async def scale(self, manifest: Manifest, live: Mapping[str, Any], replicas: int) -> Manifest:
         """Set the replicas, labels and owner of a live Deployment, nothing else."""
@@ -181,6 +224,12 @@ class Applier:
     def _remember(self, manifest: Manifest) -> Manifest:
         self._store.put(manifest)
         return manifest
+
+
+def _waits(live: Mapping[str, Any]) -> str:
+    """The finalizers that its end waits for, in words."""
+    finalizers = live["metadata"].get("finalizers", ())
+    return f" (it waits for {', '.join(finalizers)})" if finalizers else ""
 
 
 def _with_metadata(manifest: Manifest, **more: str) -> Manifest:

@@ -126,9 +126,12 @@ class Client:
         body = bodies.encode(manifest)
         return await self._write("PATCH", path, query=query, body=body, content_type=APPLY, timeout_s=timeout_s)
 
-    async def merge(self, kind: Kind, namespace: str, name: str, patch: Mapping[str, Any]) -> Manifest:
-        """A JSON merge patch."""
-        return await self._write("PATCH", kind.path(namespace, name), body=patch, content_type=MERGE)
+    async def merge(
+        self, kind: Kind, namespace: str, name: str, patch: Mapping[str, Any], *, manager: str = ""
+    ) -> Manifest:
+        """A JSON merge patch: lists are replaced."""
+        query = {"fieldManager": manager} if manager else {}
+        return await self._write("PATCH", kind.path(namespace, name), query=query, body=patch, content_type=MERGE)
 
     async def replace(self, manifest: Mapping[str, Any], *, timeout_s: float) -> Manifest:
         """PUT with the manifest's resourceVersion: of two writers one gets a Conflict."""

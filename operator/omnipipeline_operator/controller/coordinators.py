@@ -13,6 +13,7 @@ from omnipipeline_operator.cluster.client import Client
 from omnipipeline_operator.cluster.status_client import CoordinatorStatus, InstanceStatus, StatusClient
 from omnipipeline_operator.controller.snapshots import Snapshot
 from omnipipeline_operator.desired import naming
+from omnipipeline_spec.types.plan import PipelineRevision
 from omnipipeline_spec.types.pods import COORDINATOR
 
 MAX_ASKED: Final = 64  # addresses at each of which the API server lists pods, in one reconcile
@@ -46,6 +47,17 @@ async def aside(client: Client, snapshot: Snapshot, coordinators: Sequence[Coord
         if labels and not all(any(one <= each.items() for each in labels) for one in selectors):
             aside.append(host)
     return sorted(aside)
+
+
+def have_complete(coordinators: Sequence[CoordinatorStatus], revision: PipelineRevision) -> bool:
+    """Whether coordinators answered, and each can bind requests to this revision."""
+    units = revision.units.items()
+    return bool(coordinators) and all(each.registered().keys() >= units for each in coordinators)
+
+
+def have_switched(coordinators: Sequence[CoordinatorStatus], revision: PipelineRevision) -> bool | None:
+    """Whether all that answered bind new requests to this revision alone; None: none answered."""
+    return all(set(each.revisions) == {revision.revision} for each in coordinators) if coordinators else None
 
 
 def registered(coordinators: Sequence[CoordinatorStatus]) -> dict[tuple[str, str], int] | None:

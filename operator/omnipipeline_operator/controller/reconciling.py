@@ -35,7 +35,7 @@ from omnipipeline_operator.controller.plan_cache import PlanCache
 from omnipipeline_operator.controller.planned import Planned, rollout_goal
 from omnipipeline_operator.controller.reporting import StatusReporter
 from omnipipeline_operator.controller.snapshots import Snapshot
-from omnipipeline_operator.controller.writing import ChildWriter, DesiredState
+from omnipipeline_operator.controller.writing import ChildError, ChildWriter, DesiredState
 from omnipipeline_operator.desired import children, config, naming
 from omnipipeline_operator.desired.naming import Owner
 from omnipipeline_operator.desired.pods import PodFacts
@@ -182,7 +182,12 @@ class Reconciler:
         state = DesiredState(
             desired=planned.desired,
             decision=decision,
-            entries=rollout.entries(update, known, observed),
+            entries=rollout.entries(
+                update,
+                known,
+                observed,
+                kept=decision.replicas if coordinators.have_complete(statuses, update) else None,
+            ),
             pins=planned.pins,
             held=missing_references.held,
             prefetch_held=missing_references.prefetch_held,
@@ -194,14 +199,18 @@ class Reconciler:
             may_shrink=may_shrink or planned.goal.suspended,
             loads=coordinators.loads(statuses),
         )
-        refusal, again, failed = None, None if may_shrink else SOON_S, None
+        # No watch reports when coordinators have read the list.
+        switches = len(state.entries) == 1 and coordinators.have_switched(statuses, update) is False
+        again = SOON_S if switches or not may_shrink else None
         try:
             await writer.apply(state)
-        except NameTaken as error:
-            refusal = Refusal(reason="NameConflict", message=str(error))
-            again = SOON_S if error.temporary else LATER_S
-        except (errors.Invalid, errors.Forbidden) as error:
-            refusal, failed = _child_refusal(error), error
+        except (NameTaken, errors.Invalid, errors.Forbidden) as error:
+            writer.refused.append(error)
+        refusal = _refusal(writer.refused)
+        taken = [each for each in writer.refused if isinstance(each, NameTaken)]
+        failed = next((each for each in writer.refused if isinstance(each, errors.ClusterError)), None)
+        if taken:
+            again = SOON_S if any(each.temporary for each in taken) else LATER_S
         after = self._snapshot(snapshot.owner)
         claim_refusal = writer.claim_refusal
         inputs = reporting.inputs(planned, after, statuses, refusal, serving, missing_references, claim_refusal)
@@ -263,7 +272,16 @@ def _asked_rotation(resource: Manifest) -> str | None:
     return None if asked is None else str(asked)
 
 
-def _child_refusal(error: errors.ClusterError) -> Refusal:
-    """The API server refuses a child as the spec makes it: a quota, a policy, an invalid podTemplate."""
-    reason = "QuotaExceeded" if "exceeded quota" in error.message else "ChildRefused"
-    return Refusal(reason=reason, message=error.message)
+def _refusal(refused: Sequence[ChildError]) -> Refusal | None:
+    """The children that are not as the spec asks for: each one's error, and the reason of the first."""
+    if not refused:
+        return None
+    messages = dict.fromkeys(str(each) if isinstance(each, NameTaken) else each.message for each in refused)
+    return Refusal(reason=_reason(refused[0]), message="; ".join(messages))
+
+
+def _reason(error: ChildError) -> str:
+    """A quota, a policy and an invalid podTemplate make the API server refuse a child."""
+    if isinstance(error, NameTaken):
+        return "NameConflict"
+    return "QuotaExceeded" if "exceeded quota" in error.message else "ChildRefused"

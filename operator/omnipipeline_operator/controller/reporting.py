@@ -60,6 +60,7 @@ def inputs(
         entries=snapshot.entries(),
         exposure=exposure.exposure(planned.spec, snapshot),
         registered=coordinators_of.registered(coordinators),
+        switched=coordinators_of.have_switched(coordinators, planned.plan.current),
         refusal=refusal,
         progress_deadline_s=float(planned.spec.rollout.progress_deadline_seconds),
         missing=missing.diagnostics,

@@ -40,6 +40,7 @@ class WorkQueue:
         self._urgent_in_a_row = 0  #: Urgent keys taken since the last other one.
         self._in_progress: dict[PipelineKey, bool] = {}  #: Key -> whether it was added again.
         self._failures: dict[PipelineKey, int] = {}
+        self._failing_since: dict[PipelineKey, float] = {}  #: The first of these failures.
         self._cool_down_until: dict[PipelineKey, float] = {}
         self._changed_in_a_row: dict[PipelineKey, int] = {}  #: Reconciles in a row during which something has changed.
         self._wake = asyncio.Event()
@@ -84,6 +85,7 @@ class WorkQueue:
         because another controller may keep undoing the writes.
         """
         self._failures.pop(key, None)
+        self._failing_since.pop(key, None)
         self._start_cool_down(key)
         if changed:
             count = self._changed_in_a_row[key] = self._changed_in_a_row.get(key, 0) + 1
@@ -99,6 +101,7 @@ class WorkQueue:
         """A reconcile has failed: retry with exponential back-off. Returns the delay in seconds."""
         count = self._failures.get(key, 0)
         self._failures[key] = count + 1
+        self._failing_since.setdefault(key, self._now())
         wait: float = min(MIN_RETRY_S * 2.0**count, MAX_RETRY_S) * (1 + 0.2 * self._jitter())
         if self._in_progress.pop(key):  # a change arrived, which may resolve the failure
             wait = min(wait, CHANGED_RETRY_S)
@@ -108,6 +111,10 @@ class WorkQueue:
     def oldest_wait_s(self) -> float:
         """How long the longest waiting key has been due."""
         return max(0.0, max((self._now() - at for at in self._due.values()), default=0.0))
+
+    def longest_failing_s(self) -> float:
+        """How long the key that fails longest has not succeeded."""
+        return max((self._now() - since for since in self._failing_since.values()), default=0.0)
 
     def __len__(self) -> int:
         return len(self._due) + len(self._in_progress)

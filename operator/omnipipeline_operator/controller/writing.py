@@ -12,11 +12,11 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 import msgspec
 
-from omnipipeline_operator import kinds
+from omnipipeline_operator import errors, kinds
 from omnipipeline_operator.changes import comparing
 from omnipipeline_operator.changes.rollout import Decision, UnitRevision
 from omnipipeline_operator.changes.workloads import Workload
-from omnipipeline_operator.cluster.applying import Applier
+from omnipipeline_operator.cluster.applying import Applier, NameTaken
 from omnipipeline_operator.controller import model_cache
 from omnipipeline_operator.controller.pinning import PinnedChoices
 from omnipipeline_operator.controller.snapshots import Snapshot
@@ -28,6 +28,8 @@ from omnipipeline_spec.types.pods import COORDINATOR
 
 DELETION_COST = "controller.kubernetes.io/pod-deletion-cost"
 MAX_COST = 2**31 - 1
+
+ChildError = NameTaken | errors.Invalid | errors.Forbidden
 
 
 class DesiredState(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,11 +57,15 @@ class ChildWriter:
         self._snapshot = snapshot
         self._apply = applier
         self.claim_refusal: str | None = None  #: Why the model cache's claim cannot grow.
+        self.refused: list[ChildError] = []  #: Of children that were not written; all others were.
         self._ensure_exists = ensure_exists  #: Called before the first creation; raises when the resource is deleted.
         self._exists = False
 
     async def apply(self, state: DesiredState) -> None:
-        """Write what differs from the snapshot. Raises: NameTaken, errors.ClusterError."""
+        """Write what differs from the snapshot. A child that is refused stops no other one: see `refused`.
+
+        Raises: NameTaken, errors.ClusterError: also when what all pods need is refused.
+        """
         revisions = await self._write_revisions(state)
         if state.curve and state.pins.is_new:
             await self._create_key(state.pins)
@@ -67,13 +73,20 @@ class ChildWriter:
             [each for each in state.desired.created if each["kind"] != JOB.name or not state.prefetch_held]
         )
         for manifest in state.desired.applied:
-            await self._ensure(manifest)
+            await self._attempt(self._ensure(manifest))
         await self._workloads(state)
         for each in state.retried:
             await self._apply.annotate_deployment(each.name, {naming.RETRIED_AT: str(int(state.now))})
         await self._refresh_coordinators(revisions)
         await self._delete_undesired([*state.desired.applied, *state.desired.created])
         await self._delete_retired(state.decision.retired, state.desired)
+
+    async def _attempt(self, writing: Awaitable[object]) -> None:
+        """Write one child; remember a refusal."""
+        try:
+            await writing
+        except (NameTaken, errors.Invalid, errors.Forbidden) as error:
+            self.refused.append(error)
 
     # --- what pods need -----------------------------------------------------------------------------------------
 
@@ -132,7 +145,7 @@ class ChildWriter:
                 await self._apply.delete(live)  # its pods go with it; a download goes on where it was
                 live = None
             if live is None:
-                await self._create(manifest)
+                await self._attempt(self._create(manifest))
             elif kind is kinds.CLAIM and model_cache.must_grow(manifest, live):
                 self.claim_refusal = await self._apply.grow_claim(live, model_cache.requested(manifest))
 
@@ -159,11 +172,11 @@ class ChildWriter:
                 continue
             if desired is not None and live is not None and replicas and await self._is_outdated(desired, live):
                 await self._apply.delete(live)
-                await self._workload(desired, None, replicas, state.loads)
+                await self._attempt(self._workload(desired, None, replicas, state.loads))
             elif desired is not None:
-                await self._workload(desired, live, replicas, state.loads)
+                await self._attempt(self._workload(desired, live, replicas, state.loads))
             elif live is not None:
-                await self._scale(live, replicas, state)
+                await self._attempt(self._scale(live, replicas, state))
 
     async def _is_outdated(self, desired: children.DesiredWorkload, live: Manifest) -> bool:
         """Whether a Deployment without running pods has another template than it would be created with now.

@@ -200,6 +200,7 @@ class Operator:
         read(metrics.LEADER, lambda: float(self._leads))
         read(metrics.WORKQUEUE_DEPTH, lambda: float(len(self._queue)))
         read(metrics.WORKQUEUE_OLDEST, self._queue.oldest_wait_s)
+        read(metrics.WORKQUEUE_LONGEST_FAILING, self._queue.longest_failing_s)
         read(metrics.STORE_OBJECTS, lambda: float(len(self._store)))
         read(metrics.PIPELINES, lambda: float(sum(1 for _ in self._store.pipelines())))
         read(metrics.WATCH_EVENTS, lambda: float(self._watcher.events))

@@ -55,6 +55,11 @@ WORKQUEUE_OLDEST: Final = Metric(
     kind="gauge",
     help="How long the pipeline that waits longest has been due",
 )
+WORKQUEUE_LONGEST_FAILING: Final = Metric(
+    name="omnipipeline_operator_workqueue_longest_failing_seconds",
+    kind="gauge",
+    help="How long the pipeline that fails longest has had no reconcile without an error",
+)
 STORE_OBJECTS: Final = Metric(
     name="omnipipeline_operator_store_objects", kind="gauge", help="Objects in the operator's store"
 )
@@ -102,6 +107,7 @@ OPERATOR: Final = (
     RECONCILE_ERRORS,
     WORKQUEUE_DEPTH,
     WORKQUEUE_OLDEST,
+    WORKQUEUE_LONGEST_FAILING,
     PIPELINES,
     STORE_OBJECTS,
     WATCH_EVENTS,

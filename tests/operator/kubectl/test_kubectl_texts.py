@@ -51,8 +51,8 @@ def made(**spec: Any) -> dict[str, Any]:
 
 
 def entry(number: int, **spec: Any) -> dict[str, Any]:
-    metadata = {"labels": {"omnipipeline.dev/revision": f"r{number}"}, "creationTimestamp": "now"}
-    metadata["ownerReferences"] = [{"uid": "u"}]  # type: ignore[assignment]
+    metadata: dict[str, Any] = {"labels": {"omnipipeline.dev/revision": f"r{number}"}, "creationTimestamp": "now"}
+    metadata["ownerReferences"] = [{"uid": "u"}]
     return {"metadata": metadata, "revision": number, "data": {"spec": made(**spec)["spec"]}}
 
 
