@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import signal
+import sys
 from typing import Any
 
 import click
