@@ -1,12 +1,10 @@
 """Each alert of the chart rings within minutes of what a person must act on, and for nothing else.
 
-promtool evaluates the rules over series as Prometheus records them, one value a minute. Missing promtool is a failure
-under CI and a skip elsewhere.
+promtool evaluates the rules over series as Prometheus records them, one value a minute.
 """
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 from pathlib import Path

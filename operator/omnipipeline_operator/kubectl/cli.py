@@ -144,13 +144,13 @@ def rotate_key(kubectl: Kubectl, name: str, wait: bool, timeout: str) -> None:
     """Replace all pods of a pipeline by pods with a new control key, new before old: no request is lost."""
     with errors_as_messages():
         stamp = acting.rotate_key(kubectl, name)
-        click.echo(f"{name} gets a new control key, and restarts for it (restartedAt {stamp})")
+        terminal.echo(f"{name} gets a new control key, and restarts for it (restartedAt {stamp})")
         if not wait:
             return
         if code := _wait_ready(kubectl, name, timeout):
             sys.exit(code)
         for secret in acting.delete_old_keys(kubectl, name):
-            click.echo(f"Secret {secret} is deleted")
+            terminal.echo(f"Secret {secret} is deleted")
 
 
 @main.command()

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from omnipipeline_operator.kubectl import acting
 from omnipipeline_operator.kubectl.access import Kubectl, KubectlError
@@ -25,7 +26,8 @@ def kubectl(folder: Path, spec: dict[str, Any], answers: dict[str, Any] = ANSWER
         (folder / kind).write_text(json.dumps({"items": items}))
     program = folder / "kubectl"
     program.write_text(
-        f'#!/bin/sh\necho "$@" >> {folder}/asked\n[ "$1" = get ] || exit 0\n'
+        f'#!/bin/sh\necho "$@" >> {folder}/asked\nfor each in "$@"; do case "$each" in\n'
+        f'--patch-file=*) cat "${{each#--patch-file=}}" > {folder}/patch ;; esac; done\n[ "$1" = get ] || exit 0\n'
         f'case "$2" in omnipipelines*) cat {folder}/pipeline ;; *) cat {folder}/"$2" ;; esac\n'
     )
     program.chmod(0o755)
@@ -38,7 +40,7 @@ def asked(folder: Path) -> list[str]:
 
 def test_one_patch_asks_for_the_key_and_for_the_restart(tmp_path: Path) -> None:
     stamp = acting.rotate_key(kubectl(tmp_path, {}), "p")
-    patch = json.loads(asked(tmp_path)[-1].partition("--patch=")[2])
+    patch = yaml.safe_load((tmp_path / "patch").read_text())
     annotations = {"omnipipeline.dev/key-rotation": stamp}
     assert patch == {"spec": {"restartedAt": stamp}, "metadata": {"annotations": annotations}}
 
