@@ -26,9 +26,9 @@ class Backbone(nn.Module):
         self.head = model.lm_head
         self.config = model.config
         self.generation_config = SimpleNamespace(eos_token_id=None)  # a whole frame ends an answer, not its first code
-        self.embedding = nn.Embedding.from_pretrained(
-            model.backbone_model.embed_tokens.embed_audio_tokens.weight[: model.config.vocab_size]
-        )
+        first = model.backbone_model.embed_tokens.embed_audio_tokens.weight[: model.config.vocab_size]
+        embedding: Any = nn.Embedding
+        self.embedding: Any = embedding.from_pretrained(first)
 
     def set_attn_implementation(self, name: str) -> None:
         self.backbone.set_attn_implementation(name)
@@ -37,7 +37,7 @@ class Backbone(nn.Module):
     def get_decoder(self) -> Any:
         return self.backbone
 
-    def get_input_embeddings(self) -> nn.Module:
+    def get_input_embeddings(self) -> Any:
         return self.embedding
 
     def get_output_embeddings(self) -> Any:
