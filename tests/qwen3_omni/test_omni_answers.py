@@ -80,14 +80,17 @@ async def test_together_with_little_memory_and_aborts_beside_them_answers_are_th
     tiny_omni: str, oracle: dict[str, Any]
 ) -> None:
     async with pipeline(tiny_omni, *TOGETHER, *SCARCE) as client:
+        alone = await ask(client, CASES[1])
         answers = [asyncio.create_task(ask(client, case)) for case in CASES]
         leaving = [asyncio.create_task(ask(client, case)) for case in CASES[:4]]
         await asyncio.sleep(0)
         for task in leaving:
             task.cancel()
         await asyncio.gather(*leaving, return_exceptions=True)
-        for case, answer in zip(CASES, await asyncio.gather(*answers), strict=True):
+        beside = await asyncio.gather(*answers)
+        for case, answer in zip(CASES, beside, strict=True):
             check(tiny_omni, oracle, case, answer)
+        assert np.array_equal(beside[1].samples, alone.samples), "the same samples, alone and among others"
         again = await ask(client, CASES[3])
         check(tiny_omni, oracle, CASES[3], again)
         assert again.usage["prompt_tokens_details"]["cached_tokens"] > 0, "equal pictures and sounds share a prefix"
