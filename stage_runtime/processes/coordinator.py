@@ -276,7 +276,7 @@ async def _watch_file(path: Path, read: Callable[[bytes], T], changed: Callable[
         known = content
         try:
             changed(read(content))
-            log.info("%s has changed and was read again", path)
+            log.debug("%s has changed and was read again", path)
         except ConfigurationError as error:
             log.error("%s: %s; what was read before stays", path, error)
 

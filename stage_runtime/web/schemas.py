@@ -204,7 +204,11 @@ def decode(raw: bytes, body: type[Body], decoder: msgspec.json.Decoder[Body]) ->
     except msgspec.ValidationError as error:
         if _UNKNOWN not in str(error):
             raise refusal(str(error), body) from None
-    return _without_idle_keys(strictjson.decode(raw, _ANY), body)
+    try:
+        given = strictjson.decode(raw, _ANY)
+    except msgspec.ValidationError as error:  # a number that no float holds, behind an unknown key
+        raise refusal(str(error), body) from None
+    return _without_idle_keys(given, body)
 
 
 def _without_idle_keys(given: Any, body: type[Body]) -> Body:

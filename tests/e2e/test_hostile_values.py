@@ -149,7 +149,8 @@ class Attacker:
     def serves(self) -> None:
         answer = self._http.post("/v1/pipeline", json={"inputs": {"where": "nowhere"}})
         assert answer.status_code == 200, f"the next request: {answer.text[:500]}"
-        assert answer.json()["results"] == {"speak": {"type": "note", "name": "through", "value": True}}
+        note = {"type": "note", "name": "through", "value": True}
+        assert answer.json()["results"] == {"speak": [{"type": "text", "text": "shown"}, note]}
         assert self._pids() == self._before, "the same processes"
 
     def close(self) -> None:

@@ -381,6 +381,8 @@ def test_the_steps_of_a_request_are_recorded_as_scheduler_events() -> None:
     recorded: list[tuple[str, str, dict[str, Any]]] = []
 
     class Context:
+        terminal = True
+
         def emit(self, event: str, request_id: str, **metadata: Any) -> None:
             recorded.append((request_id, event, metadata))
 

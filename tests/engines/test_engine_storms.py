@@ -22,6 +22,7 @@ from tests.engines.generation_kit import alone, tiny_model, tiny_tokenizer
 POISON = 61  # a token whose embedding is NaN; no sound prompt and no answer has it
 PATIENCE_S = 100.0
 BLOCKS = 30  # of 4 tokens
+REFUSALS = {"InvalidRequest", "RequestError", "GrammarRefused", "ContextLengthExceeded"}
 TOKEN_BYTES = 2 * 2 * 2 * 8 * 4  # layers, K and V, heads, their size, bytes of a float
 BAD: dict[str, Any] = {
     "grammar": {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "nonsense"}}}},
@@ -123,5 +124,5 @@ def test_in_a_storm_only_the_requests_concerned_end_and_all_blocks_come_back(
     assert len(failed) == 3 * len(BAD)
     codes = {"raises": {"KeyError"}}  # as any other exception of an author's it becomes stage_failed
     for name, kind in failed.items():
-        assert kind in codes.get(name.split()[0], {"InvalidRequest", "RequestError"})
+        assert kind in codes.get(name.split()[0], REFUSALS)
     assert rig.inbox.gauges["kv_blocks"] == BLOCKS

@@ -143,7 +143,8 @@ def test_what_is_wrong_with_a_stream_fails_its_request_alone_wherever_it_is() ->
     assert blamed == {
         "raises": "KeyError",
         "failed": "RequestError",
-        **dict.fromkeys(["words", "unknown", "rows", "long", "grows"], "InvalidRequest"),
+        **dict.fromkeys(["words", "unknown", "rows"], "InvalidRequest"),
+        **dict.fromkeys(["long", "grows"], "ContextLengthExceeded"),
     }
     stage.at_rest(rig)
 

@@ -167,7 +167,9 @@ def test_parameters_have_the_meaning_there_that_they_have_here() -> None:
     assert 0 < given.top_p < 1e-6
     assert (given.stop_token_ids, given.logit_bias, given.temperature, given.detokenize) == ([7], {5: -3.0}, 0.0, False)
     written = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-    assert given.structured_outputs.json == {"type": "integer", "x-guidance": written}
+    most = 10**15 - 1  # an integer without bounds has 15 digits at most
+    bounded = {"type": "integer", "minimum": -most, "maximum": most, "x-guidance": written}
+    assert given.structured_outputs.json == bounded
 
 
 def test_the_likeliest_tokens_are_as_many_as_were_asked_for() -> None:

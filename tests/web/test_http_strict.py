@@ -193,7 +193,10 @@ def test_the_fields_of_a_form_together_have_as_many_values_as_a_body(value: byte
 def test_a_field_that_a_form_does_not_have_is_refused_before_it_is_read() -> None:
     with pytest.raises(InvalidRequest) as caught:
         pipelines.from_form([field("imputs", b"[" + b"[]," * 200_000 + b"1]")])
-    message = "imputs: unknown parameter; did you mean 'inputs'?; a form's fields are JSON, its files need a file name"
+    message = (
+        "imputs: unknown parameter; did you mean 'inputs'?; a value for the stages goes into the field inputs, "
+        "a JSON object with the key 'imputs'; a form's fields are JSON, its files need a file name"
+    )
     assert (caught.value.message, caught.value.param) == (message, "imputs")
 
 
