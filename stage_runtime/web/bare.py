@@ -60,6 +60,6 @@ async def _on_validation_error(request: Request, error: Exception) -> Response:
 
 def _as_response(request: Request, error: RequestError, status: int, headers: dict[str, str]) -> Response:
     exchange: Exchange = request.scope[KEY]
-    exchange.error = error
+    exchange.note_error(error)
     body = errors.encoded(error, exchange.answer_id())
     return Response(body, status_code=status, headers=headers, media_type="application/json")

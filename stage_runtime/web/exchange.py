@@ -11,13 +11,13 @@ import re
 import secrets
 import time
 from collections.abc import Callable
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 from starlette.types import Message, Receive, Scope, Send
 
 from stage_runtime.errors import InvalidRequest, RequestError
 from stage_runtime.web.answer_times import AnswerTimes
-from stage_runtime.web.errors import Headers, RequestRefused
+from stage_runtime.web.errors import Headers, RequestRefused, logged
 from stage_runtime.web.memory_budget import MemoryReservation
 
 KEY: Final = "omni.exchange"  #: Where `Middleware` puts it into the ASGI scope.
@@ -61,7 +61,8 @@ class Exchange:
         self.route = "unknown"  #: The route's pattern, for logs and metrics: never what the client wrote.
         self.request_id: str | None = None
         self.common_headers: Headers = []  #: Headers that every answer to it has.
-        self.error: RequestError | None = None  #: What the answer carries, in its status or as an event.
+        self.failure: str | None = None  #: Code of the error that the answer carries, in its status or as an event.
+        self.problem: dict[str, Any] = {}  #: What the request's log line says of it.
         self.status = 0
         self.sent_bytes = 0
         self.body_nbytes = 0  #: Of the request's body, as far as it was read.
@@ -84,7 +85,12 @@ class Exchange:
     @property
     def outcome(self) -> str:
         """``completed``, the error's code, or ``torn``: an answer that was begun and not ended."""
-        return self.error.code if self.error is not None else ("completed" if self.complete else "torn")
+        return self.failure or ("completed" if self.complete else "torn")
+
+    def note_error(self, error: RequestError) -> None:
+        """The answer carries it. The exception itself is not kept: its traceback holds the request's body."""
+        self.failure = error.code
+        self.problem = logged(error)
 
     def header(self, name: bytes) -> str | None:
         """A request header by its lower-case name."""

@@ -90,7 +90,7 @@ class Middleware:
 
 async def fail(exchange: Exchange, error: RequestError) -> None:
     """Answer with an error. An answer that has begun is left incomplete, which the client notices."""
-    exchange.error = error
+    exchange.note_error(error)
     if exchange.started:
         return
     body = errors.encoded(error, exchange.answer_id())
@@ -112,7 +112,7 @@ def _log_line(exchange: Exchange, ended_at: float) -> None:
     }
     if exchange.answer_times is not None and (tokens := exchange.answer_times.tokens.shown()) is not None:
         facts |= {"prompt_tokens": tokens.prompt_tokens, "completion_tokens": tokens.completion_tokens}
-    refused = {} if exchange.error is None else errors.logged(exchange.error)
+    refused = exchange.problem
     words = [f"{name}={value}" for name, value in facts.items()]
     words += [f"{name}={json.dumps(value)}" for name, value in refused.items()]  # a client's text stays one word
     _log.info(" ".join(words), extra={"facts": facts | refused})

@@ -160,7 +160,7 @@ async def stream(
 async def _send_error(out: EventStream, exchange: Exchange, encoder: StreamEncoder, error: RequestError) -> None:
     if not exchange.started:
         raise error
-    exchange.error = error
+    exchange.note_error(error)
     await out.send(encoder.fail(error))
 
 
