@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any, Final
 from urllib.parse import quote
 
@@ -14,11 +15,12 @@ from rich.text import Text
 from omnipipeline_spec import consoles, terminal
 from omnipipeline_spec.types.errors import printable
 from stage_runtime.cli.server import server, server_options
+from stage_runtime.profiler import lines
 
 WIDTH_WITHOUT_TERMINAL: Final = 120
 NARROWEST_BAR: Final = 10  # in a terminal without room for it there are the numbers alone
 NUMBERS: Final = 26  # columns of the start, the duration and the gaps
-QUEUED, RUNNING, MOVING = ("░", "yellow"), ("█", "green"), ("─", "cyan")
+MARKS: Final = {lines.QUEUE: ("░", "yellow"), lines.FUNCTION: ("█", "green"), lines.HOP: ("─", "cyan")}
 
 
 @click.command("trace")
@@ -42,20 +44,21 @@ def command(request_id: str, as_json: bool, **which: Any) -> None:
 def draw(record: dict[str, Any], *, width: int) -> RenderableType:
     """The waterfall of one answer of ``GET /v1/requests/{id}``, ``width`` columns wide."""
     total_ms = record["total_ms"] if record["total_ms"] is not None else record["age_ms"]
-    rows = sorted(_rows(record), key=lambda row: (row[1], row[2]))
-    label_width = max((len(row[0]) for row in rows), default=0)
+    rows = lines.of_record(record["stages"], record["hops"])
+    label_width = max((len(row.label) for row in rows), default=0)
     bar_width = width - label_width - NUMBERS
     drawn = bar_width >= NARROWEST_BAR
-    scale = bar_width / max([total_ms, *(row[2] for row in rows), 1e-6])
+    scale = bar_width / max([total_ms, *(row.end_ms for row in rows), 1e-6])
     table = Table(box=None, pad_edge=False, header_style="dim")
     table.add_column("", no_wrap=True, max_width=max(width - NUMBERS + 6, 4))
     if drawn:
         table.add_column(f"0 … {_ms(total_ms)} ms", no_wrap=True)
     table.add_column("START ms", justify="right", no_wrap=True, min_width=8)
     table.add_column("TOOK ms", justify="right", no_wrap=True, min_width=7)
-    for label, start_ms, end_ms, parts, style in rows:
-        bar = [_bar(start_ms, parts, scale, bar_width)] if drawn else []
-        table.add_row(Text(label, style=style), *bar, _ms(start_ms), _ms(end_ms - start_ms))
+    for row in rows:
+        bar = [_bar(row.start_ms, row.parts, scale, bar_width)] if drawn else []
+        style = "dim" if row.parts[0][0] == lines.HOP else "bold"
+        table.add_row(Text(row.label, style=style), *bar, _ms(row.start_ms), _ms(row.end_ms - row.start_ms))
     shown: list[Text | Table] = [_headline(record, total_ms), Text(), table]
     if record.get("error"):
         error = record["error"]
@@ -65,36 +68,19 @@ def draw(record: dict[str, Any], *, width: int) -> RenderableType:
         shown.append(Text("no stage has reported yet", style="dim"))
     elif drawn:
         legend = Text("queue ", style="dim")
-        for (mark, style), word in ((QUEUED, "  function "), (RUNNING, "  hop "), (MOVING, "")):
+        for part, word in ((lines.QUEUE, "  function "), (lines.FUNCTION, "  hop "), (lines.HOP, "")):
+            mark, style = MARKS[part]
             legend.append(mark, style=style).append(word)
         shown.append(legend)
     return Group(*shown)
 
 
-WaterfallRow = tuple[
-    str, float, float, list[tuple[float, tuple[str, str]]], str
-]  #: label, start, end, (ms, mark)…, style
-
-
-def _rows(record: dict[str, Any]) -> list[WaterfallRow]:
-    rows: list[WaterfallRow] = []
-    for name, stage in record["stages"].items():
-        if stage["start_ms"] is not None:
-            parts = [(stage["queue_ms"], QUEUED), (stage["run_ms"], RUNNING)]
-            rows.append((name, stage["start_ms"], stage["end_ms"], parts, "bold"))
-    for hop in record["hops"]:
-        arrow = "⇢" if hop["kind"] == "stream" else "→"
-        label = f"{hop['source']} {arrow} {hop['target']}"
-        took = hop["end_ms"] - hop["start_ms"]
-        rows.append((label, hop["start_ms"], hop["end_ms"], [(took, MOVING)], "dim"))
-    return rows
-
-
-def _bar(start_ms: float, parts: list[tuple[float, tuple[str, str]]], scale: float, width: int) -> Text:
+def _bar(start_ms: float, parts: Sequence[tuple[str, float]], scale: float, width: int) -> Text:
     """Each part from where the one before ends; what is shorter than a column still has one."""
     begin = min(max(round(start_ms * scale), 0), width - 1)
     bar, at_ms = Text(" " * begin), start_ms
-    for took_ms, (mark, style) in parts:
+    for part, took_ms in parts:
+        mark, style = MARKS[part]
         at_ms += took_ms
         end = min(max(round(at_ms * scale), 0), width)
         if took_ms > 0 and len(bar) < width:

@@ -22,6 +22,7 @@ _OPENERS: Final[dict[str, list[tuple[str, str]]]] = {}
 for _pair in events.INTERVALS:
     _OPENERS.setdefault(_pair[0], []).append(_pair)
     _CLOSERS.setdefault(_pair[1], []).append(_pair)
+WHOLE: Final = (events.REQUEST_ADMISSION, events.TERMINAL_RESPONSE)
 _RECEIVES: Final = {received: (sent, kind) for sent, (received, kind) in events.HOPS.items()}
 
 
@@ -80,10 +81,11 @@ def report_of(found: Events, *, timeline: bool = True) -> dict[str, Any]:
             stages[each.stage, each.opened, each.closed].append(each.end_ns - each.start_ns)
         for hop in pairs.hops:
             hops[hop.source, hop.destination, hop.kind].append(hop.end_ns - hop.start_ns)
-        requests.append(_request(request_id, moments, timeline=timeline))
+        requests.append(_request(request_id, moments, whole=is_whole(pairs), timeline=timeline))
     return {
         "run_ids": sorted(found.run_ids),
         "request_count": len(found.requests),
+        "partial_count": sum(not each["whole"] for each in requests),
         "event_count": found.count,
         "dropped_count": sum(process.dropped for process in found.processes),
         "unreadable_lines": sum(process.unreadable for process in found.processes),
@@ -115,6 +117,11 @@ def end_ns(moments: Sequence[Moment]) -> int:
     """When the request was over; of one that was not, its last event. Releases of its transfers may come later."""
     over = (each.time_ns for each in moments if each.name == events.TERMINAL_RESPONSE)
     return max(over, default=moments[-1].time_ns)
+
+
+def is_whole(pairs: PairedEvents) -> bool:
+    """Whether its admission and its end were recorded: only then its time is known."""
+    return any((each.opened, each.closed) == WHOLE for each in pairs.intervals)
 
 
 def _intervals(moments: Sequence[Moment]) -> Iterator[Interval]:
@@ -198,12 +205,13 @@ def _count(counter: Counter[str], what: str, number: int) -> None:
         counter[what] += number
 
 
-def _request(request_id: str, moments: Sequence[Moment], *, timeline: bool) -> dict[str, Any]:
+def _request(request_id: str, moments: Sequence[Moment], *, whole: bool, timeline: bool) -> dict[str, Any]:
     start = anchor_ns(moments)
     found: dict[str, Any] = {
         "request_id": request_id,
         "start_ns": start,
         "duration_ms": round((end_ns(moments) - start) / 1e6, 6),
+        "whole": whole,
     }
     if timeline:
         found["events"] = [

@@ -62,8 +62,8 @@ def test_the_page_draws_requests_waterfall_and_tables(chromium: str, page: Path)
     assert drawn.count('class="row') == 30
     waterfall = re.search(r'<svg id="waterfall".*?</svg>', drawn, re.DOTALL)
     assert waterfall is not None
-    assert waterfall[0].count("<rect") == 20  # 13 intervals, 7 hops
-    assert "thinker ⇒ talker (payload)" in waterfall[0]
+    assert waterfall[0].count("<g>") == 7  # 2 stages, 5 hops
+    assert "thinker ⇢ talker" in waterfall[0] and "stage_" not in waterfall[0]
     assert "Waterfall of request-&lt;b&gt;" in drawn
     assert drawn.count("<tr>") > 10
 
@@ -71,6 +71,11 @@ def test_the_page_draws_requests_waterfall_and_tables(chromium: str, page: Path)
 def test_the_page_of_a_request_with_very_many_events_is_drawn_to_its_end(chromium: str, tmp_path: Path) -> None:
     """More than a call of a function takes arguments: about 120,000."""
     events = chain("many", ["thinker", "talker"], 40_000)
+    tried = [
+        line("many", "thinker", name, number, attempt=number)
+        for number in range(1000)
+        for name in ("stage_input_received", "stage_complete")
+    ]
     runs = [
         line("many", "thinker", name, number, attempt=number)
         for number in range(15_000)
@@ -81,7 +86,7 @@ def test_the_page_of_a_request_with_very_many_events_is_drawn_to_its_end(chromiu
         for number in range(3000)
         for half in ("start", "end")
     ]
-    write(tmp_path / "run" / "events.jsonl", *(event for _, event in events), *runs, *names)
+    write(tmp_path / "run" / "events.jsonl", *(event for _, event in events), *tried, *runs, *names)
     page = tmp_path / "page.html"
     page.write_text(html.page(reading.read(tmp_path / "run")))
     drawn = _chromium(chromium, page, "--dump-dom")

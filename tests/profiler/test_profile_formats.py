@@ -51,6 +51,20 @@ def test_a_run_without_requests_says_so_and_has_its_name(tmp_path: Path) -> None
     assert "No request was recorded" in html.page(found)
 
 
+def test_figures_of_the_page_are_of_the_requests_that_the_table_counts(tmp_path: Path) -> None:
+    for number in range(5):
+        events = [event for _, event in chain(f"r{number}", ["a"], 1, start=number)]
+        first, last = (1, len(events)) if number == 3 else (0, len(events) - (number == 4))
+        write(tmp_path / f"{number}.jsonl", *events[first:last])
+    found = reading.read(tmp_path)
+    report = views.report_of(found)
+    [counted] = [row for row in report["stage_breakdown"] if row["close_event"] == "terminal_response"]
+    data = json.loads(html.page(found).partition("const data = ")[2].partition(";\n")[0])
+    assert (len(data["durations"]), max(data["durations"])) == (counted["count"], counted["max_ms"]) == (3, 9.0)
+    assert data["partial_count"] == 2
+    assert "5 requests (2 without a recorded beginning or end)" in table.text(report)
+
+
 def test_the_json_report_has_the_three_views(run: Path) -> None:
     report = json.loads(CliRunner().invoke(main, [str(run), "--format", "json"]).output)
     assert report["request_count"] == 3

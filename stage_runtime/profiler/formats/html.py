@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import msgspec
 
-from stage_runtime.profiler import reading, views
+from stage_runtime.profiler import lines, reading, views
 from stage_runtime.profiler.reading import Events, Moment
 from stage_runtime.profiler.views import Hop, Interval
 
@@ -43,7 +43,7 @@ def _data(found: Events) -> dict[str, Any]:
         "requests": requests,
         "stages": _stages(found.requests[each["id"]] for each in requests),
         "utilisation": _utilisation(found),
-        "durations": sorted(each["duration_ms"] for each in report["timeline"]),
+        "durations": sorted(each["duration_ms"] for each in report["timeline"] if each["whole"]),
     }
 
 
@@ -61,12 +61,16 @@ def _request(request_id: str, moments: Sequence[Moment]) -> dict[str, Any]:
     def since(time_ns: int) -> float:
         return (time_ns - start) / 1e6
 
+    drawn = lines.of_events(moments, pairs.hops)
     busy = (each for each in pairs.intervals if _is_stay(each))
     return {
         "id": request_id,
         "start": start / 1e6,
         "duration": since(end),
+        "whole": views.is_whole(pairs),
         "first": min(since(moments[0].time_ns), 0.0),
+        "lines": [[each.label, each.stage, each.start_ms, each.end_ms, each.parts] for each in drawn[:MAX_ROWS]],
+        "lines_count": len(drawn),
         "busy": [[each.stage, since(each.start_ns), since(each.end_ns)] for each in islice(busy, MAX_ROWS)],
         "intervals": [
             [each.stage, each.opened, each.closed, since(each.start_ns), since(each.end_ns)]

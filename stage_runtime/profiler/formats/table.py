@@ -13,6 +13,7 @@ from omnipipeline_spec.types.errors import printable
 
 WIDTH: Final = 140
 NO_REQUESTS: Final = "No request was recorded: none came while the profile was taken."
+PARTIAL: Final = "without a recorded beginning or end"
 SHOWN: Final = 20  # of the slowest requests
 _FIGURES: Final = ("count", "total_ms", "avg_ms", "p50_ms", "p95_ms", "max_ms")
 
@@ -31,7 +32,7 @@ def text(report: Mapping[str, Any], *, width: int = WIDTH) -> str:
     ):
         console.print(_table(title, report[key], (*names, *_FIGURES)))
     slowest = sorted(report["timeline"], key=lambda each: -each["duration_ms"])[:SHOWN]
-    console.print(_table(f"Slowest requests (at most {SHOWN})", slowest, ("request_id", "duration_ms")))
+    console.print(_table(f"Slowest requests (at most {SHOWN})", slowest, ("request_id", "duration_ms", "whole")))
     for what, count in report["unpaired_hops"].items():
         console.print(f"unpaired: {count} of {what}")
     return file.getvalue()
@@ -41,8 +42,9 @@ def _headline(report: Mapping[str, Any]) -> str:
     runs = ", ".join(report["run_ids"]) or "no run"
     lost = f", {report['dropped_count']} dropped" if report["dropped_count"] else ""
     cut = f", {report['unreadable_lines']} unreadable lines" if report["unreadable_lines"] else ""
+    partial = f" ({report['partial_count']} {PARTIAL})" if report["partial_count"] else ""
     return (
-        f"{runs}: {report['request_count']} requests, {report['event_count']} events of "
+        f"{runs}: {report['request_count']} requests{partial}, {report['event_count']} events of "
         f"{len(report['processes'])} processes{lost}{cut}"
     )
 
@@ -58,4 +60,6 @@ def _table(title: str, rows: list[Mapping[str, Any]], columns: tuple[str, ...]) 
 
 
 def _cell(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
     return f"{value:,.3f}" if isinstance(value, float) else printable(str(value))
