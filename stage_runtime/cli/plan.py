@@ -76,7 +76,8 @@ def tables(plan: PipelinePlan) -> Group:
         f"  revision {current.revision}  entry {current.entry}  terminal {', '.join(current.terminals)}",
         f"  serves {', '.join((*plan.coordinator.serves, '/v1/pipeline'))}",
     )
-    return Group(head, "", _processes(plan), "", _edges(plan))
+    notes = [Text(note, style="dim") for note in _notes(plan)]
+    return Group(head, "", _processes(plan), "", _edges(plan), *notes)
 
 
 def _processes(plan: PipelinePlan) -> Table:
@@ -109,6 +110,21 @@ def _edges(plan: PipelinePlan) -> Table:
         device = device_of.get(edge.target, "cpu")
         drawn.add_row(edge.source, edge.target, edge.kind, TRANSPORTS[edge.transport], *_relay(edge), device)
     return drawn
+
+
+def _notes(plan: PipelinePlan) -> list[str]:
+    """What the words of the edges mean, and where `omni up` uses something else."""
+    between = [edge for edge in plan.edges if edge.transport == "network"]
+    notes = []
+    if between and plan.coordinator.relay_backend == "auto":
+        relays = " and ".join(sorted({edge.relay for edge in between}))
+        notes.append(
+            f"between pods: each POD is a pod of a cluster, and {relays} is for there. `omni up` runs all of them on "
+            "this machine and uses shm, or cuda_ipc where both ends have one GPU."
+        )
+    if any(edge.medium == "tcp+curve" for edge in plan.edges):
+        notes.append("tcp+curve: TCP, encrypted with the key that the operator gives every pipeline.")
+    return ["", *notes] if notes else []
 
 
 def _relay(edge: EdgePlan) -> tuple[str, str]:

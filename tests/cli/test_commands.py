@@ -120,6 +120,14 @@ def test_plan_as_table_shows_pods_processes_and_transports() -> None:
     assert ["split", "shout", "stream", "between", "pods", "tcp", "tcp+curve", "cpu"] in lines
 
 
+def test_plan_says_what_omni_up_uses_instead_of_a_way_between_pods() -> None:
+    said = " ".join(omni("plan", "-f", HELLO).stdout.split())
+    assert "tcp is for there. `omni up` runs all of them on this machine and uses shm" in said
+    assert "tcp+curve: TCP, encrypted" in said
+    named = " ".join(omni("plan", "-f", HELLO, "--set", "relayBackend=tcp").stdout.split())
+    assert "tcp+curve: TCP, encrypted" in named and "`omni up`" not in named
+
+
 EXPLAINED = """\
 name: said
 stages:

