@@ -7,8 +7,8 @@ What lives here: the stages of ``examples/qwen3_omni/pipeline.yaml`` (extras ``e
     preparing    messages, pictures, sounds -> prompt        encoding    patches and mel frames -> rows, with a cache
     positions    where rows stand for rotary embedding       thinking    prompt and answer of the thinker
     speaking     the talker's prompt and its stream          decoders    both decoders, for omni.Autoregressive
-    vocoder      frames of codes -> samples, by pieces       stages      the factories
-    memory       what each stage takes, from the config
+    vocoder      frames of codes -> samples, by pieces       batching    pieces of several requests in one pass
+    memory       what each stage takes, from the config      stages      the factories
 
 Nobody imports this package: a pipeline's YAML names its factories.
 """

@@ -6,7 +6,6 @@ without both, the tiny one that is made in code.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Mapping
 from typing import Any, Final
 
@@ -15,11 +14,12 @@ from torch import Tensor
 
 import stage_runtime as omni
 from stage_models.qwen3_omni import checkpoint, routing, values
+from stage_models.qwen3_omni.batching import Batches
 from stage_models.qwen3_omni.encoding import AudioEncoder, ImageEncoder
 from stage_models.qwen3_omni.preparing import Preparer
 from stage_models.qwen3_omni.speaking import Speaking
 from stage_models.qwen3_omni.thinking import Thinking
-from stage_models.qwen3_omni.vocoder import State, Vocoder
+from stage_models.qwen3_omni.vocoder import Vocoder
 from stage_runtime.profiler import span
 
 SAMPLE_RATE: Final = 24_000
@@ -162,22 +162,25 @@ def code2wav(
 ) -> omni.Streaming:
     """Frames to sound, piece by piece.
 
-    initial_codec_chunk_frames: of the first piece, so that sound begins early; codec_chunk_frames: of the others. A
-    request may name both. max_batch: requests in one pass.
+    initial_codec_chunk_frames: of the first piece, so that sound begins early. Each further piece has twice as many, up
+    to codec_chunk_frames, so that a player does not run dry while the second one is made. A request may name both.
+    max_batch: requests in one pass.
     """
     torch.set_num_threads(threads)
     folder, revision = _checkpoint(context, model)
     vocoder = Vocoder(checkpoint.load(folder, "code2wav", dtype=dtype, device=context.device, revision=revision))
-    batches = _Batches(vocoder, max_batch)
+    batches = Batches(vocoder, max_batch)
     defaults = {"initial_codec_chunk_frames": initial_codec_chunk_frames, "codec_chunk_frames": codec_chunk_frames}
 
     async def run(session: omni.Session) -> AsyncIterator[omni.Chunk | omni.Result]:
         first, steady = (_frames_of(session.request, name, defaults[name]) for name in defaults)
+        wanted = first
         state, waiting = vocoder.begin(), torch.empty(0, vocoder.groups, dtype=torch.long)
         async for chunk in session.chunks():
             waiting = torch.cat([waiting, _checked(chunk.data, vocoder)])
-            while len(waiting) >= (wanted := steady if state.frames else first):
+            while len(waiting) >= wanted:
                 piece, waiting = waiting[:wanted], waiting[wanted:]
+                wanted = min(2 * wanted, max(steady, first))
                 yield _sound(await batches.decode(state, piece))
         if len(waiting):
             yield _sound(await batches.decode(state, waiting))
@@ -206,47 +209,6 @@ def _frames_of(request: omni.OmniRequest, name: str, default: int) -> int:
     if type(value) is not int or not 1 <= value <= MOST_FRAMES:
         raise omni.InvalidRequest(f"{name} must be a whole number from 1 to {MOST_FRAMES}, not {value!r}", param=name)
     return value
-
-
-class _Batches:
-    """Pieces of several requests as one pass of the vocoder, on a thread of its own."""
-
-    def __init__(self, vocoder: Vocoder, most: int) -> None:
-        self._vocoder = vocoder
-        self._most = most
-        self._waiting: list[tuple[State, Tensor, asyncio.Future[Tensor]]] = []
-        self._busy = False
-
-    async def decode(self, state: State, frames: Tensor) -> Tensor:
-        """The next samples of one request. Whoever comes first while nobody decodes takes the others along."""
-        own: asyncio.Future[Tensor] = asyncio.get_running_loop().create_future()
-        self._waiting.append((state, frames, own))
-        while not own.done() and not self._busy:
-            await self._pass()
-        return await own
-
-    async def _pass(self) -> None:
-        self._busy = True
-        try:
-            batch, self._waiting = self._waiting[: self._most], self._waiting[self._most :]
-            batch = [one for one in batch if not one[2].cancelled()]
-            try:
-                waves = await asyncio.to_thread(self._vocoder.decode, [(state, frames) for state, frames, _ in batch])
-            except Exception as error:
-                for _state, _frames, own in batch:
-                    if not own.done():
-                        own.set_exception(error)
-                return
-            for (_state, _frames, own), wave in zip(batch, waves, strict=True):
-                if not own.done():
-                    own.set_result(wave)
-        finally:
-            self._busy = False
-            if self._waiting:
-                self._wake()
-
-    def _wake(self) -> None:
-        asyncio.get_running_loop().create_task(self._pass())
 
 
 def _checkpoint(context: omni.StageContext, model: str | None) -> tuple[str, str | None]:
