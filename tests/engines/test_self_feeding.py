@@ -154,7 +154,21 @@ def _pairs(step: omni.Step) -> list[tuple[int, dict[str, Any]]]:
     return list(zip(step.places, step.states, strict=True))
 
 
-@pytest.mark.parametrize("given", [None, omni.NextRows(rows=torch.zeros(3, 32)), omni.NextRows(rows="rows")])
+ONE = torch.zeros(1, 32)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        None,
+        omni.NextRows(rows=torch.zeros(3, 32)),
+        omni.NextRows(rows=torch.zeros(1, 31)),
+        omni.NextRows(rows="rows"),
+        omni.NextRows(rows=ONE, emitted=[[1]]),
+        omni.NextRows(rows=ONE, emitted=torch.zeros(2, 1)),
+        omni.NextRows(rows=ONE, ends=[False, True]),
+    ],
+)
 def test_what_is_not_a_row_for_each_request_fails_them_and_the_next_are_served(given: Any) -> None:
     state = {"broken": True}
 
@@ -170,6 +184,28 @@ def test_what_is_not_a_row_for_each_request_fails_them_and_the_next_are_served(g
     answers.ask("c", PROMPTS["c"])
     answers.run()
     assert answers.tokens["c"] == expected("c")
+
+
+def test_a_step_that_fails_late_leaves_no_trace_in_the_requests_beside() -> None:
+    """What was given for some requests only, or raised after their states have changed, is asked for again."""
+    calls: list[int] = []
+
+    def late(step: omni.Step) -> omni.NextRows:
+        made = after_step(step)
+        calls.append(len(step.places))
+        if len(step.places) == 1:
+            return made
+        if len(calls) % 2:
+            raise SystemExit("after the states have changed")
+        return omni.NextRows(rows=made.rows, emitted=made.emitted[:1])
+
+    answers = Answers(core(after_step=late))
+    for name in ("a", "c", "d"):
+        answers.ask(name, PROMPTS[name])
+    answers.run()
+    assert max(calls) > 1
+    assert answers.tokens == {name: expected(name) for name in ("a", "c", "d")}
+    assert all(len(answers.rows[name].emitted) == 11 for name in answers.tokens)
 
 
 def test_a_decoder_may_end_an_answer() -> None:

@@ -313,7 +313,7 @@ class ModelRunner:
             return
         try:
             self._after_step(going, hidden, output)
-        except Exception as error:
+        except BaseException as error:  # SystemExit too: an author's code must not end the engine
             if len(going) == 1:
                 log.warning("request %s failed in after_step: %s", going[0][1].id, describe(error))
                 output.failed[going[0][1].id] = describe(error)
@@ -335,17 +335,21 @@ class ModelRunner:
             sampling=[state.params for state in states],
             uniform=lambda count: uniforms([state.seed for state in states], places, count),
         )
-        with torch.no_grad():
-            given = self.model.after_step(step)
-        next_rows = _next_rows(given, len(going), self.model.dtype)
-        for index, (_index, request, _token) in enumerate(going):
-            if given.ends and given.ends[index]:
+        before = [dict(own.state) for own in owns]
+        try:
+            with torch.no_grad():
+                rows, emitted, ends = _checked_rows(self.model.after_step(step), len(going), self.model)
+        except BaseException:  # the requests are asked for again, one by one
+            for own, state in zip(owns, before, strict=True):
+                own.state = state
+            raise
+        for own, (_index, request, _token), row, gone, ended in zip(owns, going, rows, emitted, ends, strict=True):
+            if ended:
                 output.ended[request.id] = None
                 continue
-            owns[index].rows.append(next_rows[index])
-            if given.emitted is not None:
-                emitted = (given.emitted[index].to("cpu", copy=True),)
-                output.rows[request.id] = GivenRows(emitted=emitted)
+            own.rows.append(row)
+            if gone is not None:
+                output.rows[request.id] = GivenRows(emitted=(gone,))
 
     def _note_kept(self, rows: Sequence[Row], computed: Computed, output: ModelOutput) -> None:
         assert self._kept is not None
@@ -379,13 +383,22 @@ def _ends(rows: Sequence[Row]) -> list[int]:
     return list(itertools.accumulate(row.count for row in rows))
 
 
-def _next_rows(given: Any, count: int, dtype: torch.dtype) -> Tensor:
-    """What a decoder's `after_step` gave, on the host. Raises: TypeError, ValueError: it is something else."""
+def _checked_rows(given: Any, count: int, model: PagedModel) -> tuple[Tensor, Sequence[Any], Sequence[bool]]:
+    """What a decoder's `after_step` gave, on the host: next rows, what goes out, and who ends.
+
+    Raises: TypeError, ValueError: it is something else, or not of every request.
+    """
     if not isinstance(given, NextRows):
         raise TypeError(f"after_step: expected omni.NextRows, got {type(given).__name__}")
     rows = given.rows
-    if not isinstance(rows, Tensor) or rows.ndim != 2 or len(rows) != count:
-        raise ValueError(
-            f"after_step: expected rows [{count}, hidden], got {getattr(rows, 'shape', type(rows).__name__)}"
-        )
-    return rows.detach().to("cpu", dtype, copy=True)
+    if not isinstance(rows, Tensor) or tuple(rows.shape) != (count, model.row_size):
+        came = list(rows.shape) if isinstance(rows, Tensor) else type(rows).__name__
+        raise ValueError(f"after_step: expected rows [{count}, {model.row_size}], got {came}")
+    emitted = given.emitted
+    if emitted is not None and (not isinstance(emitted, Tensor) or emitted.ndim < 1 or len(emitted) != count):
+        raise ValueError(f"after_step: expected emitted [{count}, …], a tensor, got {type(emitted).__name__}")
+    ends = list(given.ends) or [False] * count
+    if len(ends) != count:
+        raise ValueError(f"after_step: expected ends of {count} requests, got {len(ends)}")
+    out = [None] * count if emitted is None else list(emitted.detach().to("cpu", copy=True))
+    return rows.detach().to("cpu", model.dtype, copy=True), out, ends
