@@ -174,9 +174,9 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
 
     tokens: ``[B]``. hidden: ``[B, hidden]``, the last hidden state from which each was chosen. places: how many tokens
     each request had generated before. states: a dict of each request, kept until it ends, empty at first; its values
-    are replaced, not changed, since a step that fails is taken again for each request alone. sampling: of each request,
-    with ``temperature``, ``top_p``, ``top_k`` and ``greedy``. uniform: ``uniform(n)`` gives ``[B, n]`` numbers in [0, 1)
-    that depend on a request's seed and the token's place alone.
+    are replaced, not changed, since a step that fails is taken again for each request alone. sampling: of each
+    request, with ``temperature``, ``top_p``, ``top_k`` and ``greedy``. uniform: ``uniform(n)`` gives ``[B, n]`` numbers
+    in [0, 1) that depend on a request's seed and the token's place alone.
     """
 
     tokens: Any

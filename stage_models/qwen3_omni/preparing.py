@@ -25,6 +25,8 @@ SAMPLE_RATE: Final = 16_000
 MAX_SECONDS: Final = 300.0  # of one sound
 MAX_PIXELS: Final = 64_000_000  # of one picture before it is made smaller: what a camera takes
 MAX_RATIO: Final = 200  # of a picture's sides, by its resizing
+FORMATS: Final = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # others run programs (EPS) or are rare and badly guarded
+EXPECTED: Final = "inputs must be a text, or hold text, image, audio or messages"
 SHORTEST: Final = 400  # samples of one mel frame; a shorter sound is padded with silence
 
 
@@ -167,19 +169,35 @@ def _messages(request: omni.OmniRequest) -> list[dict[str, Any]]:
             "this model speaks its own answers; it does not read a given text aloud: use /v1/chat/completions",
             param="input",
         )
-    if found := request.messages():
-        return found
     inputs = {"text": request.inputs} if isinstance(request.inputs, str) else request.inputs
     if not isinstance(inputs, Mapping):
-        raise omni.InvalidRequest("inputs must be a text, or hold text, image, audio or messages", param="inputs")
+        raise omni.InvalidRequest(EXPECTED, param="inputs")
+    if "messages" in inputs:
+        _check_messages(inputs["messages"])
+        return request.messages()
     parts: list[dict[str, Any]] = [
-        {"type": kind, "data": inputs[kind]} for kind in ("image", "audio") if kind in inputs
+        {"type": kind, "data": inputs[kind]} for kind in ("image", "audio") if inputs.get(kind) is not None
     ]
     if inputs.get("text"):
         parts.append({"type": "text", "text": inputs["text"]})
     if not parts:
-        raise omni.InvalidRequest("inputs must be a text, or hold text, image, audio or messages", param="inputs")
+        raise omni.InvalidRequest(EXPECTED, param="inputs")
     return [{"role": "user", "content": parts}]
+
+
+def _check_messages(messages: Any) -> None:
+    """Of a pipeline request they may be anything. Raises: InvalidRequest: they are not messages; says where."""
+    if not isinstance(messages, list) or not messages:
+        raise omni.InvalidRequest("messages: expected a list of messages", param="messages")
+    for index, item in enumerate(messages):
+        where = f"messages[{index}]"
+        if not isinstance(item, Mapping) or not isinstance(item.get("role"), str):
+            raise omni.InvalidRequest(f"{where}: expected an object with a role and a content", param="messages")
+        content = item.get("content")
+        if content is None or isinstance(content, str):
+            continue
+        if not isinstance(content, list) or not all(isinstance(part, Mapping) for part in content):
+            raise omni.InvalidRequest(f"{where}.content: expected a text or a list of parts", param="messages")
 
 
 def _parts(item: Mapping[str, Any], index: int) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -195,29 +213,29 @@ def _bytes(data: Any, where: str) -> bytes:
 
 def _opened(data: bytes, where: str) -> Any:
     """A picture, right way up, in RGB. Raises: InvalidRequest: it is not one, is damaged or too large."""
-    from PIL import Image, ImageOps, UnidentifiedImageError
+    from PIL import Image, ImageOps
 
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-            image: Any = Image.open(io.BytesIO(data))
-            wide, high = image.size
-            if wide * high > MAX_PIXELS:
-                raise omni.InvalidRequest(
-                    f"{where}: the picture has {wide} x {high} pixels; at most {MAX_PIXELS} are taken", param="messages"
-                )
-            if max(wide, high) > MAX_RATIO * min(wide, high):
-                raise omni.InvalidRequest(
-                    f"{where}: the picture has {wide} x {high} pixels; one side may be {MAX_RATIO} times the other",
-                    param="messages",
-                )
+            warnings.simplefilter("ignore")
+            image: Any = Image.open(io.BytesIO(data), formats=FORMATS)
+            _check_size(*image.size, where)
             return ImageOps.exif_transpose(image).convert("RGB")
     except omni.InvalidRequest:
         raise
-    except UnidentifiedImageError as error:
-        raise omni.InvalidRequest(f"{where}: expected a picture (png, jpeg, webp, …)", param="messages") from error
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise omni.InvalidRequest(f"{where}: the picture cannot be read: {error}", param="messages") from error
+    except Exception as error:  # its readers raise whatever a damaged file leads them to
+        known = ", ".join(FORMATS)
+        raise omni.InvalidRequest(f"{where}: expected a picture ({known}): {error}", param="messages") from error
+
+
+def _check_size(wide: int, high: int, where: str) -> None:
+    if wide * high > MAX_PIXELS:
+        problem = f"at most {MAX_PIXELS} pixels are taken"
+    elif max(wide, high) > MAX_RATIO * min(wide, high):
+        problem = f"one side may be {MAX_RATIO} times the other"
+    else:
+        return
+    raise omni.InvalidRequest(f"{where}: the picture has {wide} x {high} pixels; {problem}", param="messages")
 
 
 def _key(tensor: Any) -> str:

@@ -33,6 +33,8 @@ class Thinking:
         }
 
     def prompt(self, payload: omni.StagePayload) -> omni.Prompt:
+        if payload.request.params.get("n") not in (None, 1):
+            raise omni.InvalidRequest("n: one answer to a request is supported", param="n")
         given: values.Understood = payload.data
         tokens, prepared = given.prepared.tokens, given.prepared
         where, delta = positions(tokens, self._image, prepared.grids, self._merge)
