@@ -16,9 +16,16 @@ import torch
 from torch import Tensor
 
 import stage_runtime as omni
+from stage_runtime.engines.autoregressive.model.embeddings import ModelEmbeddings
 from stage_runtime.engines.autoregressive.sampling.parameters import SamplingParams
-from stage_runtime.engines.autoregressive.text.prompt_rows import ROW, AddedRows, Extension
+from stage_runtime.engines.autoregressive.text.prompt_rows import (
+    ROW,
+    AddedRows,
+    Extension,
+    RequestRows,
+)
 from stage_runtime.errors import ConfigurationError
+from stage_runtime.rules.autoregressive.blocks import hash_blocks
 from stage_runtime.rules.autoregressive.requests import FinishReason
 from tests.engines.generation_kit import GREEDY, Answers, core, rows_of, tiny_model
 
@@ -336,6 +343,36 @@ def test_added_rows_survive_a_preemption() -> None:
     answers.run()
     assert answers.engine.scheduler.stats.preemptions > 0
     assert answers.tokens["x"] == answers.tokens["y"] == added_whole(PROMPTS["b"], 1, [0, 20], rows, 12)
+
+
+PLACES = ModelEmbeddings(32, torch.float32, axes=3)
+
+
+def placed(count: int, shift: int) -> tuple[torch.Tensor, int]:
+    """Positions of ``count`` tokens. Tokens 3 to 6 are an image; what is after it stands ``shift`` before its index."""
+    where = torch.arange(count).repeat(3, 1)
+    where[0, 3:7] = 3
+    where[:, 7:] -= shift
+    return where, -shift
+
+
+def hashes(prompt: int, shift: int) -> list[bytes]:
+    """Of the blocks of a request of 24 tokens, of which the first ``prompt`` are its prompt."""
+    rows = RequestRows()
+    rows.keep(0, PLACES.place(list(range(prompt)), None, *placed(prompt, shift)))
+    return hash_blocks(list(range(24)), 4, also=rows.key)
+
+
+def test_an_answer_is_shared_with_the_next_turn_where_it_stands_at_the_same_positions() -> None:
+    answered = hashes(11, 2)
+    assert answered == hashes(24, 2) == hashes(12, 2), "as generated, and as a part of the next prompt"
+    assert answered[0] == hashes(11, 3)[0], "before the image all is equal"
+    assert not set(answered[1:]) & set(hashes(11, 3))
+    same, moved = RequestRows(), RequestRows()
+    for one, delta in ((same, -2), (moved, -3)):  # of one prompt, with other positions for what is generated
+        one.keep(0, PLACES.place(list(range(11)), None, placed(11, 2)[0], delta))
+    assert same.key(4, 8) == moved.key(4, 8)
+    assert same.key(12, 16) != moved.key(12, 16)
 
 
 ZEROS = torch.zeros(1, 32)

@@ -68,7 +68,7 @@ class RequestRows:
         for run in part.runs:
             delta = None if run.base is None else run.base - (first + run.start)
             if delta != 0:
-                key = run.digest if delta is None else delta.to_bytes(8, "little", signed=True)
+                key = run.digest if delta is None else _delta_key(delta)
                 self._keys.append((first + run.start, first + run.end, key))
 
     def feed(self, more: Feed) -> None:
@@ -105,7 +105,17 @@ class RequestRows:
 
     def key(self, start: int, end: int) -> bytes:
         """What the keys and values of tokens ``start .. end`` depend on beside their ids and what is before them."""
-        return b"".join(key for low, high, key in self._keys if low < end and start < high)
+        keys = [key for low, high, key in self._keys if low < end and start < high]
+        placed = max((first + given.shape[1] for first, given in self._positions), default=0)
+        if self.delta and end > placed:  # tokens without positions of their own, such as generated ones
+            delta = _delta_key(self.delta)
+            keys += [delta] if keys[-1:] != [delta] else []
+        return b"".join(keys)
+
+
+def _delta_key(delta: int) -> bytes:
+    """Of tokens that stand at their index and ``delta``."""
+    return delta.to_bytes(8, "little", signed=True)
 
 
 class Run(NamedTuple):
