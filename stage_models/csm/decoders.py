@@ -5,58 +5,30 @@ A stage gives the prompt as rows, by `text_rows` of the same checkpoint, since t
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import stage_runtime as omni
+from stage_models.causal import CausalModel
 from stage_runtime.errors import ConfigurationError
 
 
-class Backbone(nn.Module):
-    """The backbone and its head, called as transformers' causal language models."""
+class Backbone(CausalModel):
+    """CSM's backbone and its head. A whole frame ends an answer, not its first code."""
 
     def __init__(self, model: Any) -> None:
         """model: `CsmForConditionalGeneration`."""
-        super().__init__()
-        self.backbone = model.backbone_model
+        backbone = model.backbone_model
+        first = backbone.embed_tokens.embed_audio_tokens.weight[: model.config.vocab_size]
+        embedding = nn.Embedding(first.shape[0], first.shape[1], _weight=first.detach())
+        super().__init__(backbone, model.lm_head, embedding, model.config, end_id=None)
         self._depth = [model.depth_decoder]  # in a list: not a module of this one
-        self.head = model.lm_head
-        self.config = model.config
-        self.generation_config = SimpleNamespace(eos_token_id=None)  # a whole frame ends an answer, not its first code
-        first = model.backbone_model.embed_tokens.embed_audio_tokens.weight[: model.config.vocab_size]
-        embedding: Any = nn.Embedding
-        self.embedding: Any = embedding.from_pretrained(first)
 
     def set_attn_implementation(self, name: str) -> None:
-        self.backbone.set_attn_implementation(name)
+        super().set_attn_implementation(name)
         self._depth[0].set_attn_implementation("sdpa")  # its config is a part of the backbone's
-
-    def get_decoder(self) -> Any:
-        return self.backbone
-
-    def get_input_embeddings(self) -> Any:
-        return self.embedding
-
-    def get_output_embeddings(self) -> Any:
-        return self.head
-
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        use_cache: bool = False,
-        return_dict: bool = True,
-        logits_to_keep: Tensor | None = None,
-    ) -> Any:
-        """input_ids: ``[1, T]``, first codes. logits_to_keep: which tokens' logits are computed."""
-        rows = self.embedding(input_ids) if inputs_embeds is None else inputs_embeds
-        out = self.backbone(inputs_embeds=rows, position_ids=position_ids, use_cache=use_cache, return_dict=True)
-        hidden = out.last_hidden_state
-        return SimpleNamespace(logits=self.head(hidden if logits_to_keep is None else hidden[:, logits_to_keep]))
 
 
 class Csm:

@@ -5,64 +5,16 @@ Each loads its own part of the checkpoint alone. Named by the factories in `stag
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
 import stage_runtime as omni
+from stage_models.causal import CausalModel
 from stage_models.qwen3_omni import checkpoint
 
 CONTROL: Final = 1024  #: The talker's last ids are control tokens; of these only the end may be chosen.
-
-
-class CausalModel(nn.Module):
-    """A decoder and its head, called as transformers' causal language models."""
-
-    def __init__(self, decoder: Any, head: nn.Module, config: Any, end_id: int, embedding: nn.Module) -> None:
-        super().__init__()
-        self.decoder = decoder
-        self.head = head
-        self.embedding = embedding
-        self.config = config
-        self.generation_config = SimpleNamespace(eos_token_id=end_id)
-        #: Ids that are never chosen; ``[n]``.
-        self.suppressed: Tensor
-        self.register_buffer("suppressed", torch.empty(0, dtype=torch.long), persistent=False)
-
-    def set_attn_implementation(self, name: str) -> None:
-        self.decoder.set_attn_implementation(name)
-
-    def get_decoder(self) -> Any:
-        return self.decoder
-
-    def get_input_embeddings(self) -> nn.Module:
-        return self.embedding
-
-    def get_output_embeddings(self) -> nn.Module:
-        return self.head
-
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        use_cache: bool = False,
-        return_dict: bool = True,
-        logits_to_keep: Tensor | None = None,
-    ) -> Any:
-        """input_ids: ``[1, T]``. position_ids: ``[3, 1, T]``. logits_to_keep: which tokens' logits are computed."""
-        if inputs_embeds is None:
-            inputs_embeds = self.embedding(input_ids)
-        out = self.decoder(
-            inputs_embeds=inputs_embeds, position_ids=position_ids, use_cache=use_cache, return_dict=True
-        )
-        hidden = out.last_hidden_state
-        logits = self.head(hidden if logits_to_keep is None else hidden[:, logits_to_keep])
-        if self.suppressed.numel():
-            logits = logits.index_fill(-1, self.suppressed, float("-inf"))
-        return SimpleNamespace(logits=logits)
 
 
 class Thinker:
@@ -73,7 +25,8 @@ class Thinker:
         config = checkpoint.config_of(model, revision)
         text = checkpoint.load(model, "thinker", dtype=name, device=device, revision=revision)
         weight = checkpoint.tensor(model, "thinker.lm_head.weight", dtype=name, revision=revision).to(device)
-        return CausalModel(text, _linear(weight), text.config, int(config.im_end_token_id), text.embed_tokens)
+        end = int(config.im_end_token_id)
+        return CausalModel(text, _linear(weight), text.embed_tokens, text.config, end_id=end)
 
 
 class Talker:
@@ -88,7 +41,7 @@ class Talker:
         end, size = int(config.codec_eos_token_id), int(config.text_config.vocab_size)
         self._codes = CodePredictor(talker.code_predictor)
         self._first = talker.model.codec_embedding
-        causal = CausalModel(talker.model, talker.codec_head, config.text_config, end, talker.model.codec_embedding)
+        causal = CausalModel(talker.model, talker.codec_head, self._first, config.text_config, end_id=end)
         never = [one for one in range(size - CONTROL, size) if one != end]
         causal.suppressed = torch.tensor(never, device=device)
         return causal

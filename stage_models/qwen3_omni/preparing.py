@@ -219,7 +219,8 @@ def _opened(data: bytes, where: str) -> Any:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             image: Any = Image.open(io.BytesIO(data), formats=FORMATS)
-            _check_size(*image.size, where)
+            wide, high = image.size
+            _check_size(wide, high, where)
             return ImageOps.exif_transpose(image).convert("RGB")
     except omni.InvalidRequest:
         raise

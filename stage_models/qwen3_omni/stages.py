@@ -54,11 +54,8 @@ def image_encoder(
     threads: int = 1,
 ) -> omni.Batched:
     """Patches to rows of the thinker. cache_mib: of rows kept for pictures that come again; 0 keeps none."""
-    torch.set_num_threads(threads)
-    folder, revision = _checkpoint(context, model)
-    part = checkpoint.load(folder, "image_encoder", dtype=dtype, device=context.device, revision=revision)
-    encoder = ImageEncoder(part, cache_bytes=cache_mib << 20)
-    return _batched("image", encoder, max_batch)
+    part = _encoder_part(context, "image_encoder", model, dtype, threads)
+    return _batched("image", ImageEncoder(part, cache_bytes=cache_mib << 20), max_batch)
 
 
 def audio_encoder(
@@ -71,17 +68,22 @@ def audio_encoder(
     threads: int = 1,
 ) -> omni.Batched:
     """Mel frames to rows of the thinker. cache_mib: as of `image_encoder`."""
+    part = _encoder_part(context, "audio_encoder", model, dtype, threads)
+    return _batched("audio", AudioEncoder(part, cache_bytes=cache_mib << 20), max_batch)
+
+
+def _encoder_part(context: omni.StageContext, name: str, model: str | None, dtype: str, threads: int) -> Any:
     torch.set_num_threads(threads)
     folder, revision = _checkpoint(context, model)
-    part = checkpoint.load(folder, "audio_encoder", dtype=dtype, device=context.device, revision=revision)
-    encoder = AudioEncoder(part, cache_bytes=cache_mib << 20)
-    return _batched("audio", encoder, max_batch)
+    return checkpoint.load(folder, name, dtype=dtype, device=context.device, revision=revision)
 
 
-def _batched(modality: str, encoder: Any, max_batch: int) -> omni.Batched:
+def _batched(modality: str, encoder: ImageEncoder | AudioEncoder, max_batch: int) -> omni.Batched:
+    encode: Any = encoder.encode
+
     def run(payloads: list[omni.StagePayload]) -> list[Any]:
         with span("encoder", payloads[0].request.id, modality=modality, batch_size=len(payloads)):
-            return list(encoder.encode([payload.data for payload in payloads]))
+            return list(encode([payload.data for payload in payloads]))
 
     return omni.Batched(run, max_batch=max_batch)
 

@@ -363,7 +363,7 @@ def hashes(prompt: int, shift: int) -> list[bytes]:
     return hash_blocks(list(range(24)), 4, also=rows.key)
 
 
-def test_an_answer_is_shared_with_the_next_turn_where_it_stands_at_the_same_positions() -> None:
+def test_an_answer_is_shared_with_the_next_turn_at_the_same_positions() -> None:
     answered = hashes(11, 2)
     assert answered == hashes(24, 2) == hashes(12, 2), "as generated, and as a part of the next prompt"
     assert answered[0] == hashes(11, 3)[0], "before the image all is equal"
