@@ -87,7 +87,7 @@ class Membership:
         self._fenced: dict[str, str] = {}
         self._started_at = time.monotonic()
         self._was_complete = False
-        self.stopping = False  #: This coordinator ends: members that leave are no news.
+        self.stopping = False  #: This coordinator ends: members that leave are not reported.
         self._rests = _rests(revisions)
         self._absences = Absences(hold_s)
         self.groups_seen: set[str] = set()  #: Groups that had an instance which took requests.

@@ -39,7 +39,7 @@ def resolve(name: str, *, field: str) -> Callable[..., Any]:
     """
     module_name, _, attribute = name.partition(":") if ":" in name else name.rpartition(".")
     if not module_name or module_name.startswith(".") or not attribute:
-        raise ConfigurationError(f"{field}: {name!r} is no pkg.mod:function")
+        raise ConfigurationError(f"{field}: {name!r} is not a pkg.mod:function")
     try:
         found: Any = importlib.import_module(module_name)
     except ModuleNotFoundError as error:

@@ -99,7 +99,7 @@ class AppendedFile:
             self.append(make())
             return
         except OSError:
-            self.lost, self.cut = lost, cut  # the line itself is no event
+            self.lost, self.cut = lost, cut  # the line itself is not an event
         with self.path.open("r+b") as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(size - END_NBYTES - MAX_LINE, 0))

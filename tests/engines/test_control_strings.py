@@ -281,7 +281,7 @@ def test_no_operation_of_a_template_makes_a_control_token_of_a_text(body: str, t
 
 
 def test_an_answers_thinking_is_cut_off_by_a_template_that_looks_for_it() -> None:
-    """As Qwen3's does: it must see the tags in the text, though they are no tokens of it."""
+    """As Qwen3's does: it must see the tags in the text, though they are not tokens of it."""
     template = (
         "{% for message in messages %}<|im_start|>{{ message.role }}\n{% set content = message.content %}"
         "{% if '</think>' in content %}"

@@ -274,7 +274,7 @@ async def test_whoever_is_cancelled_while_a_run_is_given_up_is_so_when_its_folde
     base: Path, tmp_path: Path
 ) -> None:
     gate = tmp_path / "gate"
-    os.mkfifo(gate)  # the factory waits for who writes, and what it returns is no stage
+    os.mkfifo(gate)  # the factory waits for who writes, and what it returns is not a stage
     up = pipeline(base, overrides=["stages.shout.factory=io:open", f"stages.shout.factoryArgs={{file: {gate}}}"])
     starting = asyncio.create_task(up.start())
     await eventually(lambda: bool(up.pids()))

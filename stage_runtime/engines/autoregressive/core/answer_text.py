@@ -63,7 +63,7 @@ class AnswerText:
         self._at = 0  #: Where in the whole text it begins.
 
     def feed(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs] = (), *, silent: int = 0) -> Piece:
-        """silent: so many of the last tokens are no text, such as the end token."""
+        """silent: so many of the last tokens are not text, such as the end token."""
         texts: list[str] = []
         calls: list[Call] = []
         for index, token in enumerate(tokens):

@@ -97,7 +97,7 @@ class MsgpackDecoder(Generic[T]):
         self._frames: Sequence[Buffer] = ()
 
     def decode(self, frames: Sequence[Buffer]) -> T:
-        """Raises: ProtocolError: the frames are no such value."""
+        """Raises: ProtocolError: the frames are not such a value."""
         if not 0 < len(frames) <= FRAMES_MOST:
             raise ProtocolError(f"a message of {len(frames)} frames")
         self._frames = frames

@@ -211,7 +211,7 @@ class CallParser(_Parser):
             self._add(made)
             self._skip(len(self._held))
             return
-        body, end, _rest = body.partition(END)  # it was no string, or one that has no end
+        body, end, _rest = body.partition(END)  # it was not a string, or it has no end
         self._inside = False
         self._show(len(BEGIN) + len(body) + len(end))
         self._run()
@@ -281,13 +281,13 @@ class JSONCallParser(_Parser):
         return tag is not None
 
     def _give_up(self) -> None:
-        """What is held is no call. It is text up to the next mark."""
+        """The held text is not a call; it is given out up to the next mark."""
         self._show(self._marked)
         self._reset()
         self._text = True
 
     def _begin(self) -> int | None:
-        """Where a value begins in what is held. None: it may come. Below 0: what is held is no beginning of a call."""
+        """Where a value begins in the held text. None: it may come. Below 0: the text does not begin a call."""
         blank = _BETWEEN if self._called else _BLANK
         rest = self._held[self._marked :].lstrip(blank)
         at = len(self._held) - len(rest)
@@ -357,7 +357,7 @@ class JSONCallParser(_Parser):
         return is_answer is not None and not self._marked and not self._calls and is_answer(self._held[begin:end])
 
     def _may_be_call(self) -> bool:
-        """Whether what is held, which is no whole value, may become a call."""
+        """Whether the held text, which is not a whole value yet, may become a call."""
         rest = self._held.lstrip(_BETWEEN if self._called else _BLANK)
         if self._marked or not rest or (self._mark and self._mark.startswith(rest)):
             return True

@@ -63,7 +63,9 @@ class TextEncoder:
         self._forms: dict[str, TemplateForm] = {}  #: By the source of a chat template.
         self._apart = not control_strings and hasattr(tokenizer, "backend_tokenizer")
         if not self._apart and not control_strings and hasattr(tokenizer, "encode"):  # else it takes no text
-            log.warning("%s is no fast tokenizer: control strings in texts of clients count", type(tokenizer).__name__)
+            log.warning(
+                "%s is not a fast tokenizer: control strings in texts of clients count", type(tokenizer).__name__
+            )
 
     @property
     def template(self) -> Any:
@@ -140,7 +142,7 @@ class _ControlTokens:
         self._added: dict[int, Any] = dict(sorted(tokenizer.added_tokens_decoder.items()))
         named = [*tokenizer.all_special_tokens, *(getattr(tokenizer, "chat_control_tokens", None) or ())]
         self._ids = frozenset(number for number, token in self._added.items() if is_control(token, template, named))
-        #: What stands for characters that are no words of the vocabulary controls nothing.
+        #: Tokens for characters outside the vocabulary control nothing.
         self._filling = frozenset(self._backend.encode(_UNKNOWN, add_special_tokens=False).ids)
 
     def encode_chat(self, chat: WrittenChat, names: Mapping[str, Any], settings: Mapping[str, Any]) -> list[int]:

@@ -166,7 +166,7 @@ class _Compiler:
         return self.matcher(self._library.LLMatcher.grammar_from_lark(text), place)
 
     def matcher(self, grammar: str, place: str) -> Any:
-        """Raises: GrammarRefused: it is no grammar, or nothing follows it."""
+        """Raises: GrammarRefused: it is not a grammar, or nothing follows it."""
         limits = self._library.LLParserLimits(
             max_items_in_row=ITEMS_IN_ROW, step_max_items=ITEMS_IN_STEP, verbose_errors=False
         )

@@ -33,7 +33,7 @@ class _Assigned(dict[int, int]):
 
 
 class Alphabet:
-    """The substitutes of one rendering. reserved: text of the template itself, whose characters are no substitutes."""
+    """The substitutes of one rendering. reserved: text of the template itself, whose characters are not substitutes."""
 
     def __init__(self, reserved: str = "") -> None:
         taken = set(map(ord, reserved))

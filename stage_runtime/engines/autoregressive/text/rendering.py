@@ -47,7 +47,7 @@ def render(
 
 
 def _message(message: Mapping[str, Any], source: str, alphabet: Alphabet) -> dict[str, Any]:
-    """A role that the template or the API names is no client's text: templates make control strings of it."""
+    """A role that the template or the API names is not a client's text: templates make control strings of it."""
     found: dict[str, Any] = _marked(
         {key: value for key, value in message.items() if value is not None}, alphabet, keys=False
     )
