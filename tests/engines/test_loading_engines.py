@@ -70,10 +70,10 @@ def test_a_factory_with_keywords_gets_everything_that_was_set_and_nothing_offere
 @pytest.mark.parametrize(
     ("name", "problem"),
     [
-        ("plain", "no pkg.mod:function"),
-        (":plain", "no pkg.mod:function"),
-        ("factories:", "no pkg.mod:function"),
-        (".factories:plain", "no pkg.mod:function"),
+        ("plain", "is not a pkg.mod:function"),
+        (":plain", "is not a pkg.mod:function"),
+        ("factories:", "is not a pkg.mod:function"),
+        (".factories:plain", "is not a pkg.mod:function"),
         ("no_such_module:plain", "no module named 'no_such_module'"),
         ("factories.inner:plain", "no module named 'factories.inner'"),
         ("factories:absent", "'factories' has no 'absent'"),
