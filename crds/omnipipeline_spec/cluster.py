@@ -154,8 +154,8 @@ class ProcessGroup(Spec, frozen=True, kw_only=True):
         doc("Process group: a stage's `process` (of a TP stage without one, its name); of fused stages, the first's."),
     ]
     replicas: Annotated[
-        Annotated[int, Meta(ge=1, le=1000)] | None,
-        doc("Instances of the group; unset is 1. Groups that share a pod have the same count."),
+        Annotated[int, Meta(ge=0, le=1000)] | None,
+        doc("Instances of the group; unset is 1. Groups that share a pod have the same count. 0: of prefill only."),
     ] = None
     resources: Annotated[Resources | None, doc("CPU, memory and others; those of the groups in one pod are added.")] = (
         None

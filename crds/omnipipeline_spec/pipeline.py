@@ -91,6 +91,47 @@ class GpuMemory(Spec, frozen=True, kw_only=True):
     bytes: Annotated[Quantity | None, doc("Amount of memory on each of the stage's GPUs.")] = None
 
 
+GpuIds = Annotated[
+    Annotated[Sequence[GpuId], Meta(max_length=MAX_GPUS_PER_STAGE)] | int,
+    Meta(description="As of a stage.", extra=SCALAR_OR_LIST | {"unique": True}),
+]
+Ranks = Annotated[Annotated[int, Meta(ge=1, le=MAX_GPUS_PER_STAGE)], doc("As of a stage.")]
+
+
+class DecodePlacement(Spec, frozen=True, kw_only=True):
+    """Where a disaggregated stage decodes. The stage's own fields of these names say the same, or are unset."""
+
+    process: Annotated[Name | None, doc("As of a stage.")] = None
+    gpu: GpuIds = ()
+    tp_size: Ranks = 1
+
+    @property
+    def gpus(self) -> tuple[int, ...]:
+        """The GPU ids as a tuple."""
+        return (self.gpu,) if isinstance(self.gpu, int) else tuple(self.gpu)
+
+
+class PrefillPlacement(Spec, frozen=True, kw_only=True):
+    """Where the prompts of a disaggregated stage are computed. The stage's gpuMemory applies there, too."""
+
+    process: Annotated[Name, doc("A process of its own, so that it scales apart.")]
+    gpu: GpuIds = ()
+    tp_size: Ranks = 1
+    factory_args: Annotated[FreeObject, doc("Override the stage's.")] = {}
+
+    @property
+    def gpus(self) -> tuple[int, ...]:
+        """The GPU ids as a tuple."""
+        return (self.gpu,) if isinstance(self.gpu, int) else tuple(self.gpu)
+
+
+class Disaggregation(Spec, frozen=True, kw_only=True):
+    """Prefill and decode of one stage in process groups of their own, which scale apart."""
+
+    prefill: Annotated[PrefillPlacement, doc("Computes prompts, as the stage NAME-prefill, and sends KV blocks.")]
+    decode: Annotated[DecodePlacement | None, doc("Unset: where the stage itself says.")] = None
+
+
 class StageConfig(Spec, frozen=True, kw_only=True):
     """One logical stage: how it is made, where it runs, where its results and streams go."""
 
@@ -137,6 +178,9 @@ class StageConfig(Spec, frozen=True, kw_only=True):
     ] = {}
     relay: Annotated[
         RelayConfig | None, doc("Transport of this stage's outgoing tensors, and where incoming ones arrive.")
+    ] = None
+    disaggregation: Annotated[
+        Disaggregation | None, doc("Prefill and decode apart, if the engine can transfer KV.")
     ] = None
 
     @property

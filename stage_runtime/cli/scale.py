@@ -11,7 +11,7 @@ from stage_runtime.processes.one_machine import admin
 
 @click.command("scale")
 @click.argument("group")
-@click.argument("replicas", type=click.IntRange(1, 1000))
+@click.argument("replicas", type=click.IntRange(0, 1000))
 @runs.run_options
 def command(group: str, replicas: int, pipeline: str | None, pid: int | None, base_path: str | None) -> None:
     """Change the replicas of a process group of a running `omni up`, without losing a request.

@@ -23,6 +23,7 @@ GAP: Final = 1  # columns between two of the table
 STAGE: Final = 12  # columns that a stage's name gets before its targets get any
 TARGETS: Final = 10  # columns with which the targets are shown at all
 NUMBERS: Final = ("READY", "WAITING", "RUNNING", "PER s", "QUEUE ms", "RUN ms", "BUSY")  # BUSY goes first, READY last
+ARROWS: Final = {"stream": "⇢", "kv": "⇉"}
 PREFIX: Final = "omnipipeline_"
 
 Series = dict[tuple[str, str], float]  #: (name without prefix, the stage or outcome) -> value
@@ -195,7 +196,7 @@ def _headline(before: Sample, now: Sample) -> Text:
 
 
 def _targets(stage: str, edges: Sequence[tuple[str, ...]]) -> str:
-    targets = [f"{'⇢' if kind == 'stream' else '→'} {target}" for source, target, kind in edges if source == stage]
+    targets = [f"{ARROWS.get(kind, '→')} {target}" for source, target, kind in edges if source == stage]
     return ", ".join(targets) or "→ client"
 
 

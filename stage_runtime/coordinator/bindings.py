@@ -12,7 +12,7 @@ from omnipipeline_spec.types.plan import PipelineRevision
 from stage_runtime.coordinator.membership import Membership
 from stage_runtime.coordinator.request_handles import RequestHandle
 from stage_runtime.errors import RequestError
-from stage_runtime.rules import needed
+from stage_runtime.rules import kvpairs, needed
 from stage_runtime.rules.membership import Unbindable
 
 RETRY_AFTER_S: Final = 1.0
@@ -87,6 +87,18 @@ class Bindings:
                 handle.bindings = {stage: bound for stage, bound in handle.bindings.items() if bound != incarnation}
         return hurt
 
+    def spare(self, incarnation: str) -> None:
+        """The instance drains: requests that have it as a prefill instance only are bound to it no longer. What it
+        prefills now it finishes; what decode has not asked it for, decode computes itself.
+        """
+        for handle in self.on(incarnation):
+            if kvpairs.prefills_alone(handle.edges, handle.bindings, incarnation):
+                handle.bindings = {stage: bound for stage, bound in handle.bindings.items() if bound != incarnation}
+                self._membership.state.unbind({"": incarnation})
+                self._by_instance[incarnation].discard(handle)
+        if not self._by_instance.get(incarnation, True):
+            del self._by_instance[incarnation]
+
     def drop(self, incarnation: str) -> None:
         """The instance is gone, and no request is bound to it any more."""
         self._by_instance.pop(incarnation, None)
@@ -99,5 +111,12 @@ class Bindings:
         return len(self._by_instance.get(incarnation, ()))
 
     def between(self, one: str, other: str) -> list[RequestHandle]:
-        """The requests that are bound to both instances."""
-        return list(self._by_instance.get(one, set()) & self._by_instance.get(other, set()))
+        """The requests that are bound to both instances and fail without the connection: a decode stage goes on when it
+        has none to its prefill instance.
+        """
+        both = self._by_instance.get(one, set()) & self._by_instance.get(other, set())
+        return [
+            handle
+            for handle in both
+            if not any(kvpairs.prefills_alone(handle.edges, handle.bindings, each) for each in (one, other))
+        ]

@@ -88,7 +88,7 @@ class Coordinator:
             Ready: self._ready,
             PeerUnreachable: self._peer_unreachable,
             Members: lambda sender, message: self.membership.adopt(sender, message),
-            Deregister: lambda sender, message: self.membership.deregister(sender, message),
+            Deregister: self._deregister,
             Detour: lambda sender, message: self._channels.hint(message.receiver, message),
             Hello: self._hello_again,
             ProfilerReply: lambda sender, message: self.profiling.replied(sender, message),
@@ -225,6 +225,10 @@ class Coordinator:
     def _ready(self, sender: str, message: Ready) -> None:
         if self.membership.ready_now(sender):
             self.manager.instances_changed()
+
+    def _deregister(self, sender: str, message: Deregister) -> None:
+        self.manager.draining(sender)
+        self.membership.deregister(sender, message)
 
     def _peer_unreachable(self, sender: str, message: PeerUnreachable) -> None:
         self.membership.peer_unreachable(sender, message.peer)

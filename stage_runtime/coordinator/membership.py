@@ -17,7 +17,7 @@ from stage_runtime.errors import LimitReached
 from stage_runtime.metrics import catalog, planes
 from stage_runtime.metrics.samples import Samples
 from stage_runtime.relays.dispatch import Relays
-from stage_runtime.rules import beats
+from stage_runtime.rules import beats, kvpairs
 from stage_runtime.rules.absences import Absences, Outlook, Prospect, UnitKind
 from stage_runtime.rules.introductions import Introductions
 from stage_runtime.rules.membership import MembershipState
@@ -442,9 +442,7 @@ def _may_leave_rest(revision: PipelineRevision) -> bool:
     """False for a linear pipeline of normal edges: its only terminal stage finishes last, so no stage holds
     anything.
     """
-    sources = [source for source, _, _ in revision.edges]
-    return (
-        len(revision.terminals) > 1
-        or len(set(sources)) < len(sources)
-        or any(kind == "stream" for _, _, kind in revision.edges)
-    )
+    edges = kvpairs.without(revision.edges)
+    sources = [source for source, _, _ in edges]
+    streams = any(kind == "stream" for _, _, kind in edges)
+    return len(revision.terminals) > 1 or len(set(sources)) < len(sources) or streams

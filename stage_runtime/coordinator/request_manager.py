@@ -286,6 +286,10 @@ class RequestManager:
             handle.avoid.add(sender)
             self._happen(handle, HandedBack(message.attempt))
 
+    def draining(self, incarnation: str) -> None:
+        """An instance takes no new request."""
+        self._bindings.spare(incarnation)
+
     def instance_lost(self, incarnation: str) -> None:
         """An instance is proven gone; its requests are bound elsewhere or fail."""
         self.send_queues.forget(incarnation)

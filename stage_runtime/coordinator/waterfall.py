@@ -6,12 +6,13 @@ of a process are on its own clock; the coordinator adds the distance that it has
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
 from omnipipeline_spec.types.pods import COORDINATOR
 from stage_runtime.coordinator.events import HopTiming, StageTiming
+from stage_runtime.rules import kvpairs
 from stage_runtime.rules.edges import EdgeKey
 from stage_runtime.wire.parts import Timing
 
@@ -22,13 +23,13 @@ class Observed(msgspec.Struct, kw_only=True):
     admitted_us: int
     submitted_us: int = 0  #: The current attempt was sent to its entry stage.
     entry: str = ""
-    edges: tuple[EdgeKey, ...] = ()  #: Of the attempt's revision.
+    edges: Sequence[EdgeKey] = ()  #: Of the attempt's revision, without kv edges.
     received_us: dict[tuple[str, bool], int] = {}  #: (terminal, by stream) -> its first chunk, or its result
     clocks_us: Mapping[str, int] = {}  #: instance -> to be added to its times
 
     def begin(self, entry: str, edges: tuple[EdgeKey, ...], now_us: int) -> None:
         """An attempt is sent."""
-        self.entry, self.edges, self.submitted_us = entry, edges, now_us
+        self.entry, self.edges, self.submitted_us = entry, kvpairs.without(edges), now_us
         self.received_us = {}
 
     def received(self, stage: str, now_us: int, *, stream: bool) -> None:

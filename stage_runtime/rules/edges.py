@@ -14,9 +14,10 @@ import msgspec
 
 from omnipipeline_spec.types.plan import PipelineRevision, StagePlan
 from omnipipeline_spec.types.pods import COORDINATOR
+from stage_runtime.rules.kvpairs import KV
 from stage_runtime.wire.frames import PROTOCOL
 
-EdgeKey: TypeAlias = tuple[str, str, str]  #: source, target, ``normal`` or ``stream``
+EdgeKey: TypeAlias = tuple[str, str, str]  #: source, target, ``normal``, ``stream`` or ``kv``
 
 
 def of_process(stages: Collection[StagePlan]) -> str:
@@ -27,6 +28,10 @@ def of_process(stages: Collection[StagePlan]) -> str:
         edges.update((stage.name, target, "stream") for target in stage.stream_to)
         edges.update((source, stage.name, "normal") for source in stage.inputs_from)
         edges.update((source, stage.name, "stream") for source in stage.stream_from)
+        if stage.kv_role == "prefill":
+            edges.add((stage.name, stage.kv_peer, KV))
+        elif stage.kv_role == "decode":
+            edges.add((stage.kv_peer, stage.name, KV))
         if stage.entry:
             edges.add((COORDINATOR, stage.name, "normal"))
         if stage.terminal:

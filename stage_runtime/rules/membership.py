@@ -18,7 +18,7 @@ from typing import Final
 import msgspec
 
 from omnipipeline_spec.types.plan import PipelineRevision
-from stage_runtime.rules import balancing, edges, reachability, subsets
+from stage_runtime.rules import balancing, edges, kvpairs, reachability, subsets
 from stage_runtime.rules.absences import UnitKind
 from stage_runtime.rules.balancing import GroupLoad, Load
 from stage_runtime.rules.pools import Endpoints, Pool, Pools
@@ -74,6 +74,7 @@ class Sets(msgspec.Struct):
     revision: PipelineRevision
     stages: dict[str, str]  #: stage -> group, of those that the request may meet
     choices: list[GroupChoice]  #: Only groups of these stages; a group comes after those that send to it.
+    prefills: dict[str, str] = {}  #: Prefill stage -> group, of the decode stages among ``stages``.
     weight: float = 0.0  #: Of the smooth weighted round robin.
 
     @property
@@ -188,7 +189,7 @@ class MembershipState:
         exclude: AbstractSet[str] = frozenset(),
         terminals: Collection[str] | None = None,
     ) -> tuple[PipelineRevision, dict[str, str]]:
-        """Choose a revision and one instance of each group that the request may meet.
+        """Choose a revision and one instance of each group that the request may meet; of prefill groups where there is.
 
         avoid: incarnations not to use when another one is there (those that failed an earlier attempt).
         exclude: incarnations not to use at all.
@@ -222,7 +223,23 @@ class MembershipState:
             choice.load.bind(instance)
             picked.append(instance)
         chosen = {choice.group: one.incarnation for choice, one in zip(sets.choices, picked, strict=True)}
-        return sets.revision, {stage: chosen[group] for stage, group in sets.stages.items()}
+        bindings = {stage: chosen[group] for stage, group in sets.stages.items()}
+        for stage, group in sets.prefills.items():
+            prefill = self._prefill(sets.revision, group, shunned | exclude)
+            if prefill is not None:
+                bindings[stage] = prefill.incarnation
+        return sets.revision, bindings
+
+    def _prefill(self, revision: PipelineRevision, group: str, without: Collection[str]) -> Instance | None:
+        """The least loaded instance of a prefill group. None: there is none, and decode computes the prompt itself."""
+        among = [one for one in self.serving(revision, group) if one.incarnation not in without]
+        if not among:
+            return None
+        if len(among) > subsets.SUBSET:
+            among = list(subsets.places(among, (int(self._chance() * len(among)), subsets.SUBSET)))
+        instance = balancing.least(among)
+        self._load(instance).bind(instance)
+        return instance
 
     def unbind(self, bindings: Mapping[str, str]) -> None:
         """A request is over (or rebinds): its instances carry one less."""
@@ -266,7 +283,7 @@ class MembershipState:
 
     def missing(self) -> set[UnitKind]:
         """What has no instance that takes requests, of all revisions."""
-        kinds = (self._kind(one, group) for one in self.revisions for group in one.groups)
+        kinds = (self._kind(one, group) for one in self.revisions for group in set(kvpairs.served(one).values()))
         return {kind for kind in kinds if self._is_missing(kind)}
 
     def loading(self, kind: UnitKind) -> bool:
@@ -380,7 +397,10 @@ class MembershipState:
                     sources = tuple(index for index, earlier in enumerate(order) if earlier in senders)
                     choices.append(GroupChoice(group, pool, load, sources))
             if choices and len(choices) == len(order):
-                found.append(Sets(revision, stages, choices))
+                apart = {
+                    one: revision.stages[one] for one, peer in kvpairs.prefills(revision).items() if peer in stages
+                }
+                found.append(Sets(revision, stages, choices, apart))
         return found
 
     def _next_sets(self, complete: Sequence[Sets]) -> Sets | None:
@@ -397,7 +417,7 @@ class MembershipState:
 def _needed(revision: PipelineRevision, terminals: Collection[str] | None) -> dict[str, str]:
     """stage -> group, of the stages that a request for ``terminals`` may meet."""
     if terminals is None:
-        return revision.stages
+        return kvpairs.served(revision)
     met = reachability.stages(revision, terminals)
     return {stage: group for stage, group in revision.stages.items() if stage in met}
 

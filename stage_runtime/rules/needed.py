@@ -3,18 +3,20 @@
 A stage is needed while the request waits for it as a terminal, or while a needed one may still get input from it. A
 stage that has begun and has no streams as input has had all of it: it begins with its payload, of a join with all that
 is joined. Where it is not known whether something has begun, it has not.
+A prefill stage is never needed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
-Edge = tuple[str, str, str]  #: source, target, ``normal`` or ``stream``
+from stage_runtime.rules import kvpairs
+from stage_runtime.rules.kvpairs import Edge
 
 
 def stages(edges: Iterable[Edge], waiting: Collection[str], begun: Collection[str]) -> set[str]:
     """waiting: the terminal stages that have not completed. begun: stages of which something has come."""
-    edges = list(edges)
+    edges = kvpairs.without(edges)
     streamed = {target for _, target, kind in edges if kind == "stream"}
     sources: dict[str, list[str]] = {}
     for source, target, _ in edges:

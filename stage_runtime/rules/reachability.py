@@ -10,13 +10,14 @@ from collections.abc import Collection, Iterable, Mapping
 from graphlib import TopologicalSorter
 
 from omnipipeline_spec.types.plan import PipelineRevision
+from stage_runtime.rules import kvpairs
 
 
 def stages(revision: PipelineRevision, terminals: Collection[str]) -> frozenset[str]:
     """The stages of ``revision`` that a request for ``terminals`` may meet; stream edges count as the others do."""
     targets: dict[str, set[str]] = {}
     sources: dict[str, set[str]] = {}
-    for source, target, _ in revision.edges:
+    for source, target, _ in kvpairs.without(revision.edges):
         targets.setdefault(source, set()).add(target)
         sources.setdefault(target, set()).add(source)
     return frozenset(_closure([revision.entry], targets) & _closure(terminals, sources) | {revision.entry})
@@ -25,7 +26,7 @@ def stages(revision: PipelineRevision, terminals: Collection[str]) -> frozenset[
 def of_every_request(revision: PipelineRevision, *, chosen: bool) -> frozenset[str]:
     """The stages that every request may meet. chosen: a request may wait for any of the terminals, not for all."""
     if not chosen:
-        return frozenset(revision.stages)
+        return frozenset(kvpairs.served(revision))
     return frozenset.intersection(*(stages(revision, [terminal]) for terminal in revision.terminals))
 
 
@@ -35,7 +36,7 @@ def groups(revision: PipelineRevision, stages: Mapping[str, str]) -> dict[str, l
     stages: stage -> group.
     """
     sources: dict[str, list[str]] = {stage: [] for stage in stages}
-    for source, target, _ in revision.edges:
+    for source, target, _ in kvpairs.without(revision.edges):
         if source in sources and target in sources:
             sources[target].append(source)
     order: dict[str, list[str]] = {}

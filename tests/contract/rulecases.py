@@ -34,6 +34,14 @@ def _join(**fields: Any) -> Document:
 
 
 _HALF = {"fraction": 0.5}
+_APART = {"disaggregation": {"prefill": {"process": "p"}}}
+
+
+def _prefill(**placement: Any) -> Document:
+    """A stage whose prefill runs in the process p."""
+    return {"disaggregation": {"prefill": {"process": "p", **placement}}}
+
+
 _TP = {"tpSize": 2, "gpu": [0, 1], "process": None}
 _CLAIM = {"type": "PersistentVolumeClaim", "size": "10Gi"}
 
@@ -88,6 +96,26 @@ CASES: dict[tuple[str, str], tuple[Document, Document]] = {
     ("PipelineConfig", "modelCache.prefetch needs modelPath"): (
         pair(modelPath="some/model", modelCache={**_CLAIM, "prefetch": {"enabled": True}}),
         pair(modelCache={**_CLAIM, "prefetch": {"enabled": True}}),
+    ),
+    ("PipelineConfig", "disaggregation adds a stage NAME-prefill: no other may have that name"): (
+        pair(second=_APART),
+        spec(stage("a", next=["b-prefill"]), stage("b-prefill", next=["b"]), stage("b", **_APART)),
+    ),
+    ("PipelineConfig", "the process of a prefill must have no other stage"): (
+        pair(second=_APART),
+        pair({"process": "p"}, _APART),
+    ),
+    ("PipelineConfig", "only a process group of prefill may have 0 replicas"): (
+        pair(second=_APART, processGroups=[{"name": "p", "replicas": 0}]),
+        pair(second=_APART, processGroups=[{"name": "b", "replicas": 0}]),
+    ),
+    ("Disaggregation", "the process of prefill must not be called coordinator"): (
+        pair(second={"process": None, "disaggregation": {"prefill": {"process": "p"}, "decode": {"process": "d"}}}),
+        pair(second=_prefill(process="coordinator")),
+    ),
+    ("Disaggregation", "prefill must list one GPU id per rank of its tpSize"): (
+        pair(second=_prefill(tpSize=2, gpu=[0, 1])),
+        pair(second=_prefill(tpSize=2, gpu=[0])),
     ),
     ("StageConfig", "must have exactly one of next and terminal: true"): (
         pair(),

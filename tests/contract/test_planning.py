@@ -333,3 +333,64 @@ def test_a_number_that_equals_its_default_is_not_hashed_however_it_was_made() ->
     decoded = msgspec.json.decode(b'{"pipeline":"p","name":"u","groups":[],"stages":[]}', type=UnitPlan)
     assert canonical.encode(computed) == canonical.encode(decoded)
     assert b"drain" not in canonical.encode(computed)
+
+
+def test_a_pair_is_two_stages_with_an_edge_that_carries_kv() -> None:
+    document = pair(
+        {"streamTo": ["b"]},
+        {
+            "process": None,
+            "gpuMemory": {"fraction": 0.5},
+            "factoryArgs": {"x": 1, "y": 1, "z": 1},
+            "disaggregation": {
+                "prefill": {"process": "apart", "gpu": [3], "factoryArgs": {"y": 2, "z": 2}},
+                "decode": {"process": "here", "gpu": [1, 2], "tpSize": 2},
+            },
+        },
+        runtimeOverrides={"b": {"z": 3}},
+        processGroups=[{"name": "apart", "replicas": 0}, {"name": "here", "replicas": 2}],
+    )
+    plan = plan_of(document)
+    stages = {stage.name: stage for unit in plan.units for stage in unit.stages}
+    assert stages["b-prefill"] == StagePlan(
+        name="b-prefill",
+        group="apart",
+        factory="work:make",
+        factory_args={"x": 1, "y": 2, "z": 3},
+        gpus=(0,),
+        gpu_memory_fraction=0.5,
+        relay=RelayPlan(device="cuda"),
+        kv_role="prefill",
+        kv_peer="b",
+    )
+    decode = stages["b"]
+    assert (decode.group, decode.gpus, decode.tp_size) == ("here", (0, 1), 2)
+    assert (decode.kv_role, decode.kv_peer, decode.factory_args) == ("decode", "b-prefill", {"x": 1, "y": 1, "z": 3})
+    assert plan.edges[-1] == EdgePlan(
+        source="b-prefill", target="b", kind="kv", transport="network", relay="tcp", medium="tcp+curve"
+    )
+    assert plan.current.edges == (("a", "b", "normal"), ("a", "b", "stream"), ("b-prefill", "b", "kv"))
+    assert plan.current.stages == {"a": "a", "b": "here", "b-prefill": "apart"}
+    assert plan.current.terminals == ("b",)
+    assert plan.replicas == {"a": 1, "here": 2, "apart": 0}
+    assert plan.local_gpus == {"a": ((),), "here": ((1, 2), (1, 2)), "apart": ()}
+    assert [unit.pod.get("gpus") for unit in plan.units] == [None, 2, 1]
+
+
+def test_replicas_of_prefill_are_in_no_revision() -> None:
+    one, none = (
+        pair(
+            second={"disaggregation": {"prefill": {"process": "apart"}}},
+            processGroups=[{"name": "apart", "replicas": count}],
+        )
+        for count in (1, 0)
+    )
+    assert revisions(one) == revisions(none)
+
+
+def test_one_gpu_of_a_pair_is_one_pod() -> None:
+    budget = {"gpu": [0], "gpuMemory": {"fraction": 0.4}}
+    apart = {"disaggregation": {"prefill": {"process": "apart", "gpu": [0]}}}
+    plan = plan_of(spec(stage("b", **budget, **apart)))
+    assert [(unit.name, [group.name for group in unit.groups]) for unit in plan.units] == [("b", ["b", "apart"])]
+    assert (plan.edges[0].transport, plan.edges[0].relay) == ("same_pod", "cuda_ipc")

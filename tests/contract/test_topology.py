@@ -97,7 +97,111 @@ def test_what_some_requests_meet_or_no_request_calls_is_a_warning_and_no_fault(n
     assert [str(one) for one in topology.warnings(loaded.spec)] == doubts
 
 
+APART: Document = {"disaggregation": {"prefill": {"process": "apart"}}}
+
 CASES: dict[str, tuple[Document, list[str]]] = {
+    "prefill apart": (pair(second=APART), []),
+    "prefill and decode, each with its GPUs": (
+        pair(
+            second={
+                "process": None,
+                "gpuMemory": {"fraction": 0.5},
+                "disaggregation": {
+                    "prefill": {"process": "apart", "gpu": [0, 1], "tpSize": 2},
+                    "decode": {"process": "d", "gpu": [2]},
+                },
+            }
+        ),
+        [],
+    ),
+    "no replicas of prefill": (pair(second=APART, processGroups=[{"name": "apart", "replicas": 0}]), []),
+    "no replicas of another group": (
+        pair(second=APART, processGroups=[{"name": "b", "replicas": 0}]),
+        ["processGroups[0].replicas: of 'b' must be at least 1: only a prefill group may have 0"],
+    ),
+    "a stage called like a prefill stage": (
+        spec(*chain("a", "b-prefill", "b", b=APART)),
+        [
+            "stages[2].disaggregation: of 'b' adds the stage 'b-prefill', and a stage of that name is declared",
+        ],
+    ),
+    "prefill in the process of another stage": (
+        pair({"process": "apart"}, APART),
+        [
+            "stages[1].disaggregation.prefill.process: 'apart' is the process of 'a' too; prefill of 'b' needs a "
+            "process of its own, so that it scales apart",
+        ],
+    ),
+    "prefill in the process of its decode": (
+        pair(second={"process": "apart", **APART}),
+        [
+            "stages[1].disaggregation.prefill.process: 'apart' is the process of 'b' too; prefill of 'b' needs a "
+            "process of its own, so that it scales apart",
+        ],
+    ),
+    "two prefills in one process": (
+        spec(*chain("a", "b", a=APART, b=APART)),
+        [
+            "stages[0].disaggregation.prefill.process: 'apart' is the process of 'b-prefill' too; prefill of 'a' needs "
+            "a process of its own, so that it scales apart",
+            "stages[1].disaggregation.prefill.process: 'apart' is the process of 'a-prefill' too; prefill of 'b' needs "
+            "a process of its own, so that it scales apart",
+        ],
+    ),
+    "prefill on fewer GPUs than ranks": (
+        pair(second={"disaggregation": {"prefill": {"process": "apart", "gpu": [3], "tpSize": 2}}}),
+        [
+            "stages[1].disaggregation.prefill.gpu: of 'b-prefill' must list 2 distinct ids, one per rank of tpSize; "
+            "it lists 1",
+        ],
+    ),
+    "prefill that shares a GPU": (
+        pair(second={"gpu": [0], "disaggregation": {"prefill": {"process": "apart", "gpu": [0]}}}),
+        [
+            "stages[1].gpuMemory: of 'b' is required: processes 'b', 'apart' share GPU 0",
+            "stages[1].disaggregation.prefill.gpuMemory: of 'b-prefill' is required: processes 'b', 'apart' share GPU "
+            "0",
+        ],
+    ),
+    "prefill called coordinator": (
+        pair(second={"disaggregation": {"prefill": {"process": "coordinator"}}}),
+        ["stages[1].disaggregation.prefill.process: 'coordinator' is reserved for the coordinator"],
+    ),
+    "decode in two places": (
+        pair(
+            second={
+                "gpu": [1],
+                "disaggregation": {"prefill": {"process": "apart"}, "decode": {"process": "d", "gpu": [2]}},
+            }
+        ),
+        [
+            "stages[1].process: of 'b' is set twice, with different values: here and in disaggregation.decode",
+            "stages[1].gpu: of 'b' is set twice, with different values: here and in disaggregation.decode",
+        ],
+    ),
+    "a fused stage with prefill apart": (
+        pair(second=APART, fusedStages=[["a", "b"]]),
+        ["fusedStages[0]: 'b' has disaggregation and cannot be fused: its process scales apart"],
+    ),
+    "a name too long for its prefill stage": (
+        spec(stage("b" * 60, process="p", **APART)),
+        [
+            f"stages[0].name: {'b' * 60!r} is too long for its prefill stage {'b' * 60 + '-prefill'!r}: at most 63 "
+            "characters",
+        ],
+    ),
+    "more stages than control ports": (
+        spec(*chain(*(f"s{index}" for index in range(64)), s63=APART)),
+        ["stages: are 64, and 1 more for prefill; at most 64 are allowed"],
+    ),
+    "shared memory between a pair on one machine": (pair(second=APART, relayBackend="shm"), []),
+    "a pair without TCP": (
+        spec(stage("a", **APART), dataPlane={"allowTCP": False}),
+        [
+            "dataPlane.allowTCP: is false, but 'a-prefill' and 'a' run in different pods and relayBackend 'auto' "
+            "cannot connect them without TCP: set dataPlane.rdma",
+        ],
+    ),
     "unknown names are listed sorted": (
         pair({"next": ["zz", "b", "yy"], "waitFor": ["gone"], "mergeFn": "w:m", "streamTo": ["b", "xx"]}),
         [
@@ -604,9 +708,9 @@ CASES: dict[str, tuple[Document, list[str]]] = {
         pair({"next": ["ghost"], "tp_size": 2, "contextLength": 1}),
         [
             "stages[0].tp_size: unknown key; did you mean tpSize?",
-            "stages[0].contextLength: unknown key; known are factory, factoryArgs, gpu, gpuMemory, mergeFn, name, "
-            "next, process, projectPayload, relay, routeFn, streamDoneToFn, streamTo, terminal, tpSize, waitFor, "
-            "waitForFn",
+            "stages[0].contextLength: unknown key; known are disaggregation, factory, factoryArgs, gpu, gpuMemory, "
+            "mergeFn, name, next, process, projectPayload, relay, routeFn, streamDoneToFn, streamTo, terminal, tpSize, "
+            "waitFor, waitForFn",
             "stages[0].next: 'ghost' is no stage",
             "stages[1]: 'b' cannot be reached from the entry 'a'",
         ],

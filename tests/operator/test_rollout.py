@@ -398,3 +398,39 @@ def test_a_revision_without_replicas_ends_once_coordinators_have_the_new_one() -
     assert rollout.entries(second, (first,), both) == (first, second)
     assert rollout.entries(second, (first,), both, kept=decided) == (second,)
     assert rollout.entries(second, (first,), both, kept=decided | {("a", "a1"): 1}) == (first, second)
+
+
+def test_a_roll_of_a_pipeline_without_prefill_pods_ends_and_keeps_the_old_revision_served() -> None:
+    world = running({"a": "a1", "p": "p1"}, {"a": 1, "p": 0})
+    desired = goal({"a": "a2", "p": "p2"}, {"a": 1, "p": 0})
+    world.act(desired)
+    assert (spec_of(world, "a"), spec_of(world, "p")) == ({"a1": 1, "a2": 1}, {"p1": 0, "p2": 0})
+    world.run(desired)
+    assert (spec_of(world, "a"), spec_of(world, "p")) == ({"a1": 0, "a2": 1}, {"p1": 0, "p2": 0})
+
+
+def test_prefill_is_scaled_to_none_and_back_while_nothing_rolls() -> None:
+    world = running({"a": "a1", "p": "p1"}, {"a": 1, "p": 2})
+    world.run(goal({"a": "a1", "p": "p1"}, {"a": 1, "p": 0}))
+    assert spec_of(world, "p") == {"p1": 0}
+    world.run(goal({"a": "a1", "p": "p1"}, {"a": 1, "p": 2}))
+    assert (spec_of(world, "p"), spec_of(world, "a")) == ({"p1": 2}, {"a1": 1})
+
+
+def test_a_revision_stays_served_without_pods_of_prefill_and_not_without_those_of_decode() -> None:
+    def of(revision: str, a: str, p: str) -> PipelineRevision:
+        return PipelineRevision(
+            revision=revision,
+            units={"a": a, "p": p},
+            groups={"a": "a", "p": "p"},
+            stages={"think": "a", "think-prefill": "p"},
+            entry="think",
+            terminals=("think",),
+            edges=(("think-prefill", "think", "kv"),),
+        )
+
+    old, new = of("old", "a1", "p1"), of("new", "a2", "p2")
+    decode_alone = Workload(unit="a", revision="a1", name="a-1", uid="1", replicas=1)
+    prefill_alone = Workload(unit="p", revision="p1", name="p-1", uid="2", replicas=1)
+    assert rollout.entries(new, [old], [decode_alone]) == (old, new)
+    assert rollout.entries(new, [old], [prefill_alone]) == (new,)

@@ -109,6 +109,22 @@ CHANGES: Mapping[str, tuple[str, ...]] = {
     "stages[].streamDoneToFn": ("stages.a.streamDoneToFn=m:g",),
     "stages[].projectPayload": ("stages.a.projectPayload={b: 'm:g'}",),
     "stages[].relay.credits": ("stages.a.relay.credits=5",),
+    "stages[].disaggregation.prefill.process": ("stages.g.disaggregation.prefill.process=apart",),
+    "stages[].disaggregation.prefill.gpu": ("stages.g.disaggregation.prefill={process: apart, gpu: [7]}",),
+    "stages[].disaggregation.prefill.tpSize": (
+        "stages.g.disaggregation.prefill={process: apart, gpu: [6, 7], tpSize: 2}",
+    ),
+    "stages[].disaggregation.prefill.factoryArgs": (
+        "stages.g.disaggregation.prefill={process: apart, factoryArgs: {x: 1}}",
+    ),
+    "stages[].disaggregation.decode.process": (
+        "stages.g={name: g, factory: 'm:f', terminal: true, "
+        "disaggregation: {prefill: {process: apart}, decode: {process: other}}}",
+    ),
+    "stages[].disaggregation.decode.gpu": ("stages.g.disaggregation={prefill: {process: apart}, decode: {gpu: [7]}}",),
+    "stages[].disaggregation.decode.tpSize": (
+        "stages.g.disaggregation={prefill: {process: apart}, decode: {gpu: [6, 7], tpSize: 2}}",
+    ),
     "dataPlane.allowTCP": ("dataPlane={allowTCP: false, rdma: {resourceName: rdma/hca}}",),
     "dataPlane.mooncakeProtocol": ("dataPlane.mooncakeProtocol=tcp",),
     "stages[].relay.device": ("stages.e.relay.device=cpu",),

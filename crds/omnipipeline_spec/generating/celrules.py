@@ -17,7 +17,7 @@ from typing import Final
 import msgspec
 
 from omnipipeline_spec import cluster
-from omnipipeline_spec.pipeline import GpuMemory, PipelineConfig, StageConfig
+from omnipipeline_spec.pipeline import Disaggregation, GpuMemory, PipelineConfig, StageConfig
 from omnipipeline_spec.types.pods import ADMIN_PORT, CONTROL_PORT, COORDINATOR, PROBE_PORT, PUBLISH_PORT
 from omnipipeline_spec.types.quantities import MAX_STAGES
 from omnipipeline_spec.validation import variables
@@ -34,7 +34,9 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _process(stage: str) -> str:
-    return f"(has({stage}.process) ? {stage}.process : {stage}.name)"
+    decode = f"{stage}.disaggregation.decode"
+    given = f"has({stage}.disaggregation) && has({decode}) && has({decode}.process)"
+    return f"(has({stage}.process) ? {stage}.process : {given} ? {decode}.process : {stage}.name)"
 
 
 def _all_are_stages(field: str) -> Rule:
@@ -78,7 +80,8 @@ _PIPELINE: Final = (
         message="entryStage must be a stage",
     ),
     Rule(
-        rule=f"!has(self.processGroups) || self.processGroups.all(g, self.stages.exists(s, {_process('s')} == g.name))",
+        rule=f"!has(self.processGroups) || self.processGroups.all(g, self.stages.exists(s, {_process('s')} == g.name "
+        "|| (has(s.disaggregation) && s.disaggregation.prefill.process == g.name)))",
         message="every name in processGroups must be a process of a stage",
     ),
     Rule(
@@ -104,7 +107,7 @@ _PIPELINE: Final = (
         message="stages of one process must share one GPU",
     ),
     Rule(
-        rule="self.stages.all(a, !has(a.gpu) || has(a.gpuMemory) || !self.stages.exists(b, "
+        rule="self.stages.all(a, !has(a.gpu) || has(a.gpuMemory) || has(a.disaggregation) || !self.stages.exists(b, "
         f"{_process('b')} != {_process('a')} && has(b.gpu) && b.gpu.exists(g, g in a.gpu)))",
         message="stages whose processes share a GPU must have a gpuMemory budget",
     ),
@@ -118,6 +121,20 @@ _PIPELINE: Final = (
         rule="!has(self.modelCache) || !has(self.modelCache.prefetch) || !has(self.modelCache.prefetch.enabled) || "
         "!self.modelCache.prefetch.enabled || (has(self.modelPath) && self.modelPath != '')",
         message="modelCache.prefetch needs modelPath",
+    ),
+    Rule(
+        rule="self.stages.all(s, !has(s.disaggregation) || !self.stages.exists(t, t.name == s.name + '-prefill'))",
+        message="disaggregation adds a stage NAME-prefill: no other may have that name",
+    ),
+    Rule(
+        rule="self.stages.all(s, !has(s.disaggregation) || "
+        f"!self.stages.exists(t, {_process('t')} == s.disaggregation.prefill.process))",
+        message="the process of a prefill must have no other stage",
+    ),
+    Rule(
+        rule="!has(self.processGroups) || self.processGroups.all(g, !has(g.replicas) || g.replicas > 0 || "
+        "self.stages.exists(s, has(s.disaggregation) && s.disaggregation.prefill.process == g.name))",
+        message="only a process group of prefill may have 0 replicas",
     ),
 )
 
@@ -139,18 +156,18 @@ _STAGE: Final = (
     _needs("waitForFn", "waitFor"),
     _needs("streamDoneToFn", "streamTo"),
     Rule(
-        rule="self.tpSize == 1 ? (!has(self.gpu) || size(self.gpu) <= 1) : "
-        "(has(self.gpu) && size(self.gpu) == self.tpSize)",
+        rule="has(self.disaggregation) || (self.tpSize == 1 ? (!has(self.gpu) || size(self.gpu) <= 1) : "
+        "(has(self.gpu) && size(self.gpu) == self.tpSize))",
         message="must list one GPU id per rank of tpSize; without ranks at most one",
         names_stage=True,
     ),
     Rule(
-        rule="self.tpSize > 1 || (has(self.process) && self.process != '')",
+        rule="self.tpSize > 1 || (has(self.process) && self.process != '') || has(self.disaggregation)",
         message="must declare its process; only a stage with tpSize > 1 may leave it out",
         names_stage=True,
     ),
     Rule(
-        rule="!has(self.gpuMemory) || (has(self.gpu) && size(self.gpu) > 0)",
+        rule="!has(self.gpuMemory) || has(self.disaggregation) || (has(self.gpu) && size(self.gpu) > 0)",
         message="has gpuMemory, but no gpu",
         names_stage=True,
     ),
@@ -167,6 +184,17 @@ _STAGE: Final = (
 RULES: Final[Mapping[type[msgspec.Struct], tuple[Rule, ...]]] = {
     PipelineConfig: _PIPELINE,
     StageConfig: _STAGE,
+    Disaggregation: (
+        Rule(
+            rule=f"self.prefill.process != '{COORDINATOR}'",
+            message=f"the process of prefill must not be called {COORDINATOR}",
+        ),
+        Rule(
+            rule="self.prefill.tpSize == 1 ? (!has(self.prefill.gpu) || size(self.prefill.gpu) <= 1) : "
+            "(has(self.prefill.gpu) && size(self.prefill.gpu) == self.prefill.tpSize)",
+            message="prefill must list one GPU id per rank of its tpSize",
+        ),
+    ),
     GpuMemory: (
         Rule(rule="has(self.fraction) != has(self.bytes)", message="must have exactly one of fraction and bytes"),
         _is_positive("bytes"),

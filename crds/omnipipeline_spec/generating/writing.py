@@ -64,7 +64,12 @@ def to_yaml(value: Any, *, compact: bool = False) -> str:
     """YAML that Go reads as the same values; keys in the order given. ``compact``: innermost maps take one line."""
     style = None if compact else False
     text: str = yaml.dump(
-        value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120, default_flow_style=style
+        value,
+        Dumper=_Dumper,
+        sort_keys=False,
+        allow_unicode=True,
+        width=160 if compact else 120,
+        default_flow_style=style,
     )
     return text
 

@@ -29,7 +29,8 @@ from omnipipeline_spec.types.plan import (
     UnitPlan,
 )
 from omnipipeline_spec.types.relays import RELAYS
-from omnipipeline_spec.validation import grouping, topology
+from omnipipeline_spec.validation import disaggregation, grouping, topology
+from omnipipeline_spec.validation.disaggregation import Part
 from omnipipeline_spec.validation.grouping import Grouping
 
 Revised = TypeVar("Revised", UnitPlan, CoordinatorPlan, PipelineRevision)
@@ -49,11 +50,12 @@ def plan(spec: PipelineConfig, *, name: str | None = None) -> PipelinePlan:
     unnamed = _name_faults(pipeline)
     if unnamed:
         raise InvalidPipeline([*unnamed, *topology.faults(spec)])
-    spec = topology.check(spec)
+    declared = topology.check(spec)
+    spec, parts = disaggregation.expanded(declared), disaggregation.parts(declared)
     groups = grouping.group(spec)
     refined = {group.name: group for group in spec.process_groups}
-    units = tuple(_unit(spec, pipeline, members, groups, refined) for members in groups.units.values())
-    edges = tuple(_edges(spec, groups))
+    units = tuple(_unit(spec, pipeline, members, groups, refined, parts) for members in groups.units.values())
+    edges = (*_edges(spec, groups), *_kv_edges(spec, groups, parts))
     return PipelinePlan(
         pipeline=pipeline,
         coordinator=_coordinator(spec, pipeline),
@@ -104,7 +106,12 @@ def _name_faults(name: str) -> list[Fault]:
 
 
 def _unit(
-    spec: PipelineConfig, pipeline: str, members: Sequence[str], groups: Grouping, refined: Mapping[str, ProcessGroup]
+    spec: PipelineConfig,
+    pipeline: str,
+    members: Sequence[str],
+    groups: Grouping,
+    refined: Mapping[str, ProcessGroup],
+    parts: Mapping[str, Part],
 ) -> UnitPlan:
     own = [refined[member] for member in members if member in refined]
     names = {stage.name for member in members for stage in groups.groups[member]}
@@ -116,7 +123,7 @@ def _unit(
             pipeline=pipeline,
             name=members[0],
             groups=tuple(_group(member, index, members[0], groups) for index, member in enumerate(members)),
-            stages=tuple(_stage(spec, stage, group_of[stage.name], gpu_ids) for stage in stages),
+            stages=tuple(_stage(spec, stage, group_of[stage.name], gpu_ids, parts) for stage in stages),
             gpu_ids=gpu_ids,
             model_path=spec.model_path,
             model_revision=spec.model_revision,
@@ -157,8 +164,11 @@ def _group(name: str, index: int, unit: str, groups: Grouping) -> GroupPlan:
     )
 
 
-def _stage(spec: PipelineConfig, stage: StageConfig, group: str, gpu_ids: Sequence[int]) -> StagePlan:
+def _stage(
+    spec: PipelineConfig, stage: StageConfig, group: str, gpu_ids: Sequence[int], parts: Mapping[str, Part]
+) -> StagePlan:
     budget = stage.gpu_memory
+    part = parts.get(stage.name, Part())
     return StagePlan(
         name=stage.name,
         group=group,
@@ -181,6 +191,8 @@ def _stage(spec: PipelineConfig, stage: StageConfig, group: str, gpu_ids: Sequen
         gpu_memory_bytes=quantities.parse_bytes(budget.bytes) if budget and budget.bytes is not None else None,
         tp_size=stage.tp_size,
         relay=_relay(spec, stage),
+        kv_role=part.role,
+        kv_peer=part.peer,
     )
 
 
@@ -261,23 +273,29 @@ def _code_config_map(spec: PipelineConfig) -> str | None:
 
 
 def _edges(spec: PipelineConfig, groups: Grouping) -> Iterable[EdgePlan]:
-    group_of = {stage.name: name for name, members in groups.groups.items() for stage in members}
-    gpu_of = {stage.name: stage.gpus[:1] for stage in spec.stages}  # of rank 0, which has the edges
     kinds: tuple[Literal["normal", "stream"], ...] = ("normal", "stream")
     for stage in spec.stages:
         for kind in kinds:
             for target in stage.next if kind == "normal" else stage.stream_to:
-                transport = _transport(group_of[stage.name], group_of[target], groups)
-                one_gpu = bool(gpu_of[stage.name]) and gpu_of[stage.name] == gpu_of[target]
-                relay = _edge_relay(spec, transport, one_gpu=one_gpu)
-                yield EdgePlan(
-                    source=stage.name,
-                    target=target,
-                    kind=kind,
-                    transport=transport,
-                    relay=relay,
-                    medium=_edge_medium(spec, relay),
-                )
+                yield _edge(spec, groups, stage.name, target, kind)
+
+
+def _kv_edges(spec: PipelineConfig, groups: Grouping, parts: Mapping[str, Part]) -> Iterable[EdgePlan]:
+    for stage in spec.stages:
+        part = parts.get(stage.name, Part())
+        if part.role == "decode":
+            yield _edge(spec, groups, part.peer, stage.name, "kv")
+
+
+def _edge(
+    spec: PipelineConfig, groups: Grouping, source: str, target: str, kind: Literal["normal", "stream", "kv"]
+) -> EdgePlan:
+    group_of = {stage.name: name for name, members in groups.groups.items() for stage in members}
+    gpu_of = {stage.name: stage.gpus[:1] for stage in spec.stages}  # of rank 0, which has the edges
+    transport = _transport(group_of[source], group_of[target], groups)
+    relay = _edge_relay(spec, transport, one_gpu=bool(gpu_of[source]) and gpu_of[source] == gpu_of[target])
+    medium = _edge_medium(spec, relay)
+    return EdgePlan(source=source, target=target, kind=kind, transport=transport, relay=relay, medium=medium)
 
 
 def _transport(source: str, target: str, groups: Grouping) -> Literal["in_process", "same_pod", "network"]:
@@ -321,7 +339,7 @@ def _edge_medium(spec: PipelineConfig, relay: str) -> str:
 
 def _replicas(members: Sequence[str], refined: Mapping[str, ProcessGroup]) -> int:
     """Replicas of the groups in a pod; `placement` has refused different counts."""
-    return next((count for member in members if (count := _count(refined.get(member)))), 1)
+    return next((count for member in members if (count := _count(refined.get(member))) is not None), 1)
 
 
 def _count(refined: ProcessGroup | None) -> int | None:

@@ -52,6 +52,8 @@ class StagePlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     gpu_memory_bytes: int | None = None
     tp_size: int = 1
     relay: RelayPlan = RelayPlan()
+    kv_role: Literal["", "prefill", "decode"] = ""  #: Of a stage with disaggregation.
+    kv_peer: str = ""  #: The stage of the other role.
 
 
 class GroupPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -100,7 +102,7 @@ class EdgePlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     source: str
     target: str
-    kind: Literal["normal", "stream"]
+    kind: Literal["normal", "stream", "kv"]  #: ``kv``: KV blocks from a prefill stage; no request needs this edge.
     transport: Literal["in_process", "same_pod", "network"]
     relay: str  #: What to expect: ``in_process``, or a backend of this version. Facts decide at run time.
     medium: str  #: What its bytes are to go through on a cluster, as `edge_instances` shows it at run time.
@@ -115,7 +117,7 @@ class PipelineRevision(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     stages: dict[str, str]  #: stage -> group.
     entry: str
     terminals: tuple[str, ...]
-    edges: tuple[tuple[str, str, str], ...]  #: (source, target, normal | stream)
+    edges: tuple[tuple[str, str, str], ...]  #: (source, target, normal | stream | kv)
 
 
 class CoordinatorPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

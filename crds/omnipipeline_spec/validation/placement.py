@@ -11,13 +11,15 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from omnipipeline_spec.cluster import ProcessGroup
 from omnipipeline_spec.pipeline import GpuMemory, PipelineConfig, StageConfig
 from omnipipeline_spec.types import quantities
 from omnipipeline_spec.types.canonical import INT_BOUND
 from omnipipeline_spec.types.errors import Fault
 from omnipipeline_spec.types.pods import COORDINATOR
-from omnipipeline_spec.validation import grouping
+from omnipipeline_spec.validation import disaggregation, grouping
 from omnipipeline_spec.validation.graph import quoted
 from omnipipeline_spec.validation.grouping import Grouping
 
@@ -26,7 +28,12 @@ DEFAULT_GPU_RESOURCE = "nvidia.com/gpu"
 
 
 def faults(spec: PipelineConfig) -> Iterator[Fault]:
-    """All faults of the placement."""
+    """All faults of the placement, of prefill stages too."""
+    for fault in _faults(disaggregation.expanded(spec)):
+        yield msgspec.structs.replace(fault, path=disaggregation.declared_path(spec, fault.path))
+
+
+def _faults(spec: PipelineConfig) -> Iterator[Fault]:
     groups = grouping.group(spec)
     for index, stage in enumerate(spec.stages):
         yield from _process(stage, f"stages[{index}]")
@@ -223,7 +230,8 @@ def _refinements(spec: PipelineConfig, groups: Grouping) -> Iterator[Fault]:
 def _replicas(spec: PipelineConfig, groups: Grouping, name: str) -> int:
     """Replicas of a group: its own, or those of the groups in its pod."""
     beside = groups.units[groups.unit_of(name)]
-    return next((group.replicas for group in spec.process_groups if group.name in beside and group.replicas), 1)
+    given = (group.replicas for group in spec.process_groups if group.name in beside)
+    return next((count for count in given if count is not None), 1)
 
 
 def _devices(refined: ProcessGroup, groups: Grouping, path: str) -> Iterator[Fault]:

@@ -13,11 +13,11 @@ from omnipipeline_spec.pipeline import PipelineConfig
 from omnipipeline_spec.types.canonical import NotCanonical, check_bounds
 from omnipipeline_spec.types.errors import Fault, InvalidPipeline
 from omnipipeline_spec.types.values import to_document
-from omnipipeline_spec.validation import deployment, graph, placement, shapes, transports
+from omnipipeline_spec.validation import deployment, disaggregation, graph, placement, shapes, transports
 
 
 def faults(spec: PipelineConfig) -> tuple[Fault, ...]:
-    """All faults of a spec: of its form, its graph, its placement, its cluster fields, in this order."""
+    """All faults of a spec: of its form, its graph, its pairs, its placement, its cluster fields, in this order."""
     return _read(spec)[1]
 
 
@@ -68,6 +68,7 @@ def of_document(document: object) -> tuple[PipelineConfig | None, tuple[Fault, .
         return None, ()
     found = (
         *graph.faults(spec),
+        *disaggregation.faults(spec),
         *placement.faults(spec),
         *deployment.faults(spec),
         *transports.faults(spec),

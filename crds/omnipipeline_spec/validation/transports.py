@@ -6,26 +6,36 @@ processes know, such as whether a backend starts. Called by `topology` on a spec
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import TypeAlias
 
-from omnipipeline_spec.pipeline import PipelineConfig, RelayConfig
+import msgspec
+
+from omnipipeline_spec.pipeline import PipelineConfig, RelayConfig, StageConfig
 from omnipipeline_spec.types.errors import Fault
 from omnipipeline_spec.types.relays import RELAYS
-from omnipipeline_spec.validation import grouping
+from omnipipeline_spec.validation import disaggregation, grouping
+
+Pairs: TypeAlias = Mapping[str, tuple[str, ...]]  #: Prefill stage -> the decode stage that it sends KV blocks to.
 
 
 def faults(spec: PipelineConfig) -> Iterator[Fault]:
     """All faults of relays and ways between pods."""
+    for fault in _faults(disaggregation.expanded(spec), disaggregation.pairs(spec)):
+        yield msgspec.structs.replace(fault, path=disaggregation.declared_path(spec, fault.path))
+
+
+def _faults(spec: PipelineConfig, pairs: Pairs) -> Iterator[Fault]:
     yield from _ranks(spec)
     yield from _devices(spec)
-    yield from _without_gpu(spec)
+    yield from _without_gpu(spec, pairs)
     yield from _mooncake(spec)
-    yield from _without_tcp(spec)
+    yield from _without_tcp(spec, pairs)
 
 
 def on_cluster(spec: PipelineConfig) -> Iterator[Fault]:
     """What is refused on a cluster and works on one machine."""
-    far = _between_pods(spec)
+    far = _between_pods(disaggregation.expanded(spec), disaggregation.pairs(spec))
     named = RELAYS.get(spec.relay_backend)
     if named is not None and named.one_pod and far is not None:
         message = f"is {spec.relay_backend}, which never crosses pods, "
@@ -33,13 +43,17 @@ def on_cluster(spec: PipelineConfig) -> Iterator[Fault]:
         yield Fault(path="relayBackend", message=f"{message}: use auto", names=far)
 
 
-def _between_pods(spec: PipelineConfig) -> tuple[str, str] | None:
+def _targets(stage: StageConfig, pairs: Pairs) -> tuple[str, ...]:
+    return (*stage.next, *stage.stream_to, *pairs.get(stage.name, ()))
+
+
+def _between_pods(spec: PipelineConfig, pairs: Pairs) -> tuple[str, str] | None:
     """The first edge between pods."""
     groups = grouping.group(spec)
     unit_of = {stage.name: groups.unit_of(name) for name, members in groups.groups.items() for stage in members}
     for stage in spec.stages:
         here = unit_of[stage.name]
-        for name in (*stage.next, *stage.stream_to):
+        for name in _targets(stage, pairs):
             if unit_of.get(name, here) != here:
                 return stage.name, name
     return None
@@ -89,7 +103,7 @@ def _devices(spec: PipelineConfig) -> Iterator[Fault]:
             yield Fault(path=f"stages[{index}].relay.device", message=message, names=(stage.name,))
 
 
-def _without_gpu(spec: PipelineConfig) -> Iterator[Fault]:
+def _without_gpu(spec: PipelineConfig, pairs: Pairs) -> Iterator[Fault]:
     """A relay between GPUs reaches no stage without one: each request on such an edge would fail."""
     named = RELAYS.get(spec.relay_backend)
     if named is None or not named.of_gpus:
@@ -98,7 +112,7 @@ def _without_gpu(spec: PipelineConfig) -> Iterator[Fault]:
     group_of = {stage.name: name for name, members in groups.groups.items() for stage in members}
     gpus_of = {stage.name: stage.gpus for stage in spec.stages}
     for stage in spec.stages:
-        for target in (*stage.next, *stage.stream_to):
+        for target in _targets(stage, pairs):
             if group_of.get(target) in (None, group_of[stage.name]):
                 continue
             without = [name for name in (stage.name, target) if not gpus_of[name]]
@@ -120,14 +134,14 @@ def _mooncake(spec: PipelineConfig) -> Iterator[Fault]:
         yield Fault(path="dataPlane.mooncakeProtocol", message="is tcp, and allowTCP is false")
 
 
-def _without_tcp(spec: PipelineConfig) -> Iterator[Fault]:
+def _without_tcp(spec: PipelineConfig, pairs: Pairs) -> Iterator[Fault]:
     """Without TCP an edge between pods needs RDMA devices, and a backend that uses them: the others write to sockets,
     each by its own library.
     """
     by_rdma = spec.relay_backend == "auto" or RELAYS[spec.relay_backend].by_rdma
     if spec.data_plane.allow_tcp or (by_rdma and spec.data_plane.rdma is not None):
         return
-    far = _between_pods(spec)
+    far = _between_pods(spec, pairs)
     if far is not None:
         message = f"is false, but {far[0]!r} and {far[1]!r} run in different pods and relayBackend "
         message += f"{spec.relay_backend!r} cannot connect them without TCP"

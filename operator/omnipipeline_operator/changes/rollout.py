@@ -21,6 +21,7 @@ from typing import Literal
 
 import msgspec
 
+from omnipipeline_operator.changes import required
 from omnipipeline_operator.changes.workloads import Workload
 from omnipipeline_spec.types.plan import PipelineRevision
 from omnipipeline_spec.types.pods import COORDINATOR
@@ -121,7 +122,7 @@ def entries(
     alive = {(each.unit, each.revision) for each in observed if each.replicas or each.present}
     if kept is not None:
         alive = {key for key in alive if kept.get(key)}
-    others = [one for one in known if one.revision != goal.revision and alive.issuperset(one.units.items())]
+    others = [one for one in known if one.revision != goal.revision and alive.issuperset(required.units(one).items())]
     return (*others, goal)
 
 
@@ -204,7 +205,8 @@ def _completeness(
     desired: Mapping[str, DesiredUnit], changing: Iterable[str], observed: Sequence[Workload]
 ) -> Fraction:
     ready = {(each.unit, each.revision): each.ready for each in observed}
-    shares = (Fraction(ready.get((unit, desired[unit].revision), 0), desired[unit].replicas) for unit in changing)
+    some = [unit for unit in changing if desired[unit].replicas]  # of prefill there may be none
+    shares = (Fraction(ready.get((unit, desired[unit].revision), 0), desired[unit].replicas) for unit in some)
     return min((min(share, Fraction(1)) for share in shares), default=Fraction(1))
 
 

@@ -10,6 +10,7 @@ from typing import Final
 
 import msgspec
 
+from omnipipeline_operator.changes import required
 from omnipipeline_operator.changes.diagnostics import Diagnostic
 from omnipipeline_operator.changes.rollout import Decision, Goal
 from omnipipeline_operator.changes.workloads import Workload
@@ -59,9 +60,9 @@ class StatusInputs(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def is_complete(revision: PipelineRevision, observed: Sequence[Workload]) -> bool:
-    """Whether requests can be bound to this revision: each unit has a ready pod."""
+    """Whether requests can be bound to this revision: each unit that they need has a ready pod."""
     ready = {(each.unit, each.revision) for each in observed if each.ready}
-    return ready.issuperset(revision.units.items())
+    return ready.issuperset(required.units(revision).items())
 
 
 def is_available(entries: Sequence[PipelineRevision], observed: Sequence[Workload]) -> bool:

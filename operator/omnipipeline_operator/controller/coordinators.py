@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
+from omnipipeline_operator.changes import required
 from omnipipeline_operator.cluster.client import Client
 from omnipipeline_operator.cluster.status_client import CoordinatorStatus, InstanceStatus, StatusClient
 from omnipipeline_operator.controller.snapshots import Snapshot
@@ -51,7 +52,7 @@ async def aside(client: Client, snapshot: Snapshot, coordinators: Sequence[Coord
 
 def have_complete(coordinators: Sequence[CoordinatorStatus], revision: PipelineRevision) -> bool:
     """Whether coordinators answered, and each can bind requests to this revision."""
-    units = revision.units.items()
+    units = required.units(revision).items()
     return bool(coordinators) and all(each.registered().keys() >= units for each in coordinators)
 
 

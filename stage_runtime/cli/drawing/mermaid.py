@@ -40,9 +40,9 @@ def _group(group: GroupPlan, name: str, ids: dict[str, str]) -> Iterable[str]:
 
 
 def _edge(edge: EdgePlan, ids: dict[str, str]) -> str:
-    arrow = "-.->" if edge.kind == "stream" else "-->"
+    arrow = {"stream": "-.->", "kv": "==>"}.get(edge.kind, "-->")
     relay = edge.relay.replace("_", " ")
-    label = f"stream, {relay}" if edge.kind == "stream" else relay
+    label = {"stream": f"stream, {relay}", "kv": f"KV, {relay}"}.get(edge.kind, relay)
     return f'  {ids[edge.source]} {arrow}|"{label}"| {ids[edge.target]}'
 
 

@@ -52,7 +52,7 @@ class Wish(msgspec.Struct, frozen=True, kw_only=True):
 
     source: str
     target: str
-    kind: Literal["normal", "stream", "http"]
+    kind: Literal["normal", "stream", "kv", "http"]
     transport: str = "http"
     label: str = ""
 
@@ -71,6 +71,8 @@ def wishes(plan: PipelinePlan) -> list[Wish]:
     labelled: set[tuple[str, str, str]] = set()
     for edge in plan.edges:
         label = "" if edge.transport == "in_process" else edge.relay.replace("_", " ")
+        if edge.kind == "kv":
+            label = f"KV, {label}"
         repeated = (edge.source, edge.target, label) in labelled
         labelled.add((edge.source, edge.target, label))
         found.append(

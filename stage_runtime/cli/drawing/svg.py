@@ -5,7 +5,7 @@ Here: how things look. Not here: what is shown and where (`picture`). Called by 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from xml.sax.saxutils import escape
 
 from omnipipeline_spec.types.plan import PipelinePlan
@@ -22,6 +22,7 @@ LEGEND = (
     ("normal", "network", "between pods"),
     ("stream", "network", "stream of chunks"),
 )
+LEGEND_OF_KV = ("kv", "network", "KV blocks of prompts")
 
 _STYLE = """
 text { font: 11.5px ui-sans-serif, system-ui, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif; fill: #57606a }
@@ -56,7 +57,8 @@ text { font: 11.5px ui-sans-serif, system-ui, "Segoe UI", Roboto, "Helvetica Neu
 def render(plan: PipelinePlan) -> str:
     """The whole document."""
     drawn = picture.draw(plan)
-    legend_width = sum(picture.text_width(text, 11.5) + 66 for _, _, text in LEGEND)
+    legend = (*LEGEND, *([LEGEND_OF_KV] if any(edge.kind == "kv" for edge in plan.edges) else []))
+    legend_width = sum(picture.text_width(text, 11.5) + 66 for _, _, text in legend)
     width = max(drawn.size.width, legend_width) + 2 * MARGIN
     height = drawn.size.height + 2 * MARGIN + TITLE_HEIGHT + LEGEND_HEIGHT
     return "\n".join(
@@ -71,7 +73,7 @@ def render(plan: PipelinePlan) -> str:
             f'<g transform="translate({(width - drawn.size.width) / 2:.1f},{MARGIN + TITLE_HEIGHT:.1f})">',
             *_body(drawn),
             "</g>",
-            *_legend(MARGIN, height - MARGIN - 2),
+            *_legend(legend, MARGIN, height - MARGIN - 2),
             "</svg>\n",
         ]
     )
@@ -133,7 +135,8 @@ def _path(line: DrawnLine) -> str:
 
 def _stroke(transport: str, kind: str, path: str) -> str:
     dashed = " stream" if kind == "stream" else ""
-    return f'<path class="line {transport}{dashed}" d="{path}" marker-end="url(#tip-{transport})"/>'
+    strokes = ' stroke-dasharray="9 4"' if kind == "kv" else ""
+    return f'<path class="line {transport}{dashed}"{strokes} d="{path}" marker-end="url(#tip-{transport})"/>'
 
 
 def _label(line: DrawnLine) -> str:
@@ -143,8 +146,8 @@ def _label(line: DrawnLine) -> str:
     return back + _text("", label, at.x, at.y + 4, anchor="middle")
 
 
-def _legend(left: float, y: float) -> Iterable[str]:
-    for kind, transport, text in LEGEND:
+def _legend(legend: Sequence[tuple[str, str, str]], left: float, y: float) -> Iterable[str]:
+    for kind, transport, text in legend:
         yield _stroke(transport, kind, f"M{left:.1f},{y - 4:.1f} H{left + 30:.1f}")
         yield _text("", text, left + 40, y)
         left += picture.text_width(text, 11.5) + 66

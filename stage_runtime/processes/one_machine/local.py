@@ -226,8 +226,9 @@ class LocalPipeline:
             instance did not get ready; all that were added are gone again.
         """
         unit, plan = self._find(group)
-        if replicas < 1:
-            raise ConfigurationError(f"{group}: {replicas} replicas would serve nothing; the least is 1")
+        least = 0 if _is_prefill(unit, plan) else 1
+        if replicas < least:
+            raise ConfigurationError(f"{group}: {replicas} replicas would serve nothing; the least is {least}")
         async with self._changing:
             there = self._supervisor.instances(group)
             await self._grow(unit, plan, replicas - len(there))
@@ -349,3 +350,8 @@ def _ignore(_view: ProcessView) -> None:
 
 def _drop(_process: str, _line: str) -> None:
     """Ignores lines."""
+
+
+def _is_prefill(unit: UnitPlan, group: GroupPlan) -> bool:
+    """Whether requests do without the group: decode computes their prompts then."""
+    return all(stage.kv_role == "prefill" for stage in unit.stages if stage.name in group.stages)

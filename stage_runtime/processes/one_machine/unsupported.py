@@ -22,6 +22,9 @@ HONOURED: Final = frozenset(
     stages[].routeFn stages[].gpu stages[].tpSize stages[].gpuMemory.fraction stages[].gpuMemory.bytes
     stages[].waitFor stages[].waitForFn stages[].mergeFn stages[].streamTo stages[].streamDoneToFn
     stages[].projectPayload stages[].relay.credits
+    stages[].disaggregation.prefill.process stages[].disaggregation.prefill.gpu
+    stages[].disaggregation.prefill.tpSize stages[].disaggregation.prefill.factoryArgs
+    stages[].disaggregation.decode.process stages[].disaggregation.decode.gpu stages[].disaggregation.decode.tpSize
     env[].name env[].value
     env[].valueFrom.secretKeyRef.name env[].valueFrom.secretKeyRef.key env[].valueFrom.secretKeyRef.optional
     env[].valueFrom.configMapKeyRef.name env[].valueFrom.configMapKeyRef.key env[].valueFrom.configMapKeyRef.optional

@@ -1,0 +1,16 @@
+"""Which units of a pipeline revision requests need: all but those of prefill stages alone. Pure.
+
+Without a pod of prefill, decode computes prompts itself.
+"""
+
+from __future__ import annotations
+
+from omnipipeline_spec.types.plan import PipelineRevision
+
+
+def units(revision: PipelineRevision) -> dict[str, str]:
+    """unit -> unit revision, of the units without which no request is served."""
+    prefills = {source for source, _, kind in revision.edges if kind == "kv"}
+    unit_of = {stage: revision.groups[group] for stage, group in revision.stages.items()}
+    spare = {unit_of[stage] for stage in prefills} - {unit_of[stage] for stage in unit_of.keys() - prefills}
+    return {unit: its for unit, its in revision.units.items() if unit not in spare}

@@ -1,0 +1,116 @@
+"""A request and its prefill instance at the coordinator: introduced, spared, lost, without harm to the request."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import msgspec
+
+from stage_runtime.coordinator.broken_connections import RECONNECT_S
+from stage_runtime.coordinator.events import ResultEvent
+from stage_runtime.rules import edges
+from stage_runtime.wire.messages import Deregister, Members, PeerUnreachable, Unbound
+from tests.coordinator.manager_kit import REVISION, CoordinatorHarness, coordinator_harness, new_request, read
+
+PAIRED = msgspec.structs.replace(
+    REVISION,
+    units={**REVISION.units, "apart": "x1"},
+    groups={**REVISION.groups, "apart": "apart"},
+    stages={**REVISION.stages, "shout-prefill": "apart"},
+    edges=(*REVISION.edges, ("shout-prefill", "shout", "kv")),
+)
+SCHEMAS = edges.of_revision(PAIRED)
+
+
+@asynccontextmanager
+async def paired(*prefills: str) -> AsyncIterator[CoordinatorHarness]:
+    async with coordinator_harness(
+        terminal_stages=lambda request: ["shout"], revisions=(PAIRED,), joined=False
+    ) as made:
+        made.join("f1", "front", edges=SCHEMAS["front"])
+        made.join("v1", "voice", edges=SCHEMAS["voice"])
+        for one in prefills:
+            made.join(one, "apart", revision="x1", edges=SCHEMAS["apart"])
+        yield made
+
+
+def introduced(made: CoordinatorHarness, incarnation: str) -> set[str]:
+    return {
+        one.incarnation
+        for message in made.channels.sent[incarnation]
+        if isinstance(message, Members)
+        for one in message.joined
+    }
+
+
+async def test_a_request_names_its_prefill_instance_and_both_halves_meet() -> None:
+    async with paired("p1") as made:
+        handle = made.manager.admit(new_request())
+        (sent,) = made.submitted("f1")
+        assert sent.header.bindings == {"split": "f1", "shout": "v1", "shout-prefill": "p1"}
+        assert "p1" in introduced(made, "v1")
+        assert "v1" in introduced(made, "p1")
+        assert "p1" not in introduced(made, "f1")
+        made.complete(sent, "shout", "served")
+        assert await read(handle) == [ResultEvent(stage="shout", data="served")]
+        assert made.manager.bound_to("p1") == 0
+
+
+async def test_the_pipeline_is_ready_and_serves_without_prefill() -> None:
+    async with paired() as made:
+        assert made.membership.status()["complete"]
+        assert made.manager.problem() is None
+        handle = made.manager.admit(new_request())
+        (sent,) = made.submitted("f1")
+        assert sent.header.bindings == {"split": "f1", "shout": "v1"}
+        made.complete(sent, "shout", "served")
+        assert await read(handle) == [ResultEvent(stage="shout", data="served")]
+
+
+async def test_the_death_of_a_prefill_instance_costs_no_attempt_and_is_told() -> None:
+    async with paired("p1") as made:
+        handle = made.manager.admit(new_request())
+        (sent,) = made.submitted("f1")
+        made.coordinator.lost("p1")
+        await asyncio.sleep(0.05)  # departures are sent once a tick
+        assert ("p1",) in [one.gone for one in made.channels.sent["v1"] if isinstance(one, Members)]
+        made.complete(sent, "shout", "served")
+        assert await read(handle) == [ResultEvent(stage="shout", data="served")]
+        assert made.record("r1").attempt == 1
+
+
+async def test_a_cut_between_the_halves_fails_no_request() -> None:
+    async with paired("p1") as made:
+        handle = made.manager.admit(new_request())
+        (sent,) = made.submitted("f1")
+        made.coordinator.received("v1", PeerUnreachable("p1"))
+        made.coordinator.received("p1", PeerUnreachable("v1"))
+        await asyncio.sleep(RECONNECT_S * 1.2)
+        assert made.submitted("f1") == [sent]
+        made.complete(sent, "shout", "served")
+        assert await read(handle) == [ResultEvent(stage="shout", data="served")]
+
+
+async def test_a_draining_prefill_instance_is_unbound_while_its_requests_go_on() -> None:
+    async with paired("p1", "p2") as made:
+        handles = [made.manager.admit(new_request(f"r{n}")) for n in range(4)]
+        assert (made.manager.bound_to("p1"), made.manager.bound_to("p2")) == (2, 2)
+        made.coordinator.received("p1", Deregister("a roll"))
+        assert made.manager.bound_to("p1") == 0
+        assert [type(one) for one in made.channels.sent["p1"]].count(Unbound) == 1
+        assert made.membership.state.instances["p1"].bound == 0
+        for sent in made.submitted("f1"):
+            made.complete(sent, "shout", "served")
+        for handle in handles:
+            assert await read(handle) == [ResultEvent(stage="shout", data="served")]
+        assert made.membership.state.instances["p1"].bound == 0
+        assert made.membership.state.instances["p2"].bound == 0
+
+
+async def test_a_draining_decode_instance_keeps_its_requests() -> None:
+    async with paired("p1") as made:
+        made.manager.admit(new_request())
+        made.coordinator.received("v1", Deregister("a roll"))
+        assert made.manager.bound_to("v1") == 1
