@@ -58,6 +58,15 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "qwen3": lambda: transformers.Qwen3Config(**_GROUPED, head_dim=16),
     "gemma2": lambda: transformers.Gemma2Config(**_GROUPED, head_dim=8, sliding_window=6),
     "gemma3": lambda: transformers.Gemma3TextConfig(**_GROUPED, head_dim=8, sliding_window=6),
+    "gpt_oss": lambda: transformers.GptOssConfig(
+        **_GROUPED,
+        head_dim=8,
+        sliding_window=6,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        layer_types=["sliding_attention", "full_attention"],
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+    ),
     "gpt2": lambda: transformers.GPT2Config(
         vocab_size=VOCABULARY,
         n_embd=32,
@@ -74,6 +83,42 @@ CONFIGS: dict[str, Callable[[], Any]] = {
 }
 
 
+_MAMBA2: dict[str, Any] = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 2}
+_DELTA: dict[str, Any] = {
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "head_dim": 8,
+    "layer_types": ["linear_attention", "full_attention"],
+}
+_STATE_ONLY: dict[str, Any] = {
+    name: value for name, value in _COMMON.items() if name not in ("num_attention_heads", "max_position_embeddings")
+}
+
+#: Models with state beside attention.
+STATEFUL: dict[str, Callable[[], Any]] = {
+    "lfm2": lambda: transformers.Lfm2Config(**_GROUPED, block_ff_dim=48, layer_types=["conv", "full_attention"]),
+    "qwen3_next": lambda: transformers.Qwen3NextConfig(
+        **_GROUPED,
+        **_DELTA,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        shared_expert_intermediate_size=16,
+    ),
+    "qwen3_5": lambda: transformers.Qwen3_5TextConfig(**_GROUPED, **_DELTA),
+    "mamba": lambda: transformers.MambaConfig(**_STATE_ONLY, state_size=8),
+    "mamba2": lambda: transformers.Mamba2Config(
+        **_STATE_ONLY, num_heads=8, head_dim=8, state_size=8, n_groups=2, chunk_size=8
+    ),
+    "bamba": lambda: transformers.BambaConfig(**_GROUPED, **_MAMBA2, attn_layer_indices=[1], mamba_chunk_size=8),
+    "falcon_h1": lambda: transformers.FalconH1Config(
+        **_GROUPED, **_MAMBA2, head_dim=8, mamba_d_ssm=64, mamba_chunk_size=8
+    ),
+}
+
+
 @functools.cache
 def tiny_model(kind: str) -> Any:
     """A model with random weights, always the same ones."""
@@ -81,7 +126,7 @@ def tiny_model(kind: str) -> Any:
     state = torch.random.get_rng_state()
     torch.manual_seed(7)
     try:
-        return transformers.AutoModelForCausalLM.from_config(CONFIGS[kind]()).eval()
+        return transformers.AutoModelForCausalLM.from_config({**CONFIGS, **STATEFUL}[kind]()).eval()
     finally:
         torch.random.set_rng_state(state)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +15,14 @@ from stage_runtime.engines.autoregressive.core.engine_core import EngineCore
 from stage_runtime.engines.autoregressive.core.executors import InlineExecutor
 from stage_runtime.engines.autoregressive.model.attention import GatherAttention, LayerShape
 from stage_runtime.engines.autoregressive.model.model_runner import NAN, ModelRunner
-from stage_runtime.engines.autoregressive.model.models import PagedModel, UnsupportedModel
+from stage_runtime.engines.autoregressive.model.models import (
+    PagedModel,
+    UnsupportedModel,
+    load_model,
+    load_plain,
+    positions_of,
+)
+from stage_runtime.engines.autoregressive.model.refusals import check_config
 from stage_runtime.rules.autoregressive.blocks import BlockPool
 from stage_runtime.rules.autoregressive.requests import FinishReason
 from stage_runtime.rules.autoregressive.scheduling import Scheduler
@@ -34,8 +43,63 @@ def engine(model: Any, backend: GatherAttention | None = None) -> EngineCore:
 def test_a_model_that_attends_by_itself_is_refused() -> None:
     config = transformers.BloomConfig(vocab_size=50, hidden_size=16, n_layer=2, n_head=2)
     model = transformers.AutoModelForCausalLM.from_config(config)
-    with pytest.raises(UnsupportedModel, match="0 of 2 layers"):
+    with pytest.raises(UnsupportedModel, match="BloomForCausalLM, a bloom model: 0 of 2 layers"):
         PagedModel(model)
+
+
+QUANTISED: dict[str, dict[str, Any]] = {
+    "compressed-tensors": {"quant_method": "compressed-tensors", "format": "int-quantized"},
+    "torchao": {"quant_method": "torchao", "quant_type": {"default": {"_type": "Int8WeightOnlyConfig"}}},
+    "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 128},
+    "awq": {"quant_method": "awq", "bits": 4, "group_size": 128},
+    "bitsandbytes": {"load_in_4bit": True},  # as older versions wrote it
+    "mxfp4": {"quant_method": "mxfp4"},
+    "fp8": {"quant_method": "fp8"},
+}
+
+
+@pytest.mark.parametrize("form", QUANTISED)
+@pytest.mark.parametrize("place", ["whole", "text part"])
+def test_a_quantised_checkpoint_is_refused_by_the_name_of_its_form(form: str, place: str, tmp_path: Path) -> None:
+    """There are no weights in the folder: it is refused before they are read."""
+    quantised = {"quantization_config": QUANTISED[form]}
+    config = {"model_type": "llama", **quantised}
+    if place == "text part":
+        config = {"model_type": "llava", "text_config": config, "vision_config": {"model_type": "clip_vision_model"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    kind = config["model_type"]
+    for load in (load_model, load_plain):
+        with pytest.raises(UnsupportedModel, match=f"a {kind} model with weights quantised by {form};"):
+            load(str(tmp_path))
+
+
+@pytest.mark.parametrize("alibi", [False, True])
+def test_a_falcon_checkpoint_is_refused_in_one_sentence(alibi: bool, tmp_path: Path) -> None:
+    config = transformers.FalconConfig(
+        vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, alibi=alibi
+    )
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModel, match="its class of transformers has attention that cannot be replaced"):
+        load_model(str(tmp_path))
+
+
+def test_layers_of_a_kind_that_is_not_computed_are_named() -> None:
+    config = transformers.DeepseekV4Config()
+    with pytest.raises(UnsupportedModel, match=r"here: a deepseek_v4 model, with layers of .*compressed_sparse"):
+        check_config("here", config)
+
+
+def test_a_pass_that_a_model_cannot_do_refuses_it_by_name() -> None:
+    config = transformers.LlamaConfig(vocab_size=50, hidden_size=16, num_hidden_layers=1, num_attention_heads=2)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    del model.model.norm
+    with pytest.raises(UnsupportedModel, match=r"LlamaForCausalLM, a llama model: AttributeError: .*norm"):
+        PagedModel(model)
+
+
+def test_a_request_is_no_longer_than_a_chunk_of_chunked_attention() -> None:
+    config = transformers.Llama4TextConfig(max_position_embeddings=1000, attention_chunk_size=64)
+    assert positions_of(config) == 64
 
 
 def test_what_a_layer_caches_is_found_by_a_pass() -> None:

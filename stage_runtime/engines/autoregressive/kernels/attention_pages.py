@@ -1,6 +1,6 @@
 """Attention over pages where they lie, by compiled loops: `loops` and `chunk_attention`. For CPUs with numba.
 
-Layers with a soft cap, and chunks of values of odd sizes, are computed as `attention.GatherAttention` does.
+Layers with a soft cap or sinks, and chunks of values of odd sizes, are computed as `attention.GatherAttention` does.
 """
 
 from __future__ import annotations
@@ -117,16 +117,16 @@ class PageAttention(GatherAttention):
         self._write(call, plan.slots)
         if call.q.stride(-1) != 1:
             call = call._replace(q=call.q.contiguous())
-        layer, q, _k, v, scale, window, softcap = call
+        layer, q, _k, v, scale, window, *_others = call
         out = output_of(call)
         groups: list[_Group] = []
-        if plan.decode is not None and softcap is None:
+        if plan.decode is not None and call.plain:
             self._decode(layer, q, plan, out, scale, window)
         elif plan.decode is not None:
             if plan.decode_groups is None:
                 plan.decode_groups = self._decode_groups(plan.batch, plan.decode.rows)
             groups = plan.decode_groups
-        if plan.chunks is not None and softcap is None and self.computes_chunks(v.shape[-1]):
+        if plan.chunks is not None and call.plain and self.computes_chunks(v.shape[-1]):
             self._attend_chunks(layer, q, plan, out, scale, window)
         elif plan.chunks is not None:
             if plan.chunk_groups is None:

@@ -18,7 +18,7 @@ from stage_runtime.engines.autoregressive.model.attention import AttentionBacken
 from stage_runtime.engines.autoregressive.model.embeddings import ModelEmbeddings
 from stage_runtime.engines.autoregressive.model.kept_rows import KeptRows
 from stage_runtime.engines.autoregressive.model.model_runner import ModelRunner
-from stage_runtime.engines.autoregressive.model.models import PagedModel, load_model, settle_long_rope
+from stage_runtime.engines.autoregressive.model.models import PagedModel, UnsupportedModel, load_model, settle_long_rope
 from stage_runtime.engines.autoregressive.model.models import load_tokenizer as load_tokenizer
 from stage_runtime.engines.autoregressive.tensor_parallel import sharding
 from stage_runtime.engines.autoregressive.tensor_parallel.ranks import Leading, Ranks
@@ -33,6 +33,7 @@ log = logging.getLogger(__name__)
 
 HOST_CACHE_BYTES: Final = 1 << 29  # of a CPU, where a stage has no budget of its own
 DEVICE_SHARE: Final = 0.9  # of what the stage's budget leaves: a step's activations need the rest
+LEAST_BLOCK: Final = 4096  # bytes; a model without attention keeps nothing in blocks, which still count its tokens
 ENGINES: Final = ("own", "openvino", "vllm")
 GUESTS: Final[dict[str, Callable[[], AttentionBackend]]] = {
     "flash-attn": attention_guests.FlashAttention,
@@ -90,6 +91,9 @@ def assemble(
         with torch.inference_mode():
             sharding.shard(model, ranks)
     paged = PagedModel(model, after_step)
+    if ranks is not None and (paged.sinks or paged.state_layers):
+        what = "attention sinks" if paged.sinks else "state beside attention"
+        raise UnsupportedModel(f"{type(model).__name__} has {what}, which tpSize does not share among ranks")
     used: dict[linears.LinearsBackend, int] = {}
     backend = _attention(spec, paged)
     if paged.device.type == "cpu":
@@ -109,8 +113,11 @@ def assemble(
         max_chunk=spec.max_chunk,
         max_model_len=length,
         policy=cast(Policy, spec.policy),
-        prefix_caching=spec.prefix_caching,
+        prefix_caching=spec.prefix_caching and not paged.state_layers,
     )
+    if paged.state_layers and spec.prefix_caching:
+        kind = model.config.model_type
+        log.info("a %s model keeps state beside attention, of each request alone: there is no prefix cache", kind)
     size: dict[str, Any] = {"num_blocks": num_blocks, "block_size": spec.block_size}
     kept = KeptRows(spec.keep_rows, paged, **size) if spec.keep_rows else None
     if ranks is not None and ranks.rank == 0:
@@ -150,6 +157,9 @@ def _attention(spec: Autoregressive, paged: PagedModel) -> AttentionBackend:
     if (guest := GUESTS.get(spec.kernels)) is not None:
         if paged.device.type != "cuda":
             raise ConfigurationError(f"omni.Autoregressive(kernels={spec.kernels!r}): needs a GPU")
+        if paged.sinks:
+            kind = type(paged.model).__name__
+            raise UnsupportedModel(f"omni.Autoregressive(kernels={spec.kernels!r}): {kind} has attention sinks: 'auto'")
         return guest()
     found = attention_pages.available(paged.device, paged.dtype)
     if spec.kernels == "numba" and not found:
@@ -163,7 +173,7 @@ def _attention(spec: Autoregressive, paged: PagedModel) -> AttentionBackend:
 def _blocks(spec: Autoregressive, paged: PagedModel, length: int) -> int:
     """How many blocks there are, the padding included."""
     of_token = token_bytes(paged.layers.values(), paged.dtype) + KeptRows.token_bytes(spec.keep_rows or {}, paged)
-    block_bytes = spec.block_size * of_token
+    block_bytes = max(spec.block_size * of_token, LEAST_BLOCK)
     budget = spec.kv_cache_bytes
     if budget is None:
         budget = HOST_CACHE_BYTES if paged.device.type == "cpu" else _device_budget(paged.device)

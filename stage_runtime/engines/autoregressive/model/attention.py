@@ -39,7 +39,10 @@ class BatchMeta(NamedTuple):
 
 
 class LayerCall(NamedTuple):
-    """One layer's attention in a step. window: how many tokens back one sees, itself included."""
+    """One layer's attention in a step. window: how many tokens back one sees, itself included.
+
+    sinks: ``[heads]``, one more logit of each query head's softmax, which has no value (GPT-OSS).
+    """
 
     layer: int
     q: Tensor  #: ``[T, heads, D]``
@@ -48,6 +51,12 @@ class LayerCall(NamedTuple):
     scale: float
     window: int | None = None
     softcap: float | None = None
+    sinks: Tensor | None = None
+
+    @property
+    def plain(self) -> bool:
+        """Whether it is a softmax of scaled products alone: the kind that kernels compute."""
+        return self.softcap is None and self.sinks is None
 
 
 class AttentionBackend(Protocol):
@@ -169,7 +178,7 @@ class GatherAttention:
 
     def _attend_groups(self, call: LayerCall, out: Tensor, groups: Sequence[_Group]) -> None:
         """Write the rows of ``groups`` into ``out``."""
-        layer, q, k, v, scale, window, softcap = call
+        layer, q, k, v, _scale, window, *_others = call
         keys, values = self._keys[layer], self._values[layer]
         for group in groups:
             width = max(group.lengths)
@@ -180,10 +189,10 @@ class GatherAttention:
                 seen_v = values[group.blocks].flatten(1, 2)[:, :width]
             mask = group.mask(width, window, q.dtype)
             if group.queries == 1:
-                out[group.tokens] = _attend_decode(q[group.tokens], seen_k, seen_v, mask, scale, softcap)
+                out[group.tokens] = _attend_decode(call, q[group.tokens], seen_k, seen_v, mask)
             else:
                 causal = group.causal(window)
-                out[group.tokens] = _attend_chunk(q[group.tokens], seen_k, seen_v, mask, scale, softcap, causal)
+                out[group.tokens] = _attend_chunk(call, q[group.tokens], seen_k, seen_v, mask, causal)
 
 
 def output_of(call: LayerCall) -> Tensor:
@@ -200,40 +209,43 @@ def _lengths(batch: BatchMeta) -> list[int]:
     return [computed + count for computed, count in zip(batch.computed, _counts(batch), strict=True)]
 
 
-def _attend_decode(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, softcap: float | None) -> Tensor:
+def _attend_decode(call: LayerCall, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     """q ``[rows, heads, D]``, k and v ``[rows, width, kv_heads, D]``."""
     rows, heads, _ = q.shape
     kv_heads = k.shape[2]
     grouped = q.view(rows, kv_heads, heads // kv_heads, -1)
-    return _attend(grouped, k.transpose(1, 2), v.transpose(1, 2), mask, scale, softcap).reshape(rows, heads, -1)
+    sinks = None if call.sinks is None else call.sinks.view(1, kv_heads, heads // kv_heads, 1)
+    attended = _attend(call, grouped, k.transpose(1, 2), v.transpose(1, 2), mask, sinks)
+    return attended.reshape(rows, heads, -1)
 
 
-def _attend_chunk(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, softcap: float | None, causal: bool
-) -> Tensor:
+def _attend_chunk(call: LayerCall, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
     """q ``[T, heads, D]``, k and v ``[1, width, kv_heads, D]``."""
     count, heads, _ = q.shape
     kv_heads = k.shape[2]
     grouped = q.view(count, kv_heads, heads // kv_heads, -1).permute(1, 2, 0, 3)
     k, v = (one[0].transpose(0, 1)[:, None].expand(-1, grouped.shape[1], -1, -1) for one in (k, v))
-    return _attend(grouped, k, v, mask, scale, softcap, causal).permute(2, 0, 1, 3).reshape(count, heads, -1)
+    sinks = None if call.sinks is None else call.sinks.view(kv_heads, heads // kv_heads, 1, 1)
+    return _attend(call, grouped, k, v, mask, sinks, causal).permute(2, 0, 1, 3).reshape(count, heads, -1)
 
 
 def _attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    scale: float,
-    softcap: float | None,
-    causal: bool = False,
+    call: LayerCall, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, causal: bool = False
 ) -> Tensor:
-    if softcap is None:
-        return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, is_causal=causal)
-    scores = softcap * torch.tanh((q @ k.transpose(-1, -2)) * (scale / softcap))
+    """sinks: those of ``call``, in the shape of the scores' last axis but one."""
+    if call.plain:
+        return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=call.scale, is_causal=causal)
+    scores = q @ k.transpose(-1, -2)
+    if call.softcap is None:
+        scores = scores * call.scale
+    else:
+        scores = call.softcap * torch.tanh(scores * (call.scale / call.softcap))
     if causal:
         later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu_(1)
         scores = scores.masked_fill_(later, float("-inf"))
     if mask is not None:
         scores = scores + mask
-    return scores.softmax(-1, dtype=torch.float32).to(q.dtype) @ v
+    if sinks is None:
+        return scores.softmax(-1, dtype=torch.float32).to(q.dtype) @ v
+    whole = torch.cat([scores, sinks.to(scores.dtype).expand(*scores.shape[:-1], 1)], -1)
+    return whole.softmax(-1, dtype=torch.float32)[..., :-1].to(q.dtype) @ v

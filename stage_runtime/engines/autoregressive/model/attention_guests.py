@@ -78,7 +78,7 @@ class FlashAttention(GatherAttention):
         return torch.tensor(values, dtype=torch.int32, device=self._device)
 
     def forward(self, call: LayerCall, plan: _Rows) -> Tensor:
-        layer, q, _k, _v, scale, window, softcap = call
+        layer, q, _k, _v, scale, window, softcap, _sinks = call
         self._write(call, plan.slots)
         return self._varlen(
             q.contiguous(),
@@ -159,7 +159,7 @@ class FlashinferAttention(GatherAttention):
         return _Pages(starts, page_starts, pages, last, batch.slot_mapping, set())
 
     def forward(self, call: LayerCall, plan: _Pages) -> Tensor:
-        layer, q, k, v, scale, window, softcap = call
+        layer, q, k, v, scale, window, softcap, _sinks = call
         self._write(call, plan.slots)
         kind = _Layer(q.shape[1], k.shape[1], q.shape[2], v.shape[2], scale, window, softcap)
         wrapper = self._wrappers.get(kind)

@@ -21,6 +21,7 @@ from stage_runtime.api import NextRows, Step
 from stage_runtime.engines.autoregressive.model.attention import AttentionBackend, BatchMeta
 from stage_runtime.engines.autoregressive.model.kept_rows import KeptRows, OwnRows
 from stage_runtime.engines.autoregressive.model.models import Computed, FlatBatch, PagedModel
+from stage_runtime.engines.autoregressive.model.states import StateSlots
 from stage_runtime.engines.autoregressive.sampling.model_output import GivenRows, ModelOutput
 from stage_runtime.engines.autoregressive.sampling.parameters import SamplingParams
 from stage_runtime.engines.autoregressive.sampling.sampler import RowState, reports, sample, uniforms
@@ -40,7 +41,7 @@ class Pass(msgspec.Struct, frozen=True, array_like=True):
 
     positions: of each token, on one axis after the other. places: tokens that are given as ``embeddings``, the bytes
     of ``[places, hidden]`` in the model's dtype. added: layer, places, and bytes as those. hidden: the last hidden rows
-    are wanted, too. See `attention.BatchMeta`.
+    are wanted, too. names: of the rows' requests. See `attention.BatchMeta`.
     """
 
     ids: list[int]
@@ -54,6 +55,7 @@ class Pass(msgspec.Struct, frozen=True, array_like=True):
     embeddings: bytes = b""
     hidden: bool = False
     added: list[tuple[int, list[int], bytes]] = []
+    names: list[str] = []
 
 
 class ModelRunner:
@@ -75,6 +77,7 @@ class ModelRunner:
         self._block_size = block_size
         self._rows: dict[str, RowState] = {}
         self._own: dict[str, OwnRows] = {}  #: Of requests whose decoder makes their next rows.
+        self._states = StateSlots() if model.state_layers else None
         self._held: tuple[Sequence[Row], Computed | None] = ((), None)  #: A pass whose tokens are not chosen yet.
         backend.alloc(model.layers, num_blocks, block_size, model.dtype, str(model.device))
 
@@ -93,6 +96,8 @@ class ModelRunner:
         for request_id in step.finished:
             self._rows.pop(request_id, None)
             self._own.pop(request_id, None)
+            if self._states is not None:
+                self._states.drop(request_id)
         output = _nothing()
         if hold:
             self._held = (step.rows, self._tried(step.rows))
@@ -145,7 +150,14 @@ class ModelRunner:
             hidden=batch.hidden,
             keep=keep,
         )
-        computed = self.model.forward(self._backend, plan, flat)
+        if self._states is None:
+            computed = self.model.forward(self._backend, plan, flat)
+        else:
+            step = self._states.begin(batch.names, batch.starts, batch.computed, device)
+            computed = self.model.forward(self._backend, plan, flat, step)
+            counts = (end - start for start, end in itertools.pairwise(batch.starts))
+            ends = [at + count for at, count in zip(batch.computed, counts, strict=True)]
+            self._states.keep(batch.names, ends, step)
         if self._kept is not None:
             self._kept.write(computed.kept, torch.tensor(batch.slots, device=device))
         return computed
@@ -221,8 +233,9 @@ class ModelRunner:
         hidden = bool(sampling) and (self._takes_hidden or any(params.hidden_rows for params in sampling))
         computed = [row.start for row in rows]
         where = [at for axis in positions for at in axis]
+        names = [row.request.id for row in rows]
         return self.compute(
-            Pass(ids, where, slots, starts, computed, tables, last, places, b"".join(embeddings), hidden, added)
+            Pass(ids, where, slots, starts, computed, tables, last, places, b"".join(embeddings), hidden, added, names)
         )
 
     @property

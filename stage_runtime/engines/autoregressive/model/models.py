@@ -17,18 +17,16 @@ import torch
 from torch import Tensor
 
 from stage_runtime.api import NextRows, Step
+from stage_runtime.engines.autoregressive.model import refusals, states
 from stage_runtime.engines.autoregressive.model.attention import AttentionBackend, LayerCall, LayerShape, output_of
-from stage_runtime.errors import ConfigurationError
+from stage_runtime.engines.autoregressive.model.refusals import UnsupportedModel as UnsupportedModel
+from stage_runtime.errors import ConfigurationError, describe
 
 log = logging.getLogger(__name__)
 
 MROPE_AXES: Final = 3
 ATTENTION: Final = "omnipipeline_paged"  #: Our attention's name in transformers' registry.
 _IGNORED: Final = frozenset({"attention_mask", "dropout", "is_causal", "use_cache", "position_ids", "cache_position"})
-
-
-class UnsupportedModel(ConfigurationError):
-    """A model that the engine cannot run; the message says why."""
 
 
 class FlatBatch(NamedTuple):
@@ -63,6 +61,9 @@ class _Pass(threading.local):
     backend: AttentionBackend | None = None
     plan: Any = None
     probe: dict[int, LayerShape] | None = None
+    sinks: bool = False  #: A layer that was probed has them.
+    states: states.StatePass | None = None
+    within: bool = False  #: A layer with state, called for some of the rows.
 
 
 _pass = _Pass()
@@ -77,6 +78,7 @@ def _attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """What transformers' layers call. ``[1, heads, tokens, D]`` in, ``[1, tokens, heads, D]`` out."""
@@ -85,7 +87,9 @@ def _attention(
     if _pass.probe is not None:
         _refuse(module, others)
     q, k, v = (one[0].transpose(0, 1) for one in (query, key, value))
-    return attend(LayerCall(layer, q, k, v, scale, sliding_window, softcap))[None], None
+    if len(k) != len(q):
+        raise UnsupportedModel(f"{type(module).__name__} reads keys that are not of the step's tokens")
+    return attend(LayerCall(layer, q, k, v, scale, sliding_window, softcap, s_aux))[None], None
 
 
 def current() -> tuple[AttentionBackend | None, Any]:
@@ -95,9 +99,12 @@ def current() -> tuple[AttentionBackend | None, Any]:
 
 def attend(call: LayerCall) -> Tensor:
     """`AttentionBackend.forward` of the pass that this thread is in."""
+    if _pass.within:
+        raise UnsupportedModel(f"layer {call.layer} attends within a layer that keeps state of its own")
     if _pass.probe is not None:
         if call.layer in _pass.probe:
             raise UnsupportedModel(f"layer {call.layer} attends twice in a pass")
+        _pass.sinks |= call.sinks is not None
         _pass.probe[call.layer] = LayerShape(call.k.shape[1], call.k.shape[-1], call.v.shape[-1])
         return output_of(call).zero_()
     assert _pass.backend is not None, "the model was called outside of a pass"
@@ -106,7 +113,7 @@ def attend(call: LayerCall) -> Tensor:
 
 def _refuse(module: Any, others: dict[str, Any]) -> None:
     """Refuse what our attention does not compute, rather than compute something else."""
-    unknown = [name for name in ("s_aux", "position_bias", "head_mask", "sinks") if others.get(name) is not None]
+    unknown = [name for name in ("position_bias", "head_mask", "sinks") if others.get(name) is not None]
     if unknown:
         raise UnsupportedModel(f"{type(module).__name__} uses {', '.join(unknown)}, which the engine does not compute")
     if getattr(module, "is_causal", True) is False:
@@ -138,6 +145,8 @@ def load_model(model: str, *, dtype: str = "float32", revision: str | None = Non
     """
     package = transformers()
     where, options = _where(model, revision)
+    if "gguf_file" not in options:
+        refusals.check_config(model, package.AutoConfig.from_pretrained(where, **options))
     try:
         loaded = package.AutoModelForCausalLM.from_pretrained(
             where, dtype=getattr(torch, dtype), attn_implementation=ATTENTION, **options
@@ -146,12 +155,18 @@ def load_model(model: str, *, dtype: str = "float32", revision: str | None = Non
         if "attention" in str(error).lower():
             raise UnsupportedModel(f"{model}: {error}") from error
         raise
+    except KeyError as error:
+        if error.args != (ATTENTION,):
+            raise
+        raise UnsupportedModel(f"{model}: its class of transformers has attention that cannot be replaced") from error
     return loaded.eval().to(device)
 
 
 def load_plain(model: str, *, revision: str | None = None) -> Any:
     """A model as transformers has it, to read its weights."""
     where, options = _where(model, revision)
+    if "gguf_file" not in options:
+        refusals.check_config(model, transformers().AutoConfig.from_pretrained(where, **options))
     return transformers().AutoModelForCausalLM.from_pretrained(where, dtype=torch.float32, **options)
 
 
@@ -197,6 +212,7 @@ class PagedModel:
         if not hasattr(model.config, "_attn_implementation"):
             raise UnsupportedModel(f"{type(model).__name__} is no model of transformers")
         transformers()
+        refusals.check_config(type(model).__name__, model.config)
         model.set_attn_implementation(ATTENTION)
         self.model = model.eval()
         text = model.config.get_text_config(decoder=True)
@@ -217,28 +233,42 @@ class PagedModel:
         self.axes = MROPE_AXES if _has_mrope(text) else 1
         #: Its layers in order, where rows can be taken and added; empty: it has none that we know.
         self.decoder_layers = _decoder_layers(model, int(text.num_hidden_layers))
-        self.layers = self._probe(int(text.num_hidden_layers))
+        #: Its modules that keep state beside attention: a request's tokens are computed in order, none are shared.
+        self.state_layers = states.layers_of(model)
+        for one in self.state_layers:
+            one.module.forward = _by_row(one)
+        self.layers = self._probe(text)
+        self.sinks = _pass.sinks  #: Whether a layer's softmax has one more logit.
 
-    def _probe(self, expected: int) -> dict[int, LayerShape]:
+    def _probe(self, text: Any) -> dict[int, LayerShape]:
         """What each layer caches, found by one pass over one token."""
         found: dict[int, LayerShape] = {}
-        _pass.probe = found
+        _pass.probe, _pass.sinks = found, False
         try:
             zero = torch.zeros(1, dtype=torch.long, device=self.device)
             self._call(FlatBatch(zero, zero if self.axes == 1 else zero.expand(self.axes, 1), zero))
+        except (UnsupportedModel, RuntimeError, TypeError, ValueError, AttributeError, LookupError) as error:
+            kind = self.model.config.model_type
+            why = str(error) if isinstance(error, UnsupportedModel) else describe(error)
+            raise UnsupportedModel(f"{type(self.model).__name__}, a {kind} model: {why}") from error
         finally:
             _pass.probe = None
-        if len(found) != expected:
+        known = found.keys() | {one.layer for one in self.state_layers}
+        if len(known) != text.num_hidden_layers:
+            state = f", {len(known) - len(found)} keep state in transformers' cache" if self.state_layers else ""
             raise UnsupportedModel(
-                f"{type(self.model).__name__}: {len(found)} of {expected} layers attend through transformers' interface"
+                f"{type(self.model).__name__}, a {self.model.config.model_type} model: {len(found)} of "
+                f"{text.num_hidden_layers} layers attend through transformers' interface{state}"
             )
         return found
 
-    def forward(self, backend: AttentionBackend, plan: Any, batch: FlatBatch) -> Computed:
-        """One pass; the cache is written."""
+    def forward(
+        self, backend: AttentionBackend, plan: Any, batch: FlatBatch, rows: states.StatePass | None = None
+    ) -> Computed:
+        """One pass; the cache is written. rows: their states, of a model with ``state_layers``."""
         kept: dict[int, Tensor] = {}
         heads: list[Tensor] = []
-        with _within(backend, plan), contextlib.ExitStack() as hooks:
+        with _within(backend, plan, rows), contextlib.ExitStack() as hooks:
             if batch.hidden:  # not `output_hidden_states`, which keeps those of all layers and all tokens
                 head = self.model.get_output_embeddings()
                 hook = head.register_forward_pre_hook(lambda _head, given: heads.append(given[0]))
@@ -296,12 +326,29 @@ def _hook(layer: int, batch: FlatBatch, kept: dict[int, Tensor]) -> Callable[[An
 
 
 @contextlib.contextmanager
-def _within(backend: AttentionBackend, plan: Any) -> Iterator[None]:
-    _pass.backend, _pass.plan = backend, plan
+def _within(backend: AttentionBackend, plan: Any, rows: states.StatePass | None) -> Iterator[None]:
+    _pass.backend, _pass.plan, _pass.states = backend, plan, rows
     try:
         yield
     finally:
-        _pass.backend, _pass.plan = None, None
+        _pass.backend, _pass.plan, _pass.states = None, None, None
+
+
+def _by_row(one: states.StateLayer) -> Callable[..., Any]:
+    """The layer's ``forward``: in a pass each row from its state on, else as transformers has it."""
+
+    def forward(hidden_states: Tensor, *positional: Any, **options: Any) -> Any:
+        if _pass.probe is None and _pass.states is None:
+            return one.forward(hidden_states, *positional, **options)
+        _pass.within = True
+        try:
+            if _pass.states is None:
+                return one.forward(hidden_states, *positional, **options)
+            return _pass.states.run(one, hidden_states, options)
+        finally:
+            _pass.within = False
+
+    return forward
 
 
 def _has_mrope(text_config: Any) -> bool:
@@ -344,8 +391,11 @@ def _settle(module: Any, layer_type: str | None, longest: int) -> None:
 
 
 def positions_of(text_config: Any) -> int:
-    """How long a request can be."""
-    return int(getattr(text_config, "max_position_embeddings", 1 << 20) or 1 << 20)
+    """How long a request can be. Tokens of one chunk of chunked attention see each other, and no others."""
+    longest = int(getattr(text_config, "max_position_embeddings", 1 << 20) or 1 << 20)
+    if "chunked_attention" in (getattr(text_config, "layer_types", None) or ()):
+        return min(longest, int(text_config.attention_chunk_size))
+    return longest
 
 
 def end_ids_of(generation_config: Any, config: Any) -> frozenset[int]:
