@@ -84,6 +84,8 @@ def _hooks(draw: st.DrawFn, stage: Document, sources: list[str]) -> None:
             stage["waitForFn"] = draw(FUNCTIONS)
     if stage.get("streamTo") and draw(st.booleans()):
         stage["streamDoneToFn"] = draw(FUNCTIONS)
+    if stage.get("streamTo") and draw(st.booleans()):
+        stage["streamAtEnd"] = [draw(st.sampled_from(stage["streamTo"]))]
     targets = sorted({*stage.get("next", []), *stage.get("streamTo", [])})
     if bool(targets) and draw(st.booleans()):
         stage["projectPayload"] = {draw(st.sampled_from(targets)): draw(FUNCTIONS)}

@@ -168,6 +168,10 @@ class StageConfig(Spec, frozen=True, kw_only=True):
         Function | None, doc("({stage: payload}) -> payload: joins the payloads of the stages in waitFor.")
     ] = None
     stream_to: Annotated[StageNames, doc("Stages that get this stage's chunks while it runs.")] = ()
+    stream_at_end: Annotated[
+        StageNames,
+        doc("Stages in streamTo that get this stage's chunks when it has ended, all at once, not while it runs."),
+    ] = ()
     stream_done_to_fn: Annotated[
         Function | None,
         doc("(request_id, output) -> the stages in streamTo that are notified of the end of the stream."),

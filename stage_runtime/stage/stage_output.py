@@ -89,6 +89,8 @@ class StageOutput:
                         self._record_chunk(ours, target, chunk.modality)
                     if target == COORDINATOR:
                         self._edges.client(ours.owner).chunk(ours, chunk)
+                    elif target in self._plan.stream_at_end:
+                        ours.hold(target, chunk)
                     else:
                         self._edges.to(target, ours.bindings[target]).chunk(ours, chunk)
             self._process.gave(self._plan.name, ours, {"chunk.data": chunk.data, "chunk.metadata": chunk.metadata})
@@ -112,6 +114,7 @@ class StageOutput:
             if self._plan.stream_to:
                 notified = self._hooks.stream_done_targets(ours.request_id, data)
                 for target in _met(ours, self._plan.stream_to):
+                    self._send_held(ours, target)
                     if target in notified:
                         self._edges.to(target, ours.bindings[target]).end(ours)
                     else:
@@ -253,6 +256,12 @@ class StageOutput:
         if chunk.to is None:
             raise HookError(plan.name, "chunk", "a chunk without a target: add streamTo, or make the stage terminal")
         raise HookError(plan.name, "chunk", f"a chunk to {chunk.to}: declare it in streamTo")
+
+    def _send_held(self, work: RequestWork, target: str) -> None:
+        """Without a window: the stage has ended, so nothing waits for one."""
+        for chunk in work.held(target):
+            if work.takes(target):
+                self._edges.to(target, work.bindings[target]).chunk(work, chunk)
 
     def _skip(self, work: RequestWork, target: str, *, chunks: int | None = None) -> None:
         """Tell ``target`` that nothing more comes on this edge: it stops waiting and begins nothing."""

@@ -19,7 +19,7 @@ from stage_runtime.stage.busy import Busy
 from stage_runtime.transfers.sending import attempt_key
 from stage_runtime.wire import outputs
 from stage_runtime.wire.parts import Header, Member, Timing
-from stage_runtime.wire.values import OmniRequest
+from stage_runtime.wire.values import Chunk, OmniRequest, detached
 
 _NO_STREAMS: Final = Merge(())
 #: Of all works: held for a few steps at a time, so one lock serves as well as one for each, which is made per visit.
@@ -80,6 +80,7 @@ class RequestWork(msgspec.Struct, eq=False, kw_only=True):
     _outbound: dict[str, Outbound] = {}
     _weights: dict[str, deque[int]] = {}  #: source -> of its chunks that were not taken, in order
     _unreported: dict[str, int] = {}  #: source -> weight of chunks taken and not reported to the producer yet
+    _held: dict[str, list[Chunk]] = {}  #: target in ``streamAtEnd`` -> its chunks so far.
     _gate: Gate | None = None
     _shows: bool = False  #: Something was given that the client's route can show.
     _unshown: str | None = None  #: The type of the first thing that it cannot.
@@ -132,6 +133,7 @@ class RequestWork(msgspec.Struct, eq=False, kw_only=True):
     def let_go(self) -> list[Any]:
         """It is over here: drop all references. Returns the chunks that wait for an earlier one, to be freed."""
         self.gathering = self.request = None
+        self._held.clear()
         return self.merge.pending()
 
     # --- what a client sees -------------------------------------------------------------------------------------
@@ -158,6 +160,15 @@ class RequestWork(msgspec.Struct, eq=False, kw_only=True):
                 outbound = self._outbound[target] = Outbound(STREAM_WINDOW)
                 self._streamed_at[target] = time.monotonic()
             return outbound.number(weight)
+
+    def hold(self, target: str, chunk: Chunk) -> None:
+        """Keep a chunk, as it is now, until the stage has ended."""
+        own = Chunk(detached(chunk.data), to=target, modality=chunk.modality, metadata=detached(chunk.metadata))
+        self._held.setdefault(target, []).append(own)
+
+    def held(self, target: str) -> list[Chunk]:
+        """What was kept for ``target``, in order; it is kept no longer."""
+        return self._held.pop(target, [])
 
     def takes(self, target: str) -> bool:
         """Whether ``target`` still takes chunks."""

@@ -162,6 +162,10 @@ CASES: dict[tuple[str, str], tuple[Document, Document]] = {
         pair({"projectPayload": {"b": "work:project"}}),
         pair({"projectPayload": {"ghost": "work:project"}}),
     ),
+    ("StageConfig", "may have only stages in streamTo in streamAtEnd"): (
+        pair({"streamTo": ["b"], "streamAtEnd": ["b"]}),
+        pair({"streamAtEnd": ["b"]}),
+    ),
     ("StageConfig", "has a name that is reserved"): (
         pair(),
         spec(stage("coordinator", process="p")),

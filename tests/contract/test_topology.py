@@ -215,6 +215,10 @@ CASES: dict[str, tuple[Document, list[str]]] = {
         pair({"projectPayload": {"b": "w:p", "c": "w:p"}}),
         ["stages[0].projectPayload: 'c' must be in next or streamTo of 'a'"],
     ),
+    "chunks at the end go where chunks go": (
+        pair({"streamTo": ["b"], "streamAtEnd": ["b", "c"]}),
+        ["stages[0].streamAtEnd: 'c' must be in streamTo of 'a'"],
+    ),
     "neither next nor terminal": (
         spec(stage("a", terminal=None), stage("b")),
         [
@@ -709,8 +713,8 @@ CASES: dict[str, tuple[Document, list[str]]] = {
         [
             "stages[0].tp_size: unknown key; did you mean tpSize?",
             "stages[0].contextLength: unknown key; known are disaggregation, factory, factoryArgs, gpu, gpuMemory, "
-            "mergeFn, name, next, process, projectPayload, relay, routeFn, streamDoneToFn, streamTo, terminal, tpSize, "
-            "waitFor, waitForFn",
+            "mergeFn, name, next, process, projectPayload, relay, routeFn, streamAtEnd, streamDoneToFn, streamTo, "
+            "terminal, tpSize, waitFor, waitForFn",
             "stages[0].next: 'ghost' is no stage",
             "stages[1]: 'b' cannot be reached from the entry 'a'",
         ],

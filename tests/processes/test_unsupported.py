@@ -106,6 +106,7 @@ CHANGES: Mapping[str, tuple[str, ...]] = {
     "stages[].waitForFn": ("stages.d.waitForFn=m:g",),
     "stages[].mergeFn": ("stages.d.mergeFn=m:g",),
     "stages[].streamTo": ("stages.a.streamTo=[b]",),
+    "stages[].streamAtEnd": ("stages.a.streamAtEnd=[c]",),
     "stages[].streamDoneToFn": ("stages.a.streamDoneToFn=m:g",),
     "stages[].projectPayload": ("stages.a.projectPayload={b: 'm:g'}",),
     "stages[].relay.credits": ("stages.a.relay.credits=5",),

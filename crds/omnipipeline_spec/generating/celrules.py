@@ -156,6 +156,11 @@ _STAGE: Final = (
     _needs("waitForFn", "waitFor"),
     _needs("streamDoneToFn", "streamTo"),
     Rule(
+        rule="!has(self.streamAtEnd) || self.streamAtEnd.all(k, has(self.streamTo) && k in self.streamTo)",
+        message="may have only stages in streamTo in streamAtEnd",
+        names_stage=True,
+    ),
+    Rule(
         rule="has(self.disaggregation) || (self.tpSize == 1 ? (!has(self.gpu) || size(self.gpu) <= 1) : "
         "(has(self.gpu) && size(self.gpu) == self.tpSize))",
         message="must list one GPU id per rank of tpSize; without ranks at most one",

@@ -181,6 +181,7 @@ def _stage(
         wait_for_fn=stage.wait_for_fn,
         merge_fn=stage.merge_fn,
         stream_to=tuple(stage.stream_to),
+        stream_at_end=tuple(stage.stream_at_end),
         stream_from=tuple(other.name for other in spec.stages if stage.name in other.stream_to),
         inputs_from=tuple(other.name for other in spec.stages if stage.name in other.next),
         entry=stage.name == spec.resolved_entry_stage,

@@ -42,6 +42,7 @@ class StagePlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     wait_for_fn: str | None = None
     merge_fn: str | None = None
     stream_to: tuple[str, ...] = ()
+    stream_at_end: tuple[str, ...] = ()  #: Among ``stream_to``.
     stream_from: tuple[str, ...] = ()  #: Derived: the stages that name this one in ``streamTo``.
     inputs_from: tuple[str, ...] = ()  #: Derived: the stages that name this one in ``next``.
     entry: bool = False

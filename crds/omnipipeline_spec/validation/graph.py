@@ -73,6 +73,10 @@ def _unknown_targets(stage: StageConfig, path: str, names: frozenset[str]) -> It
     if stray:
         message = f"{quoted(stray)} must be in next or streamTo of {stage.name!r}"
         yield Fault(path=f"{path}.projectPayload", message=message, names=(stage.name, *stray))
+    held = sorted(set(stage.stream_at_end) - {*stage.stream_to})
+    if held:
+        message = f"{quoted(held)} must be in streamTo of {stage.name!r}"
+        yield Fault(path=f"{path}.streamAtEnd", message=message, names=(stage.name, *held))
 
 
 def _ways_out(stage: StageConfig, path: str) -> Iterator[Fault]:

@@ -21,6 +21,7 @@ HONOURED: Final = frozenset(
     stages[].name stages[].factory stages[].process stages[].factoryArgs stages[].next stages[].terminal
     stages[].routeFn stages[].gpu stages[].tpSize stages[].gpuMemory.fraction stages[].gpuMemory.bytes
     stages[].waitFor stages[].waitForFn stages[].mergeFn stages[].streamTo stages[].streamDoneToFn
+    stages[].streamAtEnd
     stages[].projectPayload stages[].relay.credits
     stages[].disaggregation.prefill.process stages[].disaggregation.prefill.gpu
     stages[].disaggregation.prefill.tpSize stages[].disaggregation.prefill.factoryArgs
