@@ -85,10 +85,14 @@ class Thinking:
         if generation.finish is not None:
             yield omni.Result(
                 values.Thought(
-                    usage=omni.Usage(generation.prompt_tokens, generation.completion_tokens, generation.cached_tokens),
+                    usage=omni.Usage(
+                        generation.prompt_tokens,
+                        generation.completion_tokens,
+                        generation.cached_tokens,
+                        prompt_image_tokens=prepared.image_tokens,
+                        prompt_audio_tokens=prepared.audio_tokens,
+                    ),
                     finish=generation.finish,
-                    image_tokens=prepared.image_tokens,
-                    audio_tokens=prepared.audio_tokens,
                     spoken=prepared.voice is not None,
                 )
             )

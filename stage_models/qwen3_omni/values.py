@@ -109,8 +109,6 @@ class Thought(msgspec.Struct, frozen=True, kw_only=True):
 
     usage: omni.Usage
     finish: str
-    image_tokens: int = 0
-    audio_tokens: int = 0
     spoken: bool = False
 
 

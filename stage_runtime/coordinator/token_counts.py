@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+import operator
+from typing import Any, Final, TypeAlias
+
+import msgspec
 
 from stage_runtime.coordinator.events import AnswerEvent, ChunkEvent, TokenUsage
 from stage_runtime.wire.outputs import USAGE_SO_FAR
 from stage_runtime.wire.values import Usage
 
-_NONE = (0, 0, 0)
-Counts = tuple[int, int, int]
+#: In the order of the fields of `Usage`; chunks carry the first three.
+Counts: TypeAlias = tuple[int, ...]
+_CARRIED: Final = 3
+_NONE: Final[Counts] = (0,) * len(Usage.__struct_fields__)
 
 
 class TokenCounts:
@@ -42,15 +47,11 @@ class TokenCounts:
         if isinstance(event, ChunkEvent) and event.metadata and USAGE_SO_FAR in event.metadata:
             carried = event.metadata[USAGE_SO_FAR]
             if _are_counts(carried):
-                self._carried[event.stage] = tuple(carried)
+                self._carried[event.stage] = (*carried, *_NONE[_CARRIED:])
 
     def add(self, stage: str, usage: Usage) -> None:
-        prompt, completion, cached = self._reported.get(stage, _NONE)
-        self._reported[stage] = (
-            prompt + usage.prompt_tokens,
-            completion + usage.completion_tokens,
-            cached + usage.cached_tokens,
-        )
+        before = self._reported.get(stage, _NONE)
+        self._reported[stage] = tuple(map(operator.add, before, msgspec.structs.astuple(usage)))
 
     @property
     def total(self) -> Usage:
@@ -62,4 +63,4 @@ class TokenCounts:
 
 
 def _are_counts(value: Any) -> bool:
-    return isinstance(value, list) and len(value) == 3 and all(type(one) is int and one >= 0 for one in value)
+    return isinstance(value, list) and len(value) == _CARRIED and all(type(one) is int and one >= 0 for one in value)

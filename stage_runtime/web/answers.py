@@ -39,7 +39,17 @@ class ShownNote(msgspec.Struct):
 
 
 class PromptTokens(msgspec.Struct):
+    """The last three: of a prompt with pictures or sound."""
+
     cached_tokens: int
+    text_tokens: int | UnsetType = UNSET
+    image_tokens: int | UnsetType = UNSET
+    audio_tokens: int | UnsetType = UNSET
+
+
+class CompletionTokens(msgspec.Struct):
+    text_tokens: int
+    audio_tokens: int
 
 
 class ChatUsage(msgspec.Struct):
@@ -47,6 +57,7 @@ class ChatUsage(msgspec.Struct):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokens
+    completion_tokens_details: CompletionTokens | UnsetType = UNSET  #: Of an answer with sound.
 
 
 class ChatLogprobs(msgspec.Struct):

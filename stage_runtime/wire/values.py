@@ -67,12 +67,17 @@ class Audio(msgspec.Struct, frozen=True):
 class Usage(msgspec.Struct, frozen=True):
     """Token counts, added up over all that a request's terminals report.
 
-    cached_tokens: of the prompt's, those that were found in a cache.
+    cached_tokens: of the prompt's, those that were found in a cache. prompt_image_tokens, prompt_audio_tokens: of the
+    prompt's, those of pictures and of sound. completion_audio_tokens: of the completion's, those of sound. All others
+    are text.
     """
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
+    prompt_image_tokens: int = 0
+    prompt_audio_tokens: int = 0
+    completion_audio_tokens: int = 0
 
 
 @message

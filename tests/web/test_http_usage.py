@@ -124,3 +124,28 @@ async def test_counts_in_metadata_are_not_shown_to_clients() -> None:
     async with start(play(*TWO, END)) as running, httpx.AsyncClient(timeout=PATIENCE_S) as client:
         answer = await client.post(running.url + "/v1/pipeline", json={"inputs": "hi", "stream": True})
     assert "metadata" not in answer.text and USAGE_SO_FAR not in answer.text
+
+
+async def test_usage_shows_the_tokens_of_each_modality_where_there_are_others_than_text() -> None:
+    script = [
+        ResultEvent(stage="think", data=Usage(20, 6, 2, prompt_image_tokens=8, prompt_audio_tokens=5)),
+        ResultEvent(stage="speak", data=Usage(completion_tokens=4, completion_audio_tokens=4)),
+    ]
+    async with start(play(*script)) as running, httpx.AsyncClient(timeout=PATIENCE_S) as client:
+        body = {"messages": [{"role": "user", "content": "hi"}]}
+        answer = await client.post(running.url + "/v1/chat/completions", json=body)
+    assert answer.json()["usage"] == {
+        "prompt_tokens": 20,
+        "completion_tokens": 10,
+        "total_tokens": 30,
+        "prompt_tokens_details": {"cached_tokens": 2, "text_tokens": 7, "image_tokens": 8, "audio_tokens": 5},
+        "completion_tokens_details": {"text_tokens": 6, "audio_tokens": 4},
+    }
+
+
+async def test_counts_of_modalities_above_the_whole_give_no_negative_count() -> None:
+    script = ResultEvent(stage="think", data=Usage(1, 1, prompt_image_tokens=8, completion_audio_tokens=5))
+    async with start(play(script)) as running, httpx.AsyncClient(timeout=PATIENCE_S) as client:
+        body = {"messages": [{"role": "user", "content": "hi"}]}
+        found = (await client.post(running.url + "/v1/chat/completions", json=body)).json()["usage"]
+    assert (found["prompt_tokens_details"]["text_tokens"], found["completion_tokens_details"]["text_tokens"]) == (0, 0)

@@ -16,7 +16,7 @@ from stage_runtime.web.translating import jsonable
 from stage_runtime.web.translating.base64pieces import Base64Pieces
 from stage_runtime.web.translating.chat import ChatCall
 from stage_runtime.web.translating.outputs import Outputs, no_sound
-from stage_runtime.wire.values import Audio, Note, Text, ToolCall
+from stage_runtime.wire.values import Audio, Note, Text, ToolCall, Usage
 
 AUDIO_LIFE_S = 3600  # OpenAI keeps an answer's audio for an hour; this server keeps none, clients read the field
 
@@ -184,12 +184,25 @@ def usage(outputs: Outputs) -> dict[str, Any]:
     """Zeros when no terminal gave a `Usage`: clients index into this object without looking."""
     found = outputs.usage
     prompt, completion = found.prompt_tokens, found.completion_tokens
-    return {
+    shown = {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": found.cached_tokens},
+        "prompt_tokens_details": {"cached_tokens": found.cached_tokens, **_of_prompt(found)},
     }
+    if found.completion_audio_tokens:
+        of_text = max(completion - found.completion_audio_tokens, 0)
+        shown["completion_tokens_details"] = {"text_tokens": of_text, "audio_tokens": found.completion_audio_tokens}
+    return shown
+
+
+def _of_prompt(found: Usage) -> dict[str, int]:
+    """Tokens by modality, of a prompt that is not text alone."""
+    image, audio = found.prompt_image_tokens, found.prompt_audio_tokens
+    if not image and not audio:
+        return {}
+    of_text = max(found.prompt_tokens - image - audio, 0)
+    return {"text_tokens": of_text, "image_tokens": image, "audio_tokens": audio}
 
 
 def tool_call(given: ToolCall) -> dict[str, Any]:

@@ -19,6 +19,9 @@ _UNLESS_SET = {
     "choice": 0,
     "logprobs": None,
     "cached_tokens": 0,
+    "prompt_image_tokens": 0,
+    "prompt_audio_tokens": 0,
+    "completion_audio_tokens": 0,
 }  # fields of ours that are shown only with another value
 
 
