@@ -6,7 +6,7 @@ The kinds of stage function (`Simple`, `Batched`, `Streaming`) are declared here
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 import msgspec
@@ -73,11 +73,14 @@ class Batched(msgspec.Struct, frozen=True):
     """``fn(list[payload]) -> list[data or Exception]`` of the same length; one batch at a time.
 
     max_batch: requests in one call at most. max_wait_s: how long a batch waits for more requests after its first.
+    gauges: called after each batch; numbers for ``/metrics``: ``cache_hits_total``, ``cache_misses_total``,
+    ``cache_bytes``. Others are not shown.
     """
 
     fn: Callable[[list[StagePayload]], list[Any]]
     max_batch: int = 8
     max_wait_s: float = 0.005
+    gauges: Callable[[], Mapping[str, float]] | None = None
 
 
 class Streaming(msgspec.Struct, frozen=True):

@@ -30,6 +30,10 @@ class ContentCache(Generic[Rows]):
         self._nbytes = nbytes
         self._kept: OrderedDict[str, Rows] = OrderedDict()  #: The one used last at the end.
 
+    def gauges(self) -> dict[str, float]:
+        """As `omni.Batched.gauges`."""
+        return {"cache_hits_total": self.hits, "cache_misses_total": self.misses, "cache_bytes": self.nbytes}
+
     def get(self, key: str) -> Rows | None:
         found = self._kept.get(key)
         if found is None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from threading import Event
 from typing import Any
 
@@ -12,6 +13,8 @@ from stage_runtime.engines import events, running
 from stage_runtime.engines.base import Inbox, Outbox
 from stage_runtime.engines.simple import TakesNoChunks
 from stage_runtime.wire.values import StagePayload
+
+logger = logging.getLogger(__name__)
 
 
 class BatchedEngine:
@@ -22,8 +25,15 @@ class BatchedEngine:
     takes_admin = False
     concurrency = 1  # batches
 
-    def __init__(self, fn: Callable[[list[StagePayload]], list[Any]], max_batch: int, max_wait_s: float) -> None:
+    def __init__(
+        self,
+        fn: Callable[[list[StagePayload]], list[Any]],
+        max_batch: int,
+        max_wait_s: float,
+        gauges: Callable[[], Mapping[str, float]] | None = None,
+    ) -> None:
         self._fn = fn
+        self._gauges = gauges
         self._max_batch = max_batch
         self._max_wait_s = max_wait_s
 
@@ -32,6 +42,7 @@ class BatchedEngine:
             batch = self._gather(inbox, outbox)
             if batch:
                 self._one(batch, outbox)
+                self._report(inbox)
                 outbox.letting_go()
                 del batch  # or its payloads would be held until the next batch is gathered
                 outbox.settle()
@@ -54,6 +65,16 @@ class BatchedEngine:
                 case events.NoPayload():
                     outbox.fail(event.work, running.no_payload())
         return batch
+
+    def _report(self, inbox: Inbox) -> None:
+        """The author's numbers for `/metrics`. Ones that cannot be read are logged once, and asked for no more."""
+        if self._gauges is None:
+            return
+        try:
+            inbox.gauges = {str(name): float(value) for name, value in self._gauges().items()}
+        except Exception:
+            logger.exception("expected numbers by name from omni.Batched.gauges; it is asked no more")
+            self._gauges = None
 
     def _one(self, batch: list[events.Start], outbox: Outbox) -> None:
         batch = [event for event in batch if not event.work.cancelled]

@@ -102,7 +102,7 @@ def as_engine(
                 is_async(made.fn), blame, "omni.Batched of an async function: the function of a batch is a plain one"
             )
             _refuse(is_generator(made.fn), blame, "omni.Batched of a generator: the function of a batch returns a list")
-            return BatchedEngine(made.fn, made.max_batch, made.max_wait_s)
+            return BatchedEngine(made.fn, made.max_batch, made.max_wait_s, made.gauges)
         case Streaming():
             _at_least_one(blame, "Streaming", "concurrency", made.concurrency)
             _takes_one(made.fn, "the session", blame)

@@ -304,6 +304,18 @@ ENGINE: Final[Mapping[str, Metric]] = {
     "generated_tokens_total": _of_engine("generated_tokens_total", "Tokens generated", kind="counter"),
 }
 
+
+def _of_cache(short: str, help: str, *, kind: Literal["counter", "gauge"] = "counter") -> Metric:
+    return Metric(name=f"omnipipeline_stage_cache_{short}", kind=kind, help=help, labels=(*_OF_PROCESS, "stage"))
+
+
+#: By the names that `omni.Batched.gauges` may give.
+CACHE: Final[Mapping[str, Metric]] = {
+    "cache_hits_total": _of_cache("hits_total", "Values that the stage's cache had"),
+    "cache_misses_total": _of_cache("misses_total", "Values that it had not, and that were computed"),
+    "cache_bytes": _of_cache("bytes", "Bytes of the values in it", kind="gauge"),
+}
+
 #: As `RELAY`, of keys that only the relays nixl, mooncake, nccl and cuda_ipc have.
 NIXL: Final[Mapping[str, Metric]] = {
     "stray_notices": _of_relay("stray_notices_total", "Notices of peers that belong to no transfer"),
@@ -408,6 +420,8 @@ PLANES: Final = (
 )
 #: Of stages that generate tokens; served as `PLANES`.
 ENGINES: Final = tuple(ENGINE.values())
+#: Those of stages that report a cache.
+CACHES: Final = tuple(CACHE.values())
 #: Of processes that have opened the relay nixl, mooncake, nccl or cuda_ipc, beside `PLANES`.
 PLANES_WITH_NIXL: Final = tuple(NIXL.values())
 #: Of the operating system's processes in a stage's pod, served by the pod.

@@ -37,6 +37,7 @@ _SLOTS: Final = "relay_slots_"
 _EVENT: Final = "control_"
 _RELAYS: Final[Mapping[str, Metric]] = {**catalog.RELAY, **catalog.NIXL}
 _ENGINE: Final = "engine_"
+_OF_STAGE: Final[Mapping[str, Metric]] = {**catalog.ENGINE, **catalog.CACHE}
 _RANK: Final = re.compile(r"rank(\d+)/(.+)")
 _EDGE: Final[Mapping[str, Metric]] = {
     "edge_transfer_bytes": catalog.EDGE_TRANSFER_BYTES,
@@ -146,7 +147,9 @@ def _of_edge(numbers: EdgeGauges) -> tuple[float, ...]:
 
 def samples(processes: Mapping[str, Gauges]) -> Samples:
     """By process. A name without a metric is left out: a process of another version may have more of them."""
-    found: dict[Metric, dict[Labels, float]] = {metric: {} for metric in (*catalog.PLANES, *catalog.ENGINES)}
+    found: dict[Metric, dict[Labels, float]] = {
+        metric: {} for metric in (*catalog.PLANES, *catalog.ENGINES, *catalog.CACHES)
+    }
     for process, numbers in processes.items():
         for metric, labels, value in _read(numbers):
             found.setdefault(metric, {})[process, *labels] = value
@@ -167,7 +170,7 @@ def _read(numbers: Gauges) -> Iterator[tuple[Metric, Labels, float]]:
             yield catalog.EDGE_INSTANCES, tuple(edge[1:]), value
         elif name.startswith(_ENGINE):
             short, _, stage = name.removeprefix(_ENGINE).partition(":")
-            if (metric := catalog.ENGINE.get(short)) is not None:
+            if (metric := _OF_STAGE.get(short)) is not None:
                 yield metric, (stage,), value
         elif name.startswith(_RELAY) and (of_relay := _of_relay(name.removeprefix(_RELAY))) is not None:
             yield of_relay[0], (of_relay[1],), value

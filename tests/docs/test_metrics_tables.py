@@ -8,7 +8,7 @@ import pytest
 
 from omnipipeline_operator.handlers.metrics import OPERATOR, STATUS
 from omnipipeline_spec.types.metrics import Metric, table
-from stage_runtime.metrics.catalog import COORDINATOR, ENGINES, PLANES, PLANES_WITH_NIXL, PROCESSES, SERVICE
+from stage_runtime.metrics.catalog import CACHES, COORDINATOR, ENGINES, PLANES, PLANES_WITH_NIXL, PROCESSES, SERVICE
 from tests.docs.blocks import ROOT
 
 LISTS: Final[dict[str, tuple[Metric, ...]]] = {
@@ -17,6 +17,7 @@ LISTS: Final[dict[str, tuple[Metric, ...]]] = {
     "planes-metrics": PLANES,
     "nixl-metrics": PLANES_WITH_NIXL,
     "engines-metrics": ENGINES,
+    "caches-metrics": CACHES,
     "processes-metrics": PROCESSES,
     "operator-metrics": OPERATOR,
     "status-metrics": STATUS,

@@ -170,3 +170,13 @@ def test_a_batch_function_that_gives_a_coroutine_fails_with_the_reason() -> None
     with running(as_engine(made.Batched(lambda payloads: results()))) as rig:
         rig.start("r1")
         assert "returned a coroutine; the function of a batch is a plain one, without async" in rig.outbox.next()[2]
+
+
+def test_an_author_s_numbers_are_read_after_each_batch_and_odd_ones_end_no_stage() -> None:
+    answers: list[Any] = [{"cache_hits_total": 1}, {"cache_hits_total": 2.5}, {"cache_hits_total": "many"}, None]
+    with running(as_engine(omni.Batched(lambda given: [0] * len(given), gauges=lambda: answers.pop(0)))) as rig:
+        for index in range(4):
+            rig.start(f"r{index}")
+            assert rig.outbox.next() == (f"r{index}", "done", 0)
+    assert rig.inbox.gauges == {"cache_hits_total": 2.5}
+    assert len(answers) == 1, "it was asked no more"
