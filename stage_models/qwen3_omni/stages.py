@@ -6,14 +6,14 @@ without both, the tiny one that is made in code.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 import stage_runtime as omni
-from stage_models.qwen3_omni import checkpoint, routing, values
+from stage_models.qwen3_omni import checkpoint, pieces, routing, values
 from stage_models.qwen3_omni.batching import Batches
 from stage_models.qwen3_omni.encoding import AudioEncoder, ImageEncoder
 from stage_models.qwen3_omni.preparing import Preparer
@@ -85,7 +85,7 @@ def _batched(modality: str, encoder: ImageEncoder | AudioEncoder, max_batch: int
         with span("encoder", payloads[0].request.id, modality=modality, batch_size=len(payloads)):
             return list(encode([payload.data for payload in payloads]))
 
-    return omni.Batched(run, max_batch=max_batch)
+    return omni.Batched(run, max_batch=max_batch, gauges=encoder.cache.gauges)
 
 
 def thinker(
@@ -157,42 +157,50 @@ def code2wav(
     *,
     model: str | None = None,
     dtype: str = "float32",
-    initial_codec_chunk_frames: int = 4,
+    initial_codec_chunk_frames: int | None = None,
     codec_chunk_frames: int = 25,
     max_batch: int = 16,
     threads: int = 1,
 ) -> omni.Streaming:
     """Frames to sound, piece by piece.
 
-    initial_codec_chunk_frames: of the first piece, so that sound begins early. Each further piece has twice as many, up
-    to codec_chunk_frames, so that a player does not run dry while the second one is made. A request may name both.
-    max_batch: requests in one pass.
+    initial_codec_chunk_frames: of the first piece, so that sound begins early; None: 4, and 12 or 28 where many
+    requests are spoken at once (`pieces.opening`). Each further piece has twice as many, up to codec_chunk_frames, so
+    that a player does not run dry while the second one is made. A request may name both. max_batch: requests in one
+    pass.
     """
     torch.set_num_threads(threads)
     folder, revision = _checkpoint(context, model)
     vocoder = Vocoder(checkpoint.load(folder, "code2wav", dtype=dtype, device=context.device, revision=revision))
     batches = Batches(vocoder, max_batch)
-    defaults = {"initial_codec_chunk_frames": initial_codec_chunk_frames, "codec_chunk_frames": codec_chunk_frames}
+    speaking: set[int] = set()  #: Requests under way.
 
     async def run(session: omni.Session) -> AsyncIterator[omni.Chunk | omni.Result]:
-        first, steady = (_frames_of(session.request, name, defaults[name]) for name in defaults)
-        wanted = first
-        state, waiting = vocoder.begin(), torch.empty(0, vocoder.groups, dtype=torch.long)
-        async for chunk in session.chunks():
-            waiting = torch.cat([waiting, _checked(chunk.data, vocoder)])
-            while len(waiting) >= wanted:
-                piece, waiting = waiting[:wanted], waiting[wanted:]
-                wanted = min(2 * wanted, max(steady, first))
-                yield _sound(await batches.decode(state, piece))
-        if len(waiting):
-            yield _sound(await batches.decode(state, waiting))
-        yield omni.Result(omni.Note("frames", state.frames))
+        initial = _frames_of(session.request, "initial_codec_chunk_frames", initial_codec_chunk_frames)
+        steady = _frames_of(session.request, "codec_chunk_frames", codec_chunk_frames) or codec_chunk_frames
+        speaking.add(id(session))
+        try:
+            merged = pieces.opening(len(speaking)) if initial is None else 1
+            plan = pieces.Pieces(pieces.INITIAL if initial is None else initial, steady, merged)
+            state, waiting = vocoder.begin(), torch.empty(0, vocoder.groups, dtype=torch.long)
+            async for chunk in session.chunks():
+                waiting = torch.cat([waiting, _checked(chunk.data, vocoder)])
+                while (taken := plan.take(len(waiting))) is not None:
+                    now, waiting = waiting[: sum(taken)], waiting[sum(taken) :]
+                    yield _sound([await batches.decode(state, one) for one in torch.split(now, taken)])
+            if len(waiting):
+                taken = plan.rest(len(waiting))
+                yield _sound([await batches.decode(state, one) for one in torch.split(waiting, taken)])
+            usage = omni.Usage(completion_tokens=state.frames, completion_audio_tokens=state.frames)
+            yield omni.Result([omni.Note("frames", state.frames), usage])
+        finally:
+            speaking.discard(id(session))
 
     return omni.Streaming(run)
 
 
-def _sound(samples: Tensor) -> omni.Chunk:
-    return omni.Chunk(omni.Audio(samples, SAMPLE_RATE), modality="audio")
+def _sound(samples: Sequence[Tensor]) -> omni.Chunk:
+    return omni.Chunk(omni.Audio(torch.cat(list(samples)), SAMPLE_RATE), modality="audio")
 
 
 def _checked(data: Any, vocoder: Vocoder) -> Tensor:
@@ -204,7 +212,7 @@ def _checked(data: Any, vocoder: Vocoder) -> Tensor:
     return codes.long()
 
 
-def _frames_of(request: omni.OmniRequest, name: str, default: int) -> int:
+def _frames_of(request: omni.OmniRequest, name: str, default: int | None) -> int | None:
     value = request.params.get(name)
     if value is None:
         return default
