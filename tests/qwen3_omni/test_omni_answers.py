@@ -93,7 +93,15 @@ async def test_together_with_little_memory_and_aborts_beside_them_answers_are_th
         assert np.array_equal(beside[1].samples, alone.samples), "the same samples, alone and among others"
         again = await ask(client, CASES[3])
         check(tiny_omni, oracle, CASES[3], again)
-        assert again.usage["prompt_tokens_details"]["cached_tokens"] > 0, "equal pictures and sounds share a prefix"
+        of_prompt = again.usage["prompt_tokens_details"]
+        assert of_prompt["cached_tokens"] > 0, "equal pictures and sounds share a prefix"
+        assert (of_prompt["image_tokens"], of_prompt["audio_tokens"]) == (6, 30)  # 96 x 64 pixels, 2.3 s
+        assert of_prompt["text_tokens"] == again.usage["prompt_tokens"] - 36
+        frames = len(oracle[f"{CASES[3].name}.codes"])
+        assert again.usage["completion_tokens_details"]["audio_tokens"] == frames
+        metrics = [line for line in (await client.get("/metrics")).text.splitlines() if "cache_hits_total{" in line]
+        hits = {line.split('stage="')[1].split('"')[0]: float(line.split()[-1]) for line in metrics}
+        assert hits["image_encoder"] >= 1 and hits["audio_encoder"] >= 1
 
 
 async def test_engines_in_processes_of_their_own_give_the_same(tiny_omni: str, oracle: dict[str, Any]) -> None:
