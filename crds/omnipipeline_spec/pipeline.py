@@ -170,7 +170,7 @@ class StageConfig(Spec, frozen=True, kw_only=True):
     stream_to: Annotated[StageNames, doc("Stages that get this stage's chunks while it runs.")] = ()
     stream_at_end: Annotated[
         StageNames,
-        doc("Stages in streamTo that get this stage's chunks when it has ended, all at once, not while it runs."),
+        doc("Stages in streamTo that get the chunks when this stage has ended."),
     ] = ()
     stream_done_to_fn: Annotated[
         Function | None,

@@ -162,7 +162,7 @@ CASES: dict[tuple[str, str], tuple[Document, Document]] = {
         pair({"projectPayload": {"b": "work:project"}}),
         pair({"projectPayload": {"ghost": "work:project"}}),
     ),
-    ("StageConfig", "may have only stages in streamTo in streamAtEnd"): (
+    ("StageConfig", "every name in streamAtEnd must be in streamTo"): (
         pair({"streamTo": ["b"], "streamAtEnd": ["b"]}),
         pair({"streamAtEnd": ["b"]}),
     ),

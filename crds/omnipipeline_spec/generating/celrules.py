@@ -157,8 +157,7 @@ _STAGE: Final = (
     _needs("streamDoneToFn", "streamTo"),
     Rule(
         rule="!has(self.streamAtEnd) || self.streamAtEnd.all(k, has(self.streamTo) && k in self.streamTo)",
-        message="may have only stages in streamTo in streamAtEnd",
-        names_stage=True,
+        message="every name in streamAtEnd must be in streamTo",
     ),
     Rule(
         rule="has(self.disaggregation) || (self.tpSize == 1 ? (!has(self.gpu) || size(self.gpu) <= 1) : "
