@@ -6,7 +6,7 @@ INSTALL := $(BIN)/python tests/install_packages.py
 WAV ?= examples/voice/question.wav
 JOBS ?= 2
 
-.PHONY: help demo packages test nightly check lint types floors coverage format crds pictures voice-test images cluster-test hops clean
+.PHONY: help demo packages test nightly check lint types floors coverage format crds pictures voice-test images cluster-test gpu-wheels gpu-test hops clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -60,6 +60,12 @@ images: ## the images that cluster-test uses, built by the kit: layers stay, so 
 
 cluster-test: $(VENV)/.dev ## what needs Kubernetes: KUBECONFIG, else the kit beside the checkout
 	$(BIN)/pytest -m cluster
+
+gpu-wheels: ## with a network: what a bare machine with a GPU may lack for gpu-test, into .gpu-wheels
+	$(PYTHON) tests/gpu_machine.py collect .gpu-wheels
+
+gpu-test: ## there, without a network: every test marked gpu, and what they proved; wheels of .gpu-wheels are unpacked
+	$(PYTHON) tests/gpu_machine.py run .gpu-wheels
 
 hops: $(VENV)/.dev ## what one hop costs, beside a bare prototype, memcpy and raw TCP
 	$(BIN)/python -m benchmarks.hops
