@@ -16,6 +16,7 @@ from omnipipeline_spec.types.plan import StagePlan
 from stage_runtime.engines import gpumemory, loading
 from stage_runtime.engines.base import Engine
 from stage_runtime.errors import ConfigurationError, describe, format_traceback
+from stage_runtime.kv_transfer.interface import KVTransport
 from stage_runtime.processes import process_context, signals
 from stage_runtime.processes.supervision import statuspipe
 from stage_runtime.profiler.recorder import recorder
@@ -114,6 +115,7 @@ class RankProcess:
             allocate=lambda shape, dtype: self._relays.allocate(shape, dtype),  # of the life that it is called in
             progress=self._report_progress,
             emit=recorder.emit,
+            kv=self._kv(plan.name),
         )
         return loading.create(
             plan,
@@ -123,6 +125,10 @@ class RankProcess:
             gpu_id=gpu_id,
             on_cpu=settings.plan.on_cpu,
         )
+
+    def _kv(self, stage: str) -> KVTransport | None:
+        """The rooms of a stage with disaggregation; followers have none."""
+        return None
 
     def _report_progress(self, stage: str, message: str) -> None:
         statuspipe.report(self._settings.status_fd, statuspipe.Loading(stage=stage, message=message))

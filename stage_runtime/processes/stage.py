@@ -14,6 +14,7 @@ import time
 from typing import Final
 
 from stage_runtime.errors import ConfigurationError
+from stage_runtime.kv_transfer.interface import KVTransport
 from stage_runtime.processes import incarnations, logs, loops, process_context, traces
 from stage_runtime.processes.draining import StageDrain
 from stage_runtime.processes.follower import FollowerProcess
@@ -193,6 +194,9 @@ class StageProcess(RankProcess):
             self._loaded and not self._stopping,
             settings.group.tp_size,
         )
+
+    def _kv(self, stage: str) -> KVTransport | None:
+        return self._host.kv.get(stage)
 
     # --- what happens -------------------------------------------------------------------------------------------
 

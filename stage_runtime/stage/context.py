@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from omnipipeline_spec.types.plan import StagePlan
+from stage_runtime.kv_transfer.interface import KVTransport
 
 Allocate = Callable[[tuple[int, ...], Any], Any]
 Progress = Callable[[str, str], None]
@@ -28,7 +29,11 @@ class RankContext:
         allocate: Allocate,
         progress: Progress,
         emit: EmitEvent,
+        kv: KVTransport | None = None,
     ) -> None:
+        """kv: of a stage with disaggregation."""
+        self.kv_role = plan.kv_role
+        self.kv = kv
         self.name = plan.name
         self.terminal = plan.terminal
         self.device = "cpu" if gpu_id is None else f"cuda:{gpu_id}"

@@ -32,7 +32,7 @@ def count(
     coordinators = tuple(coordinators)
     found: Counter[EdgeTransport] = Counter()
     for plan in plans:
-        targets = {*plan.next, *plan.stream_to}
+        targets = {*plan.next, *plan.stream_to} | ({plan.kv_peer} if plan.kv_role == "prefill" else set())
         for target in targets & here:
             found[plan.name, target, *HERE] += 1
         for peer, stages in stages_of.items():

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from omnipipeline_spec.types.errors import clipped
 from omnipipeline_spec.types.plan import StagePlan
 from stage_runtime.engines.base import Engine
-from stage_runtime.errors import ValueRefused
+from stage_runtime.errors import TransferError, ValueRefused
 from stage_runtime.metrics import planes
 from stage_runtime.profiler.session import ProfileSession
 from stage_runtime.relays.dispatch import Relays
@@ -23,6 +23,7 @@ from stage_runtime.sockets.channels import Channels
 from stage_runtime.stage import edge_transports
 from stage_runtime.stage.administration import Administration
 from stage_runtime.stage.idle_trimming import IdleTrimming
+from stage_runtime.stage.kv_transport import StageKVTransport
 from stage_runtime.stage.membership import StageMembership
 from stage_runtime.stage.mutation_check import MutationCheck
 from stage_runtime.stage.process_context import ProcessContext
@@ -40,10 +41,15 @@ from stage_runtime.wire.messages import (
     Beat,
     Complete,
     DataReady,
+    KVAsk,
+    KVBeat,
+    KVClose,
+    KVPiece,
     Message,
     RankQuestion,
     Rejected,
     RelayFailure,
+    Release,
     Skip,
     Submit,
     Unbound,
@@ -95,6 +101,18 @@ class Host:
             self.stages, self.process, loop, lambda owner, members: self.membership.meet(members, by=owner)
         )
         self.membership = StageMembership(plans, self.process, loop)
+        self.kv: dict[str, StageKVTransport] = {
+            plan.name: StageKVTransport(
+                plan,
+                self.process,
+                loop,
+                members=lambda: self.membership.members,
+                works=self.stages[plan.name].input.works,
+            )
+            for plan in plans
+            if plan.kv_role
+        }
+        self.membership.on_gone = self._peer_gone
         self._lifecycle = lifecycle
         self._loop = loop
         self._startup = EngineLoader(
@@ -116,6 +134,8 @@ class Host:
             Rejected: self._rejected,
             Unbound: lambda sender, _: lifecycle.unbound(sender),
             AdminCall: self._administration.ask,
+            Release: self._released,
+            **dict.fromkeys((KVAsk, KVPiece, KVClose, KVBeat), self._kv_message),
             **(self._profiling.handlers if self._profiling is not None else {}),
         }
 
@@ -124,6 +144,8 @@ class Host:
         self.process.wire(channels, relays)
         self.requests.wire()
         self.membership.wire(registration)
+        for transport in self.kv.values():
+            transport.wire()
 
     def open_ranks(self, leader: Leader) -> RankPlane:
         """What this process, as rank 0 of a TP stage, has towards its followers."""
@@ -153,6 +175,8 @@ class Host:
             return self.membership.registration.welcomed(sender, message)
         if isinstance(message, Submit | DataReady | Skip):
             return self.membership.introduced(sender, message.header.members, by=message.header.owner)
+        if isinstance(message, KVAsk):
+            return self.membership.introduced(sender, message.members, by=message.room.owner)
         if isinstance(message, Rejected):
             self._rejected(sender, message)
         return False
@@ -178,6 +202,8 @@ class Host:
 
     def lost(self, peer: str) -> None:
         if self.membership.lost(peer):
+            for transport in self.kv.values():
+                transport.owner_lost(peer)
             orphans = self.requests.drop_owner(peer)
             log.warning("coordinator %s is gone; %d of its requests aborted", peer, orphans)
 
@@ -246,6 +272,8 @@ class Host:
 
     def reborn(self, incarnation: str) -> None:
         """Drop all work of the earlier incarnation; `wire` must follow."""
+        for transport in self.kv.values():
+            transport.renewed()
         self.requests.drop_all()
         self._releases.clear()
         self.membership.reset()
@@ -258,23 +286,50 @@ class Host:
 
     def deregister(self, reason: str) -> None:
         """Bind nothing new to us; and what has not begun here may go to another instance, if there is one."""
+        for transport in self.kv.values():
+            transport.drain()
         self.requests.hand_back()
         self.membership.deregister(reason)
 
     @property
     def idle(self) -> bool:
-        """Whether no request is at any stage, no payload waits to be sent, and no peer holds a slot of ours."""
+        """Whether no request is at any stage, no room is open, no payload waits to be sent, and no peer holds a slot of
+        ours.
+        """
         busy = any(stage.waiting or stage.running for stage in self.stages.values())
         followed = self._ranks is None or self._ranks.idle
         queues = self.process.send_queues
+        if any(transport.open_rooms for transport in self.kv.values()):
+            return False
         return not busy and followed and not queues.outstanding and not queues.queued
 
     def close(self, timeout_s: float) -> bool:
         """Stop the stages' threads. False when one did not end in time."""
+        for transport in self.kv.values():
+            transport.stop()
         self.requests.abort_all()
         ended = [stage.close(timeout_s) for stage in self.stages.values()]
         self.requests.close()
         return all(ended)
+
+    def _kv_message(self, sender: str, message: KVAsk | KVPiece | KVClose | KVBeat) -> None:
+        transport = self.kv.get(message.target)
+        if transport is not None:
+            transport.handlers[type(message)](sender, message)
+            return
+        self.process.counters["misdirected"] += 1
+        if isinstance(message, KVAsk | KVPiece) and message.body.transfer:
+            with contextlib.suppress(TransferError):
+                self.process.relays.decline(message.body.transfer, peer=sender)
+
+    def _released(self, sender: str, message: Release) -> None:
+        self.requests.handlers[Release](sender, message)
+        for transport in self.kv.values():
+            transport.released()
+
+    def _peer_gone(self, peer: str, reason: str) -> None:
+        for transport in self.kv.values():
+            transport.peer_lost(peer, reason)
 
     def _stage_crashed(self, name: str, error: BaseException) -> None:
         """In any thread."""

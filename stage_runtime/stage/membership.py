@@ -40,6 +40,11 @@ GONE_KEPT: Final = 1000  # a request may name one that has just left
 MEET_AGAIN_S: Final = 1.5  # after a connection broke; by then the coordinator has given up what was under way
 
 
+def pair_of(plan: StagePlan) -> tuple[str, ...]:
+    """The other stage of a pair: both send to each other, asks and blocks."""
+    return (plan.kv_peer,) if plan.kv_role else ()
+
+
 class StageMembership:
     """The members that one process knows, and what it has announced."""
 
@@ -63,11 +68,16 @@ class StageMembership:
         self._leaving: str | None = None  #: Why it drains: no coordinator may bind anything new to it.
         #: What this process sends: source stage, target stage, the relay that the plan asks for.
         self._edges = [
-            (plan.name, target, plan.relay.backend) for plan in plans for target in (*plan.next, *plan.stream_to)
+            (plan.name, target, plan.relay.backend)
+            for plan in plans
+            for target in (*plan.next, *plan.stream_to, *pair_of(plan))
         ]
         self._neighbours = {
-            name for plan in plans for name in (*plan.next, *plan.stream_to, *plan.stream_from, *plan.inputs_from)
+            name
+            for plan in plans
+            for name in (*plan.next, *plan.stream_to, *plan.stream_from, *plan.inputs_from, *pair_of(plan))
         } - {plan.name for plan in plans}
+        self.on_gone: Callable[[str, str], None] = lambda peer, reason: None  #: An instance is gone or cut off; why.
         self.handlers: Mapping[type, Callable[[str, Any], None]] = {
             Members: self._members,
             ForwardAbort: self._forward_abort,
@@ -135,6 +145,7 @@ class StageMembership:
             self.broadcast(PeerUnreachable(peer))
             # Until then it may still read what we sent: its slots must not be written again.
             self._process.send_queues.cut(peer)
+            self.on_gone(peer, "the connection to it broke")
             self._loop.call_later(MEET_AGAIN_S, self._meet_again, peer)
             return False
         self._process.send_queues.forget(peer)
@@ -216,6 +227,7 @@ class StageMembership:
         self._left.pop(peer, None)
         self._process.channels.drop(peer)
         self._process.send_queues.forget(peer)
+        self.on_gone(peer, "it is gone")
 
     def _connect(self, member: Member, *, asleep: bool = False) -> None:
         peer = member.incarnation

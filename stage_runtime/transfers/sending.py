@@ -218,6 +218,11 @@ class SendQueues:
                 if is_shorter:
                     self._advance(queue)
 
+    def waits(self, edge: PeerEdge) -> bool:
+        """Whether something waits on this edge for a credit or a slot."""
+        queue = self._queues.get(edge)
+        return queue is not None and bool(queue.waiting)
+
     def waiting_of(self, owner: str) -> set[tuple[str, int]]:
         """The requests, by id and attempt, of that coordinator's for which something waits here."""
         found = set[tuple[str, int]]()

@@ -7,7 +7,7 @@ Array-like tagged structs: small, fast, and readable by any MessagePack decoder 
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from typing import Annotated, Any, Final, TypeAlias
 
 import msgspec
 
@@ -20,8 +20,12 @@ from stage_runtime.wire.parts import (
     Member,
     Name,
     RequestId,
+    Room,
     Timing,
 )
+
+KV_BEAT_ROOMS: Final = 1024  # of at most some 250 bytes each: far below the limit of a frame
+Reason: TypeAlias = Annotated[str, msgspec.Meta(max_length=512)]
 
 
 class BaseMessage(msgspec.Struct, frozen=True, array_like=True, tag_field="type", forbid_unknown_fields=True):
@@ -381,6 +385,43 @@ class RankAnswer(BaseMessage, frozen=True, tag=74):
     answer: ProfilerReply | AdminReply
 
 
+# --- between a prefill and a decode instance --------------------------------------------------------------------
+
+
+class KVAsk(BaseMessage, frozen=True, tag=75):
+    """Decode → prefill: compute a prompt, and send its KV blocks to the sender. It opens the room."""
+
+    room: Room
+    source: Name  #: The decode stage.
+    target: Name  #: The prefill stage.
+    body: Body
+    members: tuple[Member, ...] = ()  #: As of `Header`.
+
+
+class KVPiece(BaseMessage, frozen=True, tag=76):
+    """Prefill → decode: some of the blocks."""
+
+    room: Room
+    source: Name  #: The prefill stage.
+    target: Name  #: The decode stage.
+    body: Body
+
+
+class KVClose(BaseMessage, frozen=True, tag=77):
+    """Either → the other: the room is over. ``reason`` None: all has come."""
+
+    room: Room
+    target: Name
+    reason: Reason | None = None
+
+
+class KVBeat(BaseMessage, frozen=True, tag=78):
+    """Decode → prefill, of all rooms at once: they are wanted still. Those that are not open there are closed."""
+
+    target: Name
+    rooms: Annotated[tuple[Room, ...], msgspec.Meta(max_length=KV_BEAT_ROOMS)]
+
+
 Message: TypeAlias = (
     Submit
     | DataReady
@@ -418,4 +459,8 @@ Message: TypeAlias = (
     | RankFailed
     | RankQuestion
     | RankAnswer
+    | KVAsk
+    | KVPiece
+    | KVClose
+    | KVBeat
 )

@@ -52,6 +52,15 @@ class Header(msgspec.Struct, frozen=True, array_like=True):
     members: tuple[Member, ...] = ()  #: Bound instances that have been introduced to each other just now.
 
 
+class Room(msgspec.Struct, frozen=True, array_like=True):
+    """One transfer of a prompt's KV blocks from a prefill instance to a decode instance."""
+
+    owner: Name  #: As of `Header`.
+    request_id: RequestId
+    attempt: Count
+    generation: Count  #: Decode's number of the ask; it never repeats in one life of its process.
+
+
 class Body(msgspec.Struct, frozen=True, array_like=True):
     """A payload's or chunk's data: a tensor-free value, and where its tensors are.
 

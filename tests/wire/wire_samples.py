@@ -24,6 +24,10 @@ from stage_runtime.wire.messages import (
     ForwardAbortReply,
     HandBack,
     Hello,
+    KVAsk,
+    KVBeat,
+    KVClose,
+    KVPiece,
     Members,
     Message,
     PeerUnreachable,
@@ -47,13 +51,15 @@ from stage_runtime.wire.messages import (
     Unbound,
     Welcome,
 )
-from stage_runtime.wire.parts import Body, Failure, Header, Member, Timing
+from stage_runtime.wire.parts import Body, Failure, Header, Member, Room, Timing
 from stage_runtime.wire.tensorrefs import TensorRef
 
 MEMBER: Final = Member(
     "aa", "voice", "front", "12ab34cd", "ipc:///run/a", {"tcp": {"port": 7}}, ("s1", "s2"), True, attempts_over=6
 )
 HEADER: Final = Header("r1", 2, "c0ffee", {"thinker": "aa", "talker": "bb"}, 900, "00-ab-cd-01", (MEMBER,))
+ROOM: Final = Room("c0ffee", "r1", 2, 7)
+_ROOM: Final = ["c0ffee", "r1", 2, 7]
 BODY: Final = Body(
     b"\x80",
     (TensorRef("payload.data['h']", (2, 3), "float32", 64, 24, "torch", "cuda:1"),),
@@ -120,4 +126,8 @@ SAMPLES: Final[list[tuple[Message, list[Any]]]] = [
     (RankFailed(1, "r1", "cc", 2, "ValueError"), [72, 1, "r1", "cc", 2, "ValueError"]),
     (RankQuestion(1, "aa.rank1", ProfilerStop("c2", "run1"), "cc"), [73, 1, "aa.rank1", [42, "c2", "run1"], "cc"]),
     (RankAnswer("cc", ProfilerReply("c3", 1, 2)), [74, "cc", [46, "c3", 1, 2, {}, [], b"", None]]),
+    (KVAsk(ROOM, "think", "pre", BODY, (MEMBER,)), [75, _ROOM, "think", "pre", _BODY, [_MEMBER]]),
+    (KVPiece(ROOM, "pre", "think", BODY), [76, _ROOM, "pre", "think", _BODY]),
+    (KVClose(ROOM, "pre", "aborted"), [77, _ROOM, "pre", "aborted"]),
+    (KVBeat("pre", (ROOM,)), [78, "pre", [_ROOM]]),
 ]
