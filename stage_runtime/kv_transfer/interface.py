@@ -7,23 +7,14 @@ the engine's half writes and reads; the transport moves them and does not look i
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-import msgspec
-from torch import Tensor
+from stage_runtime.wire.parts import Room
 
+if TYPE_CHECKING:  # a stage of plain functions imports no torch
+    from torch import Tensor
 
-class Room(msgspec.Struct, frozen=True, array_like=True):
-    """One try to prefill one request elsewhere. Two tries never have the same room.
-
-    owner: incarnation of the coordinator that admitted the request. attempt: of the request. generation: a number that
-    the decode side raises with each ask.
-    """
-
-    owner: str
-    request_id: str
-    attempt: int
-    generation: int
+__all__ = ["KVSink", "KVTransport", "Piece", "Room"]
 
 
 class Piece(NamedTuple):
@@ -63,7 +54,10 @@ class KVTransport(Protocol):
         """Prefill → decode. ``piece.sent`` is called once in any case, also after the room was closed."""
 
     def close(self, room: Room, reason: str | None) -> None:
-        """Either side: done (None), failed or aborted. The other side is told; nothing arrives for it afterwards."""
+        """Either side: done (None), failed or aborted. The other side is told; nothing arrives for it afterwards.
+
+        Only decode knows that all has come: of prefill, None changes nothing.
+        """
 
     def attach(self, sink: KVSink) -> None:
         """The engine is ready. What was asked before is answered by `KVSink.asked` now."""

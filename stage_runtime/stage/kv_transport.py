@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from omnipipeline_spec.types.errors import clipped
 from omnipipeline_spec.types.plan import StagePlan
 from stage_runtime.errors import ProtocolError, TransferError, describe
-from stage_runtime.kv_transfer.interface import KVSink, Piece
 from stage_runtime.rules import kvrooms
 from stage_runtime.stage.kv_outbox import Outbox, Parcel, RoomWork, key_owner
 from stage_runtime.stage.process_context import ProcessContext
@@ -28,6 +26,9 @@ from stage_runtime.transfers.receiving import Fetched, Fetching
 from stage_runtime.transfers.sending import attempt_key
 from stage_runtime.wire.messages import KV_BEAT_ROOMS, KVAsk, KVBeat, KVClose, KVPiece
 from stage_runtime.wire.parts import Body, Member, Room
+
+if TYPE_CHECKING:
+    from stage_runtime.kv_transfer.interface import KVSink, Piece
 
 log = logging.getLogger(__name__)
 
@@ -56,9 +57,10 @@ class StageKVTransport:
         self._works = works
         self._clock = clock
         self._sink: KVSink | None = None
+        #: Asks that came before the engine was ready. Empty once there is a sink.
+        self._early: list[tuple[str, Room, bytes, list[Any]]] = []
         self._rooms = kvrooms.Rooms()
         self._sending: dict[Room, RoomWork] = {}  #: Of the open rooms.
-        self._generations = itertools.count(1)
         self._draining = False
         self._timer: asyncio.TimerHandle | None = None
         self._renewed_at = 0.0
@@ -77,15 +79,13 @@ class StageKVTransport:
     # --- kv_transfer.interface.KVTransport: any thread ------------------------------------------------------------
 
     def peer(self, request_id: str) -> str | None:
-        found = self._peer_of(request_id)
-        return found[1] if found is not None else None
+        work = self._work_of(request_id)
+        peer = work.bindings.get(self.plan.kv_peer) if work is not None else None
+        return peer if peer is not None and peer in self._members() else None
 
-    def room(self, request_id: str) -> Room | None:
-        found = self._peer_of(request_id)
-        if found is None:
-            return None
-        work = found[0]
-        return Room(work.owner, work.request_id, work.attempt, next(self._generations))
+    def room(self, request_id: str, generation: int) -> Room | None:
+        work = self._work_of(request_id)
+        return None if work is None else Room(work.owner, work.request_id, work.attempt, generation)
 
     def ask(self, room: Room, peer: str, record: bytes, tensors: Sequence[Any]) -> None:
         work = self._open(room, peer)
@@ -124,7 +124,12 @@ class StageKVTransport:
             self._process.send(peer, KVClose(room, self.plan.kv_peer, told))
 
     def attach(self, sink: KVSink) -> None:
-        self._sink = sink
+        with self._lock:
+            self._sink = sink
+            early, self._early = self._early, []
+        for peer, room, record, tensors in early:
+            if self._is_open(room, peer):
+                self._asked(peer, room, record, tensors)
 
     # --- life: the I/O thread -------------------------------------------------------------------------------------
 
@@ -186,9 +191,7 @@ class StageKVTransport:
     def _refusal(self, message: KVAsk) -> str | None:
         if self.plan.kv_role != "prefill" or message.source != self.plan.kv_peer:
             return f"{self.plan.name} prefills nothing for {message.source}"
-        if self._draining:
-            return "the prefill instance is draining"
-        return "the prefill engine takes nothing" if self._sink is None else None
+        return "the prefill instance is draining" if self._draining else None
 
     def _piece(self, sender: str, message: KVPiece) -> None:
         room = message.room
@@ -235,9 +238,12 @@ class StageKVTransport:
         self._fetching.fetch(sender, body, _key(room), landed, failed, holder=self.plan.name)
 
     def _asked(self, peer: str, room: Room, record: bytes, tensors: list[Any]) -> None:
-        sink = self._sink
-        if sink is not None:
-            self._call(room, lambda: sink.asked(room, peer, record, tensors))
+        with self._lock:
+            sink = self._sink
+            if sink is None:
+                self._early.append((peer, room, record, tensors))
+                return
+        self._call(room, lambda: sink.asked(room, peer, record, tensors))
 
     def _arrived(self, peer: str, room: Room, header: bytes, tensors: list[Any]) -> None:
         sink = self._sink
@@ -246,14 +252,10 @@ class StageKVTransport:
 
     # --- inside ---------------------------------------------------------------------------------------------------
 
-    def _peer_of(self, request_id: str) -> tuple[RequestWork, str] | None:
-        """Its live attempt here, and the prefill instance that it is bound to and that this process knows."""
+    def _work_of(self, request_id: str) -> RequestWork | None:
+        """The request's live attempt here."""
         works = [one for one in self._works() if request_id in (one.request_id, one.key) and not one.dead]
-        work = max(works, key=lambda one: one.attempt, default=None)
-        peer = work.bindings.get(self.plan.kv_peer) if work is not None else None
-        if work is None or peer is None or peer not in self._members():
-            return None
-        return work, peer
+        return max(works, key=lambda one: one.attempt, default=None)
 
     def _brought_along(self, room: Room) -> tuple[Member, ...]:
         return next((one.members for one in self._works() if one.request_id == room.request_id and one.members), ())

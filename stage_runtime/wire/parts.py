@@ -53,12 +53,12 @@ class Header(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Room(msgspec.Struct, frozen=True, array_like=True):
-    """One transfer of a prompt's KV blocks from a prefill instance to a decode instance."""
+    """One try to prefill one request elsewhere. Two tries never have the same room."""
 
-    owner: Name  #: As of `Header`.
+    owner: Name  #: The incarnation of the coordinator that admitted the request.
     request_id: RequestId
-    attempt: Count
-    generation: Count  #: Decode's number of the ask; it never repeats in one life of its process.
+    attempt: Count  #: Of the request.
+    generation: Count  #: A number that decode raises with each ask.
 
 
 class Body(msgspec.Struct, frozen=True, array_like=True):

@@ -21,6 +21,9 @@ from tests.stage.stage_kit import OWNER, World, plan, world
 BLOCKS = 3 << 20  # bytes: more than may be under way without a credit
 
 
+def nothing() -> None: ...
+
+
 class RecordingSink:
     """`kv_transfer.interface.KVSink` that keeps what it gets."""
 
@@ -47,7 +50,7 @@ class RecordingSink:
 class Pair:
     """A decode and a prefill process that know each other, and one request that waits at decode."""
 
-    def __init__(self, made: World, gate: threading.Event, *, slots: int) -> None:
+    def __init__(self, made: World, gate: threading.Event, *, slots: int, attached: str) -> None:
         def wait(payload: StagePayload) -> Any:
             gate.wait()
             return payload.data
@@ -59,10 +62,10 @@ class Pair:
             "d": made.process("d", [decode], {"think": wait}),
             "p": made.process("p", [prefill], {"pre": wait}, slots=slots),
         }
-        self.now = 0.0
+        self.generation = 0
         self.sinks = {"d": RecordingSink(), "p": RecordingSink()}
-        for name, sink in self.sinks.items():
-            self.rooms(name).attach(sink)
+        for name in attached:
+            self.rooms(name).attach(self.sinks[name])
         self.meet()
 
     def meet(self) -> None:
@@ -78,7 +81,8 @@ class Pair:
         """A room of the request, asked for."""
         rooms = self.rooms("d")
         await self.world.until(lambda: rooms.peer("r1") == "p")
-        room = rooms.room("r1")
+        self.generation += 1
+        room = rooms.room("r1", self.generation)
         assert room is not None
         before = len(self.sinks["p"].asks)
         rooms.ask(room, "p", b"prompt", [torch.arange(4)])
@@ -91,10 +95,10 @@ class Pair:
 
 
 @asynccontextmanager
-async def pair(*, slots: int = 1000) -> AsyncIterator[Pair]:
+async def pair(*, slots: int = 1000, attached: str = "dp") -> AsyncIterator[Pair]:
     gate = threading.Event()
     async with world() as made:
-        opened = Pair(made, gate, slots=slots)
+        opened = Pair(made, gate, slots=slots, attached=attached)
         made.submit("r1", "think", "hi")
         try:
             yield opened
@@ -128,7 +132,7 @@ async def test_an_ask_and_its_pieces_arrive_with_their_tensors_and_then_the_room
 async def test_a_request_without_prefill_instance_has_no_peer_and_no_room() -> None:
     async with pair() as made:
         await made.world.settle()
-        assert (made.rooms("d").peer("other"), made.rooms("d").room("other")) == (None, None)
+        assert (made.rooms("d").peer("other"), made.rooms("d").room("other", 1)) == (None, None)
 
 
 async def test_a_reader_that_releases_nothing_leaves_the_rest_as_views_with_the_sender() -> None:
@@ -157,7 +161,7 @@ async def test_a_reader_that_releases_nothing_leaves_the_rest_as_views_with_the_
 async def test_a_piece_of_a_closed_room_lands_nowhere_and_is_released() -> None:
     async with pair() as made:
         room = await made.room()
-        made.rooms("p").ship(room, Piece(b"late", [torch.zeros(BLOCKS, dtype=torch.uint8)]))
+        made.rooms("p").ship(room, Piece(b"late", [torch.zeros(BLOCKS, dtype=torch.uint8)], nothing))
         await made.world.until(lambda: made.held("p") == 1)
         made.rooms("d").close(room, "aborted")
         await made.world.until(lambda: made.held("p") == 0)
@@ -171,7 +175,7 @@ async def test_an_earlier_generation_and_another_sender_land_nowhere() -> None:
         made.rooms("d").close(first, "again")
         second = await made.room()
         assert second.generation > first.generation
-        made.rooms("p").ship(first, Piece(b"old", [torch.zeros(4)]))
+        made.rooms("p").ship(first, Piece(b"old", [torch.zeros(4)], nothing))
         made.world.send("p", "d", KVPiece(first, "pre", "think", Body()))
         made.world.known.add("x")
         made.world.send("x", "d", KVPiece(second, "pre", "think", Body()))
@@ -187,7 +191,7 @@ async def test_bytes_that_are_no_piece_fail_their_room_alone() -> None:
         made.world.send("p", "d", KVPiece(first, "pre", "think", Body(b"\xc1garbage")))
         await made.world.until(lambda: bool(made.sinks["d"].ends) and bool(made.sinks["p"].ends))
         assert [room for room, _ in made.sinks["d"].ends] == [first]
-        made.rooms("p").ship(second, Piece(b"good", [torch.zeros(4)]))
+        made.rooms("p").ship(second, Piece(b"good", [torch.zeros(4)], nothing))
         await made.world.until(lambda: len(made.sinks["d"].pieces) == 1)
 
 
@@ -195,7 +199,7 @@ async def test_a_sink_that_raises_fails_its_room_alone_and_both_sides_learn_of_i
     async with pair() as made:
         room = await made.room()
         made.sinks["d"].raises = True
-        made.rooms("p").ship(room, Piece(b"odd", [torch.zeros(4)]))
+        made.rooms("p").ship(room, Piece(b"odd", [torch.zeros(4)], nothing))
         await made.world.until(lambda: bool(made.sinks["p"].ends))
         assert made.sinks["p"].ends == made.sinks["d"].ends == [(room, "ValueError: not a block")]
 
@@ -215,7 +219,7 @@ async def test_a_cut_link_closes_the_rooms_and_what_comes_after_it_is_late() -> 
         room = await made.room()
         made.hosts["d"].lost("p")
         assert made.sinks["d"].ends == [(room, "the connection to it broke")]
-        made.rooms("p").ship(room, Piece(b"late", [torch.zeros(4)]))
+        made.rooms("p").ship(room, Piece(b"late", [torch.zeros(4)], nothing))
         await made.world.until(lambda: made.hosts["d"].process.counters["kv_late"] == 1)
         assert made.sinks["d"].pieces == []
         made.world.send("d", "p", KVBeat("pre", (room,)))  # prefill's room is renewed by nobody: see leases
@@ -244,12 +248,12 @@ async def test_a_draining_prefill_finishes_its_rooms_and_refuses_new_ones() -> N
         room = await made.room()
         made.hosts["p"].deregister("a roll")
         assert not made.hosts["p"].idle
-        refused = made.rooms("d").room("r1")
+        refused = made.rooms("d").room("r1", 9)
         assert refused is not None
         made.rooms("d").ask(refused, "p", b"prompt", [])
         await made.world.until(lambda: bool(made.sinks["d"].ends))
         assert made.sinks["d"].ends == [(refused, "the prefill instance is draining")]
-        made.rooms("p").ship(room, Piece(b"last", [torch.zeros(4)]))
+        made.rooms("p").ship(room, Piece(b"last", [torch.zeros(4)], nothing))
         await made.world.until(lambda: len(made.sinks["d"].pieces) == 1)
         made.rooms("d").close(room, None)
         made.sinks["d"].pieces.clear()
@@ -264,6 +268,19 @@ async def test_an_ask_reaches_no_stage_that_does_not_prefill_for_it() -> None:
         await made.world.until(lambda: (backwards, "think prefills nothing for pre") in made.sinks["p"].ends)
         assert (made.sinks["d"].asks, made.rooms("d").open_rooms) == ([], 1)
         assert room not in [one for one, _ in made.sinks["p"].ends]
+
+
+async def test_an_ask_before_the_engine_is_ready_is_answered_then() -> None:
+    async with pair(attached="d") as made:
+        early, over = Room(OWNER, "r1", 1, 1), Room(OWNER, "r1", 1, 2)
+        await made.world.until(lambda: made.rooms("d").peer("r1") == "p")
+        for room in (early, over):
+            made.rooms("d").ask(room, "p", b"early", [])
+        await made.world.until(lambda: made.rooms("p").open_rooms == 2)
+        made.rooms("d").close(over, "aborted")
+        await made.world.until(lambda: made.rooms("p").open_rooms == 1)
+        made.rooms("p").attach(made.sinks["p"])
+        assert [one[0] for one in made.sinks["p"].asks] == [early]
 
 
 async def test_a_closed_process_tells_its_peers() -> None:
