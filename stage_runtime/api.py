@@ -19,6 +19,7 @@ from stage_runtime.wire.values import (
     Media,
     Note,
     OmniRequest,
+    Reasoning,
     Result,
     Routed,
     StagePayload,
@@ -43,6 +44,7 @@ __all__ = [
     "Note",
     "OmniRequest",
     "Prompt",
+    "Reasoning",
     "RequestError",
     "Result",
     "Routed",
@@ -127,6 +129,8 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
 
     ``begins`` is true in the first part, which comes before any token. finish: ``stop``, ``length`` or ``tool_calls``,
     in the last part. answer: all text so far, including ``text``.
+    reasoning: the model's thinking, where it writes some before its answer (see `Autoregressive.reasoning`);
+    reasoning_tokens: so far, of completion_tokens.
     prompt_tokens, completion_tokens: so far, of the whole request. cached_tokens: of the prompt, found in the cache.
     logprobs: for each token ``(logprob, [(token, logprob), …])``, if they were asked for; ``shown_logprobs``: the same
     as OpenAI's ``logprobs.content``. prompt_logprobs: in the first part, of the prompt's tokens but the first.
@@ -141,6 +145,8 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     text: str = ""
     tokens: tuple[int, ...] = ()
     answer: str = ""
+    reasoning: str = ""
+    reasoning_tokens: int = 0
     begins: bool = False
     finish: str | None = None
     prompt_tokens: int = 0
@@ -225,6 +231,9 @@ class Autoregressive(msgspec.Struct, frozen=True, kw_only=True):
     params: defaults of sampling; ``max_tokens`` is also the most that a request may ask for.
     tool_calls: the form in which the model calls tools: ``hermes`` (``<tool_call>``), ``json`` (Llama 3), ``mistral``
     (``[TOOL_CALLS]``); ``auto`` takes the one that the chat template asks for, else ``hermes``.
+    reasoning: the form in which the model thinks before it answers: ``think`` (``<think>…</think>``), ``none`` (what it
+    writes is the answer); ``auto`` takes ``think`` where the chat template or the vocabulary has ``</think>``. The
+    thinking of answers to messages is no text of the answer: see `Generation.reasoning`.
     control_strings: control strings in texts of clients, such as ``<|im_end|>``, become control tokens. By default they
     are ordinary text, and only those that the chat template writes count.
     number_digits: the most digits before the point of a number that an answer's JSON schema sets no bound to; after it
@@ -269,6 +278,7 @@ class Autoregressive(msgspec.Struct, frozen=True, kw_only=True):
     stream: Callable[[Chunk], Any] | None = None
     params: dict[str, Any] = {}
     tool_calls: str = "auto"
+    reasoning: str = "auto"
     control_strings: bool = False
     number_digits: int | None = 15
     revision: str | None = None

@@ -48,8 +48,11 @@ class PromptTokens(msgspec.Struct):
 
 
 class CompletionTokens(msgspec.Struct):
-    text_tokens: int
-    audio_tokens: int
+    """The last two: of an answer with sound."""
+
+    reasoning_tokens: int
+    text_tokens: int | UnsetType = UNSET
+    audio_tokens: int | UnsetType = UNSET
 
 
 class ChatUsage(msgspec.Struct):
@@ -57,7 +60,7 @@ class ChatUsage(msgspec.Struct):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokens
-    completion_tokens_details: CompletionTokens | UnsetType = UNSET  #: Of an answer with sound.
+    completion_tokens_details: CompletionTokens
 
 
 class ChatLogprobs(msgspec.Struct):
@@ -98,6 +101,8 @@ class ChatMessage(msgspec.Struct):
     role: Literal["assistant"]
     content: str | None
     refusal: None
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
     tool_calls: list[ChatToolCall] | UnsetType = UNSET
     audio: ChatAudio | UnsetType = UNSET
 
@@ -122,6 +127,8 @@ class ChatCompletion(msgspec.Struct):
 class ChatDelta(msgspec.Struct):
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType | None = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
     tool_calls: list[ChatToolCallDelta] | UnsetType = UNSET
     audio: ChatAudioDelta | UnsetType = UNSET
 

@@ -16,7 +16,6 @@ DEFAULTS: Final[dict[str, tuple[Any, ...]]] = {
     "continue_final_message": (False,),
     "detokenize": (True,),
     "echo": (False,),
-    "include_reasoning": (True,),
     "include_stop_str_in_output": (False,),
     "length_penalty": (1,),
     "priority": (0,),

@@ -77,6 +77,8 @@ class Message(msgspec.Struct):
     function_call: Any = None
     audio: SpokenAudio | None = None
     refusal: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
 
 
 class VoiceId(msgspec.Struct):
@@ -119,6 +121,7 @@ class ChatBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     logit_bias: dict[str, float] | None = None
     reasoning_effort: str | None = None
     verbosity: str | None = None
+    include_reasoning: bool | None = None  # false: what the model thinks is not shown
     # accepted, without effect
     metadata: dict[str, Any] | None = None
     user: str | None = None

@@ -12,7 +12,7 @@ import msgspec
 
 from stage_runtime.errors import ValueRefused, safe_str
 from stage_runtime.wire.parts import NAME_LIMIT
-from stage_runtime.wire.values import Audio, Chunk, Finish, Note, Text, ToolCall, Usage
+from stage_runtime.wire.values import Audio, Chunk, Finish, Note, Reasoning, Text, ToolCall, Usage
 
 REASONS: Final = ("stop", "length", "tool_calls", "content_filter")
 CHOICES_MOST: Final = 128
@@ -22,7 +22,7 @@ CHANNELS_MOST: Final = 8
 TOKENS_MOST: Final = 2**53  # JSON readers in other languages are exact up to here
 #: In the metadata of a chunk for a client: tokens of the request at that stage so far, as of `Usage`. Not shown.
 USAGE_SO_FAR: Final = "omni.usage"
-SHOWN: Final = (Text, Audio, Usage, Finish, Note, ToolCall)
+SHOWN: Final = (Text, Reasoning, Audio, Usage, Finish, Note, ToolCall)
 
 
 def problem(value: msgspec.Struct) -> str | None:
@@ -62,6 +62,12 @@ def _text(value: Text) -> str | None:
     if value.logprobs is not None and type(value.logprobs) is not list:
         return f"omni.Text: logprobs is {_quoted(value.logprobs)}: use a list"
     return _choice("omni.Text", value.choice)
+
+
+def _reasoning(value: Reasoning) -> str | None:
+    if type(value.text) is not str:
+        return f"omni.Reasoning: text is {_quoted(value.text)}: use a str"
+    return _choice("omni.Reasoning", value.choice)
 
 
 def _choice(what: str, value: Any) -> str | None:
@@ -116,6 +122,7 @@ def _note(value: Note) -> str | None:
 
 _CHECKS: Final[dict[type, Callable[[Any], str | None]]] = {
     Text: _text,
+    Reasoning: _reasoning,
     Audio: _audio,
     Usage: _usage,
     Finish: _finish,

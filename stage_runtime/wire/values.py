@@ -53,6 +53,17 @@ class Text(msgspec.Struct, frozen=True):
 
 
 @message
+class Reasoning(msgspec.Struct, frozen=True):
+    """What the model thinks before its answer, for the client: a piece when streamed, or all of it in a result.
+
+    choice: which of several answers it belongs to.
+    """
+
+    text: str
+    choice: int = 0
+
+
+@message
 class Audio(msgspec.Struct, frozen=True):
     """Sound for the client.
 
@@ -69,7 +80,7 @@ class Usage(msgspec.Struct, frozen=True):
 
     cached_tokens: of the prompt's, those that were found in a cache. prompt_image_tokens, prompt_audio_tokens: of the
     prompt's, those of pictures and of sound. completion_audio_tokens: of the completion's, those of sound. All others
-    are text.
+    are text. reasoning_tokens: of the completion's, those of thinking.
     """
 
     prompt_tokens: int = 0
@@ -78,6 +89,7 @@ class Usage(msgspec.Struct, frozen=True):
     prompt_image_tokens: int = 0
     prompt_audio_tokens: int = 0
     completion_audio_tokens: int = 0
+    reasoning_tokens: int = 0
 
 
 @message

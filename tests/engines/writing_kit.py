@@ -76,6 +76,7 @@ class Answer(NamedTuple):
     finish: str
     shown: list[dict[str, Any]]
     error: str = ""
+    reasoning: str = ""
 
 
 class Writing:
@@ -89,8 +90,10 @@ class Writing:
         tokenizer: Any = None,
         end: int = END,
         prompt: str = "",
+        reasoning: str = "auto",
     ) -> None:
         """prompt: at the end of the chat template's text."""
+        self._reasoning = reasoning
         self._tokenizer = tokenizer or tiny_tokenizer()
         self._tokenizer.chat_template = (
             "{% for message in messages %}{{ message['content'] }}{% endfor %}{% if tools %}{% endif %}" + prompt
@@ -114,7 +117,9 @@ class Writing:
             vocab_size=self._size,
             grammars=self._grammars.compile,
         )
-        spec = omni.Autoregressive(model="", params={"max_tokens": 2000}, tool_calls=self._form)
+        spec = omni.Autoregressive(
+            model="", params={"max_tokens": 2000}, tool_calls=self._form, reasoning=self._reasoning
+        )
         engine = AutoregressiveEngine(spec, core, self._tokenizer, None)
         inputs = {"messages": MESSAGES}
         request = OmniRequest(id="r", kind="chat", inputs=inputs, params={"temperature": 0, **params})
@@ -140,7 +145,10 @@ class Writing:
 
 
 def _call(params: Mapping[str, Any]) -> chat.ChatCall:
-    body = {"messages": MESSAGES, **{key: value for key, value in params.items() if key in ("n", "logprobs")}}
+    body = {
+        "messages": MESSAGES,
+        **{key: value for key, value in params.items() if key in ("n", "logprobs", "include_reasoning")},
+    }
     return chat.call(chat.decode(json.dumps(body).encode()), frozenset({"n", "logprobs"}))
 
 
@@ -153,7 +161,9 @@ def _whole(events: Sequence[AnswerEvent], params: Mapping[str, Any]) -> list[Ans
         message = choice["message"]
         calls = [(one["function"]["name"], one["function"]["arguments"]) for one in message.get("tool_calls", ())]
         shown = (choice["logprobs"] or {}).get("content", [])
-        found.append(Answer(message["content"] or "", calls, choice["finish_reason"], shown))
+        thought = message.get("reasoning_content", "")
+        assert thought == message.get("reasoning", "")
+        found.append(Answer(message["content"] or "", calls, choice["finish_reason"], shown, reasoning=thought))
     return found
 
 
@@ -172,5 +182,6 @@ def _streamed(events: Sequence[AnswerEvent], params: Mapping[str, Any]) -> list[
                 before.calls + calls,
                 choice["finish_reason"] or before.finish,
                 before.shown + (choice["logprobs"] or {}).get("content", []),
+                reasoning=before.reasoning + delta.get("reasoning_content", ""),
             )
     return [found[index] for index in sorted(found)]

@@ -19,6 +19,7 @@ USAGE = {
     "completion_tokens": 2,
     "total_tokens": 5,
     "prompt_tokens_details": {"cached_tokens": 1},
+    "completion_tokens_details": {"reasoning_tokens": 0},
 }
 HI = play(chunk(Text("Hi ")), chunk(Text("there"), index=1), chunk([Usage(3, 2, 1), Finish("length")], index=2))
 

@@ -139,7 +139,7 @@ async def test_usage_shows_the_tokens_of_each_modality_where_there_are_others_th
         "completion_tokens": 10,
         "total_tokens": 30,
         "prompt_tokens_details": {"cached_tokens": 2, "text_tokens": 7, "image_tokens": 8, "audio_tokens": 5},
-        "completion_tokens_details": {"text_tokens": 6, "audio_tokens": 4},
+        "completion_tokens_details": {"reasoning_tokens": 0, "text_tokens": 6, "audio_tokens": 4},
     }
 
 

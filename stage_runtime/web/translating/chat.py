@@ -69,6 +69,7 @@ class ChatCall(msgspec.Struct, frozen=True, kw_only=True):
     text: bool  #: Text is shown as ``content``; else only as the audio's transcript.
     choices: int = 1
     logprobs: bool = False  #: They were asked for.
+    reasoning: bool = True  #: What the model thinks is shown.
     audio: str | None  #: The format of the requested audio; None: none was requested.
 
     @property
@@ -108,6 +109,7 @@ def call(body: schemas.ChatBody, accepts: Set[str] = frozenset()) -> ChatCall:
         text="text" in modalities,
         choices=body.n or 1,
         logprobs=bool(body.logprobs),
+        reasoning=body.include_reasoning is not False,
         audio=_audio_format(body) if "audio" in modalities else None,
     )
 
@@ -132,6 +134,8 @@ def _message(item: schemas.Message, index: int, fetched: Mapping[str, Media]) ->
     message: dict[str, Any] = {"role": item.role, "content": media.content(item, index, fetched)}
     if item.name is not None:
         message["name"] = item.name
+    if (thought := item.reasoning_content or item.reasoning) and item.role == "assistant":
+        message["reasoning_content"] = thought
     if item.tool_calls:
         message["tool_calls"] = item.tool_calls
     if item.tool_call_id is not None:

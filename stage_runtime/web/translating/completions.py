@@ -16,7 +16,7 @@ from stage_runtime.web.translating import jsonable
 from stage_runtime.web.translating.base64pieces import Base64Pieces
 from stage_runtime.web.translating.chat import ChatCall
 from stage_runtime.web.translating.outputs import Outputs, no_sound
-from stage_runtime.wire.values import Audio, Note, Text, ToolCall, Usage
+from stage_runtime.wire.values import Audio, Note, Reasoning, Text, ToolCall, Usage
 
 AUDIO_LIFE_S = 3600  # OpenAI keeps an answer's audio for an hour; this server keeps none, clients read the field
 
@@ -29,6 +29,7 @@ class Completion:
         self._base = {"id": request_id, "created": created, "model": model}
         self._outputs = Outputs()
         self._text: dict[tuple[int, str], list[str]] = {}  #: By choice and stage: two terminals' words are not mixed.
+        self._reasoning: dict[int, list[str]] = {}  #: By choice.
         self._calls: dict[int, list[dict[str, Any]]] = {}  #: By choice.
         self._logprobs: dict[int, list[Any]] = {}  #: By choice.
         self.audio: list[tuple[str, Audio]] = []  #: (stage, sound), if the client requested sound.
@@ -40,6 +41,8 @@ class Completion:
                 case Text():
                     self._text.setdefault((shown.choice, event.stage), []).append(shown.text)
                     self._logprobs.setdefault(shown.choice, []).extend(shown.logprobs or ())
+                case Reasoning():
+                    self._reasoning.setdefault(shown.choice, []).append(shown.text)
                 case ToolCall():
                     self._calls.setdefault(shown.choice, []).append(tool_call(shown))
                 case Audio():
@@ -65,6 +68,8 @@ class Completion:
         calls = self._calls.get(index)
         shown = text if self._call.text and (text or not calls) else None
         message: dict[str, Any] = {"role": "assistant", "content": shown, "refusal": None}
+        if self._call.reasoning and index in self._reasoning:
+            message |= thought("".join(self._reasoning[index]))
         if calls:
             message["tool_calls"] = calls
         if sound is not None and index == 0:
@@ -103,6 +108,8 @@ class CompletionChunks:
             match shown:
                 case Text():
                     yield from self._text(shown)
+                case Reasoning() if self._call.reasoning and shown.text:
+                    yield from self._delta(thought(shown.text), choice=shown.choice)
                 case ToolCall():
                     self._has_calls = True
                     call = {"index": shown.index, **tool_call(shown)}
@@ -184,16 +191,13 @@ def usage(outputs: Outputs) -> dict[str, Any]:
     """Zeros when no terminal gave a `Usage`: clients index into this object without looking."""
     found = outputs.usage
     prompt, completion = found.prompt_tokens, found.completion_tokens
-    shown = {
+    return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": found.cached_tokens, **_of_prompt(found)},
+        "completion_tokens_details": {"reasoning_tokens": found.reasoning_tokens, **_of_answer(found)},
     }
-    if found.completion_audio_tokens:
-        of_text = max(completion - found.completion_audio_tokens, 0)
-        shown["completion_tokens_details"] = {"text_tokens": of_text, "audio_tokens": found.completion_audio_tokens}
-    return shown
 
 
 def _of_prompt(found: Usage) -> dict[str, int]:
@@ -203,6 +207,17 @@ def _of_prompt(found: Usage) -> dict[str, int]:
         return {}
     of_text = max(found.prompt_tokens - image - audio, 0)
     return {"text_tokens": of_text, "image_tokens": image, "audio_tokens": audio}
+
+
+def _of_answer(found: Usage) -> dict[str, int]:
+    """Tokens by modality, of an answer that is not text alone."""
+    audio = found.completion_audio_tokens
+    return {"text_tokens": max(found.completion_tokens - audio, 0), "audio_tokens": audio} if audio else {}
+
+
+def thought(text: str) -> dict[str, str]:
+    """By both names that clients read: DeepSeek's, which came first, and the one that vLLM gives today."""
+    return {"reasoning_content": text, "reasoning": text}
 
 
 def tool_call(given: ToolCall) -> dict[str, Any]:

@@ -12,9 +12,12 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from stage_runtime.wire.values import Audio, Finish, Note, RawTensor, Text, ToolCall, Usage
+from stage_runtime.wire.values import Audio, Finish, Note, RawTensor, Reasoning, Text, ToolCall, Usage
 
-_TYPES = {Text: "text", Audio: "audio", Usage: "usage", Finish: "finish", Note: "note", ToolCall: "tool_call"}
+_TYPES = {
+    Text: "text", Reasoning: "reasoning", Audio: "audio", Usage: "usage", Finish: "finish", Note: "note",
+    ToolCall: "tool_call",
+}  # fmt: skip
 _UNLESS_SET = {
     "choice": 0,
     "logprobs": None,
@@ -22,6 +25,7 @@ _UNLESS_SET = {
     "prompt_image_tokens": 0,
     "prompt_audio_tokens": 0,
     "completion_audio_tokens": 0,
+    "reasoning_tokens": 0,
 }  # fields of ours that are shown only with another value
 
 

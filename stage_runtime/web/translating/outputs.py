@@ -14,10 +14,10 @@ import msgspec
 from stage_runtime.coordinator.events import AnswerEvent, ChunkEvent
 from stage_runtime.coordinator.token_counts import TokenCounts
 from stage_runtime.errors import RequestError
-from stage_runtime.wire.values import Audio, Finish, Note, Text, ToolCall, Usage
+from stage_runtime.wire.values import Audio, Finish, Note, Reasoning, Text, ToolCall, Usage
 
-Shown = Text | Audio | Note | ToolCall
-_OUTPUTS = (Text, Audio, Usage, Finish, Note, ToolCall)
+Shown = Text | Reasoning | Audio | Note | ToolCall
+_OUTPUTS = (Text, Reasoning, Audio, Usage, Finish, Note, ToolCall)
 
 
 class StreamedKinds:
@@ -61,7 +61,7 @@ class Outputs:
                     # a request cut short anywhere was cut short
                     if self.reasons.get(value.choice) in (None, "stop"):
                         self.reasons[value.choice] = value.reason
-                case Text() | Audio() if self._streamed.repeats(event, type(value)):
+                case Text() | Reasoning() | Audio() if self._streamed.repeats(event, type(value)):
                     pass
                 case ToolCall():
                     yield from self._call(event, value)

@@ -16,7 +16,7 @@ from stage_runtime.web.translating import jsonable
 from stage_runtime.web.translating.outputs import StreamedKinds
 from stage_runtime.wire import outputs
 from stage_runtime.wire.outputs import USAGE_SO_FAR
-from stage_runtime.wire.values import Audio, OmniRequest, Text, ToolCall, Usage
+from stage_runtime.wire.values import Audio, OmniRequest, Reasoning, Text, ToolCall, Usage
 
 DECODER: Final = msgspec.json.Decoder(schemas.PipelineBody)
 _ANY: Final = msgspec.json.Decoder(Any)
@@ -95,7 +95,7 @@ class Results:
 
     def _is_whole(self, event: ResultEvent, value: Any) -> bool:
         """Whether the chunks had it already, in pieces."""
-        return isinstance(value, Text | Audio | ToolCall) and self._streamed.repeats(event, type(value))
+        return isinstance(value, Text | Reasoning | Audio | ToolCall) and self._streamed.repeats(event, type(value))
 
     def finish(self) -> dict[str, Any]:
         return self._results
@@ -114,6 +114,8 @@ def _joined(values: list[Any]) -> list[Any]:
         match value:
             case Text() if place < len(made):
                 made[place] = _longer(made[place], value)
+            case Reasoning() if place < len(made):
+                made[place] = Reasoning(made[place].text + value.text, value.choice)
             case Usage() if place < len(made):
                 made[place] = Usage(*(sum(pair) for pair in zip(astuple(made[place]), astuple(value), strict=True)))
             case _:

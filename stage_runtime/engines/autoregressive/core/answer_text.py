@@ -13,6 +13,7 @@ from stage_runtime.engines.autoregressive.sampling.model_output import TokenLogp
 from stage_runtime.engines.autoregressive.text.call_parsers import Found, Parser
 from stage_runtime.engines.autoregressive.text.calls import Call
 from stage_runtime.engines.autoregressive.text.detokenizer import Detokenizer, Spelling, StopStrings
+from stage_runtime.engines.autoregressive.text.reasoning import ThoughtSplitter
 
 
 class ShownToken(NamedTuple):
@@ -28,17 +29,30 @@ class ShownToken(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """What some tokens have given. ends: the text ends the answer, by the stop string ``stopped`` or by its calls."""
+    """What some tokens have given. ends: the text ends the answer, by the stop string ``stopped`` or by its calls.
+
+    reasoning: of the model's thinking, which is not in ``text``.
+    """
 
     text: str
     calls: tuple[Call, ...] = ()
     shown: tuple[ShownToken, ...] = ()
     stopped: str | None = None
     ends: bool = False
+    reasoning: str = ""
+
+    def joined(self, later: Piece) -> Piece:
+        """This and what came after it as one."""
+        return later._replace(
+            text=self.text + later.text,
+            calls=self.calls + later.calls,
+            shown=self.shown + later.shown,
+            reasoning=self.reasoning + later.reasoning,
+        )
 
 
 class AnswerText:
-    """Stop strings are looked for in the text that the client gets, calls in all of it."""
+    """Stop strings are looked for in the text that the client gets, calls in all of it but the model's thinking."""
 
     def __init__(
         self,
@@ -48,19 +62,24 @@ class AnswerText:
         min_tokens: int = 0,
         parser: Parser | None = None,
         spelling: Spelling | None = None,
+        splitter: ThoughtSplitter | None = None,
     ) -> None:
         """min_tokens: stop strings that are complete before more are there end nothing. parser: None: no calls.
 
-        spelling: for `Piece.shown`; None: it is not asked for.
+        spelling: for `Piece.shown`; None: it is not asked for. splitter: None: thinking is text.
         """
         self._detokenizer = Detokenizer(decode)
         self._stops = StopStrings(stops)
         self._min_tokens = min_tokens
         self._parser = parser
+        self._splitter = splitter
+        self._thought = ""  #: Of the thinking, not given so far.
+        self.reasoning_tokens = 0  #: So far, of thinking and its tags.
         self._ledger = None if spelling is None else _Ledger(decode, spelling)
         self._count = 0  #: Tokens so far.
         self._text = ""  #: All that the parser has not decided upon.
         self._at = 0  #: Where in the whole text it begins.
+        self._begin = 0  #: Where in the whole text the answer begins, which is the parser's text.
 
     def feed(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs] = (), *, silent: int = 0) -> Piece:
         """silent: so many of the last tokens are not text, such as the end token."""
@@ -82,7 +101,7 @@ class AnswerText:
 
     def flush(self, *, cut: bool) -> Piece:
         """At the end. cut: by a bound of tokens."""
-        text, calls, stopped = self._read(self._detokenizer.flush())
+        text, calls, stopped = self._read(self._detokenizer.flush(), final=True)
         if stopped is None and not self._is_full and self._parser is not None:
             rest, late, stopped = self._take(self._parser.flush(cut=cut))
             text, calls = text + rest, calls + late
@@ -99,25 +118,45 @@ class AnswerText:
     def _piece(self, texts: list[str], calls: list[Call], stopped: str | None = None, *, ends: bool = False) -> Piece:
         """ends: no text follows."""
         shown = () if self._ledger is None else tuple(self._ledger.shown(final=ends))
-        return Piece("".join(texts), tuple(calls), shown, stopped, ends)
+        thought, self._thought = self._thought, ""
+        return Piece("".join(texts), tuple(calls), shown, stopped, ends, thought)
 
-    def _read(self, text: str) -> tuple[str, list[Call], str | None]:
+    def _read(self, text: str, *, final: bool = False) -> tuple[str, list[Call], str | None]:
         """What the client gets of new text, the calls in it, and the stop string that ends the answer."""
-        if not text:
-            return "", [], None
-        if self._ledger is not None:
+        if self._ledger is not None and text:
             self._ledger.spell(text)
         self._text += text
+        if self._splitter is not None:
+            text = self._split(self._splitter, text, final=final)
+        if not text:
+            return "", [], None
         if self._parser is None:
-            return self._take(Found([(self._at, self._at + len(self._text))], []))
+            return self._take(Found([(self._at - self._begin, self._at - self._begin + len(self._text))], []))
         return self._take(self._parser.feed(text))
+
+    def _split(self, splitter: ThoughtSplitter, text: str, *, final: bool) -> str:
+        """Put the thinking aside. Returns: what is answer of the new text."""
+        if splitter.over and not self._begin:  # there was no thinking
+            return text
+        if not splitter.over:
+            self.reasoning_tokens = self._count
+        found = splitter.feed(text)
+        if final:
+            rest = splitter.flush()
+            found = rest._replace(thought=found.thought + rest.thought, answer=found.answer + rest.answer)
+        self._thought += found.thought
+        self._drop(found.decided)
+        if splitter.over:
+            self._begin = found.decided
+            self.reasoning_tokens *= bool(self._begin)
+        return found.answer
 
     def _take(self, found: Found) -> tuple[str, list[Call], str | None]:
         passed = ""
         for begin, end in found.spans:
-            self._drop(begin)
+            self._drop(self._begin + begin)
             passed += self._text[: end - begin]
-            self._move(end, kept=True)
+            self._move(self._begin + end, kept=True)
         if self._count <= self._min_tokens:
             given, stopped = self._stops.pass_over(passed), None
         else:

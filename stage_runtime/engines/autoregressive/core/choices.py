@@ -47,6 +47,8 @@ class Choice:
         given = output.rows
         return Generation(
             text=output.text,
+            reasoning=output.reasoning,
+            reasoning_tokens=output.reasoning_tokens,
             answer=self._text,
             tokens=output.token_ids,
             finish=finish,

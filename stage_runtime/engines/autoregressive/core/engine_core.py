@@ -20,7 +20,6 @@ import numpy.typing as npt
 from stage_runtime.engines.autoregressive.sampling.model_output import GivenRows, ModelOutput, TokenLogprobs
 from stage_runtime.engines.autoregressive.sampling.parameters import SamplingParams
 from stage_runtime.engines.autoregressive.text.grammar_texts import Grammar, GrammarRefused
-from stage_runtime.engines.autoregressive.text.grammars import Matcher
 from stage_runtime.engines.autoregressive.text.prompt_rows import (
     ROW,
     AddedRows,
@@ -29,6 +28,7 @@ from stage_runtime.engines.autoregressive.text.prompt_rows import (
     PlacedRows,
     RequestRows,
 )
+from stage_runtime.engines.autoregressive.text.reasoning import Matcher
 from stage_runtime.errors import ContextLengthExceeded, describe
 from stage_runtime.rules.autoregressive.requests import FinishReason, Hold, Reason, Request, TokenLimits
 from stage_runtime.rules.autoregressive.scheduling import Scheduler

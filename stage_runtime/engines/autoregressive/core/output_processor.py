@@ -19,17 +19,21 @@ from stage_runtime.engines.autoregressive.sampling.parameters import OutputKind,
 from stage_runtime.engines.autoregressive.text.call_parsers import Parser
 from stage_runtime.engines.autoregressive.text.calls import Call
 from stage_runtime.engines.autoregressive.text.detokenizer import Spelling
+from stage_runtime.engines.autoregressive.text.reasoning import ThoughtSplitter
 from stage_runtime.rules.autoregressive.requests import FinishReason, Reason
 
 
 class RequestOutput(msgspec.Struct, frozen=True, kw_only=True):
-    """A part of an answer, or all of it. ``generated``: tokens so far. text: without ``calls``.
+    """A part of an answer, or all of it. ``generated``: tokens so far. text: without ``calls`` and ``reasoning``.
 
+    reasoning_tokens: so far, of those that were generated.
     refused: the field of the client that is to blame for an error.
     """
 
     request_id: str
     text: str = ""
+    reasoning: str = ""
+    reasoning_tokens: int = 0
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
     calls: tuple[Call, ...] = ()
@@ -49,6 +53,7 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(
             later,
             text=self.text + later.text,
+            reasoning=self.reasoning + later.reasoning,
             token_ids=self.token_ids + later.token_ids,
             logprobs=self.logprobs + later.logprobs,
             calls=self.calls + later.calls,
@@ -100,6 +105,7 @@ class _RequestState:
         collector: RequestOutputCollector | None,
         parser: Parser | None,
         spelling: Spelling | None,
+        splitter: ThoughtSplitter | None,
     ) -> None:
         self.params = params
         self.prompt_tokens = prompt_tokens
@@ -108,9 +114,14 @@ class _RequestState:
         if decode is not None:
             shows = spelling if params.logprobs is not None else None
             self.answer = AnswerText(
-                decode, stops=params.stop, min_tokens=params.min_tokens, parser=parser, spelling=shows
+                decode,
+                stops=params.stop,
+                min_tokens=params.min_tokens,
+                parser=parser,
+                spelling=shows,
+                splitter=splitter,
             )
-        self.text = ""
+        self.text = self.reasoning = ""
         self.calls: tuple[Call, ...] = ()
         self.shown: tuple[ShownToken, ...] = ()
         self.token_ids: tuple[int, ...] = ()
@@ -142,9 +153,12 @@ class OutputProcessor:
         prompt_tokens: int,
         collector: RequestOutputCollector | None = None,
         parser: Parser | None = None,
+        splitter: ThoughtSplitter | None = None,
     ) -> None:
-        """parser: takes calls of tools out of the text; None: there are no tools."""
-        self._states[request_id] = _RequestState(self._decode, params, prompt_tokens, collector, parser, self._spelling)
+        """parser: takes calls of tools out of the text; None: there are no tools. splitter: as of `AnswerText`."""
+        self._states[request_id] = _RequestState(
+            self._decode, params, prompt_tokens, collector, parser, self._spelling, splitter
+        )
 
     def extend_request(self, request_id: str, prompt_tokens: int) -> None:
         """Its prompt has so many tokens more."""
@@ -179,7 +193,7 @@ class OutputProcessor:
         state.generated += len(output.new_token_ids)
         finish, reason = output.finish, output.reason
         piece = self._piece(state, output)
-        text, calls, shown = piece.text, piece.calls, piece.shown
+        text, reasoning, calls, shown = piece.text, piece.reasoning, piece.calls, piece.shown
         if piece.ends:
             if finish is None:
                 processed.reqs_to_abort.append(output.request_id)
@@ -188,19 +202,23 @@ class OutputProcessor:
         prompt_logprobs, rows = output.prompt_logprobs, output.rows
         if state.params.output_kind is not OutputKind.DELTA:
             state.text += text
+            state.reasoning += reasoning
             state.calls += calls
             state.shown += shown
             state.token_ids += token_ids
             state.logprobs += logprobs
             state.hidden_rows += hidden_rows
             state.prompt_logprobs += prompt_logprobs
-            text, token_ids, logprobs = state.text, state.token_ids, state.logprobs
+            text, reasoning = state.text, state.reasoning
+            token_ids, logprobs = state.token_ids, state.logprobs
             calls, shown = state.calls, state.shown
             hidden_rows, prompt_logprobs = state.hidden_rows, state.prompt_logprobs
             rows = state.rows = joined(state.rows, rows)
         return RequestOutput(
             request_id=output.request_id,
             text=text,
+            reasoning=reasoning,
+            reasoning_tokens=0 if state.answer is None else state.answer.reasoning_tokens,
             token_ids=token_ids,
             logprobs=logprobs,
             calls=calls,
@@ -225,7 +243,4 @@ class OutputProcessor:
         piece = state.answer.feed(output.new_token_ids, output.logprobs, silent=int(ended))
         if output.finish is None or piece.ends:
             return piece
-        rest = state.answer.flush(cut=output.finish is FinishReason.LENGTH)
-        return Piece(
-            piece.text + rest.text, piece.calls + rest.calls, piece.shown + rest.shown, rest.stopped, rest.ends
-        )
+        return piece.joined(state.answer.flush(cut=output.finish is FinishReason.LENGTH))

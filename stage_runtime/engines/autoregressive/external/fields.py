@@ -14,7 +14,8 @@ from stage_runtime.rules.autoregressive import balancing
 #: Settings that mean the same for every engine, or are the stage's own.
 COMMON: Final = frozenset(
     {"model", "prompt", "deliver", "params", "revision", "engine", "dtype", "threads", "max_requests",
-     "max_batched_tokens", "max_model_len", "kv_cache_bytes", "prefix_caching", "tool_calls", "control_strings"}
+     "max_batched_tokens", "max_model_len", "kv_cache_bytes", "prefix_caching", "tool_calls", "reasoning",
+     "control_strings"}
 )  # fmt: skip
 #: Fields that the stage computes itself, from the engine's tokens.
 _OF_THE_STAGE: Final = frozenset({"stop", "n", "output_kind"})

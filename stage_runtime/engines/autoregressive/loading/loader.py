@@ -22,7 +22,7 @@ from stage_runtime.engines.autoregressive.model.models import PagedModel, Unsupp
 from stage_runtime.engines.autoregressive.model.models import load_tokenizer as load_tokenizer
 from stage_runtime.engines.autoregressive.tensor_parallel import sharding
 from stage_runtime.engines.autoregressive.tensor_parallel.ranks import Leading, Ranks
-from stage_runtime.engines.autoregressive.text import bounded_numbers, call_forms
+from stage_runtime.engines.autoregressive.text import bounded_numbers, call_forms, reasoning
 from stage_runtime.engines.autoregressive.text.grammars import Grammars
 from stage_runtime.errors import ConfigurationError
 from stage_runtime.rules.autoregressive.blocks import BlockPool
@@ -216,6 +216,7 @@ def check(spec: Autoregressive) -> None:
         ("kernels", ("auto", "torch", "numba", *GUESTS)),
         ("overlap", ("auto", True, False)),
         ("tool_calls", ("auto", *call_forms.FORMS)),
+        ("reasoning", reasoning.FORMS),
     ):
         if getattr(spec, name) not in allowed:
             raise ConfigurationError(

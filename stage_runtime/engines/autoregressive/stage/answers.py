@@ -21,11 +21,11 @@ from stage_runtime.engines.autoregressive.core.engine_core import EngineCoreOutp
 from stage_runtime.engines.autoregressive.core.output_processor import OutputProcessor, RequestOutput
 from stage_runtime.engines.autoregressive.sampling import parameters
 from stage_runtime.engines.autoregressive.stage.client_reports import ClientReport
-from stage_runtime.engines.autoregressive.text import call_forms, decoding, prompting
-from stage_runtime.engines.autoregressive.text.call_parsers import THINK, Asked
+from stage_runtime.engines.autoregressive.text import call_forms, decoding, prompting, reasoning
 from stage_runtime.engines.autoregressive.text.controls import TextEncoder
 from stage_runtime.engines.autoregressive.text.detokenizer import Spelling
 from stage_runtime.engines.autoregressive.text.prompt_rows import AddedRows
+from stage_runtime.engines.autoregressive.text.reasoning import THINK, THOUGHT, ThoughtSplitter
 from stage_runtime.engines.base import Gate, Outbox, Work
 from stage_runtime.engines.custom import RequestIds
 from stage_runtime.engines.running import Yields
@@ -117,7 +117,9 @@ class GenerationAnswers:
         self._encoded: SimpleQueue[tuple[_Pending, list[Entered] | BaseException]] = SimpleQueue()
         self._form = call_forms.form_of(spec.tool_calls, getattr(tokenizer, "chat_template", None))
         self._spelling = Spelling(tokenizer)
-        self._processor = OutputProcessor(decoding.decoder(tokenizer, self._form.mark), self._spelling)
+        self._splits = reasoning.splits(spec.reasoning, tokenizer)
+        kept = (self._form.mark, *((THINK, THOUGHT) if self._splits else ()))
+        self._processor = OutputProcessor(decoding.decoder(tokenizer, kept), self._spelling)
         self._ids = RequestIds()
         self._answers: dict[str, _Answer] = {}
         self._of: dict[str, _Answer] = {}  #: By the engine's names: one for each of ``n`` answers.
@@ -179,6 +181,7 @@ class GenerationAnswers:
         """A request for each answer. In any thread, one at a time with the same encoder."""
         prompt, params = pending.prompt, pending.params
         tokens, embeds = prompting.encode(prompt, texts, whole=not pending.open, form=self._form)
+        params = self._with_thinking(prompt, params, tokens)
         entered = []
         for index in range(params.n):
             seed = None if params.seed is None else (params.seed + index) % 2**63
@@ -202,6 +205,24 @@ class GenerationAnswers:
                 raise refusal(error) from error
         return entered
 
+    def _with_thinking(
+        self, prompt: Prompt, params: parameters.SamplingParams, tokens: Sequence[int]
+    ) -> parameters.SamplingParams:
+        """A grammar holds for the answer, not for what the model thinks before it."""
+        if params.grammar is None or not self._thinks(prompt):
+            return params
+        thinking = "begun" if self._has_begun(tokens) else "may"
+        return msgspec.structs.replace(params, grammar=msgspec.structs.replace(params.grammar, thinking=thinking))
+
+    def _thinks(self, prompt: Prompt) -> bool:
+        """Whether the answer's thinking is put aside."""
+        return self._splits and prompt.messages is not None
+
+    def _has_begun(self, tokens: Sequence[int]) -> bool:
+        """Whether the prompt has begun the model's thinking. In any thread."""
+        end = self._spelling.text_of_all([token for token in tokens[-THINKING:] if token >= 0])
+        return end.rstrip().endswith(THINK)
+
     def _encode_apart(self, pending: _Pending) -> None:
         """On the encoder's thread: steps go on meanwhile."""
         if pending.work.cancelled:
@@ -220,26 +241,23 @@ class GenerationAnswers:
             answer.report = ClientReport(completes=pending.payload.request.kind != "pipeline")
         self._answers[name] = answer
         self._names[work] = tuple(request.request_id for request, _prepared in entered)
-        asked = self._asked(pending.prompt, entered[0][0].prompt_token_ids)
+        tokens = entered[0][0].prompt_token_ids
+        begun, thinks = self._has_begun(tokens), self._thinks(pending.prompt)
+        asked = call_forms.asked(
+            pending.prompt.params, pending.prompt.template.get("tools"), self._form, thinking=begun and not thinks
+        )
         for index, (request, _prepared) in enumerate(entered):
             choice = Choice(index, pending.params, self._spelling)
             parser = None if asked is None else self._form.parser(asked)
             answer.choices[request.request_id] = choice
             self._of[request.request_id] = answer
-            self._processor.add_request(request.request_id, request.params, count, choice.collector, parser)
+            splitter = ThoughtSplitter(begun=begun) if thinks else None
+            self._processor.add_request(request.request_id, request.params, count, choice.collector, parser, splitter)
         self._emit(profile.SCHEDULER_REQUEST_BUILD_END, work)
         if not self._give(answer, Generation(begins=True, prompt_tokens=count)):
             return []
         self._emit(profile.SCHEDULER_QUEUE_ENTER, work, prompt_tokens=count)
         return entered
-
-    def _asked(self, prompt: Prompt, tokens: Sequence[int]) -> Asked | None:
-        """What the request says of calls in its answers. None: it has no tools."""
-        asked = call_forms.asked(prompt.params, prompt.template.get("tools"), self._form)
-        if asked is None:
-            return None
-        end = self._spelling.text_of_all([token for token in tokens[-THINKING:] if token >= 0])
-        return msgspec.structs.replace(asked, thinking=end.rstrip().endswith(THINK))
 
     def extended(self, work: Work, prompt_tokens: int) -> Sequence[str]:
         """The prompt of a request has so many tokens more. Returns: the names by which the engine knows it."""

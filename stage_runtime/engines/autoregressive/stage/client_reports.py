@@ -22,6 +22,7 @@ class ClientReport:
         """completes: what is missing at the end is added."""
         self._completes = completes
         self._tokens: dict[int, int] = {}  #: By choice: tokens of its answer.
+        self._thought: dict[int, int] = {}  #: By choice: those of thinking.
         self._reasons: dict[int, str] = {}  #: By choice: why it has ended.
         self._has_usage = False  #: ``deliver`` has given one.
         self._finished: set[int] = set()  #: Choices of which it has given the reason.
@@ -29,9 +30,11 @@ class ClientReport:
     def added_to(self, items: Iterable[Any], generation: Generation) -> Iterator[Any]:
         """What ``deliver`` gives for one generation, and the rest."""
         self._tokens[generation.choice] = generation.completion_tokens
+        self._thought[generation.choice] = generation.reasoning_tokens
         if generation.finish is not None:
             self._reasons[generation.choice] = generation.finish
-        usage = Usage(generation.prompt_tokens, sum(self._tokens.values()), generation.cached_tokens)
+        answered, thought = sum(self._tokens.values()), sum(self._thought.values())
+        usage = Usage(generation.prompt_tokens, answered, generation.cached_tokens, reasoning_tokens=thought)
         result: Result | None = None
         for item in items:
             if result is not None:  # something after a result: whoever takes it refuses that

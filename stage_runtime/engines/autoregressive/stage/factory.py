@@ -23,6 +23,7 @@ _OF_THE_STAGE: Final = frozenset(
         "stream",
         "params",
         "tool_calls",
+        "reasoning",
         "control_strings",
         "hidden_rows",
         "own_process",

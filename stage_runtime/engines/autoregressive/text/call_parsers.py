@@ -1,6 +1,7 @@
 """Calls of tools in an answer's text as it comes: which characters are for the client, and which are calls. Pure.
 
-`call_forms` says which parser a model needs. Thinking (``<think>…</think>``) is text, whatever stands in it.
+`call_forms` says which parser a model needs. Thinking that `reasoning` leaves in the text
+(``<think>…</think>``) is text, whatever stands in it.
 """
 
 from __future__ import annotations
@@ -13,12 +14,11 @@ import msgspec
 
 from stage_runtime.engines.autoregressive.text.calls import Call, calls_in, named_call
 from stage_runtime.engines.autoregressive.text.detokenizer import overlap
+from stage_runtime.engines.autoregressive.text.reasoning import THINK, THOUGHT
 
 BEGIN: Final = "<tool_call>"
 END: Final = "</tool_call>"
 MARK: Final = "[TOOL_CALLS]"
-THINK: Final = "<think>"
-THOUGHT: Final = "</think>"
 ARGUMENTS: Final = "[ARGS]"  # between a name and its arguments; a special token, so mostly no text
 _ESCAPED: Final = re.compile(r"\\.", re.DOTALL)
 _NAMED: Final = re.compile(r"\s*([\w.-]{1,64})(?:\[ARGS\])?\s*")

@@ -7,18 +7,19 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 
-def decoder(tokenizer: Any, kept: str = "") -> Callable[[Sequence[int]], str]:
-    """Tokens to text, special tokens left out. kept: the text of one that is not."""
+def decoder(tokenizer: Any, kept: Sequence[str] = ()) -> Callable[[Sequence[int]], str]:
+    """Tokens to text, special tokens left out. kept: the texts of some that are not."""
 
     def decode(tokens: Sequence[int]) -> str:
         return str(tokenizer.decode(list(tokens), skip_special_tokens=True))
 
-    place = tokenizer.get_added_vocab().get(kept) if kept else None
-    if place is None:
+    known, special = tokenizer.get_added_vocab(), set(tokenizer.all_special_tokens)
+    texts = {known[text]: text for text in kept if text in known and text in special}
+    if not texts:
         return decode
 
     def keep(tokens: Sequence[int]) -> str:
-        parts = [list(part) for _found, part in itertools.groupby(tokens, lambda one: one == place)]
-        return "".join(kept * len(part) if part[0] == place else decode(part) for part in parts)
+        parts = [(one, list(part)) for one, part in itertools.groupby(tokens, texts.get)]
+        return "".join(decode(part) if one is None else one * len(part) for one, part in parts)
 
     return keep

@@ -33,7 +33,8 @@ class Grammar(msgspec.Struct, frozen=True):
     """What an answer must follow. text: a JSON schema, or rules in Lark's form, to which those of ``parts`` belong.
 
     place: of what asks for it in the request, for errors. mark: a text in the rule ``mark``, which may be one special
-    token.
+    token. thinking: the model ``may`` think before the answer, or the prompt has ``begun`` its thinking; see
+    `reasoning`.
     """
 
     kind: Literal["json_schema", "lark"]
@@ -41,6 +42,7 @@ class Grammar(msgspec.Struct, frozen=True):
     place: str = "response_format"
     parts: tuple[SchemaPart, ...] = ()
     mark: str = ""
+    thinking: Literal["", "may", "begun"] = ""
 
     @property
     def size(self) -> int:

@@ -9,7 +9,7 @@ import json
 import logging
 import threading
 from collections.abc import Callable, Mapping
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,7 @@ from stage_runtime.engines.autoregressive.text.grammar_texts import (
     GrammarRefused,
     SchemaPart,
 )
+from stage_runtime.engines.autoregressive.text.reasoning import THINK, THOUGHT, AnswerMatcher, Matcher
 from stage_runtime.errors import describe
 
 log = logging.getLogger(__name__)
@@ -30,20 +31,6 @@ log = logging.getLogger(__name__)
 #: Of a parser. An object with n properties that need not be there takes 4 n; a mask of 8,000 takes 0.08 s.
 ITEMS_IN_ROW: Final = 8_000
 ITEMS_IN_STEP: Final = 400_000
-
-
-class Matcher(Protocol):
-    """One answer's place in its grammar."""
-
-    def mask(self) -> npt.NDArray[np.bool_]:
-        """Which tokens of the vocabulary may come next. Raises: GrammarRefused: the grammar cannot be followed on."""
-
-    def take(self, token: int) -> bool:
-        """The answer goes on with ``token``. False: it must not."""
-
-    @property
-    def ended(self) -> bool:
-        """Nothing may follow."""
 
 
 class Grammars:
@@ -85,7 +72,8 @@ class Grammars:
                 grammar.place, "this server follows no grammars: llguidance is not installed"
             ) from None
         try:
-            return self._compile(_Compiler(llguidance, self._vocabulary()), grammar)
+            made = self._compile(_Compiler(llguidance, self._vocabulary()), grammar)
+            return self._after_thinking(made, grammar)
         except GrammarRefused:
             raise
         except Exception as error:
@@ -97,6 +85,17 @@ class Grammars:
         schema = prepared_schema(grammar.text, grammar.place, self._number_digits)
         made = compiler.schema(schema, grammar.place)
         return _Guided(made, self._vocab_size, grammar.place)
+
+    def _after_thinking(self, answer: Matcher, grammar: Grammar) -> Matcher:
+        """As it is, where the model does not think, or its tags are not tokens."""
+        known = self._tokenizer.get_added_vocab() if grammar.thinking else {}
+        think, thought = known.get(THINK), known.get(THOUGHT)
+        if think is None or thought is None:
+            return answer
+        begun = grammar.thinking == "begun"
+        return AnswerMatcher(
+            answer, think=think, thought=thought, begun=begun, ends=self._end_ids, size=self._vocab_size
+        )
 
     def _of_rules(self, compiler: _Compiler, grammar: Grammar) -> Any:
         """A part that cannot be followed is named, or replaced where it need not be."""

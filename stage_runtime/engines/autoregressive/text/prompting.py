@@ -11,7 +11,7 @@ from stage_runtime.engines.autoregressive.text.call_forms import FORMS, CallForm
 from stage_runtime.engines.autoregressive.text.controls import TextEncoder
 from stage_runtime.engines.autoregressive.text.prompt_rows import ROW
 from stage_runtime.errors import InvalidRequest, RequestError
-from stage_runtime.wire.values import Chunk, Finish, Note, Result, StagePayload, Text, Usage
+from stage_runtime.wire.values import Chunk, Finish, Note, Reasoning, Result, StagePayload, Text, Usage
 
 _ALWAYS: Final[dict[str, Any]] = {"add_generation_prompt": True}
 #: Arguments of transformers' method that are not the template's.
@@ -51,7 +51,8 @@ def no_prompt(payload: StagePayload) -> Prompt:
 
 def _spoken(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
     """A client's message for the chat template: what of it templates read, or some of them."""
-    kept = {name: message[name] for name in ("name", "tool_call_id", "tool_calls") if message.get(name)}
+    names = ("name", "tool_call_id", "tool_calls", "reasoning_content")
+    kept = {name: message[name] for name in names if message.get(name)}
     return _readable(index, {"role": message["role"], "content": message["content"], **kept})
 
 
@@ -89,6 +90,8 @@ def default_deliver(payload: StagePayload, generation: Generation) -> Iterator[C
     choice = generation.choice
     if generation.prompt_logprobs and choice == 0:
         yield Chunk(Note("prompt_logprobs", [_shown(one) for one in generation.prompt_logprobs]))
+    if generation.reasoning:
+        yield Chunk(Reasoning(generation.reasoning, choice))
     if generation.text or generation.shown_logprobs:
         yield Chunk(Text(generation.text, choice, generation.shown_logprobs))
     for call in generation.tool_calls:
@@ -96,7 +99,8 @@ def default_deliver(payload: StagePayload, generation: Generation) -> Iterator[C
     if generation.finish is not None:
         # All choices have the same prompt.
         prompt_tokens, cached_tokens = (0, 0) if choice else (generation.prompt_tokens, generation.cached_tokens)
-        end = [Usage(prompt_tokens, generation.completion_tokens, cached_tokens), Finish(generation.finish, choice)]
+        counts = (prompt_tokens, generation.completion_tokens, cached_tokens)
+        end = [Usage(*counts, reasoning_tokens=generation.reasoning_tokens), Finish(generation.finish, choice)]
         yield Result(end) if generation.ends else Chunk(end)
 
 
