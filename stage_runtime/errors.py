@@ -2,6 +2,7 @@
 
 OmniError
 ├── RequestError            one request fails; carries a code of the closed list and the client's message
+│   ├── RouteAway           a route leads to a stage without a ready instance: the coordinator binds it, or fails it
 │   └── InvalidRequest      the user's fault (400); stages may raise it
 │       └── ContextLengthExceeded   the prompt is longer than the model takes; agents shorten it
 ├── ValueRefused            LOCAL: a value that cannot travel, refused at the sender, names the path
@@ -79,6 +80,14 @@ class RequestError(OmniError):
     @property
     def status(self) -> int:
         return CODES[self.code]
+
+
+class RouteAway(RequestError):
+    """The route of a request leads to ``away``, which had no ready instance when the request was bound."""
+
+    def __init__(self, stage: str, away: str) -> None:
+        super().__init__("unavailable", f"the route leads to {away!r}, which had no ready instance", stage=stage)
+        self.away = away
 
 
 class InvalidRequest(RequestError):

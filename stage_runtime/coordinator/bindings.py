@@ -34,17 +34,19 @@ class Bindings:
         avoid: set[str],
         terminals: tuple[str, ...] | None,
         exclude: AbstractSet[str] = frozenset(),
+        required: AbstractSet[str] = frozenset(),
     ) -> tuple[PipelineRevision, dict[str, str]]:
-        """A revision and an instance for each stage that the request may meet. They count it as load from now on:
-        `attach` or `give_back` must follow.
+        """A revision and an instance for each stage that the request may meet and that has any. They count it as load
+        from now on: `attach` or `give_back` must follow.
 
-        avoid, exclude: as of `MembershipState.bind`.
+        avoid, exclude, required: as of `MembershipState.bind`.
         Raises: RequestError: there is no complete set of instances.
         """
         try:
             interrupted = self._membership.interrupted
             avoid = avoid | interrupted if interrupted else avoid
-            return self._membership.state.bind(avoid=avoid, exclude=exclude, terminals=terminals)
+            state = self._membership.state
+            return state.bind(avoid=avoid, exclude=exclude, terminals=terminals, required=required)
         except Unbindable as error:
             raise RequestError(
                 "unavailable",
@@ -62,6 +64,7 @@ class Bindings:
         """Bind the request to what was chosen for it."""
         handle.bindings = bindings
         handle.revision = revision.revision
+        handle.away = self._membership.state.away(revision, bindings, handle.tracked.terminals)
         for incarnation in set(bindings.values()):
             self._by_instance.setdefault(incarnation, set()).add(handle)
 

@@ -263,11 +263,11 @@ class Membership:
             counts[instance.member.group] += instance.eligible
         return dict(counts)
 
-    def prospect(self, terminals: Collection[str] | None) -> Prospect:
-        """Whether instances for a request for these terminals are here, or on their way: of the revision that lacks
-        least.
+    def prospect(self, terminals: Collection[str] | None, required: Set[str] = frozenset()) -> Prospect:
+        """Whether the instances that a request for these terminals needs are here, or on their way: of the revision
+        that lacks least. required: as of `MembershipState.bind`.
         """
-        found = [self._prospect(missing) for missing in self.state.lacks(terminals)]
+        found = [self._prospect(missing) for missing in self.state.lacks(terminals, required)]
         return min(found, key=lambda one: (one.outlook, len(one.groups)), default=Prospect(Outlook.GONE))
 
     def prospect_of(self, revision: PipelineRevision, stages: Iterable[str]) -> Prospect:
@@ -335,7 +335,7 @@ class Membership:
     def status(self) -> Mapping[str, Any]:
         return {
             "complete": self.state.complete(),
-            "missing_groups": [] if self.state.complete() else self.state.lacking(any_revision=True),
+            "missing_groups": self.state.missing_groups(),
             "revisions": [one.revision for one in self.state.revisions],
             "instances": [
                 {

@@ -92,6 +92,8 @@ class RequestHandle:
         self.sending = BodyOwner(owner, request.id, tracked.attempt)
         self.bindings: dict[str, str] = {}
         self.revision = ""
+        self.away: tuple[str, ...] = ()  #: Stages that it may meet and has no instance of.
+        self.required: set[str] = set()  #: Such stages of earlier attempts, to which the route has led.
         self.traceparent = traceparent
         self.trace_context = trace_context
         self.deadline = deadline  #: On the loop's clock.

@@ -52,6 +52,7 @@ from stage_runtime.rules.requests import (
     Instruction,
     Instructions,
     NoInstanceCame,
+    StageAway,
     StageFailed,
     Stimulus,
     Tracked,
@@ -333,6 +334,10 @@ class RequestManager:
             if self.suspects.not_reached(handle, failure.unreachable):
                 self._loop.call_later(UNREACHABLE_S, self._happen, handle, StageFailed(attempt, failure))
                 return
+        if failure.away is not None and failure.away in handle.away and handle.tracked.accepts(attempt):
+            handle.required.add(failure.away)
+            self._happen(handle, StageAway(failure.away, attempt))
+            return
         self._happen(handle, StageFailed(attempt, failure))
 
     def _happen(self, handle: RequestHandle, event: Stimulus, delivered: Resulted | None = None) -> Instructions:
@@ -341,8 +346,10 @@ class RequestManager:
         except IllegalEvent as error:  # a fault of ours: what waits for the request ends at its deadline
             log.exception("request %s; its history: %s", error, "; ".join(error.history) or "none")
             return NOTHING
-        if Instruction.REBIND in instructions and not isinstance(event, HandedBack):
-            self.stats.retried += 1  # a request handed back before it began is not counted as a retry
+        if Instruction.REBIND in instructions and not isinstance(event, HandedBack | StageAway):
+            self.stats.retried += (
+                1  # a retry follows a fault; one that is handed back, or needs another stage, had none
+            )
         self._carry_out(handle, instructions, delivered)
         return instructions
 

@@ -10,7 +10,7 @@ import asyncio
 
 from omnipipeline_spec.types.plan import PipelineRevision
 from stage_runtime.coordinator.membership import Membership
-from stage_runtime.rules import reachability
+from stage_runtime.rules import kvpairs, partial_binding
 from stage_runtime.rules.absences import Outlook
 
 
@@ -22,6 +22,8 @@ class ServiceHealth:
         self._membership = membership
         self._loop = loop
         self._chosen = chosen
+        self._known: PipelineRevision | None = None  #: Of which ``_certain`` is.
+        self._certain: frozenset[str] = frozenset()
 
     def problem(self) -> str | None:
         """Why no request can be served now, nor soon; None: requests are served, or wait for an instance to come."""
@@ -30,7 +32,7 @@ class ServiceHealth:
 
     def _problem_of(self, revision: PipelineRevision) -> str | None:
         membership, now = self._membership, self._loop.time()
-        needed = reachability.of_every_request(revision, chosen=self._chosen)
+        needed = self._needed(revision)
         stages = [stage for stage in revision.stages if stage in needed]
         prospect = membership.prospect_of(revision, stages)
         names = ", ".join(prospect.groups)
@@ -43,3 +45,21 @@ class ServiceHealth:
             if there and all(membership.standing.stands(one.incarnation, one.bound, now) for one in there):
                 return f"the queue of {group} stands"
         return None
+
+    def _needed(self, revision: PipelineRevision) -> frozenset[str]:
+        """The stages that every request needs: those without which none is served, and all that are gone when one of
+        several is.
+        """
+        if revision is not self._known:
+            self._known, self._certain = revision, partial_binding.of_every_request(revision, chosen=self._chosen)
+        gone = [
+            one
+            for one in kvpairs.served(revision)
+            if self._membership.prospect_of(revision, [one]).outlook is Outlook.GONE
+        ]
+        if not gone or not self._certain.isdisjoint(gone):
+            return self._certain
+        choices = partial_binding.choices(revision, chosen=self._chosen)
+        if any(partial_binding.stages(revision, wanted, missing=gone) is not None for wanted in choices):
+            return self._certain
+        return self._certain.union(gone)

@@ -45,7 +45,8 @@ class Submission:
 
         def make(body: Body) -> Message:
             remaining_ms = max(0, int((handle.deadline - self._loop.time()) * 1000))
-            header = Header(handle.id, attempt, self._owner, bindings, remaining_ms, handle.traceparent, members)
+            trace = handle.traceparent
+            header = Header(handle.id, attempt, self._owner, bindings, remaining_ms, trace, members, handle.away)
             return Submit(header, entry, body)
 
         def lost(error: BaseException) -> None:

@@ -107,7 +107,7 @@ class Waiting:
         """It waits from now on."""
         handle.bindings = {}
         if not self._since:
-            groups = ", ".join(self._membership.prospect(handle.tracked.terminals).groups)
+            groups = ", ".join(self._prospect(handle).groups)
             log.info("requests wait for an instance of %s", groups or "another process")
         self._since[handle] = self._loop.time()
         self._nbytes += _nbytes(handle)
@@ -121,10 +121,12 @@ class Waiting:
 
     def instances_changed(self) -> None:
         """An instance is ready, or a connection may be back: bind those that wait, the oldest first."""
-        in_vain = set[tuple[tuple[str, ...], frozenset[str]]]()  # what cannot be bound for one cannot for the next
+        in_vain = set[
+            tuple[tuple[str, ...], frozenset[str], frozenset[str]]
+        ]()  # what cannot be bound for one cannot for the next
         for handle in sorted(self._since, key=lambda one: one.admitted_at):
             excluded = self._excluded(handle)
-            same = (tuple(handle.tracked.terminals), excluded)
+            same = (tuple(handle.tracked.terminals), frozenset(handle.required), excluded)
             if same not in in_vain and not self._try(handle, excluded):
                 in_vain.add(same)
 
@@ -145,7 +147,7 @@ class Waiting:
         revisions = self._membership.state.revisions
         waiting: Counter[tuple[str, ...]] = Counter({(group,): 0 for one in revisions for group in one.groups})
         for handle in self._since:
-            for group in self._membership.prospect(handle.tracked.terminals).groups:
+            for group in self._prospect(handle).groups:
                 waiting[group,] += 1
         return {
             catalog.REQUESTS_WAITING: dict(waiting),
@@ -165,14 +167,20 @@ class Waiting:
 
     def _step(self, handle: RequestHandle, waited_s: float) -> None:
         """It could not be bound a moment ago."""
-        prospect = self._membership.prospect(handle.tracked.terminals)
-        step = holding.step(prospect.outlook, waited_s, again=handle.tracked.tries > 0)
+        prospect = self._prospect(handle)
+        step = holding.step(prospect.outlook, waited_s, again=handle.tracked.tries > 0 and not handle.required)
         if step is Step.TAKE_ANY:
             self._try(handle, self._suspects.taken(handle))
         elif step is Step.GIVE_UP:
             self.forget(handle)
             missing = ", ".join(prospect.groups)
-            self._gave_up(handle, f"no instance of {missing} came within {waited_s:.0f} s", prospect.groups[0])
+            reason = f"no instance of {missing} came within {waited_s:.0f} s"
+            if handle.required:
+                reason += f"; the route leads to {', '.join(sorted(handle.required))}"
+            self._gave_up(handle, reason, prospect.groups[0])
+
+    def _prospect(self, handle: RequestHandle) -> Prospect:
+        return self._membership.prospect(handle.tracked.terminals, handle.required)
 
     def _excluded(self, handle: RequestHandle) -> frozenset[str]:
         if not handle.tracked.tries:
@@ -184,7 +192,11 @@ class Waiting:
     def _try(self, handle: RequestHandle, excluded: frozenset[str]) -> bool:
         try:
             revision, bindings = self._bindings.choose(
-                handle.id, avoid=handle.avoid, exclude=excluded, terminals=handle.tracked.terminals
+                handle.id,
+                avoid=handle.avoid,
+                exclude=excluded,
+                terminals=handle.tracked.terminals,
+                required=handle.required,
             )
         except RequestError:
             return False

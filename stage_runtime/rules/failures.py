@@ -19,6 +19,7 @@ from stage_runtime.errors import (
     NoConnection,
     ProtocolError,
     RequestError,
+    RouteAway,
     TransferError,
     ValueRefused,
     describe,
@@ -38,6 +39,8 @@ def failure_of(error: BaseException, stage: str, hook: str) -> Failure:
     """The failure that a client gets for ``error``. ``stage``, ``hook``: where it was raised; an error may name its
     own."""
     match error:
+        case RouteAway():
+            return Failure("unavailable", error.message, stage, "routeFn", away=error.away)
         case RequestError():
             code = _attribute(error, "code")
             param = _attribute(error, "param")
@@ -74,7 +77,9 @@ def log_failure(request_id: str, failure: Failure, error: BaseException) -> None
     template = "request %s failed in %s.%s: %s"
     facts = (request_id, failure.stage, failure.hook, failure.message)
     try:
-        if isinstance(error, RequestError):
+        if isinstance(error, RouteAway):
+            log.debug("request %s: %s", request_id, failure.message)
+        elif isinstance(error, RequestError):
             log.info(template, *facts)
         elif isinstance(error, ValueRefused) and not raised_at(error):
             log.error(template, *facts)  # a traceback would show the runtime's code, and the value is at fault

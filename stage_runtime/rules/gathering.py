@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from stage_runtime.errors import HookError, safe_str
@@ -40,6 +40,10 @@ class Gathering:
         self._skipped.add(source)
         if self._arrived:
             self._check_known()
+
+    def lack(self, sources: Iterable[str]) -> None:
+        """The request has no instance of these. Nothing has come yet."""
+        self._skipped.update(sources)
 
     @property
     def possible(self) -> bool:

@@ -2,10 +2,11 @@
 events and loads in.
 
 A request is bound to instances whose unit revisions stand together in one pipeline revision, and that declare the
-edges which it has there. Only groups with stages that it may meet are needed (`reachability`). New requests are shared
-among revisions in proportion to their complete sets of ready instances. Inside a group the least loaded of a few gets
-it (`balancing`): of those that are partners of the instances before it (`subsets`). A group of up to `subsets.SUBSET`
-instances is one subset. A binding costs the same for any number of instances.
+edges which it has there. Only groups with stages that it may meet are needed (`reachability`); where no revision has
+them all, only those that it certainly meets (`partial_binding`). New requests are shared among revisions in proportion
+to their complete sets of ready instances. Inside a group the least loaded of a few gets it (`balancing`): of those that
+are partners of the instances before it (`subsets`). A group of up to `subsets.SUBSET` instances is one subset. A
+binding costs the same for any number of instances.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 
 from omnipipeline_spec.types.plan import PipelineRevision
-from stage_runtime.rules import balancing, edges, kvpairs, reachability, subsets
+from stage_runtime.rules import balancing, edges, kvpairs, partial_binding, reachability, subsets
 from stage_runtime.rules.absences import UnitKind
 from stage_runtime.rules.balancing import GroupLoad, Load
 from stage_runtime.rules.pools import Endpoints, Pool, Pools
@@ -29,6 +30,7 @@ OFFSETS: Final = 1 << 20  # far more than a group has instances
 #: Of an instance's bindings: in so many all partners are compared, and links count for nothing. So those that joined
 #: later get their share, and a binding costs hardly more than without it.
 COMPARED: Final = 1 / 16
+NO_REVISION: Final = "(no pipeline revision known)"
 WELL_LINKED: Final = 0.75  # of the partners: with so many links, requests are spread well enough without a comparison
 LINKS_KEPT: Final = 16 * subsets.SUBSET  # of one instance, to instances that load or a change made its partners
 
@@ -83,6 +85,20 @@ class Sets(msgspec.Struct):
         return min(len(choice.pool) for choice in self.choices)
 
 
+class Wanted(NamedTuple):
+    """What a request asks of a revision."""
+
+    terminals: frozenset[str] | None  #: None: all.
+    required: frozenset[str]  #: Stages that a route has led to.
+
+
+class Needs(NamedTuple):
+    """What a request needs of a revision."""
+
+    met: dict[str, str]  #: stage -> group, of the stages that it may meet.
+    certain: list[str]  #: Those without which it cannot be served.
+
+
 class Unbindable(Exception):
     """No complete set of instances: ``groups`` have none that is ready."""
 
@@ -114,13 +130,15 @@ class MembershipState:
         self._loads: dict[str, GroupLoad] = {}  #: By group.
         self._changes = 0  #: Of the pools.
         self._endpoints = Endpoints()
-        self._complete: dict[frozenset[str] | None, list[Sets]] = {}  #: By the terminals that are waited for.
+        self._complete: dict[Wanted, list[Sets]] = {}
+        self._needs: dict[tuple[str, Wanted], Needs] = {}  #: By pipeline revision; of ``revisions``.
         self.update(revisions)
 
     def update(self, revisions: Sequence[PipelineRevision]) -> None:
         self.revisions = tuple(revisions)
         self._schemas = {one.revision: edges.of_revision(one) for one in revisions}
         self._complete.clear()
+        self._needs.clear()
 
     def join(self, member: Member, schema: str) -> list[str]:
         """Add or replace a member, which declares these edges.
@@ -188,16 +206,18 @@ class MembershipState:
         avoid: Iterable[str] = (),
         exclude: AbstractSet[str] = frozenset(),
         terminals: Collection[str] | None = None,
+        required: AbstractSet[str] = frozenset(),
     ) -> tuple[PipelineRevision, dict[str, str]]:
-        """Choose a revision and one instance of each group that the request may meet; of prefill groups where there is.
+        """Choose a revision and one instance of each group that the request may meet and that has any.
 
         avoid: incarnations not to use when another one is there (those that failed an earlier attempt).
         exclude: incarnations not to use at all.
         terminals: those that the request waits for; None: all. Stages that lead to none of them are left out.
-        Returns: the revision and stage -> incarnation.
+        required: stages that a route of the request has led to.
+        Returns: the revision and stage -> incarnation; see `away`.
         Raises:  Unbindable: no revision has a complete set; names what the newest lacks.
         """
-        wanted = None if terminals is None else frozenset(terminals)
+        wanted = Wanted(None if terminals is None else frozenset(terminals), frozenset(required))
         complete = self._complete.get(wanted)
         if complete is None:
             if len(self._complete) >= CHOICES_KEPT:
@@ -208,7 +228,7 @@ class MembershipState:
             complete, excluded = _left_by(exclude, complete)
         sets = self._next_sets(complete)
         if sets is None:
-            raise Unbindable(self.lacking(terminals=wanted) or list(excluded))
+            raise Unbindable(self.lacking(terminals=terminals, required=required) or list(excluded))
         picked: list[Instance] = []
         shunned = frozenset(avoid)
         for choice in sets.choices:
@@ -253,23 +273,64 @@ class MembershipState:
         if instance is not None:
             self._load(instance).beat(instance, waiting, running)
 
+    def away(
+        self, revision: PipelineRevision, bindings: Mapping[str, str], terminals: Collection[str] | None = None
+    ) -> tuple[str, ...]:
+        """The stages that a request with these bindings may meet and has no instance of."""
+        if len(bindings) == len(revision.stages):
+            return ()
+        wanted = Wanted(None if terminals is None else frozenset(terminals), frozenset())
+        return tuple(stage for stage in self._needs_of(revision, wanted).met if stage not in bindings)
+
     def complete(self, *, terminals: Collection[str] | None = None) -> bool:
-        """Whether any revision has a complete set of ready instances; for a request that waits for ``terminals``."""
-        return bool(self.revisions) and not self.lacking(any_revision=True, terminals=terminals)
+        """Whether any revision has an instance of all that a request for ``terminals`` may meet."""
+        return any(not self.missing_of(one, _needed(one, terminals)) for one in self.having(terminals))
 
-    def lacking(self, *, any_revision: bool = False, terminals: Collection[str] | None = None) -> list[str]:
-        """Groups without a ready instance: of the newest revision, or of the one that lacks fewest.
+    def missing_groups(self) -> list[str]:
+        """Groups without a ready instance, of the revision that has the fewest."""
+        found = [self.missing_of(one, _needed(one, None)) for one in self.revisions]
+        return [kind[0] for kind in min(found, key=len, default=[])] if found else [NO_REVISION]
 
-        terminals: only groups that a request for these may meet, and revisions that have them.
-        """
-        missing = self.lacks(terminals)
-        if not missing:
-            return ["(no pipeline revision known)"]
-        return [kind[0] for kind in (min(missing, key=len) if any_revision else missing[-1])]
+    def lacking(
+        self, *, terminals: Collection[str] | None = None, required: AbstractSet[str] = frozenset()
+    ) -> list[str]:
+        """Groups without a ready instance that such a request needs, of the newest revision that has the terminals."""
+        missing = self.lacks(terminals, required)
+        return [kind[0] for kind in missing[-1]] if missing else [NO_REVISION]
 
-    def lacks(self, terminals: Collection[str] | None) -> list[list[UnitKind]]:
-        """What has no instance that takes requests: of each revision that has these terminals, newest last."""
-        return [self.missing_of(one, _needed(one, terminals)) for one in self.having(terminals)]
+    def lacks(
+        self, terminals: Collection[str] | None, required: AbstractSet[str] = frozenset()
+    ) -> list[list[UnitKind]]:
+        """What a request needs and has no instance: of each revision that has these terminals, newest last."""
+        wanted = Wanted(None if terminals is None else frozenset(terminals), frozenset(required))
+        return [self._lacks_of(one, wanted) for one in self.having(terminals)]
+
+    def _lacks_of(self, revision: PipelineRevision, wanted: Wanted) -> list[UnitKind]:
+        needs = self._needs_of(revision, wanted)
+        certainly = self.missing_of(revision, needs.certain)
+        if certainly or self._bindable(revision, needs, wanted) is not None:
+            return certainly
+        return self.missing_of(revision, needs.met)  # one of several is needed, and all are away
+
+    def _bindable(self, revision: PipelineRevision, needs: Needs, wanted: Wanted) -> dict[str, str] | None:
+        """stage -> group, of the stages that such a request can be bound to now; None: it cannot."""
+        away = [stage for stage, group in needs.met.items() if self._is_missing(self._kind(revision, group))]
+        if not away:
+            return needs.met
+        terminals = revision.terminals if wanted.terminals is None else wanted.terminals
+        bound = partial_binding.stages(revision, terminals, missing=away, required=wanted.required)
+        return None if bound is None else {stage: group for stage, group in needs.met.items() if stage in bound}
+
+    def _needs_of(self, revision: PipelineRevision, wanted: Wanted) -> Needs:
+        needs = self._needs.get((revision.revision, wanted))
+        if needs is None:
+            if len(self._needs) >= CHOICES_KEPT:
+                self._needs.clear()
+            terminals = revision.terminals if wanted.terminals is None else wanted.terminals
+            certain = partial_binding.certain(revision, terminals, wanted.required)
+            needs = Needs(_needed(revision, wanted.terminals), [stage for stage in revision.stages if stage in certain])
+            self._needs[revision.revision, wanted] = needs
+        return needs
 
     def missing_of(self, revision: PipelineRevision, stages: Iterable[str]) -> list[UnitKind]:
         """What has no instance that takes requests, of the groups of these stages."""
@@ -383,11 +444,15 @@ class MembershipState:
             if name in pool or name not in self.instances:
                 source.linked.discard(name)
 
-    def _complete_sets(self, terminals: Collection[str] | None) -> list[Sets]:
-        """The revisions that can serve."""
-        found = []
-        for revision in self.having(terminals):
-            stages = _needed(revision, terminals)
+    def _complete_sets(self, wanted: Wanted) -> list[Sets]:
+        """The revisions that can serve; one with stages that are away only where none has all."""
+        whole = list[Sets]()
+        partial = list[Sets]()
+        for revision in self.having(wanted.terminals):
+            needs = self._needs_of(revision, wanted)
+            stages = self._bindable(revision, needs, wanted)
+            if stages is None:
+                continue
             choices: list[GroupChoice] = []
             order = reachability.groups(revision, stages)
             for group, senders in order.items():
@@ -400,8 +465,9 @@ class MembershipState:
                 apart = {
                     one: revision.stages[one] for one, peer in kvpairs.prefills(revision).items() if peer in stages
                 }
+                found = whole if len(stages) == len(needs.met) else partial
                 found.append(Sets(revision, stages, choices, apart))
-        return found
+        return whole or partial
 
     def _next_sets(self, complete: Sequence[Sets]) -> Sets | None:
         """Smooth weighted round robin, so that a share of 1 in 3 is every third request, not a burst."""

@@ -23,13 +23,6 @@ def stages(revision: PipelineRevision, terminals: Collection[str]) -> frozenset[
     return frozenset(_closure([revision.entry], targets) & _closure(terminals, sources) | {revision.entry})
 
 
-def of_every_request(revision: PipelineRevision, *, chosen: bool) -> frozenset[str]:
-    """The stages that every request may meet. chosen: a request may wait for any of the terminals, not for all."""
-    if not chosen:
-        return frozenset(kvpairs.served(revision))
-    return frozenset.intersection(*(stages(revision, [terminal]) for terminal in revision.terminals))
-
-
 def groups(revision: PipelineRevision, stages: Mapping[str, str]) -> dict[str, list[str]]:
     """The groups of these stages, from the entry on, each with the groups before it that send to it.
 

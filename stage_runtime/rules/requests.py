@@ -79,6 +79,13 @@ class HandedBack(Stimulus, frozen=True):
     attempt: int
 
 
+class StageAway(Stimulus, frozen=True):
+    """The route of this attempt leads to a stage that it is not bound to, because none of its instances was ready."""
+
+    stage: str
+    attempt: int
+
+
 class NoInstanceCame(Stimulus, frozen=True):
     """Nothing can be bound to it in time. ``stage``: what is missing."""
 
@@ -247,6 +254,11 @@ class Tracked:
         message = f"instances of {event.stage!r} ended each time that this request was sent there; it is not sent again"
         self.failure = Failure("stage_failed", message, event.stage)
 
+    def _fail_away(self, event: Stimulus) -> None:
+        assert isinstance(event, StageAway)
+        reason = f"the route leads to {event.stage!r}, which had no ready instance, after part of the answer was sent"
+        self.failure = Failure("unavailable", reason, event.stage)
+
     def _fail_handed_back(self, _: Stimulus) -> None:
         self.failure = Failure("unavailable", "a draining instance handed the request back")
 
@@ -281,7 +293,7 @@ COMPLETED, FAILED, CANCELLED = RequestState.COMPLETED, RequestState.FAILED, Requ
 Rows: TypeAlias = Mapping[type[Stimulus], tuple[TransitionRow, ...]]
 
 #: Events of the latest attempt when it has ended.
-LATE: Final = (ChunkCame, TerminalDone, StageFailed, InstanceLost, HandedBack)
+LATE: Final = (ChunkCame, TerminalDone, StageFailed, InstanceLost, HandedBack, StageAway)
 
 
 def _over(state: RequestState) -> Rows:
@@ -328,6 +340,7 @@ TABLE: Final[Mapping[RequestState, Rows]] = {
             TransitionRow(FAILED, (ABORT, FAIL), effect=Tracked._fail_lost),
         ),
         HandedBack: (TransitionRow(UNBOUND, (ABORT, REBIND)),),
+        StageAway: (TransitionRow(UNBOUND, (ABORT, REBIND)),),
         **_given_up(ABORT, FAIL),
     },
     ANSWERING: {
@@ -343,6 +356,7 @@ TABLE: Final[Mapping[RequestState, Rows]] = {
             TransitionRow(FAILED, (ABORT, FAIL), effect=Tracked._fail_lost),
         ),
         HandedBack: (TransitionRow(FAILED, (ABORT, FAIL), effect=Tracked._fail_handed_back),),
+        StageAway: (TransitionRow(FAILED, (ABORT, FAIL), effect=Tracked._fail_away),),
         **_given_up(ABORT, FAIL),
     },
     COMPLETED: _over(COMPLETED),

@@ -288,9 +288,23 @@ class StageInput:
                     device=self._device,
                 )
                 self._works[header.owner, header.request_id] = work
+                if header.away:
+                    self._end_absent(work, header)
         if superseded is not None:
             self._drop(superseded)
         return work
+
+    def _end_absent(self, work: RequestWork, header: Header) -> None:
+        """The request has no instance of some sources: these send nothing."""
+        for source in self._plan.inputs_from:
+            if source not in header.bindings:
+                work.expecting.skip(source)
+        if work.gathering is not None:
+            work.gathering.lack(source for source in self._plan.wait_for if source not in header.bindings)
+        for source in self._plan.stream_from:
+            if source not in header.bindings:
+                work.merge.of(source).end(0)
+                self._note_end(work, source)
 
     def _second(self, source: str) -> HookError:
         cure = "name it in waitFor" if self._plan.wait_for else "join its sources by waitFor, or let routeFn choose one"

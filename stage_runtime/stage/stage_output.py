@@ -14,7 +14,7 @@ from typing import Any, Final
 from omnipipeline_spec.types.plan import StagePlan
 from omnipipeline_spec.types.pods import COORDINATOR
 from stage_runtime.engines.base import Gate, Work
-from stage_runtime.errors import HookError, RequestError, TransferError, ValueRefused
+from stage_runtime.errors import HookError, RequestError, RouteAway, TransferError, ValueRefused
 from stage_runtime.profiler import events as profile
 from stage_runtime.profiler.recorder import recorder
 from stage_runtime.rules import routing
@@ -226,6 +226,8 @@ class StageOutput:
 
     def _pass_on(self, work: RequestWork, data: Any, ended_ns: int) -> None:
         targets, own = self._hooks.route(work.request_id, data)
+        if work.away and (away := next((one for one in targets if one in work.away), None)) is not None:
+            raise RouteAway(self._plan.name, away)
         request = work.request
         met = _met(work, targets) if request is not None else []
         self._note_complete(work, ended_ns, met)

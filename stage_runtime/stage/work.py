@@ -50,6 +50,7 @@ class RequestWork(msgspec.Struct, eq=False, kw_only=True):
     bindings: dict[str, str]
     traceparent: str | None
     members: tuple[Member, ...]  #: Brought along for the stages after this one.
+    away: tuple[str, ...]  #: As of `Header`.
     deadline: float | None
     merge: Merge
     expecting: Expecting
@@ -101,7 +102,14 @@ class RequestWork(msgspec.Struct, eq=False, kw_only=True):
         deadline = self.deadline
         remaining = None if deadline is None else max(0, int((deadline - time.monotonic()) * 1000))
         return Header(
-            self.request_id, self.attempt, self.owner, self.bindings, remaining, self.traceparent, self.members
+            self.request_id,
+            self.attempt,
+            self.owner,
+            self.bindings,
+            remaining,
+            self.traceparent,
+            self.members,
+            self.away,
         )
 
     def know(self, request: OmniRequest) -> None:
@@ -286,6 +294,7 @@ def begun(
         bindings=header.bindings,
         traceparent=header.traceparent,
         members=header.members,
+        away=header.away,
         deadline=None if remaining_ms is None else time.monotonic() + remaining_ms / 1000,
         merge=Merge(sources) if sources else _NO_STREAMS,
         expecting=Expecting(inputs, sources),

@@ -50,6 +50,8 @@ class Header(msgspec.Struct, frozen=True, array_like=True):
     remaining_ms: int | None = None  #: Until the deadline, at sending. Never a wall-clock time.
     traceparent: str | None = None
     members: tuple[Member, ...] = ()  #: Bound instances that have been introduced to each other just now.
+    #: Stages that a route may lead to and that had no ready instance (`rules.partial_binding`).
+    away: tuple[str, ...] = ()
 
 
 class Room(msgspec.Struct, frozen=True, array_like=True):
@@ -83,6 +85,7 @@ class Failure(msgspec.Struct, frozen=True, array_like=True):
     hook: str | None = None
     param: str | None = None
     unreachable: Name | None = None  #: The instance to which the stage has no connection, of ``transport_failed``.
+    away: Name | None = None  #: The stage of `Header.away` that the request's route has led to, of ``unavailable``.
 
 
 class Timing(msgspec.Struct, frozen=True, array_like=True):

@@ -57,7 +57,7 @@ from stage_runtime.wire.tensorrefs import TensorRef
 MEMBER: Final = Member(
     "aa", "voice", "front", "12ab34cd", "ipc:///run/a", {"tcp": {"port": 7}}, ("s1", "s2"), True, attempts_over=6
 )
-HEADER: Final = Header("r1", 2, "c0ffee", {"thinker": "aa", "talker": "bb"}, 900, "00-ab-cd-01", (MEMBER,))
+HEADER: Final = Header("r1", 2, "c0ffee", {"thinker": "aa", "talker": "bb"}, 900, "00-ab-cd-01", (MEMBER,), ("coder",))
 ROOM: Final = Room("c0ffee", "r1", 2, 7)
 _ROOM: Final = ["c0ffee", "r1", 2, 7]
 BODY: Final = Body(
@@ -67,13 +67,13 @@ BODY: Final = Body(
     b"shm:x",
     copy_now=True,
 )
-FAILURE: Final = Failure("stage_failed", "ValueError: no", "talker", "run", "voice", "f00d")
+FAILURE: Final = Failure("stage_failed", "ValueError: no", "talker", "run", "voice", "f00d", "coder")
 TIMING: Final = Timing("thinker", 120, 3400, 1_717_000_000_000_000, (("a", False, 0), ("b", True, 5)), (("talker", 9),))
 
 _MEMBER: Final = ["aa", "voice", "front", "12ab34cd", "ipc:///run/a", {"tcp": {"port": 7}}, ["s1", "s2"], True, 1, 6]
-_HEADER: Final = ["r1", 2, "c0ffee", {"thinker": "aa", "talker": "bb"}, 900, "00-ab-cd-01", [_MEMBER]]
+_HEADER: Final = ["r1", 2, "c0ffee", {"thinker": "aa", "talker": "bb"}, 900, "00-ab-cd-01", [_MEMBER], ["coder"]]
 _BODY: Final = [b"\x80", [["payload.data['h']", [2, 3], "float32", 64, 24, "torch", "cuda:1"]], b"in", b"shm:x", True]
-_FAILURE: Final = ["stage_failed", "ValueError: no", "talker", "run", "voice", "f00d"]
+_FAILURE: Final = ["stage_failed", "ValueError: no", "talker", "run", "voice", "f00d", "coder"]
 _TIMING: Final = ["thinker", 120, 3400, 1_717_000_000_000_000, [["a", False, 0], ["b", True, 5]], [["talker", 9]]]
 
 #: (the message, what `msgpack` reads: the tag, then the fields in order)

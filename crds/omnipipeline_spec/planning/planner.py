@@ -369,6 +369,8 @@ def _revision(units: Sequence[UnitPlan], edges: Sequence[EdgePlan], spec: Pipeli
             entry=spec.resolved_entry_stage,
             terminals=spec.terminal_stages,
             edges=tuple((edge.source, edge.target, edge.kind) for edge in edges),
+            routing=tuple(stage.name for stage in spec.stages if stage.route_fn),
+            joining=tuple(stage.name for stage in spec.stages if stage.wait_for and not stage.wait_for_fn),
         )
     )
 

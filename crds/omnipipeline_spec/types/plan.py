@@ -119,6 +119,8 @@ class PipelineRevision(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     entry: str
     terminals: tuple[str, ...]
     edges: tuple[tuple[str, str, str], ...]  #: (source, target, normal | stream | kv)
+    routing: tuple[str, ...] = ()  #: Stages whose ``routeFn`` chooses among their targets.
+    joining: tuple[str, ...] = ()  #: Stages that wait for all their sources: ``waitFor`` without ``waitForFn``.
 
 
 class CoordinatorPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
