@@ -10,7 +10,7 @@ from omnipipeline_spec import planning
 from omnipipeline_spec.loading import from_resource
 from omnipipeline_spec.types.plan import PipelinePlan, PipelineRevision
 from omnipipeline_spec.types.resource import API_VERSION, KIND
-from stage_runtime.rules import edges, kvpairs, needed, reachability
+from stage_runtime.rules import edges, kvpairs, needed, partial_binding, reachability
 from stage_runtime.rules.membership import MembershipState
 from stage_runtime.wire.parts import Member
 
@@ -65,8 +65,8 @@ def test_a_pair_of_processes_derives_the_coordinators_schema() -> None:
 def test_a_request_meets_and_needs_no_prefill_stage() -> None:
     assert kvpairs.served(CURRENT) == {"take": "front", "think": "thinker", "say": "back"}
     assert reachability.stages(CURRENT, ["say"]) == {"take", "think", "say"}
-    assert reachability.of_every_request(CURRENT, chosen=False) == {"take", "think", "say"}
-    assert reachability.of_every_request(CURRENT, chosen=True) == {"take", "think", "say"}
+    assert partial_binding.of_every_request(CURRENT, chosen=False) == {"take", "think", "say"}
+    assert partial_binding.of_every_request(CURRENT, chosen=True) == {"take", "think", "say"}
     assert needed.stages(CURRENT.edges, {"say"}, ()) == {"take", "think", "say"}
 
 
