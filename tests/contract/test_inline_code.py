@@ -70,5 +70,78 @@ def test_an_edit_of_a_file_changes_the_revisions_of_its_users_alone() -> None:
         return {unit.name: unit.revision for unit in plan.units} | {"coordinator": plan.coordinator.revision}
 
     before = revisions(FILES)
-    after = revisions({**FILES, "words.py": FILES["words.py"] + "# edited\n"})
+    after = revisions({**FILES, "words.py": FILES["words.py"] + "edited = True\n"})
     assert {name for name in before if before[name] != after[name]} == {"front"}
+    assert revisions({**FILES, "words.py": "# a comment\n\n" + FILES["words.py"]}) == before
+
+
+def meaning(text: str, name: str = "a.py") -> str:
+    return inlinecode.meanings({name: text})[name]
+
+
+DEEP = "-" * 30_000 + "1"
+
+
+@pytest.mark.parametrize(
+    "text, same",
+    [
+        ("x = 1\n", "# a comment\n\nx = (1)  # another\n"),
+        ("x = 'a'\n", 'x = "a"\n'),
+        ("x = {1: 2, 3: 4}", "x = {\n    1: 2,\n    3: 4,\n}\n"),
+        ("def f():\n    return 1\n", "def f():\n  # why\n  return 1 # because\n"),
+        ("x = 0x10", "x = 16"),
+        ("x = 'a' 'b'", "x = 'ab'"),
+        ("x = 1  # type: ignore\n", "x = 1\n"),
+        ("x = 1\r\ny = 2", "x = 1\ny = 2\n"),
+        ("", "# nothing\n"),
+    ],
+)
+def test_comments_and_layout_mean_nothing(text: str, same: str) -> None:
+    assert meaning(text) == meaning(same)
+
+
+@pytest.mark.parametrize(
+    "text, other",
+    [
+        ("x = 1", "x = 1.0"),
+        ("x = 1", "x = True"),
+        ("x = 0.0", "x = -0.0"),
+        ("x = 'a'", "x = b'a'"),
+        ("x = '# a'", "x = '# b'"),
+        ('"""One."""', '"""Two."""'),  # a program can read it: a tool's description
+        ('def f():\n    "One."\n    return 1', 'def f():\n    "Two."\n    return 1'),
+        ("def f(x):\n    # type: (int) -> int\n    return x", "def f(x):\n    # type: (str) -> str\n    return x"),
+        ("x = None", "x = ..."),
+        ("x: int", "x: int = None"),
+        ("f(a)", "f(*a)"),
+        ("from a import b", "from .a import b"),
+        ("async def f(): pass", "def f(): pass"),
+        ("# coding: latin-1\nx = 'é'", "x = 'é'"),  # it changes what the file's bytes mean
+        ("x = '\\udc80'", "x = '\\udc81'"),
+        ("x = 0x" + "f" * 9000, "x = 0x" + "f" * 8999 + "e"),
+        # What cannot be parsed is compared as text.
+        ("def broken(:", "def broken(: # why"),
+        ("x = '\0'", "x = '\0' # why"),
+        (DEEP, DEEP + " # why"),
+    ],
+)
+def test_whatever_a_program_can_notice_counts(text: str, other: str) -> None:
+    assert meaning(text) != meaning(other)
+
+
+def test_a_file_of_data_is_compared_as_it_is() -> None:
+    assert meaning("# 1\n", "notes.txt") != meaning("# 2\n", "notes.txt")
+
+
+def test_the_meaning_of_a_module_is_the_same_in_every_version_of_python() -> None:
+    assert meaning("def f(a, *, b=1) -> int:\n    return f'{a!r:>{b}}'") == (
+        "FunctionDef(name='f',args=arguments(args=[arg(arg='a')],kwonlyargs=[arg(arg='b')],kw_defaults=[int:0x1]),"
+        "body=[Return(value=JoinedStr(values=[FormattedValue(value=Name(id='a',ctx=Load()),conversion=114,"
+        "format_spec=JoinedStr(values=[str:'>',FormattedValue(value=Name(id='b',ctx=Load()),conversion=-1)]))]))],"
+        "returns=Name(id='int',ctx=Load()))"
+    )
+
+
+@given(st.text())
+def test_any_text_has_a_meaning(text: str) -> None:
+    assert meaning(text) == meaning(text)

@@ -649,6 +649,27 @@ CASES: dict[str, tuple[Document, list[str]]] = {
             for index, host in enumerate(["https://a.example", "*.example", "", "a.example/b", "a b", "u@a"])
         ],
     ),
+    "amounts of devices that differ from the stages' own": (
+        spec(
+            *chain("a", "b", a={"gpu": [0]}, b=TP | {"gpu": [1, 2]}),
+            processGroups=[
+                {"name": "a", "resources": {"limits": {"nvidia.com/gpu": 3}, "requests": {"nvidia.com/gpu": "1"}}},
+                {
+                    "name": "b",
+                    "gpuResourceName": "amd.com/gpu",
+                    "resources": {"limits": {"nvidia.com/gpu": 3, "amd.com/gpu": 3}, "requests": {"rdma/hca": 1}},
+                },
+            ],
+            dataPlane={"rdma": {"resourceName": "rdma/hca", "count": 2}},
+        ),
+        [
+            "processGroups[0].resources.limits.nvidia.com/gpu: is 3, but the stages of 'a' have gpu ids for 1: "
+            "leave it out",
+            "processGroups[1].resources.requests.rdma/hca: is 1, but dataPlane.rdma.count is 2: leave it out",
+            "processGroups[1].resources.limits.amd.com/gpu: is 3, but the stages of 'b' have gpu ids for 2: "
+            "leave it out",
+        ],
+    ),
     "devices for a group without any": (
         pair(processGroups=[{"name": "a", "gpuResourceName": "amd.com/gpu"}]),
         ["processGroups[0].gpuResourceName: process group 'a' runs on the CPU and has no devices"],

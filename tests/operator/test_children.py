@@ -336,6 +336,29 @@ def test_the_plan_in_the_configmap_is_the_one_that_was_planned() -> None:
     assert config.read_revisions(listed) == (plan.current,)
 
 
+def test_a_comment_in_inline_code_changes_the_text_of_a_plan_and_no_template() -> None:
+    def made(text: str) -> list[children.DesiredWorkload]:
+        return [*desired(code={"inline": {"m.py": text}}).workloads]
+
+    before, after = made("def mouth(): return 1\n"), made("# why\ndef mouth(): return 1\n")
+    assert [each.deployment for each in before] == [each.deployment for each in after]
+    changed = [one.unit for one, other in zip(before, after, strict=True) if one.plan != other.plan]
+    assert changed == ["ears", "mouth"]
+    assert ["immutable" in each.plan for each in after] == [False, False, True]
+
+
+@pytest.mark.parametrize("amount", ["1", 1, "1000m"])
+def test_devices_that_the_author_writes_out_are_requested_once(amount: object) -> None:
+    resources = {"requests": {"nvidia.com/gpu": amount, "rdma/hca": 2}, "limits": {"nvidia.com/gpu": amount}}
+    made = desired(
+        processGroups=[{"name": name, "resources": resources} for name in ("ears", "mind")],
+        dataPlane={"rdma": {"resourceName": "rdma/hca", "count": 2}},
+    )
+    given = pod_of(made, "ears")["containers"][0]["resources"]
+    assert given["limits"] == {"nvidia.com/gpu": "1", "rdma/hca": "2"}
+    assert not {"nvidia.com/gpu", "rdma/hca"} & set(given["requests"])
+
+
 def test_the_largest_pipelines_revisions_fit_a_config_map_in_mid_roll() -> None:
     names = [f"s{index:02d}{'x' * 60}" for index in range(64)]
     stages: list[dict[str, Any]] = [{"name": name, "process": name, "factory": "m:stage"} for name in names]

@@ -231,3 +231,66 @@ def test_the_largest_pipeline_with_the_longest_names_gets_all_its_children(
     assert len(ready["status"]["units"]) == 65
     made = kube.names("deployments")
     assert len(made) == 65 and max(map(len, made)) == 63
+
+
+def inlined(text: str, **more: Any) -> dict[str, Any]:
+    """Both stages from one inline module."""
+    made = pipeline(code={"inline": {"made.py": text}}, **more)
+    for stage in made["spec"]["stages"]:
+        stage["factory"] = f"made:{stage['name']}"
+    return made
+
+
+def test_a_comment_in_inline_code_reaches_the_plans_and_rolls_no_unit(kube: Kube, operator: OperatorProcess) -> None:
+    def plans() -> dict[str, str]:
+        held = {each["metadata"]["name"]: each["data"] for each in kube.all("configmaps", "omnipipeline.dev/revision")}
+        return {name: data["plan.json"] for name, data in held.items() if "coordinator" not in name}
+
+    operator.start()
+    kube.apply(inlined("def first(): return 1\ndef last(): return 2\n"))
+    kube.wait_ready("duo")
+    before, uids = deployments(kube), {each["metadata"]["uid"] for each in kube.all("pods")}
+    kube.apply(inlined("# why it is one\ndef first(): return 1\ndef last(): return 2\n"))
+    eventually(lambda: all("why it is one" in each for each in plans().values()), what="the plans have the text")
+    kube.wait_ready("duo")
+    assert deployments(kube) == before and len(plans()) == 2
+    assert {each["metadata"]["uid"] for each in kube.all("pods")} == uids
+    name = next(iter(plans()))
+    kube("patch", "configmap", name, "--type=merge", "-p", '{"data":{"plan.json":"{}"}}')
+    eventually(lambda: "why it is one" in plans()[name], what="what somebody has written over is restored")
+    kube.apply(inlined("def first(): return 3\ndef last(): return 2\n"))
+    eventually(lambda: len(deployments(kube)["first"]) == 2, what="another value rolls its users")
+
+
+def test_an_undo_while_edited_pods_still_end_runs_the_template_of_the_revision(
+    kube: Kube, operator: OperatorProcess
+) -> None:
+    operator.start()
+    kube.apply(pipeline())
+    kube.wait_ready("duo")
+    [(revision, _)] = deployments(kube)["first"].items()
+    name = f"duo-first-{revision}"
+    kube("set", "env", f"deployment/{name}", "EDITED=yes")
+
+    def edited() -> list[str]:
+        pods = kube.all("pods", f"omnipipeline.dev/revision={revision}")
+        with_it = [each for each in pods if "EDITED" in str(each["spec"]["containers"])]
+        return [each["metadata"]["name"] for each in with_it]
+
+    eventually(lambda: len(kube.all("pods", f"omnipipeline.dev/revision={revision}")) == len(edited()) == 1)
+    [pod] = edited()
+    kube("patch", "pod", pod, "--type=merge", "-p", '{"metadata":{"finalizers":["example.org/held"]}}')
+    changed = pipeline()
+    changed["spec"]["stages"][0]["factoryArgs"] = {"size": 2}
+    kube.apply(changed)
+    try:
+        eventually(lambda: deployments(kube)["first"].get(revision) == 0, what="the edited pod was told to end")
+        kube.apply(pipeline())
+        eventually(lambda: deployments(kube)["first"].get(revision) == 1, what="its revision serves again")
+        live = kube.get("deployment", name)
+        assert "EDITED" not in str(live["spec"]["template"])
+        assert edited() == [pod], "no new pod has what was edited"
+    finally:
+        kube("patch", "pod", pod, "--type=merge", "-p", '{"metadata":{"finalizers":[]}}', check=False)
+    kube.wait_ready("duo")
+    assert not edited()

@@ -1,14 +1,16 @@
-"""Which files of ``code.inline`` a process needs, so that an edit of a file restarts only the units that use it.
+"""Which files of ``code.inline`` a process needs and what they mean: only an edit of their meaning restarts a unit.
 
-Here: one rule over names and texts. It may keep unneeded files and never drops a needed one. A module is needed when a
+Here: two rules over names and texts. It may keep unneeded files and never drops a needed one. A module is needed when a
 needed file imports it or contains its name in a string. All files are kept when code finds modules by computed names,
 and when a function comes from a module of the image, which may import any of them. Files that are not Python modules
-are always kept. Not here: writing files (the runtime does). Called by `planning`.
+are always kept. Comments, blank lines and layout of a Python module mean nothing; docstrings do, because a program can
+read them. Not here: writing files (the runtime does). Called by `planning`.
 """
 
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
@@ -43,6 +45,49 @@ def used(files: Mapping[str, str], functions: Iterable[str], values: Any = None)
             return _sorted(files, files)
         waiting |= named
     return _sorted(files, kept)
+
+
+def meanings(files: Mapping[str, str]) -> dict[str, str]:
+    """File -> a text that is equal for two versions of it if no program behaves otherwise; for hashing."""
+    return {name: _meaning(text) if name.endswith(".py") else text for name, text in files.items()}
+
+
+def _meaning(text: str) -> str:
+    """The syntax tree of a module without positions; of what cannot be parsed, the text.
+
+    Type comments belong to the tree, because TorchScript reads them.
+    """
+    if any(map(_DECLARES_ENCODING, text.splitlines()[:2])):
+        return text  # it changes what the bytes of the file mean
+    try:
+        tree = ast.parse(text, type_comments=True)
+        return "".join(_dumped(each) for each in tree.body)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return text
+
+
+def _dumped(node: Any) -> str:
+    """A tree as ASCII text. Unlike that of `ast.dump` it does not change when a version of Python adds a field."""
+    match node:
+        case ast.Constant(value=value):
+            return _constant(value)
+        case ast.AST():
+            fields = [(name, value) for name, value in ast.iter_fields(node) if value is not None and value != []]
+            return f"{type(node).__name__}({','.join(f'{name}={_dumped(value)}' for name, value in fields)})"
+        case list():
+            return f"[{','.join(map(_dumped, node))}]"
+        case _:
+            return ascii(node)
+
+
+def _constant(value: Any) -> str:
+    """A literal with its type: 1, 1.0 and True are equal, and mean three things."""
+    shown = hex(value) if type(value) is int else ascii(value)  # `repr` refuses a number of 5,000 digits
+    return f"{type(value).__name__}:{shown}"
+
+
+#: PEP 263.
+_DECLARES_ENCODING: Final = re.compile(r"^[ \t\f]*#.*?coding[:=][ \t]*[-\w.]+").match
 
 
 def _named(text: str) -> set[str] | None:

@@ -393,5 +393,8 @@ def _unit_without_gpus(unit: UnitPlan) -> UnitPlan:
 
 
 def _stamped(value: Revised) -> Revised:
-    """The value with ``revision`` set to the hash of its other fields."""
-    return msgspec.structs.replace(value, revision=short_hash(value))
+    """The value with ``revision`` set to the hash of its other fields, of inline code to that of its meaning."""
+    hashed = value
+    if not isinstance(hashed, PipelineRevision) and hashed.code:
+        hashed = msgspec.structs.replace(hashed, code=inlinecode.meanings(hashed.code))
+    return msgspec.structs.replace(value, revision=short_hash(hashed))

@@ -71,7 +71,7 @@ class GroupPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class UnitPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One pod unit: the groups that must share a pod. All that, when changed, must restart it.
 
-    ``revision`` hashes everything else in here (and the pod's own settings, in the operator).
+    ``revision`` hashes everything else in here; of ``code``, what its modules mean.
     """
 
     version: int = PLAN_VERSION

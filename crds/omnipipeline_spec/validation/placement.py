@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from omnipipeline_spec.cluster import ProcessGroup
+from omnipipeline_spec.cluster import ProcessGroup, Resources
 from omnipipeline_spec.pipeline import GpuMemory, PipelineConfig, StageConfig
 from omnipipeline_spec.types import quantities
 from omnipipeline_spec.types.canonical import INT_BOUND
@@ -224,6 +224,7 @@ def _refinements(spec: PipelineConfig, groups: Grouping) -> Iterator[Fault]:
             yield Fault(path=f"{path}.name", message=message, names=(refined.name,))
         else:
             yield from _devices(refined, groups, path)
+            yield from _amounts_of_devices(spec, refined, groups, path)
             yield from _local_gpus(refined, _replicas(spec, groups, refined.name), groups, path)
 
 
@@ -238,6 +239,28 @@ def _devices(refined: ProcessGroup, groups: Grouping, path: str) -> Iterator[Fau
     if refined.gpu_resource_name and not grouping.gpus_of(groups.groups[refined.name]):
         message = f"process group {refined.name!r} runs on the CPU and has no devices"
         yield Fault(path=f"{path}.gpuResourceName", message=message, names=(refined.name,))
+
+
+def _amounts_of_devices(spec: PipelineConfig, refined: ProcessGroup, groups: Grouping, path: str) -> Iterator[Fault]:
+    """Devices are requested for the stages' `gpu` and `dataPlane.rdma`: another amount would have no effect."""
+    resource = _gpu_resource(spec, groups, refined.name)
+    gpus, rdma = len(grouping.gpus_of(groups.groups[refined.name])), spec.data_plane.rdma
+    wanted = {resource: (gpus, f"the stages of {refined.name!r} have gpu ids for {gpus}")} if gpus else {}
+    if rdma is not None:
+        wanted[rdma.resource_name] = (rdma.count, f"dataPlane.rdma.count is {rdma.count}")
+    given = refined.resources or Resources()
+    for kind, amounts in (("requests", given.requests), ("limits", given.limits)):
+        for name, (count, why) in wanted.items():
+            if name in amounts and quantities.parse_quantity(amounts[name]) != count:
+                message = f"is {amounts[name]}, but {why}: leave it out"
+                yield Fault(path=f"{path}.resources.{kind}.{name}", message=message, names=(refined.name,))
+
+
+def _gpu_resource(spec: PipelineConfig, groups: Grouping, name: str) -> str:
+    """The extended resource of the GPUs of the group's pod."""
+    beside = groups.units[groups.unit_of(name)]
+    named = (group.gpu_resource_name for group in spec.process_groups if group.name in beside)
+    return next(filter(None, named), DEFAULT_GPU_RESOURCE)
 
 
 def _local_gpus(refined: ProcessGroup, replicas: int, groups: Grouping, path: str) -> Iterator[Fault]:

@@ -73,7 +73,7 @@ def is_orphan(live: Mapping[str, Any], owner: Owner) -> bool:
                 pipeline, unit, revision
             )
         case kinds.CONFIG_MAP.name if unit and revision:
-            return bool(live.get("immutable")) and name == naming.plan(pipeline, unit, revision)
+            return (stamped or bool(live.get("immutable"))) and name == naming.plan(pipeline, unit, revision)
         case kinds.CONFIG_MAP.name:
             return stamped and name == naming.revisions(pipeline)
         case kinds.SERVICE.name:

@@ -14,7 +14,7 @@ import math
 from collections.abc import Container, Iterator, Mapping
 from typing import Any, Final
 
-from omnipipeline_operator.desired import naming
+from omnipipeline_operator.desired import config, naming
 from omnipipeline_operator.kinds import CONFIG_MAP, DEPLOYMENT, PIPELINE, POD, Kind, Manifest
 
 PipelineKey = tuple[str, str]  # namespace, name of the pipeline
@@ -179,7 +179,7 @@ def slimmed(manifest: Mapping[str, Any]) -> Manifest:
     if manifest["kind"] == POD.name:
         slim["spec"] = {key: value for key, value in manifest.get("spec", {}).items() if key == "nodeName"}
     elif manifest["kind"] == CONFIG_MAP.name and naming.REVISION_LABEL in metadata.get("labels", ()):
-        slim.pop("data", None)  # a plan, immutable: only its existence matters
+        slim["data"] = config.digests(manifest.get("data", {}))  # a plan is only compared
     elif manifest["kind"] == DEPLOYMENT.name and "template" in manifest.get("spec", {}):
         slim["spec"] = {**manifest["spec"], "template": _slim_template(manifest["spec"]["template"])}
     return slim

@@ -179,16 +179,17 @@ class ChildWriter:
                 await self._attempt(self._scale(live, replicas, state))
 
     async def _is_outdated(self, desired: children.DesiredWorkload, live: Manifest) -> bool:
-        """Whether a Deployment without running pods has another template than it would be created with now.
+        """Whether a Deployment that has no running pods, or only ones that end, would be created otherwise now.
 
-        It may have been edited by hand while it was idle, or created with another image.
+        It may have been edited by hand, or created with another image. Pods that end are not waited for: scaled up
+        meanwhile, the Deployment would run what was edited.
         """
         observed = next(each for each in self._snapshot.workloads if each.name == live["metadata"]["name"])
-        if observed.started:
+        if observed.replicas and observed.started:
             return False
         if observed.image != desired.deployment["metadata"]["annotations"][naming.IMAGE_PIN]:
             return True
-        if not observed.idle:
+        if observed.replicas:
             return False
         return observed.drifted or not await self._apply.has_template(desired.deployment, live)
 
@@ -196,8 +197,7 @@ class ChildWriter:
         self, desired: children.DesiredWorkload, live: Manifest | None, replicas: int, loads: Mapping[str, int]
     ) -> None:
         """Write a Deployment of the plan; its template is written only when it is created."""
-        if self._snapshot.child(CONFIG_MAP, desired.plan["metadata"]["name"]) is None:
-            await self._create_once(desired.plan)
+        await self._plan(desired.plan)
         if live is None:
             spec = {"replicas": replicas, **desired.deployment["spec"]}
             await self._create_once({**desired.deployment, "spec": spec})
@@ -207,6 +207,17 @@ class ChildWriter:
         if live["spec"].get("replicas") != replicas or not same_head:
             await self._set_deletion_costs(live, replicas, loads)
             await self._apply.scale(desired.deployment, live, replicas)
+
+    async def _plan(self, manifest: Manifest) -> None:
+        """Write a plan; the text of inline code may change while its revision stays."""
+        live = self._snapshot.child(CONFIG_MAP, manifest["metadata"]["name"])
+        if manifest.get("immutable"):
+            if live is None:
+                await self._create_once(manifest)
+        elif live is None:
+            await self._create_once(comparing.stamped(manifest))
+        elif live.get("data") != config.digests(manifest["data"]):
+            await self._apply.update(comparing.stamped(manifest), live)
 
     async def _scale(self, live: Manifest, replicas: int, state: DesiredState) -> None:
         """Write the replicas of an old Deployment."""

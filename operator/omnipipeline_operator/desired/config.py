@@ -30,11 +30,20 @@ KEY_BYTES: Final = 32
 
 
 def plan(plan: UnitPlan | CoordinatorPlan, unit: str, owner: Owner) -> Manifest:
-    """The plan of one unit revision; immutable, as its Deployment's template is."""
+    """The plan of one unit revision; immutable, as its Deployment's template is, unless it holds inline code.
+
+    A comment in a module changes the text and not the revision: the next process of a pod then reads the new text.
+    """
     named = naming.plan(owner.name, unit, plan.revision)
     labels = naming.labels(owner.name, unit, plan.revision)
     manifest = naming.child(kinds.CONFIG_MAP, named, owner, of=labels)
-    return {**manifest, "immutable": True, "data": {PLAN_FILE: canonical.encode(plan).decode()}}
+    fixed = {} if plan.code else {"immutable": True}
+    return {**manifest, **fixed, "data": {PLAN_FILE: canonical.encode(plan).decode()}}
+
+
+def digests(data: Mapping[str, str]) -> dict[str, str]:
+    """Each text of a ConfigMap as a hash of it: what the store keeps of a plan."""
+    return {name: hashlib.sha256(text.encode()).hexdigest() for name, text in data.items()}
 
 
 def revisions(

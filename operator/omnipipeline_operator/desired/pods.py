@@ -1,8 +1,9 @@
 """Pod templates of stage units and of the coordinator, and the Deployments around them.
 
 Here: everything that is written once per (unit, revision) and never edited: containers, probes, security, resources,
-environment. Not here: volumes (`volumes`), replicas (`changes.rollout` decides them), the plan's text (`config`), the
-author's merge (`templates`). Called by `children`. The pods satisfy the "restricted" pod security standard.
+environment. Not here: volumes (`volumes`), probes (`probes`), replicas (`changes.rollout` decides them), the plan's
+text (`config`), the author's merge (`templates`). Called by `children`. The pods satisfy the "restricted" pod security
+standard.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any, Final
 import msgspec
 
 from omnipipeline_operator import kinds
-from omnipipeline_operator.desired import naming, podsecurity, templates, volumes
+from omnipipeline_operator.desired import naming, podsecurity, probes, templates, volumes
 from omnipipeline_operator.desired.naming import Owner
 from omnipipeline_operator.kinds import Manifest
 from omnipipeline_operator.settings import OWN_USER, DefaultResources, PodUsers
@@ -208,9 +209,7 @@ def _container(
         "args": arguments,
         "env": _with_authors(environment, settings.get("env", [])),
         "resources": _resources(settings, getattr(facts.default_resources, name), groups),
-        "startupProbe": _probe("/livez", period_s=1, failures=120),
-        "livenessProbe": _probe("/livez", period_s=10, failures=6),
-        "readinessProbe": _probe("/readyz", period_s=2, failures=3),
+        **probes.probes(),
         "lifecycle": {"preStop": {"sleep": {"seconds": PRE_STOP_S}}},
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "securityContext": _container_security(),
@@ -268,26 +267,18 @@ def _resources(settings: Mapping[str, Any], default: Resources, groups: int) -> 
     for amounts, defaults in ((requests, default.requests), (limits, default.limits)):
         times = quantities.sum_quantities([defaults] * groups)
         amounts.update({resource: amount for resource, amount in times.items() if resource not in named})
-    if settings.get("gpus"):
-        limits[settings["gpuResourceName"]] = str(settings["gpus"])
+    devices = {settings["gpuResourceName"]: settings["gpus"]} if settings.get("gpus") else {}
     if "rdma" in settings:
-        rdma = settings["rdma"]
-        limits[rdma["resourceName"]] = str(rdma.get("count", 1))
+        devices[settings["rdma"]["resourceName"]] = settings["rdma"].get("count", 1)
+    for resource, count in devices.items():  # validation has refused other amounts; those of several groups are one
+        requests.pop(resource, None)
+        limits[resource] = str(count)
     return {kind: amounts for kind, amounts in (("requests", requests), ("limits", limits)) if amounts}
 
 
 def default_resources(default: Resources) -> Manifest:
     """Requests and limits of a container for which the author gives none."""
     return _resources({}, default, groups=1)
-
-
-def _probe(path: str, *, period_s: int, failures: int) -> Manifest:
-    return {
-        "httpGet": {"path": path, "port": PROBE_PORT},
-        "periodSeconds": period_s,
-        "timeoutSeconds": 5,
-        "failureThreshold": failures,
-    }
 
 
 def _node_loss() -> list[Manifest]:

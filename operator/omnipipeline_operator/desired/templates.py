@@ -8,18 +8,22 @@ form of its result. Not here: the generated template (`pods`), what is not allow
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 from omnipipeline_operator.errors import NotAllowed
 from omnipipeline_spec.validation.podtemplates import KEYS
+
+_HANDLERS: Final = frozenset({"exec", "grpc", "httpGet", "sleep", "tcpSocket"})
 
 
 def merge(template: Mapping[str, Any], patch: Mapping[str, Any]) -> dict[str, Any]:
     """``patch`` merged over ``template``; null removes a field. Neither argument is changed.
 
-    Lists of `KEYS` are merged by a key of their items; other lists are replaced, as in a JSON merge patch.
+    Lists of `KEYS` are merged by a key of their items; other lists are replaced, as in a JSON merge patch. A probe and
+    a lifecycle hook have one handler: another kind replaces ours.
     """
-    merged = dict(template)
+    replaced = _HANDLERS if _HANDLERS & patch.keys() else frozenset()
+    merged = {key: value for key, value in template.items() if key not in replaced or key in patch}
     for key, value in patch.items():
         held = merged.get(key)
         if value is None:
