@@ -108,3 +108,17 @@ def test_hundreds_of_refused_pods_change_the_message_a_few_times() -> None:
         "10 pods or more failed so)",
         "100 pods or more failed so)",
     ]
+
+
+@pytest.mark.parametrize(
+    "replicas, pod, serves",
+    [
+        (1, ObservedPod(name="p", started=True), True),
+        (1, ObservedPod(name="p"), False),
+        # An undo scales it up again: its template must be the revision's by then.
+        (0, ObservedPod(name="p", started=True, terminating=True), False),
+    ],
+)
+def test_a_workload_at_zero_may_be_made_anew_while_its_pods_end(replicas: int, pod: ObservedPod, serves: bool) -> None:
+    unit = Workload(unit="first", revision="r", name="d", uid="u", replicas=replicas, pods=(pod,))
+    assert unit.serves is serves

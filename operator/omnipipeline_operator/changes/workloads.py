@@ -92,6 +92,11 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
         return any(pod.started for pod in self.present)
 
     @property
+    def serves(self) -> bool:
+        """Whether it has started pods that are to stay: then it is not made anew. Pods that end do not count."""
+        return bool(self.replicas) and self.started
+
+    @property
     def idle(self) -> bool:
         return not self.replicas and not self.present
 

@@ -185,7 +185,7 @@ class ChildWriter:
         meanwhile, the Deployment would run what was edited.
         """
         observed = next(each for each in self._snapshot.workloads if each.name == live["metadata"]["name"])
-        if observed.replicas and observed.started:
+        if observed.serves:
             return False
         if observed.image != desired.deployment["metadata"]["annotations"][naming.IMAGE_PIN]:
             return True
