@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 
 class CausalModel(nn.Module):
+    base_model_prefix = "decoder"  #: As of transformers: where the layers are, for tensor parallelism.
+
     def __init__(self, decoder: Any, head: Any, embedding: Any, config: Any, *, end_id: int | None) -> None:
         """decoder: takes ``inputs_embeds`` and ``position_ids``. end_id: of the token that ends an answer, if any."""
         super().__init__()
@@ -33,6 +35,9 @@ class CausalModel(nn.Module):
 
     def get_output_embeddings(self) -> Any:
         return self.head
+
+    def set_output_embeddings(self, head: Any) -> None:
+        self.head = head
 
     def forward(
         self,

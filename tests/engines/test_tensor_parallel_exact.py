@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from stage_runtime.engines.autoregressive.model.models import UnsupportedModel
 from stage_runtime.engines.autoregressive.tensor_parallel import sharding
@@ -107,6 +109,32 @@ class Fixed:
 def test_a_model_without_a_plan_is_refused() -> None:
     with pytest.raises(UnsupportedModel, match="declares no plan"):
         sharding.shard(copy.deepcopy(tiny_model("gpt2")), Fixed(2))  # type: ignore[arg-type]
+
+
+class OddExperts(nn.Module):
+    """Weights by the plan's names, and one that is not in it."""
+
+    def __init__(self, inner: int, **more: nn.Parameter) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.zeros(2, 2 * inner, 4))
+        self.down_proj = nn.Parameter(torch.zeros(2, 4, inner))
+        for name, weight in more.items():
+            setattr(self, name, weight)
+
+
+@pytest.mark.parametrize(
+    ("experts", "message"),
+    [
+        (OddExperts(6, gate_up_proj_bias=nn.Parameter(torch.zeros(2, 12))), "of another form"),
+        (OddExperts(3), "cannot be shared by 2 ranks"),
+    ],
+)
+def test_experts_that_cannot_be_cut_are_refused(experts: OddExperts, message: str) -> None:
+    model = copy.deepcopy(tiny_model("llama"))
+    model.model.layers[0].mlp.experts = experts
+    model.config.base_model_tp_plan = {"layers.*.mlp.experts": "moe_tp_experts"}
+    with pytest.raises(UnsupportedModel, match=message):
+        sharding.shard(model, Fixed(2))  # type: ignore[arg-type]
 
 
 def test_heads_that_cannot_be_shared_are_refused() -> None:

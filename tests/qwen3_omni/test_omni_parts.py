@@ -235,3 +235,11 @@ def test_text_of_a_client_takes_the_place_of_no_medium(tiny_omni: str) -> None:
 def test_rows_of_a_grid_are_counted_in_merged_patches() -> None:
     assert values.rows_of([1, 4, 6]) == 6
     assert np.prod([1, 4, 6]) == 24
+
+
+def test_a_text_to_be_read_aloud_is_refused_by_name(tiny_omni: str) -> None:
+    """The talker speaks what the thinker writes: it has no way past it."""
+    asked = omni.OmniRequest(id="r", kind="speech", inputs={"text": "hello"}, params={})
+    with pytest.raises(omni.InvalidRequest, match="does not read a given text aloud") as refused:
+        Preparer(tiny_omni, checkpoint.config_of(tiny_omni)).prepare(asked)
+    assert refused.value.param == "input"

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from stage_runtime.engines.autoregressive.model.models import UnsupportedModel
@@ -31,6 +32,22 @@ class RowShare(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         whole = self._ranks.add_up(self.share(x))
         return whole if self._bias is None else whole + self._bias
+
+
+class ExpertsShare(nn.Module):
+    """Experts of a mixture, each with a share of its inner width. The router is the same in every rank."""
+
+    def __init__(self, experts: nn.Module, ranks: Ranks) -> None:
+        super().__init__()
+        weights: Any = experts
+        halves = weights.gate_up_proj.chunk(2, 1)
+        weights.gate_up_proj = _kept(torch.cat([_share(half, ranks, 1) for half in halves], 1))
+        weights.down_proj = _kept(_share(weights.down_proj, ranks, 2))
+        self.share = experts
+        self._ranks = ranks
+
+    def forward(self, *given: Any, **named: Any) -> Tensor:
+        return self._ranks.add_up(self.share(*given, **named))
 
 
 class VocabularyShare(nn.Module):
@@ -72,11 +89,24 @@ def shard(model: Any, ranks: Ranks) -> None:
 def _made(child: Any, style: str, ranks: Ranks, where: str) -> nn.Module | None:
     if style in SAME_IN_ALL:
         return None
+    if style == "moe_tp_experts":
+        return _experts(child, ranks, where)
     if type(child) is not nn.Linear or style not in ("colwise", "rowwise"):
         raise UnsupportedModel(f"{where} is a {type(child).__name__} cut {style}, which the engine does not do")
     if (child.out_features if style == "colwise" else child.in_features) % ranks.size:
         raise UnsupportedModel(f"{where} cannot be shared by {ranks.size} ranks")
     return _column_share(child, ranks) if style == "colwise" else RowShare(child, ranks)
+
+
+def _experts(child: Any, ranks: Ranks, where: str) -> ExpertsShare:
+    """Joined as by transformers: ``[experts, 2 x inner, hidden]`` and ``[experts, hidden, inner]``."""
+    weights = dict(child.named_parameters())
+    if set(weights) != {"gate_up_proj", "down_proj"} or getattr(child, "is_transposed", False):
+        raise UnsupportedModel(f"{where} is a {type(child).__name__} of another form, which the engine does not cut")
+    gate_up, down = weights["gate_up_proj"], weights["down_proj"]
+    if gate_up.shape[1] != 2 * down.shape[2] or down.shape[2] % ranks.size:
+        raise UnsupportedModel(f"{where} cannot be shared by {ranks.size} ranks")
+    return ExpertsShare(child, ranks)
 
 
 def _matching(base: nn.Module, pattern: str) -> Iterator[tuple[nn.Module, str, nn.Module]]:
@@ -95,6 +125,10 @@ def _column_share(linear: nn.Linear, ranks: Ranks) -> nn.Linear:
 
 def _share(values: Tensor, ranks: Ranks, dimension: int) -> Tensor:
     return values.detach().chunk(ranks.size, dimension)[ranks.rank].clone()
+
+
+def _kept(values: Tensor) -> nn.Parameter:
+    return nn.Parameter(values, requires_grad=False)
 
 
 def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
