@@ -37,6 +37,7 @@ from typing import Any, Final
 import torch
 
 import stage_runtime as omni
+from benchmarks.enginelab import fake_model
 from benchmarks.enginelab.others import Ask, Run, others
 from benchmarks.enginelab.parallel import Engines
 from stage_runtime.engines.autoregressive.core.engine_core import EngineCore, EngineCoreRequest
@@ -285,8 +286,17 @@ def main() -> None:
         default=[],
         help="openvino: openvino-genai; vllm; vllm-eager: not compiled, which loads sooner",
     )
+    parser.add_argument(
+        "--fake-ms",
+        type=float,
+        metavar="MS",
+        help="instead of a model, one that takes so long for each step: overlap beside none",
+    )
     parser.add_argument("--json", metavar="FILE")
     options = parser.parse_args()
+    if options.fake_ms is not None:
+        fake(options)
+        return
     torch.set_num_threads(options.threads)
     checkpoint = options.model or _voice_model()
     found, vocabulary = arms(options, checkpoint)
@@ -298,6 +308,14 @@ def main() -> None:
         if isinstance(engines := found.get("engine-dp2"), Engines):
             stack.callback(engines.close)
         compare(options, found, vocabulary)
+
+
+def fake(options: argparse.Namespace) -> None:
+    """Overlapping steps beside steps in turn, in turns."""
+    for _turn, overlap in itertools.product(range(options.rounds), (False, True)):
+        values = fake_model.measure(options.fake_ms / 1000, overlap=overlap)
+        label = "overlap" if overlap else "in turn"
+        print(f"fake {label:9}", "  ".join(f"{key} {value:.3g}" for key, value in values.items()), flush=True)
 
 
 def compare(options: argparse.Namespace, found: dict[str, Arm], vocabulary: int) -> None:

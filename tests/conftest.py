@@ -7,6 +7,7 @@ import pytest
 
 from tests import debian
 from tests.cluster_kit import api_server, cluster_kit, node_cluster
+from tests.engines.overlap_kit import each_way
 from tests.thoroughness import THOROUGH, examples
 
 hypothesis.settings.register_profile(
@@ -20,7 +21,7 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("tests")
 
-__all__ = ["api_server", "cluster_kit", "node_cluster"]
+__all__ = ["api_server", "cluster_kit", "each_way", "node_cluster"]
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -29,6 +29,7 @@ from stage_runtime.rules.autoregressive.blocks import BlockPool
 from stage_runtime.rules.autoregressive.requests import FinishReason
 from stage_runtime.rules.autoregressive.scheduling import Scheduler
 from stage_runtime.rules.autoregressive.steps import SchedulerLimits, SchedulerOutput
+from tests.engines.overlap_kit import Steps
 
 transformers: Any = untyped
 
@@ -177,12 +178,15 @@ def core(
     joined: bool = False,
     model: Any = None,
     blocks: int = 64,
-    overlapping: bool = False,
+    overlapping: bool | None = None,
     after_step: Callable[[Any], Any] | None = None,
     keep_rows: Mapping[str, Any] | None = None,
     **limits: Any,
 ) -> EngineCore:
-    """model: instead of that of ``kind``; it is copied. after_step: of its decoder. keep_rows: as of a stage."""
+    """model: instead of that of ``kind``; it is copied. after_step: of its decoder. keep_rows: as of a stage.
+
+    overlapping: None: as `overlap_kit` says.
+    """
     chosen = {"block_size": 4, "max_requests": 8, "max_batched_tokens": 32, "max_chunk": 16, "max_model_len": 120}
     scheduler = Scheduler(SchedulerLimits(**{**chosen, **limits}), BlockPool(blocks))
     found = model or tiny_model(kind)
@@ -198,7 +202,9 @@ def core(
     size: dict[str, Any] = {"num_blocks": blocks, "block_size": scheduler.limits.block_size}
     kept = KeptRows(keep_rows, paged, **size) if keep_rows else None
     runner = ModelRunner(paged, attention(backend), kept=kept, **size)
-    executor = ThreadExecutor(runner) if overlapping else InlineExecutor(runner)
+    executor = (
+        ThreadExecutor(runner) if (Steps.overlap if overlapping is None else overlapping) else InlineExecutor(runner)
+    )
     return EngineCore(
         scheduler,
         executor,

@@ -13,6 +13,8 @@ from stage_runtime.engines.autoregressive.sampling.parameters import SamplingPar
 from tests.engines.generation_kit import BACKENDS, CONFIGS, GREEDY, VOCABULARY, Answers, alone, core
 from tests.thoroughness import examples
 
+pytestmark = pytest.mark.usefixtures("each_way")
+
 
 def prompts(lengths: list[int], seed: int = 3) -> list[list[int]]:
     draw = random.Random(seed)
@@ -77,18 +79,16 @@ def test_requests_of_one_step_share_a_prefix_that_the_same_step_computes() -> No
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("overlapping", [False, True])
 @settings(max_examples=examples(10))
 @given(data=st.data())
 def test_any_interleaving_of_arrivals_and_aborts_gives_the_tokens_of_each_alone(
-    overlapping: bool, backend: str, data: st.DataObject
+    backend: str, data: st.DataObject
 ) -> None:
     kind = data.draw(st.sampled_from(["llama", "gemma2", "gpt2", "qwen3"]))
     blocks = data.draw(st.integers(14, 40))
     engine = core(
         kind,
         blocks=blocks,
-        overlapping=overlapping,
         backend=backend,
         max_chunk=data.draw(st.sampled_from([3, 8, 32])),
     )

@@ -23,6 +23,8 @@ from stage_runtime.rules.autoregressive.scheduling import Scheduler
 from stage_runtime.rules.autoregressive.steps import SchedulerLimits, SchedulerOutput
 from tests.engines.generation_kit import END, VOCABULARY, Answers, ScriptedExecutor, core, scripted_core
 
+pytestmark = pytest.mark.usefixtures("each_way")
+
 PATIENCE_S = 100.0  # how long a test waits before it fails, on a machine that others use
 
 
@@ -244,6 +246,10 @@ class OnceMasked:
         return ModelOutput({name: int(mask.nonzero()[0][0]) for name, mask in masks.items()}, {}, {})
 
     def add(self, *_request: Any) -> None: ...
+
+    def state_of(self, *_request: Any) -> None: ...
+
+    def keep(self, *_request: Any) -> None: ...
 
     def close(self) -> None: ...
 

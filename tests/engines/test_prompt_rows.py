@@ -29,6 +29,8 @@ from tests.engines.generation_kit import (
     tiny_model,
 )
 
+pytestmark = pytest.mark.usefixtures("each_way")
+
 PATIENCE_S = 100.0
 
 

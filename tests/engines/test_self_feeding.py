@@ -29,6 +29,8 @@ from stage_runtime.rules.autoregressive.blocks import hash_blocks
 from stage_runtime.rules.autoregressive.requests import FinishReason
 from tests.engines.generation_kit import GREEDY, Answers, core, rows_of, tiny_model
 
+pytestmark = pytest.mark.usefixtures("each_way")
+
 PROMPTS = {"a": [1, 2, 3, 4, 5], "b": [9] * 21, "c": [7, 3], "d": [200, 100, 50, 25, 12, 6]}
 
 
@@ -72,9 +74,8 @@ def expected(name: str, count: int = 12) -> list[int]:
     return whole(rows_of("llama", PROMPTS[name]), count)
 
 
-@pytest.mark.parametrize("overlapping", [False, True])
-def test_a_decoder_makes_the_next_input_of_each_request_in_any_batch(overlapping: bool) -> None:
-    answers = Answers(core(after_step=after_step, overlapping=overlapping))
+def test_a_decoder_makes_the_next_input_of_each_request_in_any_batch() -> None:
+    answers = Answers(core(after_step=after_step))
     answers.ask("a", PROMPTS["a"])
     answers.step()
     for name in ("b", "c", "d"):

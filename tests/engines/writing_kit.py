@@ -59,7 +59,7 @@ class WritingExecutor:
         return future
 
     def _next(self, row: Row, mask: npt.NDArray[np.bool_] | None) -> int:
-        place = row.request.generated
+        place = row.place
         wanted = self._script[place] if place < len(self._script) else self._end
         if mask is None or mask[wanted]:
             return wanted

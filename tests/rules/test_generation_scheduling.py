@@ -39,10 +39,14 @@ def expected(prompt: list[int], limits: TokenLimits, name: str = "alone", feeds_
     return request.tokens
 
 
-def written(request: Request, position: int) -> int:
-    """What the model keeps of a token: of one that it generated for itself, what is this request's alone."""
+def written(request: Request, position: int, last: int = -1) -> int:
+    """What the model keeps of a token: of one that it generated for itself, what is this request's alone.
+
+    last: the token that a step under way gives.
+    """
     own = request.feeds_itself and position >= request.prompt_tokens
-    return request.tokens[position] + 100 * sum(map(ord, request.id)) * own
+    token = request.tokens[position] if position < len(request.tokens) else last
+    return token + 100 * sum(map(ord, request.id)) * own
 
 
 class Paper:
@@ -52,13 +56,17 @@ class Paper:
         self.scheduler = scheduler
         self.size = scheduler.limits.block_size
         self.memory = [[-1] * self.size for _ in range(scheduler.pool.capacity + 1)]
+        self.last: dict[str, int] = {}
 
     def run(self, step: SchedulerOutput) -> dict[str, int]:
         for row in step.rows:
             for position in range(row.start, row.start + row.count):
                 block = row.blocks[position // self.size]
-                self.memory[block][position % self.size] = written(row.request, position)
-        return {row.request.id: self._read(row) for row in step.rows if row.samples}
+                last = self.last.get(row.request.id, -1)
+                self.memory[block][position % self.size] = written(row.request, position, last)
+        sampled = {row.request.id: self._read(row) for row in step.rows if row.samples}
+        self.last.update(sampled)
+        return sampled
 
     def _read(self, row: Any) -> int:
         length = row.start + row.count
@@ -127,16 +135,55 @@ def test_a_row_of_a_request_that_is_preempted_gives_its_tokens_back() -> None:
     assert scheduler._budget == 8 - 2
 
 
-def test_a_request_whose_result_is_under_way_is_left_out_of_the_next_step() -> None:
+def test_a_step_has_a_row_of_each_request_whose_token_is_under_way() -> None:
     scheduler = make()
     paper = Paper(scheduler)
-    ask(scheduler, "a", [1, 2, 3])
+    request = ask(scheduler, "a", [1, 2, 3])
     first = scheduler.schedule()
     ask(scheduler, "b", [4])
     second = scheduler.schedule()
-    assert (shape(first), shape(second)) == ([("a", 0, 3)], [("b", 0, 1)])
+    assert (shape(first), shape(second)) == ([("a", 0, 3)], [("a", 3, 1), ("b", 0, 1)])
+    assert [(row.place, row.unknown, row.samples) for row in second.rows] == [(1, 1, True), (0, 0, True)]
     scheduler.update_from_output(first, paper.run(first), {})
-    assert shape(scheduler.schedule()) == [("a", 3, 1)]
+    assert (request.unknown, request.in_flight) == (1, 1)
+    assert shape(scheduler.schedule()) == [("a", 4, 1), ("b", 1, 1)]
+
+
+def test_a_request_that_the_step_under_way_ends_for_sure_is_not_in_the_next_one() -> None:
+    scheduler = make(max_model_len=6)
+    paper = Paper(scheduler)
+    ask(scheduler, "last token", [1, 2], max_tokens=1)
+    ask(scheduler, "longest", [5, 4, 3, 2, 1], max_tokens=9)
+    ask(scheduler, "goes on", [1])
+    first = scheduler.schedule()
+    assert shape(scheduler.schedule()) == [("goes on", 1, 1)]
+    updates = scheduler.update_from_output(first, paper.run(first), {})
+    assert [one.request.id for one in updates if one.finish is FinishReason.LENGTH] == ["last token", "longest"]
+
+
+def test_a_token_past_an_end_is_dropped_and_its_blocks_are_free() -> None:
+    scheduler = make()
+    paper = Paper(scheduler)
+    request = ask(scheduler, "a", [1, 2], end_ids=frozenset({successor([1, 2])}))
+    first = scheduler.schedule()
+    results = paper.run(first)
+    second = scheduler.schedule()
+    assert shape(second) == [("a", 2, 1)]
+    assert [one.finish for one in scheduler.update_from_output(first, results, {})] == [FinishReason.STOP]
+    assert scheduler.update_from_output(second, paper.run(second), {}) == []
+    assert (len(request.tokens), scheduler.pool.free) == (3, scheduler.pool.capacity)
+
+
+def test_a_preempted_request_keeps_the_token_that_was_under_way() -> None:
+    scheduler = make(blocks=6, prefix_caching=False)
+    paper = Paper(scheduler)
+    old, new = (ask(scheduler, name, [1, 2, 3, at], max_tokens=6) for at, name in enumerate("ab"))
+    first = scheduler.schedule()
+    result = paper.run(first)
+    assert shape(scheduler.schedule()) == [("a", 4, 1)]
+    assert (old.preemptions, new.preemptions, new.state) == (0, 1, RequestStatus.PREEMPTED)
+    scheduler.update_from_output(first, result, {})
+    assert (old.generated, new.generated, new.unknown, new.blocks) == (1, 1, 0, [])
 
 
 @pytest.mark.parametrize(("policy", "order"), [("fcfs", ["a", "b", "c"]), ("priority", ["c", "a", "b"])])

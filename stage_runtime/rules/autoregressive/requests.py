@@ -86,7 +86,7 @@ class Request:
     __slots__ = (
         "arrival", "begun", "blocks", "computed", "fed", "feeds_itself", "follows", "hashes", "hit_tokens", "id",
         "in_flight", "lacks", "limits", "matcher", "open", "preemptions", "priority", "prompt_tokens", "rows", "salt",
-        "state", "ticket", "tokens",
+        "state", "ticket", "tokens", "unknown",
     )  # fmt: skip
 
     def __init__(
@@ -124,6 +124,7 @@ class Request:
         self.matcher: Any = None  #: Its grammar's state: the core's alone.
         self.rows: Any = None  #: What the model takes in place of negative tokens: the core's and the model's alone.
         self.in_flight = 0  #: Batches under way that hold a row of it.
+        self.unknown = 0  #: Tokens that those will give: the next step is scheduled as if they were there.
         self.ticket = 0  #: Of its entry in the queue; entries with another one are stale.
         self.follows = b""  #: In the queue: the last block that is being computed for another request and it waits for.
         self.lacks = 0  #: While it waits so: the blocks that it will need beside those.
@@ -135,9 +136,14 @@ class Request:
         return len(self.tokens) - self.prompt_tokens
 
     @property
+    def expected(self) -> int:
+        """Tokens that it has when the steps under way are done, unless they end it."""
+        return len(self.tokens) + self.unknown
+
+    @property
     def ready(self) -> int:
         """Tokens that may be computed now. Of an open prompt the last one waits: the answer may follow it."""
-        come = len(self.tokens) - (self.open and bool(self.tokens))
+        come = self.expected - (self.open and bool(self.tokens))
         return come if self.fed is None else min(come, self.prompt_tokens + self.fed)
 
     @property
@@ -174,9 +180,9 @@ class Request:
         """Whether the token generated last ends it, and the stop token that did."""
         return self._ending(self.tokens[-1], self.generated)
 
-    def ends_by(self, token: int) -> tuple[FinishReason, Reason] | None:
-        """As `ending`, were ``token`` the next one."""
-        return self._ending(token, self.generated + 1)
+    def ends_by(self, token: int, place: int) -> tuple[FinishReason, Reason] | None:
+        """As `ending`, were ``token`` the one at ``place`` of the answer."""
+        return self._ending(token, place + 1)
 
     def _ending(self, last: int, generated: int) -> tuple[FinishReason, Reason] | None:
         limits = self.limits

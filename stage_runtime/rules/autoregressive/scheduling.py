@@ -215,7 +215,7 @@ class Scheduler:
 
     def schedule(self) -> SchedulerOutput:
         """The next step's rows. Their requests' ``computed`` is advanced: a step may be under way when the next one
-        is scheduled; requests that wait for its result are left out.
+        is scheduled, with a placeholder for each token that it will give.
         """
         rows: dict[str, Row] = {}
         self._budget = self.limits.max_batched_tokens
@@ -232,6 +232,7 @@ class Scheduler:
         for row in rows.values():
             row.request.computed += row.count
             row.request.in_flight += 1
+            row.request.unknown += row.samples
             self.stats.computed_tokens += row.count
         finished, self._finished = tuple(self._finished), []
         return SchedulerOutput(tuple(rows.values()), finished)
@@ -241,25 +242,27 @@ class Scheduler:
         self._budget -= count
 
     def _continue(self, request: Request, rows: dict[str, Row]) -> None:
-        """A row for a running request, unless it was preempted, waits for a result, or nothing is left for it."""
-        if request.state is not RequestStatus.RUNNING:
+        """A row for a running request, unless it was preempted, is about to end, or nothing is left for it."""
+        if request.state is not RequestStatus.RUNNING or self._is_about_to_end(request):
             return
         count = min(request.ready - request.computed, self._budget, self.limits.max_chunk)
         if count <= 0:
             return
         fresh = self._blocks_for(request.computed + count) - len(request.blocks)
         while fresh > self.pool.free:
-            idle = (one for one in self._running if not one.in_flight)
-            victim = max((*idle, *self._paused.values()), key=self._key, default=None)
-            if victim is None:
-                return
-            self._preempt(victim)
+            victim = max((*self._running, *self._paused.values()), key=self._key)
+            self._preempt(victim)  # with a row under way, too: later steps write into its blocks after that row has
             if (lost := rows.pop(victim.id, None)) is not None:
                 self._budget += lost.count
             if victim is request:
                 return
         request.blocks += self.pool.take(fresh)
         self._plan(rows, request, count)
+
+    def _is_about_to_end(self, request: Request) -> bool:
+        """Whether the step under way gives its last token, whatever it is."""
+        place = request.expected - request.prompt_tokens
+        return request.unknown > 0 and (place >= request.limits.max_tokens or request.expected >= self.longest)
 
     def _begin(self, rows: dict[str, Row], followers: list[Request]) -> bool:
         """A row for the first request of the queue, if there is room for it.
@@ -269,6 +272,8 @@ class Scheduler:
         """
         request = self._queue.first()
         if request is None or self._budget <= 0 or len(self._running) + len(followers) >= self.limits.max_requests:
+            return False
+        if request.in_flight:  # preempted with a row under way, whose token belongs to it
             return False
         size = self.limits.block_size
         if self._precedes(self._filling.get(request.follows), request):
@@ -374,13 +379,15 @@ class Scheduler:
         for row in step.rows:
             request = row.request
             request.in_flight -= 1
+            request.unknown -= row.samples
             if request.state is RequestStatus.FINISHED:
                 continue
             if request.id in failed:
                 self._end(request)
                 updates.append(Update(request, finish=FinishReason.ERROR, reason=failed[request.id]))
                 continue
-            self._cache(request, row)
+            if request.state is RequestStatus.RUNNING:  # else it has lost its blocks
+                self._cache(request, row)
             token = sampled.get(request.id)
             if token is not None:
                 updates.append(

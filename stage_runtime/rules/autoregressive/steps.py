@@ -32,7 +32,8 @@ class Row(msgspec.Struct, frozen=True):
     """Tokens ``start .. start + count`` of a request, in one step.
 
     samples: it ends at the request's last token, so that the next token is sampled from it. blocks: the request's: it
-    may lose them while the step is under way.
+    may lose them while the step is under way. place: of the next token in the answer. unknown: how many of its last
+    tokens the step before it gives, which was under way when it was scheduled.
     """
 
     request: Request
@@ -40,11 +41,15 @@ class Row(msgspec.Struct, frozen=True):
     count: int
     samples: bool
     blocks: list[int]
+    place: int = 0
+    unknown: int = 0
 
 
 def row(request: Request, start: int, count: int) -> Row:
-    samples = not request.open and start + count == len(request.tokens)
-    return Row(request, start, count, samples, request.blocks)
+    end, expected = start + count, request.expected
+    samples = not request.open and end == expected
+    place, unknown = expected - request.prompt_tokens, max(end - len(request.tokens), 0)
+    return Row(request, start, count, samples, request.blocks, place, unknown)
 
 
 class SchedulerOutput(msgspec.Struct, frozen=True):

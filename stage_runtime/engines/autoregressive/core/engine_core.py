@@ -30,9 +30,9 @@ from stage_runtime.engines.autoregressive.text.prompt_rows import (
 )
 from stage_runtime.engines.autoregressive.text.reasoning import Matcher
 from stage_runtime.errors import ContextLengthExceeded, describe
-from stage_runtime.rules.autoregressive.requests import FinishReason, Hold, Reason, Request, TokenLimits
+from stage_runtime.rules.autoregressive.requests import FinishReason, Hold, Reason, Request, RequestStatus, TokenLimits
 from stage_runtime.rules.autoregressive.scheduling import Scheduler
-from stage_runtime.rules.autoregressive.steps import SchedulerOutput, Update
+from stage_runtime.rules.autoregressive.steps import Row, SchedulerOutput, Update
 
 log = logging.getLogger(__name__)
 
@@ -266,10 +266,14 @@ class EngineCore:
         return self._update(scheduled, future), scheduled.total_num_scheduled_tokens > 0
 
     def step_with_batch_queue(self) -> tuple[list[EngineCoreOutput], bool]:
-        """As `step`, with the next batch scheduled while the oldest one is computed."""
+        """As `step`, with the next batch scheduled while the oldest one is computed: the tokens that this one will give
+        have placeholders there.
+        """
         scheduled = self.scheduler.schedule()
         self.on_scheduled(scheduled)
         executed = scheduled.total_num_scheduled_tokens > 0
+        if executed and self._batch_queue and any(row.unknown for row in _structured(scheduled)):
+            return self._step_with_late_masks(scheduled), True
         if executed or scheduled.finished:
             self._batch_queue.appendleft((self._execute(scheduled), scheduled))
             if len(self._batch_queue) < self.executor.max_concurrent_batches and not self._batch_queue[-1][0].done():
@@ -279,8 +283,18 @@ class EngineCore:
         future, oldest = self._batch_queue.pop()
         return self._update(oldest, future), executed or bool(oldest.rows)
 
+    def _step_with_late_masks(self, scheduled: SchedulerOutput) -> list[EngineCoreOutput]:
+        """The model computes the batch while the oldest one's tokens are taken into the grammars that it follows."""
+        self.executor.execute_model(scheduled, hold=True)
+        future, oldest = self._batch_queue.pop()
+        outputs = self._update(oldest, future)
+        going = [row.request for row in _structured(scheduled) if row.request.state is not RequestStatus.FINISHED]
+        masks = self.get_grammar_bitmask(going)
+        self._batch_queue.appendleft((self.executor.sample_tokens(masks), scheduled))
+        return outputs
+
     def _execute(self, scheduled: SchedulerOutput) -> Future[ModelOutput]:
-        structured = [row.request for row in scheduled.rows if row.samples and row.request.matcher is not None]
+        structured = [row.request for row in _structured(scheduled)]
         if not structured:
             return self.executor.execute_model(scheduled)
         if self.executor.max_concurrent_batches > 1:  # the model is executed in another thread
@@ -346,6 +360,8 @@ class EngineCore:
             request, token = row.request, output.sampled.get(row.request.id)
             if request.matcher is None or token is None or request.id in output.failed:
                 continue
+            if request.state is RequestStatus.FINISHED:  # by the step before: this token is past its end
+                continue
             try:
                 if not request.matcher.take(token):
                     output.failed[request.id] = f"token {token} is not allowed by the request's grammar"
@@ -361,6 +377,11 @@ class EngineCore:
         self.executor.shutdown()
         if self._masks is not None:
             self._masks.shutdown()
+
+
+def _structured(step: SchedulerOutput) -> list[Row]:
+    """Rows whose next token must be one that a grammar allows."""
+    return [row for row in step.rows if row.samples and row.request.matcher is not None]
 
 
 def _keep_rows(request: Request, part: PlacedRows, first: int) -> None:

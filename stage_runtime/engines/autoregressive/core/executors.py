@@ -51,7 +51,7 @@ class ThreadExecutor:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="model")
 
     def add(self, request_id: str, params: SamplingParams, prompt: Sequence[int]) -> None:
-        self._pool.submit(self._runner.add, request_id, params, prompt).result()
+        self._pool.submit(self._runner.keep, request_id, self._runner.state_of(params, prompt))  # after steps under way
 
     def execute_model(self, step: SchedulerOutput, hold: bool = False) -> Future[ModelOutput]:
         return self._pool.submit(self._runner.execute_model, step, hold)

@@ -26,7 +26,6 @@ from stage_runtime.engines.autoregressive.sampling.model_output import GivenRows
 from stage_runtime.engines.autoregressive.sampling.parameters import SamplingParams
 from stage_runtime.engines.autoregressive.sampling.sampler import RowState, reports, sample, uniforms
 from stage_runtime.errors import describe
-from stage_runtime.rules.autoregressive.requests import Request
 from stage_runtime.rules.autoregressive.steps import Row, SchedulerOutput
 
 log = logging.getLogger(__name__)
@@ -83,8 +82,16 @@ class ModelRunner:
 
     def add(self, request_id: str, params: SamplingParams, prompt: Sequence[int]) -> None:
         """A request whose rows will come."""
+        self.keep(request_id, self.state_of(params, prompt))
+
+    def state_of(self, params: SamplingParams, prompt: Sequence[int]) -> RowState:
+        """For `keep`. In any thread."""
         seed = params.seed if params.seed is not None else int.from_bytes(os.urandom(7), "little")
-        self._rows[request_id] = RowState(params, seed, self.model.end_ids, prompt)
+        return RowState(params, seed, self.model.end_ids, prompt)
+
+    def keep(self, request_id: str, state: RowState) -> None:
+        """As `add`."""
+        self._rows[request_id] = state
         if self.model.after_step is not None:
             self._own[request_id] = OwnRows()
 
@@ -99,10 +106,13 @@ class ModelRunner:
             if self._states is not None:
                 self._states.drop(request_id)
         output = _nothing()
+        # Scheduled before the last token of a request was known: what that ends is not computed further.
+        rows = [row for row in step.rows if not self._rows[row.request.id].over]
         if hold:
-            self._held = (step.rows, self._tried(step.rows))
-        elif step.rows:
-            self._execute(step.rows, output, {})
+            self._held = (rows, self._tried(rows) if rows else None)
+        elif rows:
+            self._execute(rows, output, {})
+            self._note_tokens(rows, output)
         return output
 
     def sample_tokens(self, masks: Masks) -> ModelOutput:
@@ -111,7 +121,18 @@ class ModelRunner:
         output = _nothing()
         if rows:
             self._execute(rows, output, masks, computed)
+            self._note_tokens(rows, output)
         return output
+
+    def _note_tokens(self, rows: Sequence[Row], output: ModelOutput) -> None:
+        """The next step's rows may have been scheduled before these tokens were known."""
+        for row in rows:
+            state, token = self._rows[row.request.id], output.sampled.get(row.request.id)
+            if row.request.id in output.failed or row.request.id in output.ended:
+                state.over = True
+            elif token is not None:
+                state.last = token
+                state.over = row.request.ends_by(token, row.place) is not None
 
     def _tried(self, rows: Sequence[Row]) -> Computed | None:
         """None: the pass has failed; it is computed again, and then row by row."""
@@ -212,7 +233,8 @@ class ModelRunner:
         added: list[tuple[int, list[int], bytes]] = []
         for row in rows:
             request, end, offset = row.request, row.start + row.count, starts[-1] - row.start
-            ids += request.tokens[row.start : end]
+            ids += request.tokens[row.start : end - row.unknown]
+            ids += [self._rows[request.id].last] * row.unknown
             if request.rows is not None:
                 for at, some in self._inputs(row):
                     places += range(offset + at, offset + at + len(some))
@@ -221,7 +243,7 @@ class ModelRunner:
                     added.append((layer, [offset + at for at in chosen], _bytes(some)))
             for axis, of_axis in enumerate(self._positions(row)):
                 positions[axis] += of_axis
-            blocks = row.blocks[: -(-end // size)]
+            blocks = row.blocks[: -(-end // size)]  # more may be added for the next step meanwhile
             slots += [blocks[at // size] * size + at % size for at in range(row.start, end)]
             starts.append(len(ids))
             tables.append(blocks)
@@ -281,7 +303,7 @@ class ModelRunner:
                 tokens = request.tokens[first : first + count]
                 state.prompt_logprobs += reports(logits[at : at + count], tokens, state.params.prompt_logprobs or 0)
                 at += count
-            if state.params.prompt_logprobs is not None and row.samples and not request.generated:
+            if state.params.prompt_logprobs is not None and row.samples and not row.place:
                 output.prompt_logprobs[request.id] = tuple(state.prompt_logprobs)
 
     def _sample(self, rows: Sequence[Row], logits: Tensor, output: ModelOutput, masks: Masks) -> None:
@@ -295,11 +317,11 @@ class ModelRunner:
             return
         states = [self._rows[row.request.id] for row in rows]
         for index, row in enumerate(rows):
-            if not row.request.generated:
+            if not row.place:
                 states[index].begin(row.request.tokens)
             if (mask := masks.get(row.request.id)) is not None:
                 states[index].mask = torch.from_numpy(~mask)
-        for row, one in zip(rows, sample(logits, states, [row.request.generated for row in rows]), strict=True):
+        for row, one in zip(rows, sample(logits, states, [row.place for row in rows]), strict=True):
             if one.token is None:
                 output.failed[row.request.id] = NAN
                 continue
@@ -318,9 +340,10 @@ class ModelRunner:
     def _feed_back(self, rows: Sequence[Row], hidden: Tensor | None, output: ModelOutput) -> None:
         """Let the decoder make the next row of each request that goes on. One for which it raises fails alone."""
         going = [
-            (index, row.request, output.sampled[row.request.id])
+            (index, row, output.sampled[row.request.id])
             for index, row in enumerate(rows)
-            if row.request.id in output.sampled and row.request.ends_by(output.sampled[row.request.id]) is None
+            if row.request.id in output.sampled
+            and row.request.ends_by(output.sampled[row.request.id], row.place) is None
         ]
         if not going or hidden is None:
             return
@@ -328,21 +351,22 @@ class ModelRunner:
             self._after_step(going, hidden, output)
         except BaseException as error:  # SystemExit too: an author's code must not end the engine
             if len(going) == 1:
-                log.warning("request %s failed in after_step: %s", going[0][1].id, describe(error))
-                output.failed[going[0][1].id] = describe(error)
+                request = going[0][1].request
+                log.warning("request %s failed in after_step: %s", request.id, describe(error))
+                output.failed[request.id] = describe(error)
                 return
             log.warning("after_step of %d requests failed, each is computed alone: %s", len(going), describe(error))
             for one in going:
                 self._feed_back([rows[one[0]]], hidden[one[0] : one[0] + 1], output)
 
-    def _after_step(self, going: Sequence[tuple[int, Request, int]], hidden: Tensor, output: ModelOutput) -> None:
+    def _after_step(self, going: Sequence[tuple[int, Row, int]], hidden: Tensor, output: ModelOutput) -> None:
         assert self.model.after_step is not None
-        owns = [self._own[request.id] for _index, request, _token in going]
-        states = [self._rows[request.id] for _index, request, _token in going]
-        places = [request.generated for _index, request, _token in going]
+        owns = [self._own[row.request.id] for _index, row, _token in going]
+        states = [self._rows[row.request.id] for _index, row, _token in going]
+        places = [row.place for _index, row, _token in going]
         step = Step(
-            tokens=torch.tensor([token for _index, _request, token in going], device=self.model.device),
-            hidden=hidden[[index for index, _request, _token in going]],
+            tokens=torch.tensor([token for _index, _row, token in going], device=self.model.device),
+            hidden=hidden[[index for index, _row, _token in going]],
             places=places,
             states=[own.state for own in owns],
             sampling=[state.params for state in states],
@@ -356,13 +380,13 @@ class ModelRunner:
             for own, state in zip(owns, before, strict=True):
                 own.state = state
             raise
-        for own, (_index, request, _token), row, gone, ended in zip(owns, going, rows, emitted, ends, strict=True):
+        for own, (_index, of, _token), row, gone, ended in zip(owns, going, rows, emitted, ends, strict=True):
             if ended:
-                output.ended[request.id] = None
+                output.ended[of.request.id] = None
                 continue
             own.rows.append(row)
             if gone is not None:
-                output.rows[request.id] = GivenRows(emitted=(gone,))
+                output.rows[of.request.id] = GivenRows(emitted=(gone,))
 
     def _note_kept(self, rows: Sequence[Row], computed: Computed, output: ModelOutput) -> None:
         assert self._kept is not None
@@ -372,7 +396,7 @@ class ModelRunner:
             if request.id not in output.sampled:
                 continue
             given = self._kept.of_token(output.sampled[request.id], ends[index], computed)
-            if not request.generated:
+            if not row.place:
                 given = given.joined(self._kept.of_prompt(request, row.blocks))
             output.rows[request.id] = given.joined(output.rows.get(request.id, GivenRows()))
 

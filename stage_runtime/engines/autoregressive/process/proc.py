@@ -99,7 +99,7 @@ class EngineCoreProc:
         by_client: dict[int, list[tuple[str, int]]] = {}
         for row in step.rows:
             request = row.request
-            if request.generated == 0 and request.id not in self._announced:
+            if row.place == 0 and request.id not in self._announced:
                 self._announced.add(request.id)
                 client = self.inputs.owners.get(request.id)
                 if client is not None:

@@ -26,6 +26,8 @@ class RowState:
     def __init__(self, params: SamplingParams, seed: int, end_ids: frozenset[int], prompt: Sequence[int] = ()) -> None:
         self.params = params
         self.seed = seed
+        self.last = 0  #: The token that was chosen last.
+        self.over = False  #: It gets no more tokens, though a step with it may be scheduled.
         self.mask: Tensor | None = None  #: ``[vocabulary]``: tokens that must not come next, by its grammar.
         self.prompt_logprobs: list[TokenLogprobs] = []  #: Of the prompt's tokens from the second on, as far as known.
         self._ends = sorted(end_ids | set(params.stop_token_ids)) if params.min_tokens else []

@@ -157,7 +157,7 @@ class AutoregressiveEngine:
     # --- what goes out --------------------------------------------------------------------------------------------
 
     def _on_scheduled(self, step: SchedulerOutput) -> None:
-        fresh = [row.request for row in step.rows if row.request.generated == 0]
+        fresh = [row.request for row in step.rows if row.place == 0]
         self._answers.scheduled((request.id, request.hit_tokens) for request in fresh)
 
     def _on_outputs(self, outputs: Sequence[EngineCoreOutput]) -> list[str]:
