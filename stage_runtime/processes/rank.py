@@ -104,7 +104,8 @@ class RankProcess:
         settings = self._settings
         self._report_progress(plan.name, "loading")
         gpu_id = settings.gpu_id(plan)
-        gpumemory.keep(settings.stages(), gpu_id)
+        plan_ = settings.plan
+        gpumemory.keep(settings.stages(), gpu_id, loading=plan, beside=plan_.stages, limit=plan_.gpu_memory_limit)
         context = RankContext(
             plan,
             model_path=settings.plan.model_path,

@@ -11,7 +11,7 @@ from omnipipeline_spec.loading import from_resource
 from omnipipeline_spec.pipeline import GpuMemory, PipelineConfig, StageConfig
 from omnipipeline_spec.types.errors import InvalidPipeline
 from omnipipeline_spec.types.resource import API_VERSION, KIND
-from omnipipeline_spec.validation import placement, topology
+from omnipipeline_spec.validation import topology
 from tests.contract.rulecases import Document, pair, spec, stage
 
 
@@ -778,19 +778,4 @@ def test_a_scalar_gpu_cannot_serve_several_ranks() -> None:
     spec_ = PipelineConfig(stages=[StageConfig(name="a", factory="w:m", tp_size=2, gpu=0, terminal=True)])
     assert [str(fault) for fault in topology.faults(spec_)] == [
         "stages[0].gpu: of 'a' must list 2 distinct ids, one per rank of tpSize; it lists 1"
-    ]
-
-
-def test_budgets_in_bytes_are_held_against_the_devices_that_are_there() -> None:
-    spec_ = PipelineConfig(
-        stages=[
-            StageConfig(name="a", process="p", factory="w:m", next="b", gpu=0, gpu_memory=GpuMemory(bytes="12Gi")),
-            StageConfig(name="b", process="q", factory="w:m", terminal=True, gpu=0, gpu_memory=GpuMemory(bytes="11Gi")),
-        ]
-    )
-    assert topology.faults(spec_) == ()
-    assert list(placement.over_capacity(spec_, {0: 25 << 30, 1: 1})) == []
-    assert [str(fault) for fault in placement.over_capacity(spec_, {0: 24 << 30})] == [
-        "stages[0].gpuMemory: the budgets on GPU 0 sum to 24696061952 bytes (a 12Gi + b 11Gi); it has 25769803776 "
-        "bytes, of which gpuMemoryLimit 0.95 allows 24481313587"
     ]

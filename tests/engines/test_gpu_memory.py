@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -9,7 +10,10 @@ from typing import Any
 import pytest
 
 from omnipipeline_spec.types.plan import StagePlan
+from stage_runtime import api as omni
 from stage_runtime.engines import gpumemory
+from stage_runtime.engines.autoregressive.stage import factory
+from stage_runtime.errors import ConfigurationError
 
 GIB = 1 << 30
 
@@ -34,6 +38,49 @@ def stage(
 )
 def test_the_stages_of_a_process_share_the_sum_of_their_budgets(stages: list[StagePlan], wanted: float | None) -> None:
     assert gpumemory.fraction(stages, 80 * GIB) == wanted
+
+
+def test_budgets_in_bytes_on_one_gpu_must_fit_it_and_both_stages_are_named() -> None:
+    stages = [stage("a", nbytes=12 * GIB), stage("b", nbytes=11 * GIB), stage("c", gpus=(1,), nbytes=90 * GIB)]
+    gpumemory.check_capacity(stages, 0, 25 * GIB, 0.95)
+    with pytest.raises(ConfigurationError) as caught:
+        gpumemory.check_capacity(stages, 0, 24 * GIB, 0.95)
+    assert str(caught.value) == (
+        "gpuMemory: the budgets on GPU 0 sum to 24696061952 bytes (a 12Gi + b 11Gi); it has 25769803776 bytes, "
+        "of which gpuMemoryLimit 0.95 allows 24481313587"
+    )
+
+
+@pytest.mark.parametrize(
+    ("free", "share", "weights", "wanted"),
+    [
+        (80, 1.0, 16, 64),  # alone
+        (80, 0.5, 16, 24),  # one of two engines, or half of the device by gpuMemory
+        (10, 0.5, 16, 10),  # another program has the rest
+        (80, 0.1, 16, 0),  # no room beside the weights
+    ],
+)
+def test_an_engine_takes_its_share_less_its_weights(free: int, share: float, weights: int, wanted: int) -> None:
+    assert gpumemory.left_for_cache(total=80, free=free, share=share, weights=weights) == wanted
+
+
+def test_engine_processes_divide_the_budget_of_their_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = _torch(
+        built=True,
+        get_device_properties=lambda _device: SimpleNamespace(total_memory=40 * GIB),
+        set_per_process_memory_fraction=lambda share, device: None,
+    )
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    mine, other = stage("mine", share=0.5), stage("other", share=0.25)
+    contextvars.copy_context().run(_launch_both, mine, other)
+
+
+def _launch_both(mine: StagePlan, other: StagePlan) -> None:
+    for device, budget, wanted in (("cuda:0", mine, 0.25), ("cuda:0", other, 0.125)):
+        gpumemory.keep([mine, other], 0, loading=budget)
+        spec = omni.Autoregressive(model="m", data_parallel_size=2)
+        assert factory.launch_of(spec, device).kwargs["gpu_share"] == wanted
+    assert "gpu_share" not in factory.launch_of(omni.Autoregressive(model="m"), "cpu").kwargs
 
 
 def _torch(*, built: bool, **cuda: Any) -> SimpleNamespace:

@@ -136,6 +136,7 @@ def _unit(
             heartbeat_s=float(spec.control.heartbeat_seconds),
             dead_after_s=float(spec.control.dead_after_seconds),
             security=spec.control.security.mode,
+            gpu_memory_limit=spec.gpu_memory_limit,
             allow_tcp=spec.data_plane.allow_tcp,
             mooncake_protocol=spec.data_plane.mooncake_protocol,
             pod=podsettings.of_unit(spec, own, len(gpu_ids)),

@@ -93,6 +93,7 @@ class UnitPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     security: Literal["Curve", "None"] = "Curve"
     on_cpu: bool = False  #: The unit's GPU ids were taken away for a run on a machine without GPUs.
     allow_tcp: bool = True  #: Whether tensors may travel over plain TCP.
+    gpu_memory_limit: float = 0.95  #: Of a GPU's memory: what budgets of stages in bytes may sum to there.
     mooncake_protocol: Literal["tcp", "rdma"] | None = None  #: None: what the process has a device for.
     pod: dict[str, Any] = {}  #: What the operator needs for the pod (image, resources, placement…), canonical.
     revision: str = ""  #: 8 hex digits, over all of the above.

@@ -164,23 +164,6 @@ def _too_much(spec: PipelineConfig, gpu: int, budgets: Sequence[tuple[str, GpuMe
         yield Fault(path=path, message=message, names=tuple(shares))
 
 
-def over_capacity(spec: PipelineConfig, device_bytes: Mapping[int, int]) -> Iterator[Fault]:
-    """Budgets in bytes that exceed real devices. ``device_bytes``: GPU id -> memory, known on the machine only."""
-    for gpu, capacity in sorted(device_bytes.items()):
-        wanted = {
-            stage.name: quantities.parse_bytes(stage.gpu_memory.bytes)
-            for stage in spec.stages
-            if gpu in stage.gpus and stage.gpu_memory is not None and stage.gpu_memory.bytes is not None
-        }
-        total, limit = sum(wanted.values()), int(capacity * spec.gpu_memory_limit)
-        if total > limit:
-            summed = " + ".join(f"{name} {quantities.format_quantity(amount)}" for name, amount in wanted.items())
-            message = f"the budgets on GPU {gpu} sum to {total} bytes ({summed}); it has {capacity} bytes, of which "
-            message += f"gpuMemoryLimit {spec.gpu_memory_limit:g} allows {limit}"
-            path = f"stages[{_index(spec, next(iter(wanted)))}].gpuMemory"
-            yield Fault(path=path, message=message, names=tuple(wanted))
-
-
 def _fusion(spec: PipelineConfig) -> Iterator[Fault]:
     by_name = {stage.name: stage for stage in spec.stages}
     fused_at: dict[str, int] = {}

@@ -9,6 +9,7 @@ from typing import Any, Final, NamedTuple, cast
 import torch
 
 from stage_runtime.api import Autoregressive, NextRows, Step
+from stage_runtime.engines import gpumemory
 from stage_runtime.engines.autoregressive.core.engine_core import EngineCore
 from stage_runtime.engines.autoregressive.core.executors import InlineExecutor, ThreadExecutor
 from stage_runtime.engines.autoregressive.kernels import attention_pages, linears
@@ -176,7 +177,7 @@ def _blocks(spec: Autoregressive, paged: PagedModel, length: int) -> int:
     block_bytes = max(spec.block_size * of_token, LEAST_BLOCK)
     budget = spec.kv_cache_bytes
     if budget is None:
-        budget = HOST_CACHE_BYTES if paged.device.type == "cpu" else _device_budget(paged.device)
+        budget = HOST_CACHE_BYTES if paged.device.type == "cpu" else _device_budget(paged)
     enough = spec.max_requests * -(-length // spec.block_size)
     found = min(budget // block_bytes, enough)
     if found < 1:
@@ -190,12 +191,12 @@ def token_bytes(layers: Any, dtype: torch.dtype) -> int:
     return int(values * dtype.itemsize)
 
 
-def _device_budget(device: torch.device) -> int:
+def _device_budget(paged: PagedModel) -> int:
     """What the stage's share of the device (``gpuMemory``) leaves beside the weights."""
-    free, total = torch.cuda.mem_get_info(device)
-    share = torch.cuda.get_per_process_memory_fraction(device)
-    left = min(free, int(share * total) - torch.cuda.memory_allocated(device))
-    return int(left * DEVICE_SHARE)
+    free, total = torch.cuda.mem_get_info(paged.device)
+    share = gpumemory.share_of_stage() or torch.cuda.get_per_process_memory_fraction(paged.device)
+    weights = sum(one.nbytes for one in (*paged.model.parameters(), *paged.model.buffers()))
+    return int(gpumemory.left_for_cache(total=total, free=free, share=share, weights=weights) * DEVICE_SHARE)
 
 
 def check(spec: Autoregressive) -> None:

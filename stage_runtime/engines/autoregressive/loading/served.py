@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from stage_runtime.api import Autoregressive
+from stage_runtime.engines import gpumemory
 from stage_runtime.engines.autoregressive.core.serving import Served
 from stage_runtime.engines.autoregressive.loading.loader import load
 
 
 def autoregressive(**fields: Any) -> Served:
-    """The engine of ``omni.Autoregressive(**fields)``. ``device``: of torch."""
-    device = fields.pop("device", "cpu")
+    """The engine of ``omni.Autoregressive(**fields)``. ``device``: of torch. ``gpu_share``: of it, for this process."""
+    device, share = fields.pop("device", "cpu"), fields.pop("gpu_share", None)
+    if share is not None:
+        gpumemory.cap(share, torch.device(device).index or 0)
     loaded = load(Autoregressive(**fields), device=device)
     return Served(loaded.core, loaded.num_blocks, dummy_batch=loaded.runner.execute_dummy_batch)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from stage_runtime.api import Autoregressive, StageContext
+from stage_runtime.engines import gpumemory
 from stage_runtime.engines.autoregressive.clients import making
 from stage_runtime.engines.autoregressive.process.launching import EngineLaunch
 from stage_runtime.engines.autoregressive.stage.process_engine import EngineClient, ProcessEngine
@@ -103,9 +104,10 @@ def launch_of(spec: Autoregressive, device: str, *, name: str = "") -> EngineLau
         cores = divided(sorted(os.sched_getaffinity(0)), spec.data_parallel_size)
     if cores and spec.threads is None:
         fields["threads"] = len(cores[0])
-    return EngineLaunch(
-        factory=FACTORY, name=name, kwargs={**fields, "device": device}, cores=cores, frozen_after_s=spec.frozen_after_s
-    )
+    fields["device"] = device
+    if device != "cpu":  # engines that would each take what they find free would take it twice
+        fields["gpu_share"] = (gpumemory.share_of_stage() or 1.0) / spec.data_parallel_size
+    return EngineLaunch(factory=FACTORY, name=name, kwargs=fields, cores=cores, frozen_after_s=spec.frozen_after_s)
 
 
 def divided(processors: Sequence[int], engines: int) -> tuple[tuple[int, ...], ...]:
