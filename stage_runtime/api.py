@@ -264,6 +264,7 @@ class Autoregressive(msgspec.Struct, frozen=True, kw_only=True):
     decoder: the class of a `Decoder`, ``module:Class``, where the model is not one of ``AutoModelForCausalLM``.
     overlap: schedule the next step while one is computed, in a thread beside the stage's. ``auto``: on GPUs, where a
     step leaves the processor idle; on a CPU both would use the same cores. It does not go with ``tpSize``.
+    dump_tokens: write token ids, too, into the files of steps that fail.
     own_process: compute in a process of its own, so that nothing else of the stage delays a step.
     data_parallel_size: engines, each with all weights and a process of its own; a request goes to the least loaded one.
     cores: processors of each engine, such as ``[[0, 1], [2, 3]]``; by default the stage's are divided among them.
@@ -300,6 +301,7 @@ class Autoregressive(msgspec.Struct, frozen=True, kw_only=True):
     keep_rows: dict[str, tuple[int, Literal["prompt", "answer", "all"]]] | None = None
     decoder: str | None = None
     overlap: bool | Literal["auto"] = "auto"
+    dump_tokens: bool = False
     own_process: bool = False
     data_parallel_size: int = 1
     cores: Sequence[Sequence[int]] = ()

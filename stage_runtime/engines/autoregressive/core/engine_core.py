@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from stage_runtime.engines.autoregressive.core.step_dumps import StepDumps
 from stage_runtime.engines.autoregressive.sampling.model_output import GivenRows, ModelOutput, TokenLogprobs
 from stage_runtime.engines.autoregressive.sampling.parameters import SamplingParams
 from stage_runtime.engines.autoregressive.text.grammar_texts import Grammar, GrammarRefused
@@ -109,10 +110,13 @@ class EngineCore:
         grammars: Callable[[Grammar], Matcher] | None = None,
         embeddings: Embeddings | None = None,
         feeds_itself: bool = False,
+        dumps: StepDumps | None = None,
     ) -> None:
         """ends: tokens by which grammars end, beside ``end_ids``. grammars: compiles one; in any thread; raises
         ValueError. embeddings: of prompts with rows; None: the model takes none. feeds_itself: see `Request`.
+        dumps: of steps that fail; None: they leave no files.
         """
+        self._dumps = dumps
         self._feeds_itself = feeds_itself
         self._grammars = grammars
         self._embeddings = embeddings
@@ -333,11 +337,20 @@ class EngineCore:
         except Exception as error:  # the executor's own: its rows fail, the engine goes on
             log.exception("a step failed")
             output = ModelOutput({}, {row.request.id: describe(error) for row in scheduled.rows}, {})
+        self._note_failures(scheduled, output)
         refused = self._note_unmasked(scheduled, output)
         self.drain_aborts()
         ended = self._advance(scheduled, output)
         updates = self.scheduler.update_from_output(scheduled, output.sampled, output.failed, ended)
         return [_output(update, output, refused.get(update.request.id)) for update in updates]
+
+    def _note_failures(self, scheduled: SchedulerOutput, output: ModelOutput) -> None:
+        if self._dumps is None:
+            return
+        if output.failed:
+            self._dumps.write(self.steps, scheduled, output.failed, self.scheduler)
+        if scheduled.rows:
+            self._dumps.note(self.steps, scheduled, output)
 
     def _note_unmasked(self, scheduled: SchedulerOutput, output: ModelOutput) -> dict[str, str]:
         """A token sampled without its grammar mask is discarded. Returns: by request, the field whose grammar cannot be

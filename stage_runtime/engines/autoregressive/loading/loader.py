@@ -12,6 +12,7 @@ from stage_runtime.api import Autoregressive, NextRows, Step
 from stage_runtime.engines import gpumemory
 from stage_runtime.engines.autoregressive.core.engine_core import EngineCore
 from stage_runtime.engines.autoregressive.core.executors import InlineExecutor, ThreadExecutor
+from stage_runtime.engines.autoregressive.core.step_dumps import StepDumps
 from stage_runtime.engines.autoregressive.kernels import attention_pages, linears
 from stage_runtime.engines.autoregressive.loading import compiling, decoders, preparing
 from stage_runtime.engines.autoregressive.model import attention_guests, dtypes
@@ -142,6 +143,7 @@ def assemble(
         if paged.row_size is None
         else ModelEmbeddings(paged.row_size, paged.dtype, axes=paged.axes, layers=len(paged.decoder_layers)),
         feeds_itself=after_step is not None,
+        dumps=StepDumps(tokens=spec.dump_tokens),
     )
     if ranks is None or ranks.rank == 0:
         progress("compiling and warming up" if spec.compile else "warming up")
