@@ -181,6 +181,7 @@ def core(
     overlapping: bool | None = None,
     after_step: Callable[[Any], Any] | None = None,
     keep_rows: Mapping[str, Any] | None = None,
+    grammars: Callable[[Any], Any] | None = None,
     **limits: Any,
 ) -> EngineCore:
     """model: instead of that of ``kind``; it is copied. after_step: of its decoder. keep_rows: as of a stage.
@@ -212,6 +213,7 @@ def core(
         vocab_size=VOCABULARY,
         embeddings=ModelEmbeddings(paged.row_size or 0, paged.dtype, axes=paged.axes, layers=len(paged.decoder_layers)),
         feeds_itself=after_step is not None,
+        grammars=grammars,
     )
 
 

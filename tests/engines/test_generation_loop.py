@@ -21,7 +21,7 @@ from stage_runtime.rules.autoregressive.blocks import BlockPool
 from stage_runtime.rules.autoregressive.requests import FinishReason, Hold
 from stage_runtime.rules.autoregressive.scheduling import Scheduler
 from stage_runtime.rules.autoregressive.steps import SchedulerLimits, SchedulerOutput
-from tests.engines.generation_kit import END, VOCABULARY, Answers, ScriptedExecutor, core, scripted_core
+from tests.engines.generation_kit import END, VOCABULARY, Answers, ScriptedExecutor, alone, core, scripted_core
 
 pytestmark = pytest.mark.usefixtures("each_way")
 
@@ -279,6 +279,36 @@ def test_the_grammar_s_mask_is_made_while_the_model_computes(executor: Any) -> N
     core.shutdown()
     assert answers.tokens == {"a": [77]}
     assert model.overlapped == [True]
+
+
+class Counting:
+    """A grammar of 1, 2, 3 and so on: each mask needs the token before."""
+
+    ended = False
+
+    def __init__(self) -> None:
+        self.taken = 0
+
+    def mask(self) -> Any:
+        allowed = np.zeros(VOCABULARY, dtype=np.bool_)
+        allowed[self.taken + 1] = True
+        return allowed
+
+    def take(self, token: int) -> bool:
+        self.taken += 1
+        return token == self.taken
+
+
+def test_overlapping_steps_follow_a_grammar_whose_masks_need_the_token_before() -> None:
+    engine = core(overlapping=True, grammars=lambda grammar: Counting())
+    answers, sizes = Answers(engine), list[int]()
+    engine.on_scheduled = lambda step: sizes.append(len(step.rows))
+    answers.ask("free", [5, 6, 7])
+    answers.ask("counts", [1], SamplingParams(max_tokens=9, grammar=Grammar("json_schema", "{}")))
+    answers.run()
+    engine.shutdown()
+    assert answers.tokens == {"free": alone("llama", [5, 6, 7], 12), "counts": [*range(1, 10)]}
+    assert sizes[:9] == [2] * 9, "both are in each step until the shorter one ends"
 
 
 class Following(ScriptedExecutor):
