@@ -157,6 +157,7 @@ class World:
         self.received: list[Message] = []  #: By coordinators, in order.
         self.received_by: list[tuple[str, Message]] = []  #: The same, with the coordinator's incarnation.
         self.stage_of: dict[str, str] = {}  #: stage -> incarnation
+        self.away: tuple[str, ...] = ()  #: Stages that requests have no instance of.
         self.failures: list[tuple[str, BaseException]] = []
         self.fenced: list[str] = []  #: Processes that must take a new incarnation.
         self._random = random.Random(seed)
@@ -201,7 +202,7 @@ class World:
     # --- what coordinators send ------------------------------------------------------------------------------
 
     def header(self, request_id: str, attempt: int = 1, owner: str = OWNER) -> Header:
-        return Header(request_id, attempt, owner, dict(self.stage_of), 60_000)
+        return Header(request_id, attempt, owner, dict(self.stage_of), 60_000, away=self.away)
 
     def submit(self, request_id: str, target: str, data: Any = None, *, attempt: int = 1, owner: str = OWNER) -> None:
         fields = {"request": OmniRequest(id=request_id, inputs=data), "data": data}
