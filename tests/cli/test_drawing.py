@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from omnipipeline_spec import planning
-from omnipipeline_spec.pipeline import GpuMemory, PipelineConfig, StageConfig
+from omnipipeline_spec.pipeline import Disaggregation, GpuMemory, PipelineConfig, PrefillPlacement, StageConfig
 from omnipipeline_spec.types.plan import PipelinePlan
 from stage_runtime.cli.drawing import mermaid, picture, svg
 from stage_runtime.cli.drawing.arranging import Arrangement, Size, arrange
@@ -142,3 +142,21 @@ def test_a_column_that_is_asked_for_is_kept() -> None:
         {"a": Size(1, 1), "b": Size(1, 1), "end": Size(1, 1)}, [("a", "b")], gap_x=1, gap_y=1, ranks={"end": -1}
     )
     assert found.places["end"].x == pytest.approx(found.places["b"].x)
+
+
+def test_the_edge_of_kv_blocks_is_drawn_with_its_relay_and_a_line_of_its_own() -> None:
+    think = StageConfig(
+        name="think",
+        process="thinker",
+        factory="m:f",
+        terminal=True,
+        disaggregation=Disaggregation(prefill=PrefillPlacement(process="apart")),
+    )
+    drawn = planning.plan(PipelineConfig(name="pair", stages=[think]))
+    assert '  s1 ==>|"KV, tcp"| s0' in mermaid.render(drawn)
+    picture_of_pair, picture_alone = (
+        svg.render(planning.plan(PipelineConfig(name="pair", stages=[one])))
+        for one in (think, StageConfig(name="think", process="thinker", factory="m:f", terminal=True))
+    )
+    assert "KV, tcp" in picture_of_pair and "KV blocks of prompts" in picture_of_pair
+    assert "KV" not in picture_alone
