@@ -135,7 +135,7 @@ async def test_clients_of_one_engine_each_wake_the_others_engines_for_a_wave() -
     coordinator = await asyncio.to_thread(DPCoordinator, 2, lockstep=True)
     with coordinator:
         clients = await asyncio.gather(
-            *(DPAsyncMPClient.start(LAUNCH, coordinator=coordinator, ranks=(rank,)) for rank in range(2))
+            *(DPAsyncMPClient.start(LAUNCH, coordination=coordinator.coordination, ranks=(rank,)) for rank in range(2))
         )
         readers = [Reader(client) for client in clients]
         await clients[1].add_request_async(ask("r", 1, 10))

@@ -202,7 +202,7 @@ def test_a_request_whose_body_cannot_be_read_is_refused_by_the_name_in_its_heade
 
 
 def test_hostile_bytes_to_a_client_end_one_message(shared: SyncMPClient) -> None:
-    intruder = shared._context.connect("PUSH", shared._output_endpoint)
+    intruder = shared._context.connect("PUSH", shared._outputs_of[0])
     for frames in ([b""], [b"\xff" * 99], [ENGINE_CORE_DEAD], [ENGINE_CORE_DEAD, b"??"], [b"\x81\x01\x02", b"x"]):
         intruder.send(frames, block=True)
     intruder.close(linger_ms=1000)

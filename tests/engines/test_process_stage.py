@@ -219,6 +219,7 @@ def test_a_stage_crashes_when_the_coordinator_of_its_engines_is_killed() -> None
     with pytest.raises(EngineDeadError, match="coordinator"), two() as (rig, client):
         rig.start("a", {"tokens": [SLOW]})
         until(lambda: bool(client.reqs_in_flight))
+        assert client._coordinator is not None
         os.kill(client._coordinator.pid, signal.SIGKILL)
         rig.thread.join(PATIENCE_S)
         assert not rig.thread.is_alive()
@@ -251,3 +252,23 @@ def test_an_operation_is_carried_out_by_every_engine_and_utilities_of_clients_ar
             found.append(replies.get(timeout=PATIENCE_S))
     assert found[:2] == [4, 0]  # two blocks of each engine
     assert "there is reset_prefix_cache" in str(found[2])
+
+
+def scaled(rig: Rig, engines: Any, **others: Any) -> Any:
+    replies: SimpleQueue[Any] = SimpleQueue()
+    rig.inbox.put(events.Admin("call", "scale_engines", {"engines": engines, **others}, replies.put))
+    return replies.get(timeout=PATIENCE_S)
+
+
+def test_an_operation_adds_and_removes_engines_while_they_answer() -> None:
+    with two() as (rig, client):
+        rig.start("during", {"tokens": [1], "params": {"max_tokens": 300}})
+        assert scaled(rig, 3) == 3 and len(client.pids) == 3
+        rig.start("on the third", {"tokens": [1], "data_parallel_rank": 2})
+        assert scaled(rig, 1) == 1 and len(client.pids) == 1
+        answers(rig, 2)
+        for wrong in (0, 65, True, "2", None):
+            assert "from 1 to 64" in str(scaled(rig, wrong))
+        assert "from 1 to 64" in str(scaled(rig, 2, drain=0))
+    with one() as (rig, _client):
+        assert "data_parallel_size is 2 or more" in str(scaled(rig, 2))

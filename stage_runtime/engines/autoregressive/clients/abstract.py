@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import os
 import signal
 import weakref
 from collections import deque
@@ -19,20 +20,22 @@ from stage_runtime.engines.autoregressive.process.engine_messages import (
     ENGINE_CORE_DEAD,
     READY,
     AddHeader,
+    Attach,
     Coordination,
     EngineCoreOutputs,
     EngineCoreRequestType,
     EngineReady,
+    FrontEnd,
     Refused,
     SchedulerStats,
     UtilityCall,
     UtilityOutput,
     identity,
 )
-from stage_runtime.engines.autoregressive.process.launching import EngineLaunch, EngineProcess
+from stage_runtime.engines.autoregressive.process.launching import EngineLaunch, EngineProcess, ForeignProcess
 from stage_runtime.engines.autoregressive.process.serial import Buffer, MsgpackDecoder, MsgpackEncoder
 from stage_runtime.engines.autoregressive.text.prompt_rows import Extension
-from stage_runtime.errors import EngineDeadError, OmniError, PeerError, ProtocolError, RequestError
+from stage_runtime.errors import ConfigurationError, EngineDeadError, OmniError, PeerError, ProtocolError, RequestError
 from stage_runtime.sockets import multipart
 
 log = logging.getLogger(__name__)
@@ -58,11 +61,18 @@ class MPClient:
         ranks: Sequence[int] = (0,),
         coordination: Coordination | None = None,
         elastic: bool = False,
+        front_ends: int = 1,
+        joins: FrontEnd | None = None,
     ) -> None:
-        """Blocks until all engines are ready. elastic: engines may be added later.
+        """Blocks until all engines are ready. elastic: engines may be added later. front_ends: clients of these
+        engines, in any processes; the others are made with ``joins``, which `front_end` of this one gives, and start
+        no engine. Of ``launch`` they need ``frozen_after_s`` alone.
 
-        Raises: ConfigurationError: one could not start.
+        Raises: ConfigurationError: one could not start, or has ended.
         """
+        self.client_index, self.client_count = (0, front_ends) if joins is None else (joins.index, len(joins.inputs))
+        if joins is not None:
+            coordination = joins.coordination
         self.launch = launch
         self.reqs_in_flight: dict[str, int] = {}  #: Which engine computes a request.
         self.num_gpu_blocks: dict[int, int] = {}  #: Of each engine.
@@ -82,14 +92,19 @@ class MPClient:
         self._early: deque[list[memoryview]] = deque()  #: Messages that came while engines were added.
         self._context = multipart.SocketContext()
         self._folder = multipart.Folder()
-        self._input_endpoint, self._output_endpoint = self._folder.endpoint(), self._folder.endpoint()
-        self._input = self._context.bind("ROUTER", self._input_endpoint)
-        self._output = self._context.bind("PULL", self._output_endpoint)
-        self._engines: dict[int, EngineProcess] = {}
+        self._inputs = joins.inputs if joins else tuple(self._folder.endpoint() for _ in range(front_ends))
+        self._outputs_of = joins.outputs if joins else tuple(self._folder.endpoint() for _ in range(front_ends))
+        self._input = self._context.bind("ROUTER", self._inputs[self.client_index])
+        self._output = self._context.bind("PULL", self._outputs_of[self.client_index])
+        self._engines: dict[int, EngineProcess | ForeignProcess] = {}
+        self._stats_address = "" if joins is None or coordination is None else coordination.stats
         self._finalizer = weakref.finalize(self, _kill, self._engines, self._folder)
         try:
-            self._start(ranks)
-            if not elastic:
+            if joins is None:
+                self._start(ranks)
+            else:
+                self._join(joins)
+            if not elastic and front_ends == 1:
                 self._folder.remove()  # all are connected
         except BaseException:
             self._close()
@@ -122,10 +137,35 @@ class MPClient:
             ranks,
             context=self._context,
             folder=self._folder,
-            inputs=(self._input_endpoint,),
-            outputs=(self._output_endpoint,),
+            inputs=self._inputs,
+            outputs=self._outputs_of,
             coordination=self._coordination,
             program=self.program,
+        )
+
+    def _join(self, joins: FrontEnd) -> None:
+        try:
+            for rank, (pid, blocks) in joins.engines.items():
+                self._engines[rank] = ForeignProcess(rank, pid)
+                self.num_gpu_blocks[rank] = blocks
+        except ProcessLookupError as error:
+            raise ConfigurationError(f"engine {rank}, pid {pid}, has ended") from error
+        self._await_routes({identity(rank) for rank in joins.engines})
+        attach = msgspec.msgpack.encode(Attach(joins.index, os.getpid()))
+        for rank in joins.engines:
+            self._send(rank, EngineCoreRequestType.ATTACH, attach)
+
+    def front_end(self, index: int) -> FrontEnd:
+        """For another front end of these engines, in any process of this user. index: from 1 on, each but once."""
+        if not 0 < index < self.client_count:
+            raise ValueError(f"front end {index} of {self.client_count}, and 0 is this one")
+        engines = {rank: (one.pid, self.num_gpu_blocks[rank]) for rank, one in self._engines.items()}
+        return FrontEnd(
+            index=index,
+            inputs=self._inputs,
+            outputs=self._outputs_of,
+            engines=engines,
+            coordination=self._coordination,
         )
 
     def _take_in(self, processes: Sequence[EngineProcess], ready: Mapping[int, EngineReady]) -> None:
@@ -133,6 +173,8 @@ class MPClient:
         self._engines.update({one.index: one for one in processes})
         self._await_routes({identity(one.index) for one in processes})
         self.num_gpu_blocks.update({index: one.num_gpu_blocks for index, one in ready.items()})
+        for one in ready.values():
+            self._stats_address = one.dp_stats_address or ""
 
     def _await_routes(self, names: set[bytes]) -> None:
         """Both sockets of each engine send one message: ours can address it from then on, and it is connected."""
@@ -206,7 +248,7 @@ class MPClient:
         chosen = self._engine_for(
             request, request.data_parallel_rank if rank is None else rank, request.pin or None if pin is None else pin
         )
-        header = msgspec.msgpack.encode(AddHeader(name, 0, wave))
+        header = msgspec.msgpack.encode(AddHeader(name, self.client_index, wave))
         self._send(chosen, EngineCoreRequestType.ADD, header, *body)
         self.reqs_in_flight[name] = chosen
         return chosen
@@ -215,7 +257,7 @@ class MPClient:
         self.ensure_alive()
         rank = self.reqs_in_flight.get(request_id)
         if rank is not None:  # else it has ended
-            header = msgspec.msgpack.encode(AddHeader(request_id))
+            header = msgspec.msgpack.encode(AddHeader(request_id, self.client_index))
             self._send(rank, EngineCoreRequestType.EXTEND, header, *self._encoder.encode(more))
 
     def _release(self, request_ids: Iterable[str]) -> None:
@@ -240,7 +282,7 @@ class MPClient:
     def _call(self, rank: int, method: str, arguments: Sequence[Any]) -> int:
         """Returns: the id of the call."""
         self.ensure_alive()
-        call = UtilityCall(next(self._calls), method)
+        call = UtilityCall(next(self._calls), method, self.client_index)
         body = self._encoder.encode(list(arguments))
         self._send(rank, EngineCoreRequestType.UTILITY, msgspec.msgpack.encode(call), *body)
         return call.call_id
@@ -304,7 +346,10 @@ class MPClient:
 
     def _close(self, *, drain_s: float = 0.0) -> None:
         self._dead = self._dead or EngineDeadError("the client is closed")
-        launching.end(list(self._engines.values()), within_s=max(drain_s, END_WITHIN_S))
+        own = [one for one in self._engines.values() if isinstance(one, EngineProcess)]
+        launching.end(own, within_s=max(drain_s, END_WITHIN_S))
+        for one in self._engines.values():
+            one.close()
         self._engines.clear()
         self._input.close()
         self._output.close()
@@ -325,7 +370,7 @@ def lost(requests: Iterable[str], reason: str) -> EngineCoreOutputs:
     return EngineCoreOutputs(refused=tuple(Refused(name, "stage_failed", reason) for name in requests))
 
 
-def _kill(engines: dict[int, EngineProcess], folder: multipart.Folder) -> None:
+def _kill(engines: dict[int, EngineProcess | ForeignProcess], folder: multipart.Folder) -> None:
     """A client was collected, or its process ends, without `close`."""
     for one in engines.values():
         one.close()

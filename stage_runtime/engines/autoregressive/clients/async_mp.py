@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from types import TracebackType
 from typing import Any, Self
 
 from stage_runtime.engines.autoregressive.clients.abstract import LOOK_EVERY_S, MPClient, result_of
 from stage_runtime.engines.autoregressive.core.engine_core import EngineCoreRequest
-from stage_runtime.engines.autoregressive.process.engine_messages import (
-    Coordination,
-    EngineCoreOutputs,
-    UtilityOutput,
-)
+from stage_runtime.engines.autoregressive.process.engine_messages import EngineCoreOutputs, UtilityOutput
 from stage_runtime.engines.autoregressive.process.launching import EngineLaunch
 from stage_runtime.engines.autoregressive.text.prompt_rows import Extension
 from stage_runtime.errors import EngineDeadError
@@ -25,13 +21,10 @@ class AsyncMPClient(MPClient):
     def __init__(
         self,
         launch: EngineLaunch,
-        *,
-        ranks: Sequence[int] = (0,),
-        coordination: Coordination | None = None,
-        elastic: bool = False,
+        **options: Any,
     ) -> None:
-        """Blocks; use `start`."""
-        super().__init__(launch, ranks=ranks, coordination=coordination, elastic=elastic)
+        """As `MPClient`. Blocks; use `start`."""
+        super().__init__(launch, **options)
         self._outputs: asyncio.Queue[EngineCoreOutputs | EngineDeadError] = asyncio.Queue()
         self._results: dict[int, tuple[int, asyncio.Future[Any]]] = {}  #: Rank and future of each call.
         self._loop: asyncio.AbstractEventLoop | None = None

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
 from collections.abc import Iterable, Sequence
-from typing import Final, Self
+from typing import Any, Final, Self
 
 import msgspec
 
@@ -15,8 +16,10 @@ from stage_runtime.engines.autoregressive.clients.async_mp import AsyncMPClient
 from stage_runtime.engines.autoregressive.core.engine_core import EngineCoreRequest
 from stage_runtime.engines.autoregressive.data_parallel.dp_coordinator import DPCoordinator
 from stage_runtime.engines.autoregressive.process.engine_messages import (
+    Coordination,
     EngineCoreOutputs,
     FirstRequest,
+    FrontEnd,
     Replaced,
     ScaleEngines,
 )
@@ -32,19 +35,22 @@ HEAR_WITHIN_S: Final = 60.0
 
 
 class DPAsyncMPClient(AsyncMPClient):
-    """Asks one engine, ``rank``; something outside chooses among the ranks' clients. The coordinator is another's."""
+    """Asks one engine; something outside chooses among the ranks' clients. The coordinator is another's: any process
+    of this user that has its ``coordination`` may start an engine and ask it.
+    """
 
     program = "stage_runtime.engines.autoregressive.data_parallel.engine_process"
 
-    def __init__(
-        self, launch: EngineLaunch, coordinator: DPCoordinator, *, ranks: Sequence[int] = (0,), elastic: bool = False
-    ) -> None:
+    def __init__(self, launch: EngineLaunch, coordination: Coordination | None = None, **options: Any) -> None:
+        """coordination: None only of one that ``joins``, which has it. options: of `MPClient`."""
         self.current_wave = 0
         self.engines_running = False
-        self._coordinator = coordinator
-        super().__init__(launch, ranks=ranks, coordination=coordinator.coordination, elastic=elastic)
+        super().__init__(launch, coordination=coordination, **options)
+        assert self._coordination is not None, "the engines have no coordinator"
+        self.lockstep = self._coordination.lockstep
         self._states = msgspec.msgpack.Decoder(PublishState)
-        self._stats = self._context.connect("XSUB", coordinator.front)
+        self._coordinator_end = os.pidfd_open(self._coordination.pid)
+        self._stats = self._context.connect("XSUB", self._stats_address)
         self._stats.subscribe()
         if not multipart.Poller(self._stats).wait(HEAR_WITHIN_S):
             raise ConfigurationError("the coordinator of the engines does not answer")
@@ -54,12 +60,12 @@ class DPAsyncMPClient(AsyncMPClient):
         assert self._loop is not None
         self._loop.add_reader(self._stats.fileno(), self._read_stats)
         self._loop.call_soon(self._read_stats)
-        self._loop.add_reader(self._coordinator.pidfd, self._coordinator_ended)
+        self._loop.add_reader(self._coordinator_end, self._coordinator_ended)
 
     def _coordinator_ended(self) -> None:
         """Engines would soon wait for it, and their counts are not known: all callers that wait are notified."""
         assert self._loop is not None
-        self._loop.remove_reader(self._coordinator.pidfd)
+        self._loop.remove_reader(self._coordinator_end)
         self._dead = self._dead or EngineDeadError("the coordinator of the engines has ended")
         self._report_dead()
 
@@ -82,7 +88,7 @@ class DPAsyncMPClient(AsyncMPClient):
         self, request: EngineCoreRequest, *, data_parallel_rank: int | None = None, pin: str | None = None
     ) -> None:
         chosen = self._add(request, data_parallel_rank, pin, self.current_wave)
-        if self._coordinator.lockstep and not self.engines_running:
+        if self.lockstep and not self.engines_running:
             self._notify(FirstRequest(self.current_wave, chosen))
 
     def _notify(self, message: FirstRequest | ScaleEngines | Replaced) -> None:
@@ -92,12 +98,13 @@ class DPAsyncMPClient(AsyncMPClient):
     async def close(self, *, drain_s: float = 0.0) -> None:
         if self._loop is not None:
             self._loop.remove_reader(self._stats.fileno())
-            self._loop.remove_reader(self._coordinator.pidfd)
+            self._loop.remove_reader(self._coordinator_end)
         await super().close(drain_s=drain_s)
 
     def _close(self, *, drain_s: float = 0.0) -> None:
         if hasattr(self, "_stats"):
             self._stats.close()
+            os.close(self._coordinator_end)
         super()._close(drain_s=drain_s)
 
 
@@ -106,25 +113,38 @@ class DPLBAsyncMPClient(DPAsyncMPClient):
     requests with it and no others; in lockstep all end.
     """
 
-    def __init__(self, launch: EngineLaunch, coordinator: DPCoordinator, *, elastic: bool = False) -> None:
-        self._balancer = Balancer(coordinator.engines)
+    def __init__(
+        self,
+        launch: EngineLaunch,
+        coordinator: DPCoordinator | None = None,
+        *,
+        joins: FrontEnd | None = None,
+        **options: Any,
+    ) -> None:
+        """coordinator: ends with this client; None only of one that ``joins``. options: of `MPClient`."""
+        self._coordinator = coordinator
+        coordination = joins.coordination if coordinator is None and joins is not None else None
+        coordination = coordination if coordinator is None else coordinator.coordination
+        size = 0 if coordination is None else coordination.size
         self.lost: set[int] = set()  #: Independent engines that have ended and were not replaced.
-        super().__init__(launch, coordinator, ranks=range(coordinator.engines), elastic=elastic)
+        index, count = (0, options.get("front_ends", 1)) if joins is None else (joins.index, len(joins.inputs))
+        self._balancer = Balancer(size, client_index=index, client_count=count)
+        super().__init__(launch, coordination, ranks=range(size), joins=joins, **options)
 
     @classmethod
     async def launch_all(
-        cls, launch: EngineLaunch, engines: int, *, lockstep: bool = False, elastic: bool = False
+        cls, launch: EngineLaunch, engines: int, *, lockstep: bool = False, elastic: bool = False, front_ends: int = 1
     ) -> Self:
         """With a coordinator of its own, which ends with it. Raises: ConfigurationError: one could not start."""
         if elastic and lockstep:
             raise ConfigurationError("engines in lockstep cannot be added or removed while they serve")
         coordinator = await asyncio.to_thread(DPCoordinator, engines, lockstep=lockstep)
         try:
-            client = await cls.start(launch, coordinator=coordinator, elastic=elastic)
+            client = await cls.start(launch, coordinator=coordinator, elastic=elastic, front_ends=front_ends)
         except BaseException:
             coordinator.close()
             raise
-        if not elastic:
+        if not elastic and front_ends == 1:
             coordinator.all_connected()
         return client
 
@@ -142,7 +162,7 @@ class DPLBAsyncMPClient(DPAsyncMPClient):
     def _on_dead(self, rank: int, reason: str) -> list[EngineCoreOutputs]:
         serving = rank in self._balancer.open  # and not removed on purpose
         self._balancer.close(rank)
-        if self._coordinator.lockstep or not self._balancer.open:
+        if self.lockstep or not self._balancer.open:
             return super()._on_dead(rank, reason)
         if serving:
             log.error("%s; %d others go on", reason, len(self._balancer.open))
@@ -171,8 +191,10 @@ class DPLBAsyncMPClient(DPAsyncMPClient):
 
         Raises: ConfigurationError: one could not start: nothing is changed then; or this client is not elastic.
         """
-        if self._coordinator.lockstep or engines < 1:
-            raise ConfigurationError(f"cannot scale to {engines} engines" + self._coordinator.lockstep * " in lockstep")
+        if self._coordinator is None or self.client_count > 1:
+            raise ConfigurationError("engines with several front ends cannot be added or removed")
+        if self.lockstep or engines < 1:
+            raise ConfigurationError(f"cannot scale to {engines} engines" + self.lockstep * " in lockstep")
         self.ensure_alive()
         before = self._coordinator.engines
         if engines > before:
@@ -207,4 +229,5 @@ class DPLBAsyncMPClient(DPAsyncMPClient):
 
     async def close(self, *, drain_s: float = 0.0) -> None:
         await super().close(drain_s=drain_s)
-        self._coordinator.close()
+        if self._coordinator is not None:
+            self._coordinator.close()

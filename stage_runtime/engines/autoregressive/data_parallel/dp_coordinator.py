@@ -53,11 +53,13 @@ class DPCoordinator:
 
     @property
     def coordination(self) -> Coordination:
-        """What an engine must know."""
+        """What engines and clients must know; any process of this user may be one."""
         return Coordination(
             size=self.engines,
             input=self._input,
             output=self._output,
+            stats=self.front,
+            pid=self.pid,
             lockstep=self.lockstep,
             rendezvous=self._rendezvous if self.lockstep else "",
         )

@@ -36,6 +36,7 @@ class EngineCoreRequestType(Enum):
     RELEASE = b"\x04"  #: An id that was held.
     WAKEUP = b"\x05"  #: Nothing: inside the process.
     EXTEND = b"\x06"  #: `AddHeader`, then a `prompt_rows.Extension`.
+    ATTACH = b"\x07"  #: `Attach`: a further front end is there.
 
 
 class AddHeader(msgspec.Struct, frozen=True, array_like=True):
@@ -48,6 +49,13 @@ class UtilityCall(msgspec.Struct, frozen=True, array_like=True):
     call_id: int
     method: Name
     client_index: Natural = 0
+
+
+class Attach(msgspec.Struct, frozen=True, array_like=True):
+    """pid: of the front end. When that process ends, its requests are aborted."""
+
+    client_index: Natural
+    pid: Annotated[int, msgspec.Meta(ge=1)]
 
 
 class StartWave(msgspec.Struct, frozen=True, array_like=True):
@@ -128,17 +136,25 @@ class EngineHello(msgspec.Struct, frozen=True, tag="HELLO"):
 
 
 class Coordination(msgspec.Struct, frozen=True, kw_only=True):
-    """How an engine takes part in data parallelism. rendezvous: a file by which lockstep engines meet."""
+    """How engines and clients take part in data parallelism, in any process of this user.
+
+    input, output, stats: the coordinator's addresses, the first two for engines, the last for clients. pid: its own.
+    rendezvous: a file by which lockstep engines meet.
+    """
 
     size: int
     input: str
     output: str
+    stats: str
+    pid: int
     lockstep: bool = False
     rendezvous: str = ""
 
 
 class Init(msgspec.Struct, frozen=True, kw_only=True):
-    """inputs, outputs: one of each for every client. factory: a dotted name; called with ``kwargs``."""
+    """inputs, outputs: one of each for every client; the first client is the process that starts the engine. factory:
+    a dotted name; called with ``kwargs``.
+    """
 
     factory: str
     kwargs: dict[str, Any]
@@ -148,8 +164,23 @@ class Init(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineReady(msgspec.Struct, frozen=True, tag="READY"):
+    """dp_stats_address: by which its clients read the counts of all engines; None: it is alone."""
+
     engine_index: int
     num_gpu_blocks: int
+    dp_stats_address: str | None = None
+
+
+class FrontEnd(msgspec.Struct, frozen=True, kw_only=True):
+    """What a further front end of running engines must know, in any process of this user. engines: by rank, the pid
+    and the number of blocks. index: its place among ``inputs`` and ``outputs``, where no other one is or was.
+    """
+
+    index: int
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    engines: dict[int, tuple[int, int]]
+    coordination: Coordination | None = None
 
 
 class EngineFailed(msgspec.Struct, frozen=True, tag="FAILED"):

@@ -18,6 +18,7 @@ from stage_runtime.engines.autoregressive.core.engine_core import EngineCore, En
 from stage_runtime.engines.autoregressive.process.engine_messages import (
     READY,
     AddHeader,
+    Attach,
     EngineCoreRequestType,
     Refused,
     StartWave,
@@ -46,8 +47,11 @@ class Inputs:
         answer: Callable[[int, UtilityOutput], None],
         utilities: Callable[[str], Callable[..., Any] | None],
         clients: int,
+        on_client: Callable[[int, bool], None] = lambda client, there: None,
     ) -> None:
-        """refuse, answer: to a client, by its index. utilities: a function by its name."""
+        """refuse, answer: to a client, by its index. utilities: a function by its name. on_client: a further client
+        is there, or its process has ended.
+        """
         #: For `get`. An ADD has a third part: the wave in which it was sent.
         self.queue: SimpleQueue[tuple[RequestType, Any]] = SimpleQueue()
         self.owners: dict[str, int] = {}  #: Client of every request that is not over.
@@ -67,6 +71,10 @@ class Inputs:
         self._calls = MsgpackDecoder(UtilityCall)
         self._arguments: MsgpackDecoder[list[Any]] = MsgpackDecoder(list)
         self._waves = MsgpackDecoder(StartWave)
+        self._attaches = MsgpackDecoder(Attach)
+        self._poller = multipart.Poller()
+        self._on_client = on_client
+        self._attached: dict[int, int] = {}  #: pidfd of each further client.
         self._stop = os.eventfd(0)
         self._identity = b""
         self._coordinated = threading.Event()
@@ -132,12 +140,14 @@ class Inputs:
         self.queue.put((RequestType.WAKEUP, None))
 
     def _read(self, sockets: Sequence[multipart.FrameSocket]) -> None:
-        poller = multipart.Poller(self._stop, *sockets)
+        poller = self._poller = multipart.Poller(self._stop, *sockets)
         stopped = multipart.Poller(self._stop)
         while poller.wait() and not stopped.wait(0):
             for socket in sockets:
                 while (frames := socket.receive()) is not None:
                     self.take(frames)
+            for client in list(self._attached):
+                self._look_after(client)
 
     def take(self, frames: Sequence[memoryview]) -> None:
         """One message, whatever it holds."""
@@ -168,6 +178,8 @@ class Inputs:
             case EngineCoreRequestType.RELEASE:
                 for name in self._ids.decode(frames):
                     self.queue.put((RequestType.RELEASE, name))
+            case EngineCoreRequestType.ATTACH:
+                self._take_attach(self._attaches.decode(frames))
             case EngineCoreRequestType.START_DP_WAVE:
                 wave = self._waves.decode(frames)
                 self.queue.put((RequestType.UTILITY, lambda core: self.on_start_wave(wave)))
@@ -218,6 +230,25 @@ class Inputs:
             if self.owners.pop(name, None) is not None:
                 self._core.aborts_queue.put(name)
         self.queue.put((RequestType.ABORT, names))
+
+    def _take_attach(self, attach: Attach) -> None:
+        client = attach.client_index
+        if not 0 < client < self._clients or client in self._attached:
+            raise ProtocolError(f"client {client} attaches, of {self._clients}: it is there, or is not expected")
+        self._attached[client] = os.pidfd_open(attach.pid)
+        self._poller.register(self._attached[client])
+        self._on_client(client, True)
+
+    def _look_after(self, client: int) -> None:
+        """Abort the requests of a further client whose process has ended."""
+        pidfd = self._attached[client]
+        if not multipart.wait_for_exit([pidfd], 0):
+            return
+        self._poller.unregister(pidfd)
+        os.close(pidfd)
+        del self._attached[client]
+        self._on_client(client, False)
+        self._take_abort([name for name, owner in self.owners.copy().items() if owner == client])
 
     def _take_call(self, call: UtilityCall, body: Sequence[memoryview]) -> None:
         client = call.client_index

@@ -77,6 +77,29 @@ class EngineProcess:
         self.pidfd = -1
 
 
+class ForeignProcess:
+    """An engine that another process has started, and will end: only watched here."""
+
+    def __init__(self, index: int, pid: int) -> None:
+        """Raises: ProcessLookupError: it has ended."""
+        self.index = index
+        self.pid = pid
+        self.pidfd = os.pidfd_open(pid)
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs; its starter alone knows the code."""
+        return -1 if multipart.wait_for_exit([self.pidfd], 0) else None
+
+    def signal(self, number: int) -> None:
+        """Its starter's business."""
+
+    def close(self) -> None:
+        if self.pidfd >= 0:
+            os.close(self.pidfd)
+        self.pidfd = -1
+
+
 def end(processes: Sequence[EngineProcess], *, within_s: float) -> None:
     """SIGTERM to all, SIGKILL to those that still run after ``within_s``."""
     for one in processes:

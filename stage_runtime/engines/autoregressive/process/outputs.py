@@ -40,6 +40,14 @@ class OutputThread:
         self._queue: SimpleQueue[tuple[int, EngineCoreOutputs] | bytes | None] = SimpleQueue()
         self._encoder = MsgpackEncoder()
         self._thread: threading.Thread | None = None
+        self._attached = {COORDINATOR, 0}  #: Who is there. The first client has started this process.
+
+    def attach(self, client: int) -> None:
+        self._attached.add(client)
+
+    def detach(self, client: int) -> None:
+        """Its process has ended: what is for it is dropped."""
+        self._attached.discard(client)
 
     def put(self, client: int, outputs: EngineCoreOutputs) -> None:
         self._queue.put((client, outputs))
@@ -56,8 +64,8 @@ class OutputThread:
             except Exception:
                 log.exception("the engine's output thread failed")
             finally:
-                for socket in sockets.values():
-                    socket.close(linger_ms=multipart.LAST_WORDS_MS)
+                for client, socket in sockets.items():
+                    socket.close(linger_ms=multipart.LAST_WORDS_MS if client in self._attached else 0)
 
         self._thread = threading.Thread(target=write, name="engine-output", daemon=True)
         self._thread.start()
@@ -73,10 +81,12 @@ class OutputThread:
         while (item := self._next(sockets)) is not None:
             if isinstance(item, bytes):
                 for client, socket in sockets.items():
-                    if client != COORDINATOR:
+                    if client != COORDINATOR and client in self._attached:
                         socket.send([item, identity(self._engine_index)], block=True)
                 return
             client, outputs = item
+            if client not in self._attached:
+                continue
             buffer = pool.take()
             frames = self._encode(msgspec.structs.replace(outputs, engine_index=self._engine_index), buffer)
             pool.sent(sockets[client].send(frames, track=True, block=True), buffer, frames)
@@ -90,7 +100,7 @@ class OutputThread:
                 alive = msgspec.structs.replace(self._alive(), engine_index=self._engine_index)
                 frames = self._encoder.encode(alive)
                 for client, socket in sockets.items():
-                    if client != COORDINATOR:
+                    if client != COORDINATOR and client in self._attached:
                         with contextlib.suppress(PeerError):  # it reads nothing: it has messages enough
                             socket.send(frames)
 

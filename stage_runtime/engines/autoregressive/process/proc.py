@@ -52,6 +52,7 @@ class EngineCoreProc:
             answer=self._answer,
             utilities=self._utilities.get,
             clients=len(init.inputs),
+            on_client=lambda client, there: (self.outputs.attach if there else self.outputs.detach)(client),
         )
         served.core.on_scheduled = self._on_scheduled
         self.loop = self._make_loop()

@@ -66,7 +66,8 @@ def _serve(kind: Kind) -> None:
         except BaseException as error:
             handshake.send([encode(EngineFailed(index, format_traceback(error)))])
             raise
-        handshake.send([encode(EngineReady(index, proc.num_gpu_blocks))])
+        stats = None if init.coordination is None else init.coordination.stats
+        handshake.send([encode(EngineReady(index, proc.num_gpu_blocks, stats))])
     finally:
         handshake.close(linger_ms=multipart.LAST_WORDS_MS)
         context.close()

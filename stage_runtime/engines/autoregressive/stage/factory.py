@@ -10,12 +10,11 @@ from stage_runtime.api import Autoregressive, StageContext
 from stage_runtime.engines import gpumemory
 from stage_runtime.engines.autoregressive.clients import making
 from stage_runtime.engines.autoregressive.process.launching import EngineLaunch
-from stage_runtime.engines.autoregressive.stage.process_engine import EngineClient, ProcessEngine
+from stage_runtime.engines.autoregressive.stage.process_engine import MOST_ENGINES, EngineClient, ProcessEngine
 from stage_runtime.engines.base import Engine
 from stage_runtime.errors import ConfigurationError
 
 FACTORY: Final = "stage_runtime.engines.autoregressive.loading.served:autoregressive"
-MOST_ENGINES: Final = 64
 #: What an engine process needs not know: functions of the author, and what its client does.
 _OF_THE_STAGE: Final = frozenset(
     {

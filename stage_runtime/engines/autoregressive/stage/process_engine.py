@@ -29,6 +29,8 @@ from stage_runtime.errors import EngineDeadError, InvalidRequest, RequestError, 
 log = logging.getLogger(__name__)
 
 LOOK_EVERY_S: Final = 1.0  # at whether engines compute; as often as they give signs of life
+MOST_ENGINES: Final = 64
+SCALE: Final = "scale_engines"
 DRAIN_S: Final = 60.0  # engines finish what is under way, when the stage ends
 
 
@@ -75,6 +77,7 @@ class ProcessEngine:
         self._outputs_taken = 0  #: Messages of engines that were taken.
         self._replacing: set[asyncio.Task[None]] = set()
         self._operating: set[asyncio.Task[None]] = set()
+        self._scaling = asyncio.Lock()
         self._outbox: Outbox
         self._inbox: Inbox
 
@@ -182,6 +185,9 @@ class ProcessEngine:
 
         async def ask() -> None:
             try:
+                if event.operation == SCALE:
+                    event.reply(await self._scale(event.arguments))
+                    return
                 event.reply(sum(await self._client.call_each_async(operations.checked(event))))
             except Exception as error:
                 event.reply(error)
@@ -189,6 +195,19 @@ class ProcessEngine:
         task = asyncio.create_task(ask())
         self._operating.add(task)
         task.add_done_callback(self._operating.discard)
+
+    async def _scale(self, arguments: dict[str, Any]) -> int:
+        """How many engines there are afterwards. Raises: InvalidRequest, ConfigurationError: nothing is changed."""
+        client, engines = self._client, arguments.get("engines")
+        if not isinstance(client, DPLBAsyncMPClient):
+            raise InvalidRequest(f"{SCALE} is for a stage whose data_parallel_size is 2 or more")
+        if set(arguments) != {"engines"} or type(engines) is not int or not 1 <= engines <= MOST_ENGINES:
+            raise InvalidRequest(f"{SCALE}: expected engines, from 1 to {MOST_ENGINES}, got {arguments!r:.80}")
+        if self._busy:
+            raise RequestError("unavailable", f"{SCALE}: engines are being started or ended")
+        async with self._scaling:
+            await client.scale_async(engines)
+        return engines
 
     async def _add(self, request: EngineCoreRequest) -> None:
         """Whatever is wrong with it fails it alone; that engines are dead fails all, by `_read`."""
@@ -229,11 +248,16 @@ class ProcessEngine:
             aborts = self._answers.deliver(outputs.outputs)
             if aborts:
                 self._abort(aborts)
-        if isinstance(self._client, DPLBAsyncMPClient) and self._client.lost and not self._replacing:
+        if isinstance(self._client, DPLBAsyncMPClient) and self._client.lost and not self._busy:
             task = asyncio.create_task(self._replace(self._client))
             self._replacing.add(task)
             task.add_done_callback(self._replacing.discard)
         self._arrived.set()  # the report, and the end of what is drained
+
+    @property
+    def _busy(self) -> bool:
+        """Engines are being started or ended."""
+        return bool(self._replacing) or self._scaling.locked()
 
     async def _replace(self, client: DPLBAsyncMPClient) -> None:
         """Start engines in place of those that have ended, while the others serve."""
