@@ -174,7 +174,8 @@ class Waiting:
         elif step is Step.GIVE_UP:
             self.forget(handle)
             missing = ", ".join(prospect.groups)
-            reason = f"no instance of {missing} came within {waited_s:.0f} s"
+            came = f"came within {waited_s:.0f} s" if waited_s >= 1 else "is ready or expected"
+            reason = f"no instance of {missing} {came}"
             if handle.required:
                 reason += f"; the route leads to {', '.join(sorted(handle.required))}"
             self._gave_up(handle, reason, prospect.groups[0])

@@ -50,7 +50,7 @@ async def test_a_route_to_what_is_gone_is_503_with_its_name() -> None:
         made.fail(made.submitted("front")[0], "take", "unavailable", "away", away="chat")
         error = await error_of(handle)
         assert (error.code, error.stage) == ("unavailable", "language")
-        assert str(error) == "no instance of language came within 0 s; the route leads to chat"
+        assert str(error) == "no instance of language is ready or expected; the route leads to chat"
 
 
 async def test_what_is_away_ends_an_answer_that_has_begun() -> None:
