@@ -11,13 +11,14 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Final, Literal, TypeAlias
+from pathlib import Path
+from typing import Any, Final, Literal, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from stage_runtime.engines.autoregressive.kernels import native
+from stage_runtime.engines.autoregressive.kernels import native, product_times
 
 log = logging.getLogger(__name__)
 
@@ -146,11 +147,38 @@ def tiled(weight: Tensor) -> bool:
     return weight.shape[0] % tiles.OUTPUTS == 0 and weight.numel() > 0
 
 
+def known_times(
+    weight: Tensor, candidates: Sequence[LinearsBackend], kept: Path | None
+) -> dict[LinearsBackend, list[float]]:
+    """As `measure`, or of a file in ``kept`` that an earlier process has written."""
+    if kept is None or len(candidates) == 1:
+        return measure(weight, candidates)
+    halved = weight.dtype is torch.float32 and torch.equal(weight.bfloat16().float(), weight)
+    path = product_times.path_of(kept, *weight.shape, weight.dtype, halved, *candidates, *ROWS)
+    found = product_times.read(path, candidates, len(ROWS))
+    if found is not None and found.settled:
+        return cast("dict[LinearsBackend, list[float]]", found.times)
+    rounds = _timed_rounds(weight, candidates)
+    times, is_settled = least(rounds), settled(rounds)
+    if found is not None and found.times.keys() == times.keys():  # of a start in which the processor was in use, too
+        before = cast("dict[LinearsBackend, list[float]]", found.times)
+        times = least([before, times])
+        is_settled = is_settled or _close(before, times)
+    product_times.write(
+        path, product_times.KeptTimes(times={str(form): list(of) for form, of in times.items()}, settled=is_settled)
+    )
+    return times
+
+
 def measure(weight: Tensor, candidates: Sequence[LinearsBackend]) -> dict[LinearsBackend, list[float]]:
     """Seconds of this thread that each form takes for each of `ROWS`: the least of rounds in which all take turns.
 
     Rounds are repeated until their least values are `settled`: whoever else uses the processor makes some of them slow.
     """
+    return least(_timed_rounds(weight, candidates))
+
+
+def _timed_rounds(weight: Tensor, candidates: Sequence[LinearsBackend]) -> list[dict[LinearsBackend, list[float]]]:
     forms = {}
     for backend in candidates:
         try:
@@ -165,7 +193,7 @@ def measure(weight: Tensor, candidates: Sequence[LinearsBackend]) -> dict[Linear
     began = time.thread_time()
     while not settled(rounds) and (len(rounds) < LEAST_ROUNDS or time.thread_time() - began < MOST_S):
         rounds.append({backend: [_seconds(multiply, rows) for rows in inputs] for backend, multiply in forms.items()})
-    return least(rounds)
+    return rounds
 
 
 def _seconds(multiply: Callable[[Tensor], Tensor], rows: Tensor) -> float:
@@ -185,7 +213,11 @@ def settled(rounds: Sequence[Mapping[LinearsBackend, Sequence[float]]]) -> bool:
     """Whether the last `LEAST_ROUNDS` rounds have made no least value smaller by more than `CLOSE`."""
     if len(rounds) < 2 * LEAST_ROUNDS:
         return False
-    before, now = least(rounds[:-LEAST_ROUNDS]), least(rounds)
+    return _close(least(rounds[:-LEAST_ROUNDS]), least(rounds))
+
+
+def _close(before: Mapping[LinearsBackend, Sequence[float]], now: Mapping[LinearsBackend, Sequence[float]]) -> bool:
+    """Whether more rounds have made no time smaller by more than `CLOSE`."""
     return all(new * CLOSE >= old for backend in now for old, new in zip(before[backend], now[backend], strict=True))
 
 
@@ -208,12 +240,14 @@ def pack(
     *,
     loops: bool = True,
     program: Sequence[Sequence[nn.Module]] = (),
+    kept: Path | None = None,
 ) -> dict[LinearsBackend, int]:
     """Replace the linear layers of ``model`` on a CPU, each shape in the form that is fastest for it.
 
     choice: of all layers; with "numba", those whose shape has no such form are as with "auto". loops: whether "auto"
     may choose it. program: linear layers of each layer of a decoder that are one program if all of them are "numba":
-    the choice is then made for all together (`together`). Returns: how many layers have which form.
+    the choice is then made for all together (`together`). kept: a folder of `product_times`.
+    Returns: how many layers have which form.
     """
     times: dict[Shape, dict[LinearsBackend, list[float]]] = {}
     chosen: dict[Shape, LinearsBackend] = {}
@@ -224,7 +258,7 @@ def pack(
         if shape in chosen:
             continue
         if choice == "auto" or (choice == "numba" and not tiled(weight)):
-            times[shape] = measure(weight, _candidates(weight, loops))
+            times[shape] = known_times(weight, _candidates(weight, loops), kept)
             chosen[shape] = choose(times[shape])
         else:
             chosen[shape] = choice

@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 
 from stage_runtime.api import Autoregressive
-from stage_runtime.engines.autoregressive.kernels import fusing, linears
+from stage_runtime.engines.autoregressive.kernels import fusing, linears, loop_cache
 from stage_runtime.engines.autoregressive.loading import compiling
 from stage_runtime.engines.autoregressive.model.models import PagedModel
 
@@ -17,17 +17,19 @@ log = logging.getLogger(__name__)
 
 def prepare(spec: Autoregressive, paged: PagedModel, *, loops: bool) -> dict[linears.LinearsBackend, int]:
     """loops: parts may be compiled loops. Returns: how many linear layers have which form."""
-    model = paged.model
+    model, kept = paged.model, loop_cache.folder()
+    wanted = cast(Any, spec.linears)
     with torch.inference_mode():
         if not loops:
-            used, joined, why = linears.pack(model, cast(Any, spec.linears), loops=False), 0, "torch computes attention"
+            used, joined = linears.pack(model, wanted, loops=False, kept=kept), 0
+            why = "torch computes attention"
         else:
             from stage_runtime.engines.autoregressive.kernels import decoder_layers, decoder_pass
 
             fused = fusing.fuse(model)
             log.info("fused layers: %s", ", ".join(f"{count} {name}" for name, count in fused.items()) or "none")
             program = decoder_layers.products(model)
-            used = linears.pack(model, cast(Any, spec.linears), program=program)
+            used = linears.pack(model, wanted, program=program, kept=kept)
             joined = decoder_layers.join(model)
             if (shorter := decoder_pass.of(model)) is not None:
                 paged.shorter = shorter.run
