@@ -184,7 +184,8 @@ class StageConfig(Spec, frozen=True, kw_only=True):
         RelayConfig | None, doc("Transport of this stage's outgoing tensors, and where incoming ones arrive.")
     ] = None
     disaggregation: Annotated[
-        Disaggregation | None, doc("Prefill and decode apart, if the engine can transfer KV.")
+        Disaggregation | None,
+        doc("Prefill and decode apart, for an engine that transfers KV; omni.Autoregressive does not yet."),
     ] = None
 
     @property

@@ -284,3 +284,12 @@ class Model:
 )
 def test_what_can_be_called_for_each_request_is_accepted(made: Any, kind: type) -> None:
     assert type(as_engine(made)) is kind
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_stage_apart_whose_engine_transfers_no_kv_is_refused_before_it_loads(role: str) -> None:
+    class Apart(Here):
+        kv_role = role
+
+    with pytest.raises(ConfigurationError, match=r"disaggregation: omni\.Autoregressive transfers no KV"):
+        as_engine(omni.Autoregressive(model="/nowhere"), context=Apart())

@@ -42,6 +42,11 @@ def make(spec: Autoregressive, context: StageContext | None, sources: Sequence[s
     from stage_runtime.engines.autoregressive.loading import decoders, loader
 
     loader.check(spec)
+    if getattr(context, "kv_role", ""):  # its prefill group would hold GPUs and compute nothing
+        raise ConfigurationError(
+            "disaggregation: omni.Autoregressive transfers no KV in this version; an engine of your own may, "
+            "by context.kv"
+        )
     device = "cpu" if context is None else context.device
     progress = (lambda text: None) if context is None else context.progress
     if not 1 <= spec.data_parallel_size <= MOST_ENGINES:
