@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from omnipipeline_spec import loading, planning
 from omnipipeline_spec.generating import writing
+from omnipipeline_spec.planning import inlinecode
 from omnipipeline_spec.types import canonical
 from omnipipeline_spec.types.plan import PipelinePlan
 from omnipipeline_spec.types.resource import API_VERSION, KIND
@@ -126,7 +127,8 @@ def test_a_plan_comes_back_from_its_bytes_with_the_same_revisions(document: vali
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(plan), type=PipelinePlan) == plan
     for unit in plan.units:
         decoded = msgspec.json.decode(canonical.encode(unit), type=type(unit))
-        assert canonical.short_hash(msgspec.structs.replace(decoded, revision="")) == unit.revision
+        hashed = msgspec.structs.replace(decoded, revision="", code=inlinecode.meanings(decoded.code))
+        assert canonical.short_hash(hashed) == unit.revision
 
 
 @SETTINGS

@@ -140,8 +140,8 @@ def test_a_special_token_that_begins_calls_is_kept_in_the_text() -> None:
     tokenizer.add_special_tokens({"additional_special_tokens": [MARK]})
     ids: Any = tokenizer(f"so {MARK}[{CALL_G}]<end>")["input_ids"]
     assert decoder(tokenizer)(ids) == f"so [{CALL_G}]"
-    assert decoder(tokenizer, MARK)(ids) == f"so {MARK}[{CALL_G}]"
-    assert decoder(tiny_tokenizer(), MARK)([*b"hi"]) == decoder(tiny_tokenizer())([*b"hi"])
+    assert decoder(tokenizer, (MARK,))(ids) == f"so {MARK}[{CALL_G}]"
+    assert decoder(tiny_tokenizer(), (MARK,))([*b"hi"]) == decoder(tiny_tokenizer())([*b"hi"])
     for begin, end in itertools.combinations(range(len(ids) + 1), 2):
-        kept = decoder(tokenizer, MARK)(ids[begin:end])
+        kept = decoder(tokenizer, (MARK,))(ids[begin:end])
         assert kept in f"so {MARK}[{CALL_G}]"

@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 HOST_CACHE_BYTES: Final = 1 << 29  # of a CPU, where a stage has no budget of its own
 DEVICE_SHARE: Final = 0.9  # of what the stage's budget leaves: a step's activations need the rest
-LEAST_BLOCK: Final = 4096  # bytes; a model without attention keeps nothing in blocks, which still count its tokens
+EMPTY_BLOCK: Final = 4096  # bytes; a model without attention keeps nothing in blocks, which still count its tokens
 ENGINES: Final = ("own", "openvino", "vllm")
 GUESTS: Final[dict[str, Callable[[], AttentionBackend]]] = {
     "flash-attn": attention_guests.FlashAttention,
@@ -176,7 +176,7 @@ def _attention(spec: Autoregressive, paged: PagedModel) -> AttentionBackend:
 def _blocks(spec: Autoregressive, paged: PagedModel, length: int) -> int:
     """How many blocks there are, the padding included."""
     of_token = token_bytes(paged.layers.values(), paged.dtype) + KeptRows.token_bytes(spec.keep_rows or {}, paged)
-    block_bytes = max(spec.block_size * of_token, LEAST_BLOCK)
+    block_bytes = spec.block_size * of_token or EMPTY_BLOCK
     budget = spec.kv_cache_bytes
     if budget is None:
         budget = HOST_CACHE_BYTES if paged.device.type == "cpu" else _device_budget(paged)

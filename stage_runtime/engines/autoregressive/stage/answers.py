@@ -242,10 +242,11 @@ class GenerationAnswers:
         self._answers[name] = answer
         self._names[work] = tuple(request.request_id for request, _prepared in entered)
         tokens = entered[0][0].prompt_token_ids
-        begun, thinks = self._has_begun(tokens), self._thinks(pending.prompt)
-        asked = call_forms.asked(
-            pending.prompt.params, pending.prompt.template.get("tools"), self._form, thinking=begun and not thinks
-        )
+        thinks = self._thinks(pending.prompt)
+        asked = call_forms.asked(pending.prompt.params, pending.prompt.template.get("tools"), self._form)
+        begun = (thinks or asked is not None) and self._has_begun(tokens)
+        if asked is not None:
+            asked = msgspec.structs.replace(asked, thinking=begun and not thinks)
         for index, (request, _prepared) in enumerate(entered):
             choice = Choice(index, pending.params, self._spelling)
             parser = None if asked is None else self._form.parser(asked)

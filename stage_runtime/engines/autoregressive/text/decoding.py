@@ -13,8 +13,8 @@ def decoder(tokenizer: Any, kept: Sequence[str] = ()) -> Callable[[Sequence[int]
     def decode(tokens: Sequence[int]) -> str:
         return str(tokenizer.decode(list(tokens), skip_special_tokens=True))
 
-    known, special = tokenizer.get_added_vocab(), set(tokenizer.all_special_tokens)
-    texts = {known[text]: text for text in kept if text in known and text in special}
+    known = tokenizer.get_added_vocab() if any(kept) else {}
+    texts = {known[text]: text for text in kept if text in known}
     if not texts:
         return decode
 

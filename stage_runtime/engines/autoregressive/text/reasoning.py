@@ -20,10 +20,12 @@ FORMS: Final = ("auto", "think", "none")
 
 
 def splits(wanted: str, tokenizer: Any) -> bool:
-    """Whether answers are split. wanted: of `FORMS`; ``auto``: if the chat template or the vocabulary has the tags."""
+    """Whether answers are split. wanted: of `FORMS`; ``auto``: if there is a chat template, and it or the vocabulary
+    has the tags."""
     if wanted != "auto":
         return wanted == "think"
-    return THOUGHT in str(getattr(tokenizer, "chat_template", None)) or THOUGHT in tokenizer.get_added_vocab()
+    template = getattr(tokenizer, "chat_template", None)
+    return template is not None and (THOUGHT in str(template) or THOUGHT in tokenizer.get_added_vocab())
 
 
 class Split(NamedTuple):
