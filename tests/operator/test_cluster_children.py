@@ -152,7 +152,7 @@ def test_an_edit_of_inline_code_rolls_the_units_that_use_it_alone(kube: Kube, op
     kube.apply(pipeline(stages=stages, code={"inline": files}))
     kube.wait_ready("duo")
     before = deployments(kube)
-    kube.apply(pipeline(stages=stages, code={"inline": {**files, "words.py": "# edited\n"}}))
+    kube.apply(pipeline(stages=stages, code={"inline": {**files, "words.py": "WORD = 'edited'\n"}}))
     kube.wait_ready("duo")
     after = deployments(kube)
     assert {unit for unit in after if after[unit] != before[unit]} == {"first"}
