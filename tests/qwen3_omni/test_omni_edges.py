@@ -15,6 +15,7 @@ from stage_models.qwen3_omni.preparing import Preparer
 from stage_runtime import testing
 from tests.qwen3_omni.omni_cases import CASES, Case, request
 from tests.qwen3_omni.test_omni_answers import EXAMPLE, TOGETHER, ask, check, pipeline
+from tests.thoroughness import rows
 
 BY_NAME = {case.name: case for case in CASES}
 #: Talkers that end before and after their thinker, pictures and sounds.
@@ -29,7 +30,7 @@ def test_the_streams_of_the_pipeline_are_known() -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "switched",
-    [*([one] for one in STREAMS), STREAMS],
+    rows([STREAMS, *([one] for one in STREAMS)], each_run=2),
     ids=lambda given: " and ".join(f"{source} to {target}" for source, target in given),
 )
 async def test_an_edge_gives_the_same_answers_when_it_is_sent_at_the_end(
@@ -50,7 +51,7 @@ async def test_an_edge_gives_the_same_answers_when_it_is_sent_at_the_end(
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("relay", ["tcp", "nixl"])
+@pytest.mark.parametrize("relay", rows(["tcp", "nixl"], each_run=1))
 async def test_each_relay_gives_the_answers_of_the_whole_model(
     tiny_omni: str, oracle: dict[str, Any], relay: str
 ) -> None:

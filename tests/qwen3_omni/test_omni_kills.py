@@ -19,6 +19,7 @@ import pytest_asyncio
 from stage_runtime.processes.one_machine.local import LocalOptions, LocalPipeline
 from tests.e2e.local_pipelines import Client, at_rest, eventually, holds
 from tests.qwen3_omni.omni_cases import Case, body
+from tests.thoroughness import rows
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
 
@@ -104,7 +105,7 @@ async def pipeline(tiny_omni: str) -> AsyncIterator[LocalPipeline]:
         print((Path(folder) / "log").read_text()[-12_000:])
 
 
-@pytest.mark.parametrize("group", ["thinker", "talker", "voice", "front"])
+@pytest.mark.parametrize("group", rows(["thinker", "talker", "voice", "front"], each_run=2))
 async def test_a_kill_in_mid_stream_ends_what_has_streamed_and_repeats_the_rest(
     pipeline: LocalPipeline, group: str
 ) -> None:
@@ -133,7 +134,7 @@ async def test_a_kill_in_mid_stream_ends_what_has_streamed_and_repeats_the_rest(
     await asking.close()
 
 
-@pytest.mark.parametrize("group", EARLY)
+@pytest.mark.parametrize("group", rows(EARLY, each_run=1))
 async def test_a_killed_encoder_s_requests_are_sent_again_or_end_clearly(pipeline: LocalPipeline, group: str) -> None:
     """Frozen before it is killed: it has requests then. A request that is past it is still bound to it."""
     asking = Asking(pipeline.url)
