@@ -233,7 +233,7 @@ class Autoregressive(msgspec.Struct, frozen=True, kw_only=True):
     (``[TOOL_CALLS]``); ``auto`` takes the one that the chat template asks for, else ``hermes``.
     reasoning: the form in which the model thinks before it answers: ``think`` (``<think>…</think>``), ``none`` (what it
     writes is the answer); ``auto`` takes ``think`` where the chat template or the vocabulary has ``</think>``. The
-    thinking of answers to messages is no text of the answer: see `Generation.reasoning`.
+    thinking of answers to messages is not part of their text: see `Generation.reasoning`.
     control_strings: control strings in texts of clients, such as ``<|im_end|>``, become control tokens. By default they
     are ordinary text, and only those that the chat template writes count.
     number_digits: the most digits before the point of a number that an answer's JSON schema sets no bound to; after it

@@ -77,8 +77,8 @@ class Message(msgspec.Struct):
     function_call: Any = None
     audio: SpokenAudio | None = None
     refusal: str | None = None
-    reasoning_content: str | None = None
-    reasoning: str | None = None
+    reasoning_content: Any = None  # other servers give other things than texts by these names, which are skipped
+    reasoning: Any = None
 
 
 class VoiceId(msgspec.Struct):

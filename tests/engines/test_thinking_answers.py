@@ -9,6 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from stage_runtime.engines.autoregressive.text.reasoning import ThoughtSplitter
+from stage_runtime.web.translating import chat
 from tests.engines.generation_kit import tiny_tokenizer
 from tests.engines.test_call_answers import ANSWER, ARGUMENTS, CALLS, FORMS, TOOLS, WRITTEN
 from tests.engines.writing_kit import Answer, Writing
@@ -141,3 +142,20 @@ def split(parts: list[str], *, begun: bool) -> tuple[str, str]:
     splitter = ThoughtSplitter(begun=begun)
     found = [*map(splitter.feed, parts), splitter.flush()]
     return "".join(one.thought for one in found), "".join(one.answer for one in found)
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"reasoning_content": "so"}, "so"),
+        ({"reasoning": "so"}, "so"),
+        ({"reasoning": {"effort": "high"}}, None),
+        ({"reasoning_content": 5}, None),
+        ({"reasoning_content": None, "reasoning": [{"text": "so"}]}, None),
+    ],
+)
+def test_thinking_of_earlier_answers_reaches_the_stages_if_it_is_text(fields: object, expected: str | None) -> None:
+    earlier = {"role": "assistant", "content": "yes", **dict(fields)}  # type: ignore[call-overload]
+    body = chat.decode(json.dumps({"messages": [earlier, {"role": "user", "content": "hi"}]}).encode())
+    found = chat.request(body, "r", {})
+    assert found.inputs["messages"][0].get("reasoning_content") == expected

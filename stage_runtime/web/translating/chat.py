@@ -134,7 +134,8 @@ def _message(item: schemas.Message, index: int, fetched: Mapping[str, Media]) ->
     message: dict[str, Any] = {"role": item.role, "content": media.content(item, index, fetched)}
     if item.name is not None:
         message["name"] = item.name
-    if (thought := item.reasoning_content or item.reasoning) and item.role == "assistant":
+    thought = item.reasoning_content or item.reasoning
+    if item.role == "assistant" and isinstance(thought, str) and thought:
         message["reasoning_content"] = thought
     if item.tool_calls:
         message["tool_calls"] = item.tool_calls

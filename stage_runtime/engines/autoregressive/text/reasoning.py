@@ -29,7 +29,7 @@ def splits(wanted: str, tokenizer: Any) -> bool:
 
 
 class Split(NamedTuple):
-    """thought: new text of the thinking. decided: so many characters of the whole text are no answer. answer: new text
+    """thought: new text of the thinking. decided: so many characters of the whole text are not answer. answer: new text
     of it.
     """
 
