@@ -13,7 +13,7 @@ from stage_runtime.coordinator.membership import Membership
 from stage_runtime.coordinator.request_handles import RequestHandle
 from stage_runtime.errors import RequestError
 from stage_runtime.rules import kvpairs, needed
-from stage_runtime.rules.membership import Unbindable
+from stage_runtime.rules.instances import Unbindable
 
 RETRY_AFTER_S: Final = 1.0
 

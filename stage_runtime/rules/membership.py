@@ -14,14 +14,13 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from typing import Final, NamedTuple
-
-import msgspec
+from typing import Final
 
 from omnipipeline_spec.types.plan import PipelineRevision
 from stage_runtime.rules import balancing, edges, kvpairs, partial_binding, reachability, subsets
 from stage_runtime.rules.absences import UnitKind
-from stage_runtime.rules.balancing import GroupLoad, Load
+from stage_runtime.rules.balancing import GroupLoad
+from stage_runtime.rules.instances import GroupChoice, Instance, Needs, Partners, Sets, Unbindable, Wanted, host_of
 from stage_runtime.rules.pools import Endpoints, Pool, Pools
 from stage_runtime.wire.parts import Member
 
@@ -33,84 +32,6 @@ COMPARED: Final = 1 / 16
 NO_REVISION: Final = "(no pipeline revision known)"
 WELL_LINKED: Final = 0.75  # of the partners: with so many links, requests are spread well enough without a comparison
 LINKS_KEPT: Final = 16 * subsets.SUBSET  # of one instance, to instances that load or a change made its partners
-
-
-class Instance(Load, kw_only=True):
-    """One member as the coordinator sees it."""
-
-    member: Member
-    edges: str = ""  #: The schema of the edges that it declares (`rules.edges`).
-    ready: bool = False
-    draining: bool = False
-    aside: bool = False  #: Its pod was taken out of the unit, to be examined: it gets no new request.
-    linked: set[str] = msgspec.field(default_factory=set)  #: Instances of large groups that got requests from it.
-    partners: dict[str, Partners] = msgspec.field(default_factory=dict)  #: By large group.
-
-    @property
-    def eligible(self) -> bool:
-        return self.ready and not self.draining and not self.aside
-
-
-class Partners(msgspec.Struct):
-    """The instances of one large group that requests of one instance go to."""
-
-    pool: Pool[Instance]
-    changes: int  #: Of all pools, when this was computed.
-    all: Sequence[Instance]
-    linked: list[Instance]  #: Those of them that got requests from it.
-    well_linked: bool  #: Nearly all of them did.
-
-
-class GroupChoice(msgspec.Struct):
-    """One group of a complete set."""
-
-    group: str
-    pool: Pool[Instance]  #: Its eligible instances.
-    load: GroupLoad
-    sources: tuple[int, ...]  #: The choices before it whose instances send to it.
-
-
-class Sets(msgspec.Struct):
-    """The complete sets of one revision, as long as none of its pools becomes empty."""
-
-    revision: PipelineRevision
-    stages: dict[str, str]  #: stage -> group, of those that the request may meet
-    choices: list[GroupChoice]  #: Only groups of these stages; a group comes after those that send to it.
-    prefills: dict[str, str] = {}  #: Prefill stage -> group, of the decode stages among ``stages``.
-    weight: float = 0.0  #: Of the smooth weighted round robin.
-
-    @property
-    def count(self) -> int:
-        """Complete sets: the minimum over its groups."""
-        return min(len(choice.pool) for choice in self.choices)
-
-
-class Wanted(NamedTuple):
-    """What a request asks of a revision."""
-
-    terminals: frozenset[str] | None  #: None: all.
-    required: frozenset[str]  #: Stages that a route has led to.
-
-
-class Needs(NamedTuple):
-    """What a request needs of a revision."""
-
-    met: dict[str, str]  #: stage -> group, of the stages that it may meet.
-    certain: list[str]  #: Those without which it cannot be served.
-
-
-class Unbindable(Exception):
-    """No complete set of instances: ``groups`` have none that is ready."""
-
-    def __init__(self, groups: Sequence[str]) -> None:
-        super().__init__(f"no ready instance of {', '.join(groups)}")
-        self.groups = tuple(groups)
-
-
-def host_of(endpoint: str) -> str:
-    """``tcp://10.0.0.7:5550`` → ``10.0.0.7``; a Unix socket has none."""
-    host = endpoint.removeprefix("tcp://").rpartition(":")[0] if endpoint.startswith("tcp://") else ""
-    return host.strip("[]")
 
 
 class MembershipState:

@@ -1,4 +1,4 @@
-"""All messages of the control plane.
+"""All messages of the control plane, in one file however long: a tag that stands twice is seen here.
 
 Array-like tagged structs: small, fast, and readable by any MessagePack decoder (a test reads them all with
 `msgpack`). Messages hold no tensors, but may carry up to 72 KiB of a payload inline. Acknowledgement of frames is in

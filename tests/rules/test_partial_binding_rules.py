@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from omnipipeline_spec.types.plan import PipelineRevision
 from stage_runtime.rules import edges, partial_binding, reachability
-from stage_runtime.rules.membership import MembershipState, Unbindable
+from stage_runtime.rules.instances import Unbindable
+from stage_runtime.rules.membership import MembershipState
 from stage_runtime.wire.parts import Member
 from tests.rules.test_reachability_rules import graphs
 
