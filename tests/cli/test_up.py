@@ -6,7 +6,6 @@ import os
 import pty
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -18,6 +17,8 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
+
+from tests.ports import free_port
 
 HELLO = Path(__file__).parents[2] / "examples" / "hello" / "pipeline.yaml"
 SLOW = """\
@@ -346,13 +347,6 @@ def test_a_reader_who_pauses_stops_neither_requests_nor_the_end(base: Path) -> N
             os.close(theirs)
     assert gone(children)
     assert runs(base) == []
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        found: int = probe.getsockname()[1]
-        return found
 
 
 def serves(url: str) -> bool:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import random
-import socket
 from collections.abc import AsyncIterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -23,6 +21,7 @@ from stage_runtime.processes.supervision.instances import InstanceSpec, RestartP
 from stage_runtime.processes.supervision.statuspipe import Serving
 from stage_runtime.processes.supervision.supervisor import Supervisor
 from tests.e2e.local_pipelines import HERE
+from tests.ports import free_port
 
 KEY = b"thirty-two bytes of the pipeline"
 POLICY = RestartPolicy(startup_s=120, grace_s=20)
@@ -42,8 +41,8 @@ class Pods:
         """environments: of a coordinator or a group, beside what all have."""
         self._environments = environments
         self.plan = planning.plan(spec)
-        self.control = {name: f"tcp://127.0.0.1:{_free_port()}" for name in coordinators}
-        self.publisher = {name: f"tcp://127.0.0.1:{_free_port()}" for name in coordinators}
+        self.control = {name: f"tcp://127.0.0.1:{free_port()}" for name in coordinators}
+        self.publisher = {name: f"tcp://127.0.0.1:{free_port()}" for name in coordinators}
         self._folder = folder
         self._log = (folder / "log").open("a")
         self._supervisor = Supervisor(on_change=lambda _: None, on_line=self._line)
@@ -122,15 +121,6 @@ class Pods:
 
     def _line(self, name: str, line: str) -> None:
         print(f"{name}: {line}", file=self._log, flush=True)
-
-
-def _free_port() -> int:
-    """Below the range from which the kernel gives ports to connections: nobody takes it before we bind it."""
-    while True:
-        port = random.randrange(20_000, 32_000)
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
 
 
 @contextlib.asynccontextmanager

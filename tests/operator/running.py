@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from tests.cluster_kit import REPOSITORY, Cluster
+from tests.ports import free_port
 
 T = TypeVar("T")
 
@@ -102,9 +102,7 @@ class OperatorProcess:
     _log_start: int = field(default=0, init=False)  #: Length of the log when the process was started.
 
     def start(self, **more: str) -> OperatorProcess:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        self.port = free_port()
         environment = self.environment | {"OMNI_OPERATOR_PROBE_PORT": str(self.port)} | more
         with self.log.open("ab") as output:
             self._log_start = output.tell()

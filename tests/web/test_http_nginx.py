@@ -6,7 +6,6 @@ Missing nginx is a failure under CI and a skip elsewhere.
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -16,6 +15,7 @@ import pytest
 
 from stage_runtime.wire.values import Text
 from tests import debian
+from tests.ports import free_port
 from tests.web.running import PATIENCE_S, start
 from tests.web.scripted_manager import chunk, play
 
@@ -114,12 +114,6 @@ async def test_a_client_that_leaves_nginx_ends_its_request(tmp_path: Path) -> No
         async with asyncio.timeout(PATIENCE_S):
             await running.manager.last.ended.wait()
     assert running.manager.last.outcome == "cancelled"
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 async def listening(port: int) -> None:
