@@ -37,7 +37,7 @@ from benchmarks.hoplab.pipelines import Running, pipeline, running, tensor
 from stage_runtime.processes import collecting
 from stage_runtime.rules import introductions
 from stage_runtime.web.app import make_app
-from stage_runtime.web.server import Server
+from stage_runtime.web.listening.server import Server
 from stage_runtime.web.settings import WebSettings
 from stage_runtime.web.sound.pool import CodecPool
 

@@ -44,7 +44,7 @@ from stage_runtime.relays.base import Peer
 from stage_runtime.relays.context import RelaySettings
 from stage_runtime.relays.dispatch import Relays
 from stage_runtime.relays.registry import RELAYS
-from stage_runtime.sockets.addresses import CurveSecurity
+from stage_runtime.sockets.endpoints.addresses import CurveSecurity
 
 SIZES = (4 << 10, 64 << 10, 1 << 20, 16 << 20, 256 << 20)
 MOST_OF_A_HOP = 64 << 20  # an echo pipeline's answer is kept whole, with a bound of 256 MiB

@@ -23,7 +23,7 @@ from stage_runtime.engines.base import Gate, Inbox, Work
 from stage_runtime.engines.resolving import resolve
 from stage_runtime.errors import RequestError
 from stage_runtime.payloads import encoding, isolating
-from stage_runtime.stage.mutation_check import MutationCheck
+from stage_runtime.stage.inputs.mutation_check import MutationCheck
 from stage_runtime.wire import outputs
 from stage_runtime.wire.values import Chunk, OmniRequest, StagePayload, detached
 

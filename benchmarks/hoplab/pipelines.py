@@ -23,8 +23,8 @@ from omnipipeline_spec.types.relays import RelayBackend
 from stage_runtime.coordinator.coordinator import Coordinator
 from stage_runtime.relays.context import RelaySettings
 from stage_runtime.relays.dispatch import Relays
-from stage_runtime.sockets.addresses import CurveSecurity
 from stage_runtime.sockets.channels import Channels
+from stage_runtime.sockets.endpoints.addresses import CurveSecurity
 from stage_runtime.wire.values import OmniRequest, RawTensor
 
 ECHO = "def make():\n    def run(payload):\n        return payload.data\n    return run\n"

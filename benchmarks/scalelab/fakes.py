@@ -20,9 +20,9 @@ from omnipipeline_spec.types.plan import PipelineRevision, StagePlan
 from stage_runtime.payloads import encoding
 from stage_runtime.rules import edges, ticks
 from stage_runtime.sockets.channels import Channels
-from stage_runtime.stage.membership import StageMembership
+from stage_runtime.stage.control.membership import StageMembership
+from stage_runtime.stage.control.registration import Registration
 from stage_runtime.stage.process_context import ProcessContext
-from stage_runtime.stage.registration import Registration
 from stage_runtime.wire.frames import RequestRef
 from stage_runtime.wire.messages import Beat, Complete, DataReady, Hello, Message, Rejected, Submit, Unbound, Welcome
 from stage_runtime.wire.parts import Body, Failure, Header, Member, Timing
@@ -88,7 +88,7 @@ RESULT: Final = _result()
 
 
 class LightInstance:
-    """One instance of one group. `sockets.receiving.Handler`."""
+    """One instance of one group. `sockets.frames.receiving.Handler`."""
 
     def __init__(
         self,
@@ -177,7 +177,7 @@ class LightInstance:
     def send(self, peer: str, message: Message) -> bool:
         return self._process.send(peer, message)
 
-    # --- sockets.receiving.Handler -----------------------------------------------------------------------------
+    # --- sockets.frames.receiving.Handler ----------------------------------------------------------------------
 
     def introduced(self, sender: str, message: Message) -> bool:
         self.heard[type(message).__name__] += 1
@@ -252,7 +252,7 @@ class LightInstance:
             return
         (target,) = self._plan.next
         if not self._process.send(header.bindings[target], DataReady(header, stage, target, RESULT)):
-            self.unsent += 1  # as `stage.stage_output` does
+            self.unsent += 1  # as `stage.outputs.stage_output` does
             failure = Failure("transport_failed", f"no connection to the instance of {target}", stage, "relay")
             self._process.send(header.owner, Complete(header.request_id, header.attempt, stage, failure=failure))
 

@@ -72,7 +72,7 @@ async def measure(*, sends: bool, receives: bool, links: int = LINKS, messages: 
 
 
 class End:
-    """One process's end of its links. `sockets.receiving.Handler`."""
+    """One process's end of its links. `sockets.frames.receiving.Handler`."""
 
     def __init__(self, folder: str, known: dict[str, str]) -> None:
         self.name = secrets.token_hex(8)

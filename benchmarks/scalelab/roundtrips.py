@@ -13,8 +13,8 @@ from typing import Final
 
 import msgspec
 
-from stage_runtime.sockets.addresses import CurveSecurity
 from stage_runtime.sockets.channels import Channels
+from stage_runtime.sockets.endpoints.addresses import CurveSecurity
 from stage_runtime.wire.frames import RequestRef
 from stage_runtime.wire.messages import Deregister, Detour, Message
 
@@ -88,7 +88,7 @@ class Flights:
 
 
 class _End:
-    """`sockets.receiving.Handler`: an instance, or the coordinator that passes frames on."""
+    """`sockets.frames.receiving.Handler`: an instance, or the coordinator that passes frames on."""
 
     def __init__(self, name: str, security: CurveSecurity | None) -> None:
         self.words: asyncio.Queue[str] = asyncio.Queue()

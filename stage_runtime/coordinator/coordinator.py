@@ -1,6 +1,6 @@
 """Dispatches control messages to membership and the request manager.
 
-`sockets.receiving.Handler`.
+`sockets.frames.receiving.Handler`.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from typing import Any
 
 from omnipipeline_spec.types.errors import clipped
 from omnipipeline_spec.types.plan import CoordinatorPlan, PipelineRevision
-from stage_runtime.coordinator.clocks import Clocks
+from stage_runtime.coordinator.answering.unread_answers import DEFAULT_LIMITS, AnswerLimits
 from stage_runtime.coordinator.membership import Membership
-from stage_runtime.coordinator.operations import Operations
-from stage_runtime.coordinator.profiling import PipelineProfiling
+from stage_runtime.coordinator.questions.clocks import Clocks
+from stage_runtime.coordinator.questions.operations import Operations
+from stage_runtime.coordinator.questions.profiling import PipelineProfiling
+from stage_runtime.coordinator.reporting.tracing import RequestTracer
 from stage_runtime.coordinator.request_manager import RequestManager
-from stage_runtime.coordinator.tracing import RequestTracer
-from stage_runtime.coordinator.unread_answers import DEFAULT_LIMITS, AnswerLimits
 from stage_runtime.profiler.session import ProfileSession
 from stage_runtime.relays.dispatch import Relays
 from stage_runtime.sockets.channels import Channels
@@ -152,7 +152,7 @@ class Coordinator:
         self.profiling = PipelineProfiling(profiles, members, channels.send, self._loop, clocks)
         self.operations = Operations(members, stages, channels.send, self._loop)
 
-    # --- sockets.receiving.Handler -----------------------------------------------------------------------------
+    # --- sockets.frames.receiving.Handler ----------------------------------------------------------------------
 
     def introduced(self, sender: str, message: Message) -> bool:
         if not isinstance(message, Hello):

@@ -7,7 +7,7 @@ from typing import Any, Protocol, TypeAlias
 
 import msgspec
 
-from stage_runtime.coordinator.terminal_stages import TerminalStagesResult
+from stage_runtime.coordinator.admitting.terminal_stages import TerminalStagesResult
 from stage_runtime.metrics import planes
 from stage_runtime.metrics.samples import Samples
 from stage_runtime.wire.values import OmniRequest

@@ -14,28 +14,28 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from omnipipeline_spec.types.plan import CoordinatorPlan, PipelineRevision
-from stage_runtime.coordinator import recorded
-from stage_runtime.coordinator.abort_forwarding import AbortForwarding
-from stage_runtime.coordinator.admission import Admission
-from stage_runtime.coordinator.answers import Answers
-from stage_runtime.coordinator.bindings import RETRY_AFTER_S, Bindings
-from stage_runtime.coordinator.broken_connections import BrokenConnections
-from stage_runtime.coordinator.deadlines import Deadlines
+from stage_runtime.coordinator.admitting.admission import Admission
+from stage_runtime.coordinator.admitting.service_health import ServiceHealth
+from stage_runtime.coordinator.admitting.submission import Submission
+from stage_runtime.coordinator.admitting.terminal_stages import TerminalStagesCaller, TerminalStagesResult, Watch
+from stage_runtime.coordinator.answering.answers import Answers
+from stage_runtime.coordinator.answering.readers import Readers
+from stage_runtime.coordinator.answering.request_handles import RequestHandle, Resulted
+from stage_runtime.coordinator.answering.shown_failures import shown
+from stage_runtime.coordinator.answering.unread_answers import DEFAULT_LIMITS, AnswerLimits, UnreadAnswers
+from stage_runtime.coordinator.binding.bindings import RETRY_AFTER_S, Bindings
+from stage_runtime.coordinator.binding.broken_connections import BrokenConnections
+from stage_runtime.coordinator.binding.suspects import UNREACHABLE_S, Suspects
+from stage_runtime.coordinator.binding.waiting import Waiting
+from stage_runtime.coordinator.ending.abort_forwarding import AbortForwarding
+from stage_runtime.coordinator.ending.deadlines import Deadlines
+from stage_runtime.coordinator.ending.notifications import ConsumedNotifier, EndedNotifier
 from stage_runtime.coordinator.events import RequestRecord
 from stage_runtime.coordinator.membership import Membership
-from stage_runtime.coordinator.notifications import ConsumedNotifier, EndedNotifier
-from stage_runtime.coordinator.readers import Readers
-from stage_runtime.coordinator.reports import Reports
-from stage_runtime.coordinator.request_handles import RequestHandle, Resulted
-from stage_runtime.coordinator.service_health import ServiceHealth
-from stage_runtime.coordinator.shown_failures import shown
-from stage_runtime.coordinator.stats import RequestStats
-from stage_runtime.coordinator.submission import Submission
-from stage_runtime.coordinator.suspects import UNREACHABLE_S, Suspects
-from stage_runtime.coordinator.terminal_stages import TerminalStagesCaller, TerminalStagesResult, Watch
-from stage_runtime.coordinator.tracing import RequestTracer
-from stage_runtime.coordinator.unread_answers import DEFAULT_LIMITS, AnswerLimits, UnreadAnswers
-from stage_runtime.coordinator.waiting import Waiting
+from stage_runtime.coordinator.reporting import recorded
+from stage_runtime.coordinator.reporting.reports import Reports
+from stage_runtime.coordinator.reporting.stats import RequestStats
+from stage_runtime.coordinator.reporting.tracing import RequestTracer
 from stage_runtime.errors import IllegalEvent, RequestError
 from stage_runtime.metrics import planes
 from stage_runtime.metrics.samples import Samples

@@ -2,7 +2,8 @@
 
 A tensor may be there before its values are: they are computed on the stream of the thread that gave it, and its taker
 may use another one. So the giver leaves an event behind its work, the taker's stream waits for that, and torch hears
-that the taker's stream uses the memory, too. Called by `stage.arrivals` and `pack`; costs nothing where no GPU is used.
+that the taker's stream uses the memory, too. Called by `stage.inputs.arrivals` and `pack`; costs nothing where
+no GPU is used.
 """
 
 from __future__ import annotations

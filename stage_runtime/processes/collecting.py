@@ -1,6 +1,6 @@
 """The garbage collector of a coordinator's process. Called when it is ready to serve; by the benchmarks of one, too.
 
-Not of stages: what an author's code leaves in cycles holds slots of its senders (`stage.idle_trimming`).
+Not of stages: what an author's code leaves in cycles holds slots of its senders (`stage.observing.idle_trimming`).
 """
 
 from __future__ import annotations

@@ -15,10 +15,10 @@ import msgspec
 
 from omnipipeline_spec.types.plan import PipelineRevision
 from omnipipeline_spec.types.pods import COORDINATOR, PROFILING_FILE
+from stage_runtime.coordinator.answering.unread_answers import AnswerLimits
 from stage_runtime.coordinator.coordinator import Coordinator
-from stage_runtime.coordinator.profiling import ProfileLimits
-from stage_runtime.coordinator.tracing import RequestTracer
-from stage_runtime.coordinator.unread_answers import AnswerLimits
+from stage_runtime.coordinator.questions.profiling import ProfileLimits
+from stage_runtime.coordinator.reporting.tracing import RequestTracer
 from stage_runtime.engines.resolving import resolve_hook
 from stage_runtime.errors import ConfigurationError, describe
 from stage_runtime.processes import collecting, logs, loops, process_context, signals, traces
@@ -27,15 +27,15 @@ from stage_runtime.processes.tasks import Tasks
 from stage_runtime.relays import pages
 from stage_runtime.relays.dispatch import Relays
 from stage_runtime.settings import CoordinatorSettings, api_keys
-from stage_runtime.sockets import limits
 from stage_runtime.sockets.channels import Channels
-from stage_runtime.sockets.doors import Doors
+from stage_runtime.sockets.endpoints import limits
+from stage_runtime.sockets.endpoints.doors import Doors
 from stage_runtime.web import app as web
 from stage_runtime.web import routes
-from stage_runtime.web.apikeys import ApiKeys
-from stage_runtime.web.connection_limits import ConnectionLimits
-from stage_runtime.web.metrics import CoordinatorMetrics
-from stage_runtime.web.server import Server
+from stage_runtime.web.exchanges.apikeys import ApiKeys
+from stage_runtime.web.exchanges.metrics import CoordinatorMetrics
+from stage_runtime.web.listening.connection_limits import ConnectionLimits
+from stage_runtime.web.listening.server import Server
 from stage_runtime.web.settings import WebSettings
 from stage_runtime.web.sound.pool import CodecPool
 

@@ -10,7 +10,7 @@ from stage_runtime.processes import incarnations, logs, process_context
 from stage_runtime.processes.rank import EXIT_CRASHED, EXIT_DRAINED, THREADS_S, RankProcess
 from stage_runtime.processes.supervision import statuspipe
 from stage_runtime.processes.tasks import Tasks
-from stage_runtime.stage.follower import FollowerHost
+from stage_runtime.stage.ranks.follower import FollowerHost
 
 log = logging.getLogger(__name__)
 

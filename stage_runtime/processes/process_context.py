@@ -14,8 +14,8 @@ from omnipipeline_spec.types.pods import COORDINATOR
 from stage_runtime.profiler.session import ProfileSession
 from stage_runtime.relays.context import RelaySettings
 from stage_runtime.settings import CoordinatorSettings, StageSettings
-from stage_runtime.sockets import limits
-from stage_runtime.sockets.addresses import CurveSecurity
+from stage_runtime.sockets.endpoints import limits
+from stage_runtime.sockets.endpoints.addresses import CurveSecurity
 
 BODIES_SHARE: Final = 0.125  # of it, for what clients send: decoded and encoded for the relay it is there three times
 MAX_BODIES: Final = 1 << 30

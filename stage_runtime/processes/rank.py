@@ -23,8 +23,8 @@ from stage_runtime.profiler.recorder import recorder
 from stage_runtime.relays.dispatch import Relays
 from stage_runtime.settings import StageSettings
 from stage_runtime.sockets.channels import Channels
-from stage_runtime.sockets.doors import Doors
-from stage_runtime.sockets.receiving import Handler
+from stage_runtime.sockets.endpoints.doors import Doors
+from stage_runtime.sockets.frames.receiving import Handler
 from stage_runtime.stage.context import RankContext
 from stage_runtime.wire.parts import Incarnation
 

@@ -28,13 +28,13 @@ from stage_runtime.relays import pages
 from stage_runtime.relays.dispatch import Relays
 from stage_runtime.rules import edges, ticks
 from stage_runtime.settings import StageSettings
-from stage_runtime.sockets import addresses, limits
 from stage_runtime.sockets.channels import Channels
-from stage_runtime.sockets.doors import Doors
+from stage_runtime.sockets.endpoints import addresses, limits
+from stage_runtime.sockets.endpoints.doors import Doors
+from stage_runtime.stage.control.registration import Registration
 from stage_runtime.stage.host import Host
-from stage_runtime.stage.mutation_check import MutationCheck
-from stage_runtime.stage.registration import Registration
-from stage_runtime.stage.tensor_parallel import Leader
+from stage_runtime.stage.inputs.mutation_check import MutationCheck
+from stage_runtime.stage.ranks.tensor_parallel import Leader
 from stage_runtime.telemetry.authors import AuthorSpans
 from stage_runtime.wire.messages import Hello
 from stage_runtime.wire.parts import Incarnation, Member

@@ -1,6 +1,7 @@
 """Profiles of one process: starts and stops its recorder and its torch trace, and hands out their files.
 
-Here: one run at a time, its limits, where files are. Not here: who asks (`stage.profiling`, `coordinator.profiling`).
+Here: one run at a time, its limits, where files are. Not here: who asks (`stage.control.profiling`,
+`coordinator.questions.profiling`).
 Every method blocks on files; callers run them on `ProfileSession.thread`, one after the other.
 """
 

@@ -15,7 +15,7 @@ from stage_runtime.relays.locking import MemoryLock
 
 
 class SocketSecurity(Protocol):
-    """What guards TCP sockets (`sockets.addresses.Security`)."""
+    """What guards TCP sockets (`sockets.endpoints.addresses.Security`)."""
 
     def server(self, socket: Any) -> None:
         """Called before ``bind``."""
@@ -28,7 +28,7 @@ class SocketSecurity(Protocol):
 
 
 class SocketDoors(Protocol):
-    """Lets no new peers in while few descriptors are left (`sockets.doors.Doors`). On the loop."""
+    """Lets no new peers in while few descriptors are left (`sockets.endpoints.doors.Doors`). On the loop."""
 
     def add(self, endpoint: str) -> None:
         """It is bound."""

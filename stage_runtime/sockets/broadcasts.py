@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 import zmq
 
-from stage_runtime.sockets.opening import Sockets, closed_on_failure
-from stage_runtime.sockets.reading import Reading
+from stage_runtime.sockets.endpoints.opening import Sockets, closed_on_failure
+from stage_runtime.sockets.frames.reading import Reading
 from stage_runtime.wire import codec
 from stage_runtime.wire.frames import FRAME_LIMIT, PROTOCOL, Envelope, Frame
 from stage_runtime.wire.messages import Message

@@ -20,19 +20,20 @@ import zmq
 
 from stage_runtime.errors import LimitReached
 from stage_runtime.rules.links import LinkReceiver
-from stage_runtime.sockets import detours, limits
-from stage_runtime.sockets.accepting import Accepting
-from stage_runtime.sockets.addresses import CurveSecurity
 from stage_runtime.sockets.broadcasts import Broadcasts
-from stage_runtime.sockets.connecting import Connecting
-from stage_runtime.sockets.dialing import Dialers
-from stage_runtime.sockets.dismissals import Dismissals
-from stage_runtime.sockets.links import Link
-from stage_runtime.sockets.opening import Sockets
-from stage_runtime.sockets.pacing import ReadPacing
-from stage_runtime.sockets.reading import Reading
-from stage_runtime.sockets.receiving import Handler, Receiving
-from stage_runtime.sockets.resending import Acknowledging, Resending
+from stage_runtime.sockets.connections import detours
+from stage_runtime.sockets.connections.accepting import Accepting
+from stage_runtime.sockets.connections.connecting import Connecting
+from stage_runtime.sockets.connections.dialing import Dialers
+from stage_runtime.sockets.connections.dismissals import Dismissals
+from stage_runtime.sockets.connections.links import Link
+from stage_runtime.sockets.endpoints import limits
+from stage_runtime.sockets.endpoints.addresses import CurveSecurity
+from stage_runtime.sockets.endpoints.opening import Sockets
+from stage_runtime.sockets.frames.pacing import ReadPacing
+from stage_runtime.sockets.frames.reading import Reading
+from stage_runtime.sockets.frames.receiving import Handler, Receiving
+from stage_runtime.sockets.frames.resending import Acknowledging, Resending
 from stage_runtime.wire.messages import Message
 
 log = logging.getLogger(__name__)

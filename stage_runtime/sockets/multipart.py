@@ -17,8 +17,8 @@ import zmq
 
 from stage_runtime import settings
 from stage_runtime.errors import PeerError
-from stage_runtime.sockets.addresses import check
-from stage_runtime.sockets.opening import closed_on_failure
+from stage_runtime.sockets.endpoints.addresses import check
+from stage_runtime.sockets.endpoints.opening import closed_on_failure
 
 SocketKind: TypeAlias = Literal["ROUTER", "DEALER", "PUSH", "PULL", "XPUB", "XSUB"]
 Buffer: TypeAlias = bytes | bytearray | memoryview

@@ -1,4 +1,4 @@
-"""One process of a process group: its stages, and who handles what is received. `sockets.receiving.Handler`.
+"""One process of a process group: its stages, and who handles what is received. `sockets.frames.receiving.Handler`.
 
 Holds no thread of its own and no state of a request: messages of requests go to `requests`, of members and coordinators
 to `membership`, operations to `administration`. Called by the I/O thread and by `processes.stage`.
@@ -20,20 +20,20 @@ from stage_runtime.metrics import planes
 from stage_runtime.profiler.session import ProfileSession
 from stage_runtime.relays.dispatch import Relays
 from stage_runtime.sockets.channels import Channels
-from stage_runtime.stage import edge_transports
-from stage_runtime.stage.administration import Administration
-from stage_runtime.stage.idle_trimming import IdleTrimming
-from stage_runtime.stage.kv_transport import StageKVTransport
-from stage_runtime.stage.membership import StageMembership
-from stage_runtime.stage.mutation_check import MutationCheck
+from stage_runtime.stage.control.administration import Administration
+from stage_runtime.stage.control.membership import StageMembership
+from stage_runtime.stage.control.profiling import ProcessProfiling
+from stage_runtime.stage.control.registration import Registration
+from stage_runtime.stage.control.requests import Requests
+from stage_runtime.stage.control.startup import EngineLoader
+from stage_runtime.stage.inputs.mutation_check import MutationCheck
+from stage_runtime.stage.kv.transport import StageKVTransport
+from stage_runtime.stage.observing.idle_trimming import IdleTrimming
+from stage_runtime.stage.outputs import edge_transports
 from stage_runtime.stage.process_context import ProcessContext
-from stage_runtime.stage.profiling import ProcessProfiling
-from stage_runtime.stage.ranks import RankPlane
-from stage_runtime.stage.registration import Registration
-from stage_runtime.stage.requests import Requests
+from stage_runtime.stage.ranks.rank_plane import RankPlane
+from stage_runtime.stage.ranks.tensor_parallel import Leader
 from stage_runtime.stage.stage import Stage
-from stage_runtime.stage.startup import EngineLoader
-from stage_runtime.stage.tensor_parallel import Leader
 from stage_runtime.transfers.releases import Releases
 from stage_runtime.wire.frames import RequestRef
 from stage_runtime.wire.messages import (
@@ -166,7 +166,7 @@ class Host:
         """Load every stage's engine."""
         self._startup.load(make)
 
-    # --- sockets.receiving.Handler -----------------------------------------------------------------------------
+    # --- sockets.frames.receiving.Handler ----------------------------------------------------------------------
 
     def introduced(self, sender: str, message: Message) -> bool:
         if isinstance(message, Welcome):

@@ -12,8 +12,8 @@ from typing import Any
 from stage_runtime.payloads import isolating
 from stage_runtime.relays.dispatch import Relays
 from stage_runtime.sockets.channels import Channels
-from stage_runtime.stage.mutation_check import MutationCheck
-from stage_runtime.stage.stage_input import StageInput
+from stage_runtime.stage.inputs.mutation_check import MutationCheck
+from stage_runtime.stage.inputs.stage_input import StageInput
 from stage_runtime.stage.work import RequestWork
 from stage_runtime.transfers.sending import SendQueues
 from stage_runtime.wire.messages import Message

@@ -14,13 +14,14 @@ from stage_runtime.engines.custom import EngineCrashed
 from stage_runtime.engines.simple import SyncEngine
 from stage_runtime.errors import describe
 from stage_runtime.profiler.recorder import set_active_stage
-from stage_runtime.stage import recorded, tensor_parallel
 from stage_runtime.stage.hooks import Hooks
+from stage_runtime.stage.inputs.stage_input import StageInput
+from stage_runtime.stage.observing import recorded
+from stage_runtime.stage.observing.stalling import Stalling
+from stage_runtime.stage.outputs.stage_output import StageOutput
 from stage_runtime.stage.process_context import ProcessContext
-from stage_runtime.stage.stage_input import StageInput
-from stage_runtime.stage.stage_output import StageOutput
-from stage_runtime.stage.stalling import Stalling
-from stage_runtime.stage.tensor_parallel import Leader, LeaderInbox
+from stage_runtime.stage.ranks import tensor_parallel
+from stage_runtime.stage.ranks.tensor_parallel import Leader, LeaderInbox
 from stage_runtime.stage.work import RequestWork
 
 log = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from stage_runtime.payloads import encoding
 from stage_runtime.rules.expecting import Expecting
 from stage_runtime.rules.gathering import Gathering
 from stage_runtime.rules.streams import STREAM_WINDOW, Merge, Outbound
-from stage_runtime.stage.busy import Busy
+from stage_runtime.stage.observing.busy import Busy
 from stage_runtime.transfers.sending import attempt_key
 from stage_runtime.wire import outputs
 from stage_runtime.wire.parts import Header, Member, Timing

@@ -15,13 +15,13 @@ from fastapi import FastAPI
 from stage_runtime.coordinator.events import RequestManagerApi
 from stage_runtime.metrics import catalog
 from stage_runtime.web import openapi, routes
-from stage_runtime.web.bare import bare_app
 from stage_runtime.web.endpoints import HandlerContext
-from stage_runtime.web.fetching import Fetcher
-from stage_runtime.web.memory_budget import MemoryBudget
-from stage_runtime.web.metrics import CoordinatorMetrics
-from stage_runtime.web.middleware import OPEN, Middleware
-from stage_runtime.web.origins import Origins
+from stage_runtime.web.exchanges.bare import bare_app
+from stage_runtime.web.exchanges.memory_budget import MemoryBudget
+from stage_runtime.web.exchanges.metrics import CoordinatorMetrics
+from stage_runtime.web.exchanges.middleware import OPEN, Middleware
+from stage_runtime.web.exchanges.origins import Origins
+from stage_runtime.web.reading.fetching import Fetcher
 from stage_runtime.web.routing import Direct, Route, mounted
 from stage_runtime.web.settings import WebSettings
 from stage_runtime.web.sound.pool import CodecPool

@@ -9,10 +9,10 @@ from typing import Any, TypeVar
 import msgspec
 
 from stage_runtime.coordinator.events import RequestManagerApi
-from stage_runtime.web import strictjson
-from stage_runtime.web.errors import RequestRefused
-from stage_runtime.web.exchange import Exchange
-from stage_runtime.web.fetching import Fetcher
+from stage_runtime.web.exchanges.errors import RequestRefused
+from stage_runtime.web.exchanges.exchange import Exchange
+from stage_runtime.web.reading import strictjson
+from stage_runtime.web.reading.fetching import Fetcher
 from stage_runtime.web.settings import WebSettings
 from stage_runtime.web.sound.pool import CodecPool
 

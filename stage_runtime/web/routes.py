@@ -8,22 +8,23 @@ from __future__ import annotations
 from typing import Any, Final
 
 from stage_runtime.coordinator.events import RequestManagerApi, RequestRecord
-from stage_runtime.coordinator.operations import OperationResults, Operations
-from stage_runtime.coordinator.profiling import PipelineProfiling, ProfileAnswer
-from stage_runtime.web import answers, schemas
-from stage_runtime.web import profiling as profiles
+from stage_runtime.coordinator.questions.operations import OperationResults, Operations
+from stage_runtime.coordinator.questions.profiling import PipelineProfiling, ProfileAnswer
+from stage_runtime.web import answers
 from stage_runtime.web.answers import EVENTS, JSON, READY, SOUND, TEXT, ResponseType
-from stage_runtime.web.chat import Chat
 from stage_runtime.web.endpoints import HandlerContext
-from stage_runtime.web.metrics import CoordinatorMetrics
-from stage_runtime.web.models import Models
-from stage_runtime.web.operations import OperationBody, OperationsEndpoint
-from stage_runtime.web.pipeline import PipelineEndpoint
-from stage_runtime.web.probes import Health, Probes
-from stage_runtime.web.profiling import Profiles
+from stage_runtime.web.exchanges.metrics import CoordinatorMetrics
+from stage_runtime.web.handlers import profiling as profiles
+from stage_runtime.web.handlers.chat import Chat
+from stage_runtime.web.handlers.models import Models
+from stage_runtime.web.handlers.operations import OperationBody, OperationsEndpoint
+from stage_runtime.web.handlers.pipeline import PipelineEndpoint
+from stage_runtime.web.handlers.probes import Health, Probes
+from stage_runtime.web.handlers.profiling import Profiles
+from stage_runtime.web.handlers.speech import Speech
+from stage_runtime.web.handlers.transcriptions import Transcriptions
+from stage_runtime.web.reading import schemas
 from stage_runtime.web.routing import FORM, Route
-from stage_runtime.web.speech import Speech
-from stage_runtime.web.transcriptions import Transcriptions
 
 _PROFILE: Final = (ResponseType((ProfileAnswer,)), ResponseType((ProfileAnswer,), status=503))
 _REPORT: Final = (ResponseType((dict[str, Any],)), ResponseType(media="text/html"), ResponseType(media=TEXT))

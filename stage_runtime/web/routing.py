@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from stage_runtime.errors import RequestError
 from stage_runtime.web.answers import JSON, ResponseType
-from stage_runtime.web.exchange import KEY, Exchange
+from stage_runtime.web.exchanges.exchange import KEY, Exchange
 
 RouteHandler = Callable[[Exchange], Awaitable[None]]
 FORM = "multipart/form-data"

@@ -16,9 +16,9 @@ import msgspec
 
 from stage_runtime.coordinator.events import AnswerEvent, RequestHandleApi, RequestManagerApi
 from stage_runtime.errors import RequestError
-from stage_runtime.web import errors
-from stage_runtime.web.answer_times import AnswerTimes
-from stage_runtime.web.exchange import Exchange
+from stage_runtime.web.exchanges import errors
+from stage_runtime.web.exchanges.answer_times import AnswerTimes
+from stage_runtime.web.exchanges.exchange import Exchange
 from stage_runtime.wire.values import OmniRequest
 
 _log = logging.getLogger(__name__)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from stage_runtime.web.apikeys import ApiKeys
-from stage_runtime.web.memory_budget import GRACE_S
+from stage_runtime.web.exchanges.apikeys import ApiKeys
+from stage_runtime.web.exchanges.memory_budget import GRACE_S
 
 
 class WebSettings(msgspec.Struct, frozen=True, kw_only=True):

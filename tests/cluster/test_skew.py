@@ -14,8 +14,9 @@ from tests.cluster.load import Load
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600, func_only=True)]
 
-#: How long the next image's coordinator waits for a set of stages. Old stages look for new coordinators every 2 s
-#: (`stage.registration.RESOLVE_EVERY_S`), later on a busy machine: until one has said Hello, it seems to be alone.
+#: How long the next image's coordinator waits for a set of stages. Old stages look for new coordinators every
+#: 2 s (`stage.control.registration.RESOLVE_EVERY_S`), later on a busy machine: until one has said Hello, it seems to be
+#: alone.
 READY_AFTER_S = 8.0
 LOADING_S = 2 * READY_AFTER_S
 #: The same image but for two constants: its protocol is a later one, and its coordinator does not wait long for a set

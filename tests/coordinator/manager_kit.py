@@ -12,10 +12,10 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from omnipipeline_spec.types.plan import CoordinatorPlan, PipelineRevision
+from stage_runtime.coordinator.answering.request_handles import RequestHandle
+from stage_runtime.coordinator.answering.unread_answers import DEFAULT_LIMITS, AnswerLimits
 from stage_runtime.coordinator.coordinator import Coordinator
 from stage_runtime.coordinator.events import ChunkEvent, RequestRecord, ResultEvent
-from stage_runtime.coordinator.request_handles import RequestHandle
-from stage_runtime.coordinator.unread_answers import DEFAULT_LIMITS, AnswerLimits
 from stage_runtime.errors import LimitReached, RequestError
 from stage_runtime.payloads import encoding
 from stage_runtime.rules import edges

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from stage_runtime.coordinator.deadlines import Deadlines
+from stage_runtime.coordinator.ending.deadlines import Deadlines
 
 
 async def test_a_deadline_whose_end_raises_does_not_stop_the_later_ones() -> None:

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 import msgspec
 
-from stage_runtime.coordinator.broken_connections import RECONNECT_S
+from stage_runtime.coordinator.binding.broken_connections import RECONNECT_S
 from stage_runtime.coordinator.events import ResultEvent
 from stage_runtime.rules import edges
 from stage_runtime.wire.messages import Deregister, Members, PeerUnreachable, Unbound

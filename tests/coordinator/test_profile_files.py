@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stage_runtime.coordinator import profiling
-from stage_runtime.coordinator.clocks import Clocks
-from stage_runtime.coordinator.profiling import PipelineProfiling, RunFile
+from stage_runtime.coordinator.questions import profiling
+from stage_runtime.coordinator.questions.clocks import Clocks
+from stage_runtime.coordinator.questions.profiling import PipelineProfiling, RunFile
 from stage_runtime.profiler.session import ProfileSession
 
 

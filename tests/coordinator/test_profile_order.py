@@ -8,8 +8,8 @@ from typing import Any, cast
 
 import pytest
 
-from stage_runtime.coordinator.clocks import Clocks
-from stage_runtime.coordinator.profiling import PipelineProfiling
+from stage_runtime.coordinator.questions.clocks import Clocks
+from stage_runtime.coordinator.questions.profiling import PipelineProfiling
 from stage_runtime.errors import RequestError
 from stage_runtime.profiler.recorder import Recorder
 from stage_runtime.profiler.session import STARTED, STOPPED, ProfileSession

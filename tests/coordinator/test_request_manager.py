@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stage_runtime.coordinator.broken_connections import RECONNECT_S
+from stage_runtime.coordinator.admitting.submission import BODY_CREDITS
+from stage_runtime.coordinator.answering.readers import LOOK_EVERY_S
+from stage_runtime.coordinator.binding.broken_connections import RECONNECT_S
 from stage_runtime.coordinator.events import ChunkEvent, ResultEvent, TokenUsage
-from stage_runtime.coordinator.readers import LOOK_EVERY_S
 from stage_runtime.coordinator.request_manager import PUBLISHED_MOST
-from stage_runtime.coordinator.submission import BODY_CREDITS
 from stage_runtime.errors import InvalidRequest, RequestError
 from stage_runtime.rules import edges
 from stage_runtime.rules.readers import ROOM

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from stage_runtime.coordinator.terminal_stages import AT_ONCE, TerminalStagesCaller
+from stage_runtime.coordinator.admitting.terminal_stages import AT_ONCE, TerminalStagesCaller
 from stage_runtime.errors import RequestError
 from stage_runtime.wire.values import OmniRequest
 

@@ -6,10 +6,10 @@ from typing import Final
 
 import pytest
 
-from stage_runtime.coordinator import waterfall
-from stage_runtime.coordinator.clocks import Clocks
+from stage_runtime.coordinator.answering import waterfall
+from stage_runtime.coordinator.answering.waterfall import Observed
 from stage_runtime.coordinator.events import HopTiming, StageTiming
-from stage_runtime.coordinator.waterfall import Observed
+from stage_runtime.coordinator.questions.clocks import Clocks
 from stage_runtime.wire.parts import Timing
 
 ADMITTED: Final = 1_717_000_000_000_000

@@ -9,8 +9,8 @@ import pytest
 
 from stage_runtime.web import routes
 from stage_runtime.web.endpoints import HandlerContext
-from stage_runtime.web.fetching import Fetcher
-from stage_runtime.web.metrics import CoordinatorMetrics
+from stage_runtime.web.exchanges.metrics import CoordinatorMetrics
+from stage_runtime.web.reading.fetching import Fetcher
 from stage_runtime.web.routing import Route
 from stage_runtime.web.sound.pool import CodecPool
 from tests.docs.blocks import ROOT

@@ -49,7 +49,7 @@ def acting(kind: str, field: str, *, outside: str = "") -> list[str]:
 
 def test_reads_are_distinguished_by_the_type_they_are_of() -> None:
     """`Context.device` and others are read in many places; a plan's ``device`` is another thing."""
-    assert acting("RelayPlan", "credits", outside="crds/") == ["stage_runtime/stage/edges.py"]
+    assert acting("RelayPlan", "credits", outside="crds/") == ["stage_runtime/stage/outputs/edges.py"]
     assert ("RelayPlan", "no_such_field") not in reads()
     assert "stage_runtime/settings.py" in acting("UnitPlan", "env_defaults")
 

@@ -18,7 +18,7 @@ import pytest
 import zmq
 
 from stage_runtime.processes.one_machine.local import LocalPipeline
-from stage_runtime.sockets.addresses import CurveSecurity
+from stage_runtime.sockets.endpoints.addresses import CurveSecurity
 from stage_runtime.wire import codec
 from stage_runtime.wire.frames import FRAME_LIMIT, PROTOCOL, Frame
 from stage_runtime.wire.messages import Abort, Deregister

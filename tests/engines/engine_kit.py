@@ -143,7 +143,7 @@ class Rig:
         return self._put(Opening(self.work(request_id), error))
 
     def abort(self, request_id: str) -> None:
-        """As `stage.stage_input` does it."""
+        """As `stage.inputs.stage_input` does it."""
         work = self.work(request_id)
         work.cancelled = work.over = True
         self.inbox.abort(work)

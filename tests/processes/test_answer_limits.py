@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from stage_runtime.coordinator.unread_answers import MIB, AnswerLimits
+from stage_runtime.coordinator.answering.unread_answers import MIB, AnswerLimits
 from stage_runtime.processes.coordinator import MAX_ANSWERS, answer_limits
 
 

@@ -20,7 +20,7 @@ from stage_runtime.relays.base import RelayOperation
 from stage_runtime.relays.context import RelaySettings
 from stage_runtime.relays.dispatch import Relays
 from stage_runtime.relays.named import Put
-from stage_runtime.sockets.addresses import CurveSecurity
+from stage_runtime.sockets.endpoints.addresses import CurveSecurity
 from tests.relays.stand_in_gpu import TABLE
 
 MIB = 1 << 20

@@ -14,7 +14,7 @@ import zmq
 from stage_runtime.errors import ConfigurationError, TransferError
 from stage_runtime.relays.dispatch import Relays
 from stage_runtime.relays.tcp.arrivals import FrameHeader
-from stage_runtime.sockets.addresses import CurveSecurity
+from stage_runtime.sockets.endpoints.addresses import CurveSecurity
 from tests.relays.relay_pairs import MIB, PATIENCE_S, SMALL, Pair, pair
 
 

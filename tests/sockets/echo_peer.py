@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import sys
 
-from stage_runtime.sockets.addresses import CurveSecurity
 from stage_runtime.sockets.channels import Channels
+from stage_runtime.sockets.endpoints.addresses import CurveSecurity
 from stage_runtime.wire.frames import RequestRef
 from stage_runtime.wire.messages import Deregister, Hello, Message
 

@@ -15,8 +15,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from threading import Event, Lock, Thread
 
-from stage_runtime.sockets.addresses import CurveSecurity
 from stage_runtime.sockets.channels import Channels
+from stage_runtime.sockets.endpoints.addresses import CurveSecurity
 from stage_runtime.wire.frames import RequestRef
 from stage_runtime.wire.messages import Deregister, Hello, Message
 from stage_runtime.wire.parts import Member
@@ -26,7 +26,7 @@ PATIENCE_S = 60.0
 
 
 class Listener:
-    """`sockets.receiving.Handler`: keeps what it hears. Lets anybody in who says Hello."""
+    """`sockets.frames.receiving.Handler`: keeps what it hears. Lets anybody in who says Hello."""
 
     def __init__(self) -> None:
         self.channels: Channels

@@ -11,11 +11,11 @@ import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stage_runtime.sockets.accepting import Accepting
+from stage_runtime.sockets.connections.accepting import Accepting
 
 
 class InprocSockets:
-    """In place of `sockets.opening.Sockets`: what is sent is there to be read when ``send`` has returned."""
+    """In place of `sockets.endpoints.opening.Sockets`: what is sent is there to be read when ``send`` has returned."""
 
     def __init__(self) -> None:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()

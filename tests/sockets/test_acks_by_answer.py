@@ -10,9 +10,9 @@ import pytest
 import zmq
 
 from stage_runtime.rules.links import ACK_EVERY
-from stage_runtime.sockets import resending
-from stage_runtime.sockets.addresses import CurveSecurity
-from stage_runtime.sockets.links import Link
+from stage_runtime.sockets.connections.links import Link
+from stage_runtime.sockets.endpoints.addresses import CurveSecurity
+from stage_runtime.sockets.frames import resending
 from stage_runtime.wire.messages import Deregister, Message
 from tests.sockets.peers import PATIENCE_S, SECRET, End, Listener, Proxy, ends
 

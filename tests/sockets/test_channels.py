@@ -18,8 +18,10 @@ import pytest
 import zmq
 
 from stage_runtime.errors import ConfigurationError, LimitReached, ValueRefused
-from stage_runtime.sockets import broadcasts, channels, connecting, limits, opening
-from stage_runtime.sockets.addresses import CurveSecurity, check, resolve
+from stage_runtime.sockets import broadcasts, channels
+from stage_runtime.sockets.connections import connecting
+from stage_runtime.sockets.endpoints import limits, opening
+from stage_runtime.sockets.endpoints.addresses import CurveSecurity, check, resolve
 from stage_runtime.wire import codec
 from stage_runtime.wire.frames import FRAME_LIMIT, PROTOCOL, Envelope, Frame, RequestRef
 from stage_runtime.wire.messages import Abort, AdminReply, Consumed, Deregister, Rejected

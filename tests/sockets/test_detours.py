@@ -14,8 +14,8 @@ import msgspec
 import pytest
 
 from stage_runtime.rules.links import LinkReceiver
-from stage_runtime.sockets import detours
-from stage_runtime.sockets.links import Link
+from stage_runtime.sockets.connections import detours
+from stage_runtime.sockets.connections.links import Link
 from stage_runtime.wire import codec
 from stage_runtime.wire.messages import Deregister, Detour, Message, Skip
 from stage_runtime.wire.parts import Header

@@ -14,9 +14,9 @@ import pytest
 import zmq
 
 from stage_runtime.rules import beats
-from stage_runtime.sockets import opening
-from stage_runtime.sockets.addresses import CurveSecurity
-from stage_runtime.sockets.dialing import canonical
+from stage_runtime.sockets.connections.dialing import canonical
+from stage_runtime.sockets.endpoints import opening
+from stage_runtime.sockets.endpoints.addresses import CurveSecurity
 from tests.sockets.peers import SECRET, End, ends, introduce
 
 

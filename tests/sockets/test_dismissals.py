@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.scalelab.coordinating import Coordinating
 from benchmarks.scalelab.fakes import GROUPS, LightInstance
-from stage_runtime.sockets import dismissals
+from stage_runtime.sockets.connections import dismissals
 from stage_runtime.wire.messages import Rejected
 from tests.sockets.peers import PATIENCE_S, End, ends
 

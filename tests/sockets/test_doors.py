@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from stage_runtime.sockets import doors
-from stage_runtime.sockets.doors import Doors
+from stage_runtime.sockets.endpoints import doors
+from stage_runtime.sockets.endpoints.doors import Doors
 
 PATIENCE_S = 60.0
 #: The last is ZMTP 3.0, without the READY that follows.
@@ -49,7 +49,7 @@ import numpy as np
 from stage_runtime.payloads import encoding
 from stage_runtime.relays.context import RelaySettings
 from stage_runtime.relays.dispatch import Relays
-from stage_runtime.sockets.doors import Doors
+from stage_runtime.sockets.endpoints.doors import Doors
 
 async def main(folder, endpoint):
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))

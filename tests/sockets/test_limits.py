@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from stage_runtime.sockets import limits
+from stage_runtime.sockets.endpoints import limits
 
 SCRIPT = """
 import asyncio, json, resource, sys
 from stage_runtime.errors import LimitReached
-from stage_runtime.sockets import limits
+from stage_runtime.sockets.endpoints import limits
 from tests.sockets.peers import End, introduce
 
 async def main(folder):
@@ -45,7 +45,7 @@ asyncio.run(main(sys.argv[1]))
 HOLES = """
 import os, resource
 from stage_runtime.errors import LimitReached
-from stage_runtime.sockets import limits
+from stage_runtime.sockets.endpoints import limits
 resource.setrlimit(resource.RLIMIT_NOFILE, (400, 400))
 opened = []
 try:
@@ -141,7 +141,7 @@ def test_as_many_descriptors_are_allowed_as_may_be() -> None:
         [
             sys.executable,
             "-c",
-            "import resource; from stage_runtime.sockets import limits; "
+            "import resource; from stage_runtime.sockets.endpoints import limits; "
             "resource.setrlimit(resource.RLIMIT_NOFILE, (200, 400)); "
             "print(limits.raise_limits(), resource.getrlimit(resource.RLIMIT_NOFILE))",
         ],

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import zmq
 
-from stage_runtime.sockets import listeners
-from stage_runtime.sockets.listeners import Listener
+from stage_runtime.sockets.endpoints import listeners
+from stage_runtime.sockets.endpoints.listeners import Listener
 
 PATIENCE_MS = 60_000
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from stage_runtime.sockets.pacing import DENSE_S, PAUSE_S, ReadPacing
+from stage_runtime.sockets.frames.pacing import DENSE_S, PAUSE_S, ReadPacing
 from stage_runtime.wire.messages import Beat
 from tests.sockets.peers import PATIENCE_S, End, ends, introduce
 

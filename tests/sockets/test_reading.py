@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from stage_runtime.sockets.reading import LOGGED_MOST, Reading
+from stage_runtime.sockets.frames.reading import LOGGED_MOST, Reading
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from stage_runtime.sockets.refusals import Refusals
+from stage_runtime.sockets.endpoints.refusals import Refusals
 from tests.sockets.peers import End, ends
 
 TRIES = 20  # a machine that stalls for the whole grace loses the peer by that

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from stage_runtime.sockets.repeats import LIMIT
+from stage_runtime.sockets.frames.repeats import LIMIT
 from stage_runtime.wire.messages import Beat, Message
 from tests.sockets.peers import End, Listener, ends, introduce
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import zmq
 
-from stage_runtime.sockets import opening
+from stage_runtime.sockets.endpoints import opening
 from stage_runtime.wire import codec
 from stage_runtime.wire.messages import Abort
 from tests.sockets.peers import End, ends, introduce

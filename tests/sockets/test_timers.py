@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
 
-from stage_runtime.sockets import opening, timers
+from stage_runtime.sockets.endpoints import opening, timers
 
 
 def in_a_new_thread() -> float:

@@ -21,7 +21,7 @@ from stage_runtime.engines.loading import as_engine
 from stage_runtime.errors import LimitReached, TransferError
 from stage_runtime.payloads import encoding
 from stage_runtime.stage.host import Host
-from stage_runtime.stage.mutation_check import MutationCheck
+from stage_runtime.stage.inputs.mutation_check import MutationCheck
 from stage_runtime.transfers.receiving import Fetched
 from stage_runtime.wire import codec
 from stage_runtime.wire.frames import PROTOCOL, Frame
@@ -132,7 +132,7 @@ class Uneventful:
 
 
 class Registered:
-    """`stage.registration.Registration`, done."""
+    """`stage.control.registration.Registration`, done."""
 
     def __init__(self) -> None:
         self.coordinators = {OWNER: None}

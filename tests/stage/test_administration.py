@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from stage_runtime.stage import administration
-from stage_runtime.stage.administration import Administration
+from stage_runtime.stage.control import administration
+from stage_runtime.stage.control.administration import Administration
 from stage_runtime.wire.messages import AdminCall, AdminReply, Message
 
 

@@ -1,8 +1,8 @@
-"""`stage.busy`: the share of time in which a stage computes, however many requests at a time."""
+"""`stage.observing.busy`: the share of time in which a stage computes, however many requests at a time."""
 
 from __future__ import annotations
 
-from stage_runtime.stage.busy import Busy
+from stage_runtime.stage.observing.busy import Busy
 from stage_runtime.stage.work import begun
 from stage_runtime.wire.parts import Header
 

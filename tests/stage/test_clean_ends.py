@@ -16,8 +16,8 @@ import stage_runtime as omni
 from omnipipeline_spec.types.plan import RelayPlan
 from stage_runtime.engines import events
 from stage_runtime.engines.loading import as_engine
-from stage_runtime.stage.rank_following import Follower, FollowerInbox, FollowerOutput
-from stage_runtime.stage.tensor_parallel import couple
+from stage_runtime.stage.ranks.rank_following import Follower, FollowerInbox, FollowerOutput
+from stage_runtime.stage.ranks.tensor_parallel import couple
 from stage_runtime.transfers.sending import attempt_key
 from stage_runtime.wire.messages import Ended, RankWork, Welcome
 from stage_runtime.wire.parts import Member
@@ -167,6 +167,6 @@ def test_a_follower_whose_leader_is_gone_or_has_aborted_runs_finally_blocks(kind
 
 
 def work_of(follower: Follower) -> Any:
-    from stage_runtime.stage.tensor_parallel import WorkKey
+    from stage_runtime.stage.ranks.tensor_parallel import WorkKey
 
     return follower._work(WorkKey(OWNER, "r1", 1))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from omnipipeline_spec.types.plan import RelayPlan, StagePlan
-from stage_runtime.stage import edge_transports
+from stage_runtime.stage.outputs import edge_transports
 
 TO = {("b1", "auto"): ("shm", "memory"), ("b2", "auto"): ("tcp", "tcp+curve"), ("c1", "nixl"): ("nixl", "tcp")}
 

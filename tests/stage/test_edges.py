@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from omnipipeline_spec.types.pods import COORDINATOR
-from stage_runtime.stage.edges import EDGES_KEPT, ClientEdge, Edges, LocalEdge, RemoteEdge
+from stage_runtime.stage.outputs.edges import EDGES_KEPT, ClientEdge, Edges, LocalEdge, RemoteEdge
 from stage_runtime.stage.process_context import ProcessContext
 from stage_runtime.stage.work import RequestWork
 from stage_runtime.wire.messages import Message, StreamStalled

@@ -6,8 +6,8 @@ from typing import Any
 
 from stage_runtime.engines import events
 from stage_runtime.payloads import encoding
-from stage_runtime.stage.rank_following import Follower, FollowerInbox
-from stage_runtime.stage.tensor_parallel import WorkKey
+from stage_runtime.stage.ranks.rank_following import Follower, FollowerInbox
+from stage_runtime.stage.ranks.tensor_parallel import WorkKey
 from stage_runtime.transfers.receiving import Fetched
 from stage_runtime.wire.messages import RankWork
 from stage_runtime.wire.parts import Body

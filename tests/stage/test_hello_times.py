@@ -7,7 +7,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stage_runtime.stage.registration import HELLO_MOST_S, REFUSED_S, HelloTimes
+from stage_runtime.stage.control.registration import HELLO_MOST_S, REFUSED_S, HelloTimes
 
 
 def sent(times: HelloTimes, until_s: float, step_s: float = 0.01) -> list[float]:

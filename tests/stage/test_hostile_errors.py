@@ -27,7 +27,7 @@ from stage_runtime.errors import (
 )
 from stage_runtime.payloads import encoding
 from stage_runtime.rules.failures import failure_of, log_failure
-from stage_runtime.stage.tensor_parallel import LeaderInbox
+from stage_runtime.stage.ranks.tensor_parallel import LeaderInbox
 from stage_runtime.wire import codec
 from stage_runtime.wire.messages import Complete
 from stage_runtime.wire.parts import Failure

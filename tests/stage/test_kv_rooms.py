@@ -13,7 +13,7 @@ import torch
 from stage_runtime.api import StagePayload
 from stage_runtime.kv_transfer.interface import Piece, Room
 from stage_runtime.stage.host import Host
-from stage_runtime.stage.kv_transport import StageKVTransport
+from stage_runtime.stage.kv.transport import StageKVTransport
 from stage_runtime.wire.messages import KVBeat, KVClose, KVPiece, Members
 from stage_runtime.wire.parts import Body, Member
 from tests.stage.stage_kit import OWNER, World, plan, world

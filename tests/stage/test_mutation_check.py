@@ -12,7 +12,7 @@ import torch
 
 import stage_runtime as omni
 from stage_runtime.engines import events
-from stage_runtime.stage.mutation_check import MutationCheck
+from stage_runtime.stage.inputs.mutation_check import MutationCheck
 from stage_runtime.wire.messages import Complete
 from tests.stage.stage_kit import plan, world
 

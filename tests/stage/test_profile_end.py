@@ -7,7 +7,7 @@ from pathlib import Path
 
 from stage_runtime.profiler.recorder import Recorder
 from stage_runtime.profiler.session import ProfileSession
-from stage_runtime.stage.profiling import ProcessProfiling
+from stage_runtime.stage.control.profiling import ProcessProfiling
 from stage_runtime.wire.messages import Message, ProfilerReply, ProfilerStart, ProfilerStop
 
 

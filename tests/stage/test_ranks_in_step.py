@@ -14,8 +14,8 @@ import pytest
 import stage_runtime as omni
 from stage_runtime.engines import events
 from stage_runtime.engines.loading import as_engine
-from stage_runtime.stage.rank_following import FollowedWork, FollowerInbox, FollowerOutput
-from stage_runtime.stage.tensor_parallel import LeaderInbox, WorkKey, couple
+from stage_runtime.stage.ranks.rank_following import FollowedWork, FollowerInbox, FollowerOutput
+from stage_runtime.stage.ranks.tensor_parallel import LeaderInbox, WorkKey, couple
 from stage_runtime.wire.values import OmniRequest, StagePayload
 from tests.engines.engine_kit import OneWork, Opening, Recorder
 from tests.stage.stage_kit import PATIENCE_S, plan, world

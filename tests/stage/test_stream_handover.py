@@ -9,7 +9,7 @@ import torch
 
 from stage_runtime.payloads.pack import Arrived
 from stage_runtime.payloads.streams import CUDA
-from stage_runtime.stage.arrivals import Passed
+from stage_runtime.stage.inputs.arrivals import Passed
 from stage_runtime.wire.values import OmniRequest, StagePayload
 
 

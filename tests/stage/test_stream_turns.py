@@ -14,8 +14,8 @@ from omnipipeline_spec.types.plan import StagePlan
 from stage_runtime.engines import events
 from stage_runtime.rules.streams import STREAM_WINDOW
 from stage_runtime.rules.turns import ROOM
+from stage_runtime.stage.observing.stalling import OTHERS_EVERY_S
 from stage_runtime.stage.stage import Stage
-from stage_runtime.stage.stalling import OTHERS_EVERY_S
 from stage_runtime.wire.messages import Complete, StreamStalled
 from tests.stage.stage_kit import PATIENCE_S, World, plan, world
 

@@ -7,9 +7,9 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 import msgspec
 
-from stage_runtime.web import server
 from stage_runtime.web.app import make_app
-from stage_runtime.web.connection_limits import ConnectionLimits
+from stage_runtime.web.listening import server
+from stage_runtime.web.listening.connection_limits import ConnectionLimits
 from stage_runtime.web.settings import WebSettings
 from stage_runtime.web.sound.pool import CodecPool
 from tests.web.scripted_manager import Script, ScriptedManager

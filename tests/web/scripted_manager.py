@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any
 
+from stage_runtime.coordinator.admitting.terminal_stages import TerminalStagesResult
 from stage_runtime.coordinator.events import ChunkEvent, RequestRecord, ResultEvent
-from stage_runtime.coordinator.terminal_stages import TerminalStagesResult
 from stage_runtime.errors import RequestError
 from stage_runtime.metrics import planes
 from stage_runtime.metrics.samples import Samples

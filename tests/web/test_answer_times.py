@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from stage_runtime.coordinator.events import ResultEvent
-from stage_runtime.web.answer_times import AnswerTimes
+from stage_runtime.web.exchanges.answer_times import AnswerTimes
 from stage_runtime.wire.values import Audio, Note, OmniRequest, Text, Usage
 from tests.web.scripted_manager import chunk
 

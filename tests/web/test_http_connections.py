@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from stage_runtime.coordinator.events import ResultEvent
-from stage_runtime.web.connection_limits import ConnectionLimits, connection_limit
+from stage_runtime.web.listening.connection_limits import ConnectionLimits, connection_limit
 from stage_runtime.wire.values import Text
 from tests.web.running import ALL, PATIENCE_S, Running, start
 from tests.web.scripted_manager import Event, ScriptedHandle, chunk, play
@@ -381,7 +381,9 @@ async def test_a_client_is_refused_by_the_limit_of_descriptors_with_its_name_and
         answers = [await answered(running, WHOLE) for _ in range(2)]
         message = "100 connections are open: half of the 200 descriptors that the process may open (RLIMIT_NOFILE)"
         assert [(status, body["error"]["message"]) for status, body, _ in answers] == [(429, message)] * 2
-    [line] = [record.getMessage() for record in caplog.records if record.name == "stage_runtime.web.connections"]
+    [line] = [
+        record.getMessage() for record in caplog.records if record.name == "stage_runtime.web.listening.connections"
+    ]
     assert message in line and "raise the hard limit" in line
 
 

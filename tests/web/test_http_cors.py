@@ -10,7 +10,7 @@ import pytest
 
 from stage_runtime.coordinator.events import ResultEvent
 from stage_runtime.errors import RequestError
-from stage_runtime.web.apikeys import ApiKeys
+from stage_runtime.web.exchanges.apikeys import ApiKeys
 from stage_runtime.web.settings import WebSettings
 from stage_runtime.wire.values import Text
 from tests.web.running import ALL, PATIENCE_S, start

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stage_runtime.errors import InvalidRequest
-from stage_runtime.web import schemas
+from stage_runtime.web.reading import schemas
 from stage_runtime.web.translating import media
 from stage_runtime.wire.values import Media, Text
 from tests.web.running import PATIENCE_S, start

@@ -10,8 +10,8 @@ from typing import Any
 import httpx
 
 from stage_runtime.web.app import make_app
-from stage_runtime.web.connection_limits import ConnectionLimits
-from stage_runtime.web.server import Server
+from stage_runtime.web.listening.connection_limits import ConnectionLimits
+from stage_runtime.web.listening.server import Server
 from stage_runtime.web.sound.pool import CodecPool
 from stage_runtime.wire.values import Text
 from tests.web.running import ALL, PATIENCE_S

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from stage_runtime.errors import InvalidRequest, RequestError
-from stage_runtime.web.fetching import MAX_FETCHES, Fetcher, is_public
+from stage_runtime.web.reading.fetching import MAX_FETCHES, Fetcher, is_public
 from stage_runtime.web.settings import WebSettings
 from stage_runtime.web.translating.media import MediaUrl
 from stage_runtime.wire.values import Media

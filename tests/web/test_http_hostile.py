@@ -19,14 +19,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from stage_runtime.coordinator.admitting.terminal_stages import TerminalStagesResult
 from stage_runtime.coordinator.events import ResultEvent
-from stage_runtime.coordinator.terminal_stages import TerminalStagesResult
 from stage_runtime.errors import CODES, InvalidRequest, RequestError, ValueRefused
 from stage_runtime.payloads import encoding
-from stage_runtime.web import errors
 from stage_runtime.web.app import make_app
-from stage_runtime.web.connection_limits import ConnectionLimits
-from stage_runtime.web.server import Server
+from stage_runtime.web.exchanges import errors
+from stage_runtime.web.listening.connection_limits import ConnectionLimits
+from stage_runtime.web.listening.server import Server
 from stage_runtime.web.settings import WebSettings
 from stage_runtime.web.sound.pool import CodecPool
 from stage_runtime.wire.values import Audio, OmniRequest, Text, Usage

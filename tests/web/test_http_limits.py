@@ -16,7 +16,7 @@ import pytest
 
 from stage_runtime.coordinator.events import ResultEvent
 from stage_runtime.errors import RequestError
-from stage_runtime.web.apikeys import ApiKeys
+from stage_runtime.web.exchanges.apikeys import ApiKeys
 from stage_runtime.wire.values import Audio, Text
 from tests.web.running import ALL, PATIENCE_S, Running, start
 from tests.web.scripted_manager import Event, ScriptedHandle, chunk, play

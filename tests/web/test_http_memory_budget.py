@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from stage_runtime.coordinator.events import ResultEvent
 from stage_runtime.errors import RequestError
-from stage_runtime.web.apikeys import ApiKeys
-from stage_runtime.web.memory_budget import MemoryBudget, MemoryReservation
+from stage_runtime.web.exchanges.apikeys import ApiKeys
+from stage_runtime.web.exchanges.memory_budget import MemoryBudget, MemoryReservation
 from tests.web.running import ALL, PATIENCE_S, Running, start
 from tests.web.scripted_manager import play
 from tests.web.test_http_connections import POST, answer_of, connected

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from stage_runtime.web.apikeys import ApiKeys
+from stage_runtime.web.exchanges.apikeys import ApiKeys
 from stage_runtime.wire.values import Audio, Note, Text, ToolCall, Usage
 from tests.web.running import ALL, PATIENCE_S, start
 from tests.web.scripted_manager import chunk, play

@@ -8,7 +8,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from stage_runtime.coordinator.events import ResultEvent
-from stage_runtime.web.apikeys import ApiKeys
+from stage_runtime.web.exchanges.apikeys import ApiKeys
 from stage_runtime.wire.values import Text
 from tests.web.running import ALL, PATIENCE_S, start
 from tests.web.scripted_manager import play

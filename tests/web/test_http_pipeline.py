@@ -13,7 +13,7 @@ import pytest
 
 from stage_runtime.coordinator.events import ChunkEvent, ResultEvent
 from stage_runtime.errors import RequestError
-from stage_runtime.web.apikeys import ApiKeys
+from stage_runtime.web.exchanges.apikeys import ApiKeys
 from stage_runtime.wire.values import Audio, RawTensor, Text
 from tests.web.running import ALL, PATIENCE_S, start
 from tests.web.scripted_manager import chunk, play

@@ -12,12 +12,12 @@ from stage_runtime.coordinator.events import ResultEvent
 from stage_runtime.errors import InvalidRequest
 from stage_runtime.metrics import catalog
 from stage_runtime.metrics.samples import Buckets, Samples
-from stage_runtime.web.apikeys import ApiKeys
 from stage_runtime.web.app import make_admin, make_app, make_probes
-from stage_runtime.web.exchange import Exchange
-from stage_runtime.web.metrics import CoordinatorMetrics
+from stage_runtime.web.exchanges.apikeys import ApiKeys
+from stage_runtime.web.exchanges.exchange import Exchange
+from stage_runtime.web.exchanges.metrics import CoordinatorMetrics
+from stage_runtime.web.listening.server import Server
 from stage_runtime.web.routing import Route
-from stage_runtime.web.server import Server
 from stage_runtime.web.sound.pool import CodecPool
 from stage_runtime.wire.values import Audio, Text
 from tests.web.running import ALL, PATIENCE_S, start

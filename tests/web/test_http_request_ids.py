@@ -6,7 +6,7 @@ import httpx
 import msgspec
 import pytest
 
-from stage_runtime.web.apikeys import ApiKeys
+from stage_runtime.web.exchanges.apikeys import ApiKeys
 from tests.web.running import ALL, PATIENCE_S, start
 from tests.web.scripted_manager import play
 

@@ -10,8 +10,8 @@ import pytest
 from openai import AsyncOpenAI
 
 from stage_runtime.errors import CODES, RequestError
-from stage_runtime.web import errors
-from stage_runtime.web.errors import RequestRefused
+from stage_runtime.web.exchanges import errors
+from stage_runtime.web.exchanges.errors import RequestRefused
 from tests.web.running import ALL, start
 from tests.web.scripted_manager import play
 from tests.web.test_http_connections import POST, QUICK, connected

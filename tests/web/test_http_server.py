@@ -10,7 +10,7 @@ import pytest
 
 from stage_runtime.errors import ConfigurationError
 from stage_runtime.web.app import make_app
-from stage_runtime.web.server import Server
+from stage_runtime.web.listening.server import Server
 from stage_runtime.web.sound.pool import CodecPool
 from stage_runtime.wire.values import Text
 from tests.web.running import ALL, PATIENCE_S

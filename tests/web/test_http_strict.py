@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stage_runtime.errors import InvalidRequest
-from stage_runtime.web import errors, multipart, strictjson
+from stage_runtime.web.exchanges import errors
+from stage_runtime.web.reading import multipart, strictjson
 from stage_runtime.web.translating import chat, media, pipelines, transcribing
 from tests.thoroughness import examples
 

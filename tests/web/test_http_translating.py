@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from stage_runtime.coordinator.events import AnswerEvent, ChunkEvent, ResultEvent
 from stage_runtime.errors import InvalidRequest
-from stage_runtime.web import multipart
+from stage_runtime.web.reading import multipart
 from stage_runtime.web.sound import encoding, samples
 from stage_runtime.web.translating import chat, jsonable, pipelines, speaking
 from stage_runtime.web.translating.completions import Completion, CompletionChunks

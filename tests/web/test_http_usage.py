@@ -9,8 +9,8 @@ from typing import Any
 import httpx
 import pytest
 
+from stage_runtime.coordinator.answering.token_counts import TokenCounts
 from stage_runtime.coordinator.events import ChunkEvent, ResultEvent
-from stage_runtime.coordinator.token_counts import TokenCounts
 from stage_runtime.wire.outputs import USAGE_SO_FAR
 from stage_runtime.wire.values import Finish, Note, Text, Usage
 from tests.web.running import PATIENCE_S, start

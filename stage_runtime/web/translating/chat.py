@@ -8,7 +8,7 @@ from typing import Any, Final
 import msgspec
 
 from stage_runtime.errors import InvalidRequest
-from stage_runtime.web import schemas
+from stage_runtime.web.reading import schemas
 from stage_runtime.web.sound import formats
 from stage_runtime.web.translating import media
 from stage_runtime.wire.values import Media, OmniRequest

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from stage_runtime.errors import InvalidRequest
-from stage_runtime.web import schemas
+from stage_runtime.web.reading import schemas
 from stage_runtime.wire.values import Media
 
 _MIMES = {"mp3": "audio/mpeg", "m4a": "audio/mp4", "opus": "audio/ogg", "pcm16": "audio/pcm"}

@@ -11,8 +11,8 @@ from typing import Any
 
 import msgspec
 
+from stage_runtime.coordinator.answering.token_counts import TokenCounts
 from stage_runtime.coordinator.events import AnswerEvent, ChunkEvent
-from stage_runtime.coordinator.token_counts import TokenCounts
 from stage_runtime.errors import RequestError
 from stage_runtime.wire.values import Audio, Finish, Note, Reasoning, Text, ToolCall, Usage
 

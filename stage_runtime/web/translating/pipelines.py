@@ -10,8 +10,8 @@ from msgspec.structs import astuple
 
 from stage_runtime.coordinator.events import AnswerEvent, ChunkEvent, ResultEvent
 from stage_runtime.errors import InvalidRequest
-from stage_runtime.web import schemas, strictjson
-from stage_runtime.web.multipart import FormPart
+from stage_runtime.web.reading import schemas, strictjson
+from stage_runtime.web.reading.multipart import FormPart
 from stage_runtime.web.translating import jsonable
 from stage_runtime.web.translating.outputs import StreamedKinds
 from stage_runtime.wire import outputs

@@ -7,7 +7,7 @@ from typing import Final
 import msgspec
 
 from stage_runtime.errors import InvalidRequest, RequestError
-from stage_runtime.web import schemas
+from stage_runtime.web.reading import schemas
 from stage_runtime.web.sound import formats
 from stage_runtime.web.translating.chat import voice_name
 from stage_runtime.web.translating.outputs import no_sound

@@ -14,8 +14,8 @@ import msgspec
 
 from stage_runtime.coordinator.events import AnswerEvent
 from stage_runtime.errors import InvalidRequest
-from stage_runtime.web import schemas
-from stage_runtime.web.multipart import FormPart
+from stage_runtime.web.reading import schemas
+from stage_runtime.web.reading.multipart import FormPart
 from stage_runtime.web.translating import jsonable
 from stage_runtime.web.translating.outputs import Outputs
 from stage_runtime.wire.values import Note, OmniRequest, Text

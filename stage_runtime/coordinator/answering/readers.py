@@ -1,0 +1,75 @@
+"""Prevents slow clients from blocking a stage that other requests need (`rules.readers`). On the I/O thread."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+from typing import Final
+from weakref import WeakSet
+
+from stage_runtime.coordinator.answering.request_handles import RequestHandle
+from stage_runtime.rules.readers import Reader, TakeUnread, decide
+from stage_runtime.rules.streams import STREAM_WINDOW
+
+LOOK_EVERY_S: Final = 0.05
+FULL: Final = STREAM_WINDOW * 3 // 4  # unread beyond this, a window may be full: producers are notified by the quarter
+
+
+class Readers:
+    """The clients of one coordinator's requests."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        *,
+        bound_to: Callable[[str], Iterable[RequestHandle]],
+        end: Callable[[RequestHandle, str], object],
+    ) -> None:
+        """bound_to: the requests in flight at an instance. end: ends one, for this reason."""
+        self._loop = loop
+        self._bound_to = bound_to
+        self._end = end
+        self._stalled: set[tuple[str, str]] = set()  #: (instance, stage): its workers wait for clients, others for it.
+        self._holders: WeakSet[RequestHandle] = (
+            WeakSet()
+        )  #: Chunks of these were taken early; they may have ended since.
+        self._timer: asyncio.TimerHandle | None = None
+
+    def stalled(self, instance: str, stage: str, stalled: bool) -> None:
+        if not stalled:
+            self._stalled.discard((instance, stage))
+            return
+        self._stalled.add((instance, stage))
+        if self._timer is None:
+            self._look()
+
+    def forget(self, instance: str) -> None:
+        self._stalled = {each for each in self._stalled if each[0] != instance}
+
+    def close(self) -> None:
+        self._stalled.clear()
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _look(self) -> None:
+        # Armed first: a check that raises does not stop the later ones.
+        self._timer = self._loop.call_later(LOOK_EVERY_S, self._look) if self._stalled else None
+        for instance, stage in sorted(self._stalled):
+            self._make_way(instance, stage)
+
+    def _make_way(self, instance: str, stage: str) -> None:
+        waited_for = {handle for handle in self._bound_to(instance) if stage in handle.tracked.waiting}
+        found = []
+        for handle in waited_for | set(self._holders):
+            fresh = handle.unread(stage) if handle in waited_for else 0
+            reader = Reader(handle, fresh if fresh > FULL else 0, handle.early, handle.read_at)
+            if reader.fresh or reader.early:
+                found.append(reader)
+            if not reader.early:
+                self._holders.discard(handle)
+        for step in decide(found, now=self._loop.time()):
+            if isinstance(step, TakeUnread):
+                step.request.take_early(stage)
+                self._holders.add(step.request)
+            else:
+                self._end(step.request, "its client does not read")

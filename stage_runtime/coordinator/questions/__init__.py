@@ -1,0 +1,1 @@
+"""Questions to every process of the pipeline: profiles, clocks, operations of engines."""

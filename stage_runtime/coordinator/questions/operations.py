@@ -1,0 +1,135 @@
+"""Operations of stages' own engines: asked of every rank of every instance of a stage, answers collected.
+
+Here: calls, their answers, what is made of none. Not here: what an operation does; the engine that takes it knows
+(`engines.events.Admin`). On the I/O thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+import msgspec
+
+from stage_runtime.coordinator.questions.profile_questions import Participants
+from stage_runtime.errors import RequestError
+from stage_runtime.wire.messages import AdminCall, AdminReply, Message
+from stage_runtime.wire.parts import Member
+
+GONE: Final = "no answer: the process is gone"
+
+
+class OperationResult(msgspec.Struct, frozen=True, kw_only=True):
+    """What one process has answered."""
+
+    stage: str
+    group: str
+    instance: str
+    rank: int = 0  #: Of a TP stage's processes.
+    value: Any = None
+    error: str | None = None  #: Why there is no value; None: there is one.
+
+
+class OperationResults(msgspec.Struct, frozen=True, kw_only=True):
+    """What all have answered."""
+
+    operation: str
+    failed: int  #: Results with an error.
+    results: list[OperationResult]
+
+
+class _Target(NamedTuple):
+    """One process, for one of its stages. Rank 0 passes the operation on to ranks 1.., which are no members."""
+
+    instance: str
+    stage: str
+    rank: int
+
+
+class _OperationAnswer(NamedTuple):
+    value: Any
+    error: str | None
+
+
+class Operations:
+    """Sends operations to stages and collects the replies."""
+
+    def __init__(
+        self,
+        members: Participants,
+        stages: Callable[[], Sequence[str]],
+        send: Callable[[str, Message], bool],
+        loop: asyncio.AbstractEventLoop,
+    ) -> None:
+        """stages: all of the pipeline, those without an instance too."""
+        self._members = members
+        self._stages = stages
+        self._send = send
+        self._loop = loop
+        self._calls: dict[str, dict[_Target, asyncio.Future[_OperationAnswer]]] = {}
+
+    async def ask(
+        self, operation: str, stages: Sequence[str], arguments: Mapping[str, Any], *, timeout_s: float
+    ) -> OperationResults:
+        """Ask all instances of ``stages``, and wait for each until it has answered, is gone, or ``timeout_s`` is over.
+
+        Raises: RequestError: not_found: no such stage; unavailable: a stage has no instance. Then no process was asked.
+            ValueRefused: an argument cannot travel.
+        """
+        members = dict(self._members())
+        self._check(stages, members)
+        call_id = uuid.uuid4().hex
+        targets = [
+            _Target(instance, stage, rank)
+            for stage in dict.fromkeys(stages)
+            for instance, member in sorted(members.items())
+            if stage in member.stages
+            for rank in range(member.ranks)
+        ]
+        answers: dict[_Target, asyncio.Future[_OperationAnswer]]
+        answers = self._calls[call_id] = {one: self._loop.create_future() for one in targets}
+        try:
+            for one in targets:
+                question = AdminCall(call_id, one.stage, operation, dict(arguments))
+                if not one.rank and not self._send(one.instance, question):
+                    self.lost(one.instance)
+            await asyncio.wait(answers.values(), timeout=timeout_s)
+        finally:
+            del self._calls[call_id]
+        late = f"no answer within {timeout_s:g} s"
+        results = [_result(one, members[one.instance], answers[one], late) for one in targets]
+        return OperationResults(
+            operation=operation, failed=sum(one.error is not None for one in results), results=results
+        )
+
+    def replied(self, sender: str, message: AdminReply) -> None:
+        """A rank of this process has answered."""
+        targets = self._calls.get(message.call_id, {})
+        answer = targets.get(_Target(sender, message.stage, message.rank))
+        if answer is not None and not answer.done():
+            answer.set_result(_OperationAnswer(message.value, message.error))
+
+    def lost(self, instance: str) -> None:
+        """A process is gone: fail the wait for its answer."""
+        for targets in self._calls.values():
+            for one, answer in targets.items():
+                if one.instance == instance and not answer.done():
+                    answer.set_result(_OperationAnswer(None, GONE))
+
+    def _check(self, stages: Sequence[str], members: Mapping[str, Member]) -> None:
+        known = self._stages()
+        served = {stage for member in members.values() for stage in member.stages}
+        for stage in stages:
+            if stage not in known and stage not in served:
+                raise RequestError("not_found", f"there is no stage {stage!r}: the pipeline has {', '.join(known)}")
+            if stage not in served:
+                raise RequestError("unavailable", f"stage {stage!r} has no instance now")
+
+
+def _result(one: _Target, member: Member, answer: asyncio.Future[_OperationAnswer], late: str) -> OperationResult:
+    value, error = answer.result() if answer.done() else (None, late)
+    return OperationResult(
+        stage=one.stage, group=member.group, instance=one.instance, rank=one.rank, value=value, error=error
+    )

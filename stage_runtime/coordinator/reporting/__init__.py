@@ -1,0 +1,1 @@
+"""What `/status`, `/metrics`, traces and profiles show of requests."""

@@ -1,0 +1,131 @@
+"""Connects links, lets them sleep and wakes them, and gives up those whose connection does not come back.
+
+Here: times and connections. Not here: what is sent (`links`), what a lost peer means (`channels`). On the process's
+I/O thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Final
+
+from stage_runtime.sockets.connections.dialing import Connection, Dialers
+from stage_runtime.sockets.connections.links import Link
+from stage_runtime.sockets.endpoints.refusals import Refusals
+
+#: Of links to coordinators. Each of its members checks it, so that it costs it most; and nothing of a frozen one waits
+#: for its members to notice it.
+COORDINATOR_FACTOR: Final = 8.0
+RECONNECT_GRACE_S: Final = 0.3  # a connection that is not back by then is a dead peer
+#: When it is asked after a break whether anybody listens at the peer's endpoint. More than once, because the kernel
+#: closes an ended process's descriptors one after the other, and has memory to free between them; no later than libzmq
+#: has a connection back, because who accepts one that sends nothing counts a failed handshake.
+ASK_AFTER_S: Final = (0.01, 0.03, 0.07)
+
+
+class Connecting:
+    """The connections of all links of a process."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        dialers: Dialers,
+        counters: Counter[str],
+        *,
+        dead_after_s: float,
+        current: Callable[[Link], bool],
+        connected: Callable[[Link], None],
+        flush: Callable[[Link], None],
+        gone: Callable[[Link], None],
+    ) -> None:
+        """current: whether a link is still the one to its peer. connected: its connection is there, maybe again.
+        flush: send what waits. gone: its peer cannot be reached.
+        """
+        self.interrupted: set[str] = set()  #: Peers whose connection broke and is not back: most are lost soon.
+        self._loop = loop
+        self._dialers = dialers
+        self._counters = counters
+        self._dead_after_s = dead_after_s
+        self._current = current
+        self._connected = connected
+        self._flush = flush
+        self._gone = gone
+        self._watchers: dict[Link, Callable[[bool], None]] = {}
+        self._refusals = Refusals(loop)
+
+    def dial(self, link: Link) -> None:
+        """Raises: ZMQError: no socket can be opened."""
+        watcher = functools.partial(self._changed, link)
+        connection = self._dialers.dial(link.endpoint, watcher, COORDINATOR_FACTOR if link.keep_awake else 1.0)
+        self._watchers[link] = watcher
+        link.connection = connection
+        if connection.connected:
+            self._flush(link)
+        else:
+            self._loop.call_later(self._dead_after_s, self._must_be_connected, link, connection, connection.breaks)
+
+    def leave(self, link: Link) -> None:
+        """The link is closed."""
+        if link.connection is not None:
+            link.connection.leave(self._watchers.pop(link))
+
+    def close(self) -> None:
+        self._refusals.close()
+
+    def let_sleep(self, links: Iterable[Link]) -> None:
+        """Close the connections of links that were not used since the last look."""
+        for link in links:
+            if not link.used and not link.keep_awake:
+                connection = link.sleep()
+                if connection is not None:
+                    self._counters["idle_closed"] += 1
+                    connection.leave(self._watchers.pop(link))
+            link.used = False
+
+    def _changed(self, link: Link, connected: bool) -> None:
+        connection = link.connection
+        if connection is None:
+            return
+        if connected:
+            self.interrupted.discard(link.peer)
+            self._counters["connected"] += 1
+            self._connected(link)
+            return
+        self.interrupted.add(link.peer)
+        self._counters["disconnected"] += 1
+        self._loop.call_later(RECONNECT_GRACE_S, self._must_be_connected, link, connection, connection.breaks)
+        if not link.keep_awake:  # a coordinator counts connections that end at once as those of another protocol
+            for after_s in ASK_AFTER_S:
+                self._loop.call_later(after_s, self._ask, link, connection, connection.breaks)
+
+    def _ask(self, link: Link, connection: Connection, since: int) -> None:
+        if self._is_down(link, connection, since):
+            self._refusals.ask(connection.endpoint, functools.partial(self._refused, link, connection, since))
+
+    def _refused(self, link: Link, connection: Connection, since: int) -> None:
+        if self._is_down(link, connection, since):
+            self._counters["refused"] += 1
+            self._gone(link)
+
+    def _must_be_connected(self, link: Link, connection: Connection, since: int, again: bool = True) -> None:
+        """since: the break that this is the grace of; one after it has a grace of its own.
+
+        again: an end that accepts connections may only be slow to shake hands, and gets a second grace. No more: a
+        frozen one accepts them, too.
+        """
+        if not self._is_down(link, connection, since):
+            return
+        if connection.reached and again:
+            self._loop.call_later(RECONNECT_GRACE_S, self._must_be_connected, link, connection, since, False)
+            return
+        self._gone(link)
+
+    def _is_down(self, link: Link, connection: Connection, since: int) -> bool:
+        """Whether the connection of a link that is still used has not come back since that break."""
+        if not self._current(link) or link.connection is not connection:
+            return False
+        connection.look()
+        return not connection.connected and connection.breaks == since

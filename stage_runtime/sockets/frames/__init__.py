@@ -1,0 +1,1 @@
+"""Frames of connected peers: read, paced, classified, acknowledged, sent again."""

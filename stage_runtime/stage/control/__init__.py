@@ -1,0 +1,1 @@
+"""Messages between the process and its coordinators: registration, membership, requests, profiles, operations."""

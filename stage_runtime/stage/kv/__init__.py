@@ -1,0 +1,1 @@
+"""Rooms of one stage for KV transfer: what it sends, and which room is open to whom."""

@@ -1,0 +1,1 @@
+"""Observes a running stage: busy time, stalls, idle memory, recorded events."""

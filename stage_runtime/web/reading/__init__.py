@@ -1,0 +1,1 @@
+"""Bodies of requests: JSON, forms, their types, and the media that they name."""
