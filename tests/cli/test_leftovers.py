@@ -61,6 +61,7 @@ def started(run: Run, mark: str) -> str:
     return url
 
 
+@pytest.mark.proves("interrupt")
 def test_a_killed_program_leaves_no_grandchild(base: Path, spec: Path, environ: dict[str, str]) -> None:
     mark = environ["LEFTOVERS_OF"]
     with up(base, file=spec, environ=environ) as run:
@@ -79,6 +80,7 @@ def test_a_run_that_ends_in_order_leaves_no_grandchild(base: Path, spec: Path, e
         assert marked(environ["LEFTOVERS_OF"]) == []
 
 
+@pytest.mark.proves("interrupt")
 def test_a_killed_stage_takes_what_it_has_started_along_and_nothing_else(
     base: Path, spec: Path, environ: dict[str, str]
 ) -> None:
@@ -95,6 +97,7 @@ def test_a_killed_stage_takes_what_it_has_started_along_and_nothing_else(
         run.program.kill()
 
 
+@pytest.mark.proves("interrupt")
 def test_what_a_program_killed_with_its_reaper_has_left_is_ended_by_the_next_run(
     base: Path, spec: Path, environ: dict[str, str]
 ) -> None:

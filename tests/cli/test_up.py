@@ -115,6 +115,7 @@ def runs(base: Path) -> list[str]:
     return sorted(path.name for path in base.glob("omni-*"))
 
 
+@pytest.mark.proves("interrupt")
 def test_it_prints_a_curl_line_that_works_and_an_interrupt_leaves_nothing(base: Path) -> None:
     with up(base) as run:
         run.wait_for(r"hello answers at (http://\S+)")
@@ -168,6 +169,7 @@ def test_a_second_interrupt_does_not_wait_for_requests(base: Path) -> None:
     assert runs(base) == []
 
 
+@pytest.mark.proves("ignored-signals")
 def test_a_hang_up_that_whoever_started_it_ignores_ends_nothing_and_an_interrupt_does(base: Path) -> None:
     """As `nohup` in the background of a script."""
     with up(base, by=("sh", "-c", 'trap "" HUP INT; exec "$@"', "sh")) as run:
@@ -206,6 +208,7 @@ def test_an_interrupt_while_it_starts_leaves_nothing(base: Path) -> None:
     assert runs(base) == []
 
 
+@pytest.mark.proves("interrupt")
 def test_a_second_interrupt_while_it_tidies_up_after_the_first_one_leaves_nothing(base: Path) -> None:
     with starting(base) as run:
         children = run.children()
@@ -222,6 +225,7 @@ def test_a_second_interrupt_while_it_tidies_up_after_the_first_one_leaves_nothin
     assert runs(base) == []
 
 
+@pytest.mark.proves("interrupt")
 def test_children_end_with_a_killed_program_and_the_next_run_sweeps_up(base: Path) -> None:
     with up(base) as run:
         run.wait_for("answers at")

@@ -40,6 +40,7 @@ def _units(installed: Installed, name: str) -> dict[str, dict[str, Any]]:
     return {each["name"]: each for each in installed.status(name).get("units", ())}
 
 
+@pytest.mark.proves("failed-start")
 def test_the_cause_of_a_crash_is_reported_and_a_hang_exceeds_the_startup_deadline(installed: Installed) -> None:
     stages = [_stage("private", "crash"), _stage("crash", "hang"), _stage("hang")]
     groups = [{"name": "hang", "startup": {"deadlineSeconds": 3}}]
@@ -94,6 +95,7 @@ def test_a_missing_mount_is_named_and_the_pod_starts_when_it_appears(installed: 
         installed.kubectl("delete", "omnipipeline/needy", "secret/keys", "--ignore-not-found", "--wait=false")
 
 
+@pytest.mark.proves("pod-aside")
 async def test_a_pod_taken_out_of_its_unit_gets_no_more_requests_and_goes_on_running(
     installed: Installed, choir: str
 ) -> None:

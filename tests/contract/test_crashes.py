@@ -68,6 +68,7 @@ finally:
 """
 
 
+@pytest.mark.proves("failed-start")
 @pytest.mark.parametrize(
     ("program", "cause"),
     [

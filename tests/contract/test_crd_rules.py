@@ -141,6 +141,7 @@ def test_every_rule_has_a_case_and_every_case_a_rule() -> None:
     assert sorted(CASES) == sorted(rule_keys())
 
 
+@pytest.mark.proves("wrong-spec")
 @pytest.mark.parametrize("key", sorted(CASES), ids=lambda key: f"{key[0]}: {key[1]}")
 def test_each_rule_takes_the_good_and_refuses_the_bad_and_offline_agrees(
     key: Key, api: client.ApiClient, crd: None
@@ -243,6 +244,7 @@ def test_kubectl_takes_the_file_as_it_is_shipped(api_server: Cluster, crd: None)
     assert "serverside-applied" in applied.stdout
 
 
+@pytest.mark.proves("offline-and-kubectl")
 def test_a_pipeline_means_the_same_through_kubectl_and_offline(api_server: Cluster, crd: None) -> None:
     text = _ODD_YAML
     api_server.kubectl("apply", "--validate=strict", "-f", "-", stdin=text)

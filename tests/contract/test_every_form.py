@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from msgspec import inspect
@@ -100,6 +101,7 @@ class Folder:
         return file
 
 
+@pytest.mark.proves("every-form")
 @SETTINGS
 @given(valid_specs.documents(), st.data())
 def test_what_was_written_is_planned_the_same_in_every_form(
@@ -121,6 +123,7 @@ def test_what_was_written_is_planned_the_same_in_every_form(
             assert planned(loading.loads(writing.convert(loaded.spec, name="p")).spec) == wanted
 
 
+@pytest.mark.proves("every-form")
 @SETTINGS
 @given(valid_specs.documents(), valid_specs.documents(), st.data())
 def test_an_instance_has_its_own_values_and_its_class_s_for_the_rest(

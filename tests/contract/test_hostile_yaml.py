@@ -53,6 +53,7 @@ def chain(first: str, then: str, links: int) -> str:
     return "\n".join([*lines, *(f"a{n}: &a{n} {then.replace('@', f'*a{n - 1}')}" for n in range(1, links + 1))])
 
 
+@pytest.mark.proves("hostile-yaml")
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -130,6 +131,7 @@ def mutated(draw: st.DrawFn) -> bytes:
     return bytes(content)
 
 
+@pytest.mark.proves("hostile-yaml")
 @settings(max_examples=examples(150))
 @given(content=mutated())
 def test_a_file_with_any_bytes_changed_is_loaded_or_refused(content: bytes) -> None:

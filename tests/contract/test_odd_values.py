@@ -107,6 +107,7 @@ def test_an_odd_value_among_the_arguments_of_a_factory_is_planned_or_refused(wha
     _planned_or_refused(("stages", "factory_args"), WRAPS[wrap](ODD[what]()))
 
 
+@pytest.mark.proves("odd-python-values")
 @settings(max_examples=examples(150))
 @given(path=st.sampled_from(sorted(PLACES)), what=st.sampled_from(sorted(ODD)), wrap=st.sampled_from(sorted(WRAPS)))
 def test_an_odd_value_in_any_field_is_planned_or_refused(path: tuple[str, ...], what: str, wrap: str) -> None:

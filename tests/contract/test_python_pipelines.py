@@ -254,6 +254,7 @@ def test_a_text_imports_nothing_unless_a_folder_is_given(tmp_path: Path) -> None
         loading.loads("config_cls: family:Mine\n")
 
 
+@pytest.mark.proves("python-class")
 def test_a_resource_never_imports_a_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The operator reads resources of strangers: a class is a note in an annotation there, and no instruction."""
     written(tmp_path, FAMILY + "\nraise SystemExit('imported')\n", "hostile.py")

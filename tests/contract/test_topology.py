@@ -743,6 +743,7 @@ CASES: dict[str, tuple[Document, list[str]]] = {
 }
 
 
+@pytest.mark.proves("second-payload", "wrong-spec")
 @pytest.mark.parametrize("name", CASES)
 def test_every_fault_is_named_with_its_path(name: str) -> None:
     document, expected = CASES[name]

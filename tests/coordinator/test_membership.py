@@ -159,6 +159,7 @@ async def test_who_repeats_its_hello_before_it_has_read_the_answer_is_welcomed_o
         assert len(sent(made, "v1", Welcome)) <= 2, "a second one after a second at the earliest"
 
 
+@pytest.mark.proves("join-and-leave")
 async def test_of_two_processes_with_one_incarnation_the_second_is_refused_and_the_first_is_not_troubled() -> None:
     async with coordinator_harness() as made:
         before = list(made.channels.sent["v1"])

@@ -9,6 +9,7 @@ from stage_runtime.wire.messages import PeerUnreachable
 from tests.coordinator.manager_kit import coordinator_harness, error_of, new_request, read
 
 
+@pytest.mark.proves("finished-part-ends")
 @pytest.mark.parametrize("stream", [False, True])
 async def test_an_answer_goes_on_when_an_instance_ends_whose_part_is_over(stream: bool) -> None:
     async with coordinator_harness(terminal_stages=lambda request: ["shout"]) as made:
@@ -26,6 +27,7 @@ async def test_an_answer_goes_on_when_an_instance_ends_whose_part_is_over(stream
         assert made.manager.bound_to("f1") == made.manager.bound_to("v1") == 0
 
 
+@pytest.mark.proves("finished-part-ends")
 async def test_an_answer_whose_source_still_streams_ends_with_it() -> None:
     async with coordinator_harness(terminal_stages=lambda request: ["write"]) as made:
         handle = made.manager.admit(new_request(stream=True))

@@ -180,6 +180,7 @@ BRANCHES = msgspec.structs.replace(
 )
 
 
+@pytest.mark.proves("unneeded-stage-missing")
 async def test_a_request_that_does_not_need_a_stage_is_served_while_that_stage_is_missing() -> None:
     def terminals(request: OmniRequest) -> list[str]:
         return [str(request.inputs)]
@@ -390,6 +391,7 @@ async def test_a_second_loss_ends_the_request_with_its_reason() -> None:
         assert (error.code, error.stage, error.retry_after_s) == ("unavailable", "split", 1.0)
 
 
+@pytest.mark.proves("tenth-of-fleet-dies")
 async def test_of_many_that_die_at_once_none_gets_what_another_had() -> None:
     """Their connections break within milliseconds of each other; each is declared dead after a grace of its own."""
     async with coordinator_harness() as made:
@@ -469,6 +471,7 @@ async def test_a_transfer_that_failed_is_tried_on_other_instances() -> None:
         assert not set(second.header.bindings.values()) & set(first.header.bindings.values())
 
 
+@pytest.mark.proves("instances-lose-each-other")
 async def test_requests_between_two_instances_that_lost_each_other_are_retried_on_others() -> None:
     async with coordinator_harness(terminal_stages=lambda request: ["shout"]) as made:
         stuck = made.manager.admit(new_request("stuck"))
@@ -873,6 +876,7 @@ async def test_a_body_of_more_parts_than_a_message_can_name_is_the_clients_fault
         assert [one.header.request_id for one in made.submitted("f1")[before:]] == ["good"]
 
 
+@pytest.mark.proves("undecodable-message")
 async def test_an_unreadable_message_of_an_instance_ends_its_request_at_once_and_no_other() -> None:
     async with coordinator_harness() as made:
         bad, good = made.manager.admit(new_request("bad")), made.manager.admit(new_request("good"))

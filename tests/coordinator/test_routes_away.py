@@ -28,6 +28,7 @@ async def test_a_request_that_does_not_meet_what_is_away_is_served() -> None:
         assert made.manager.problem() is None
 
 
+@pytest.mark.proves("unneeded-stage-missing")
 async def test_a_route_to_what_is_away_waits_for_it_and_begins_again() -> None:
     async with coordinator_harness(joined=False, revisions=(TALK,), hold_s=60.0) as made:
         join(made, "front", "listen", "voice")
@@ -43,6 +44,7 @@ async def test_a_route_to_what_is_away_waits_for_it_and_begins_again() -> None:
         assert made.manager.stats.retried == 0
 
 
+@pytest.mark.proves("unneeded-stage-missing")
 async def test_a_route_to_what_is_gone_is_503_with_its_name() -> None:
     async with coordinator_harness(joined=False, revisions=(TALK,), hold_s=0.0) as made:
         join(made, "front", "listen", "voice")

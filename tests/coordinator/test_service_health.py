@@ -13,6 +13,7 @@ from tests.coordinator.manager_kit import came, coordinator_harness, new_request
 from tests.coordinator.test_request_manager import BRANCHES
 
 
+@pytest.mark.proves("needed-stage-gone")
 async def test_a_restart_within_the_hold_time_is_not_a_problem() -> None:
     async with coordinator_harness() as made:
         made.coordinator.lost("v1")
@@ -23,6 +24,7 @@ async def test_a_restart_within_the_hold_time_is_not_a_problem() -> None:
         assert made.manager.problem() is None
 
 
+@pytest.mark.proves("needed-stage-gone")
 async def test_a_stage_that_is_gone_for_good_is_a_problem_until_it_is_back() -> None:
     async with coordinator_harness(hold_s=0.1) as made:
         made.coordinator.lost("v1")
@@ -55,6 +57,7 @@ async def test_a_stage_that_only_some_requests_need_is_not_what_a_balancer_must_
         assert (made.manager.problem() is not None) is problem
 
 
+@pytest.mark.proves("needed-stage-gone")
 async def test_a_queue_that_stands_at_all_instances_of_a_group_is_a_problem() -> None:
     async with coordinator_harness() as made:
         made.join("v2", "voice")

@@ -114,6 +114,7 @@ async def fleet() -> AsyncIterator[Fleet]:
         shutil.rmtree(folder)
 
 
+@pytest.mark.proves("one-coordinator-loses")
 async def test_an_instance_dead_for_one_coordinator_alone_loses_no_requests_of_the_other() -> None:
     async with fleet() as made:
         for number in (0, 1):
@@ -131,6 +132,7 @@ async def test_an_instance_dead_for_one_coordinator_alone_loses_no_requests_of_t
         assert sum(each.unsent for each in made.instances) == 0
 
 
+@pytest.mark.proves("one-coordinator-loses")
 async def test_who_is_dead_for_one_coordinator_is_introduced_by_the_other_that_had_not_yet() -> None:
     """Those that knew it from the first one alone have closed their links, and open them again."""
     async with fleet() as made:
@@ -148,6 +150,7 @@ async def test_who_is_dead_for_one_coordinator_is_introduced_by_the_other_that_h
         assert one.served > served
 
 
+@pytest.mark.proves("one-coordinator-loses")
 async def test_who_is_dead_for_all_coordinators_is_forgotten_by_its_neighbours() -> None:
     async with fleet() as made:
         for number in (0, 1):
@@ -161,6 +164,7 @@ async def test_who_is_dead_for_all_coordinators_is_forgotten_by_its_neighbours()
         await until(lambda: not any(one.incarnation in each.channels.peers for each in made.instances))
 
 
+@pytest.mark.proves("introducer-ends")
 @pytest.mark.parametrize("numbers", [[0], [0, 1]], ids=["another is left", "none is left"])
 async def test_who_leaves_after_the_coordinator_that_introduced_it_is_forgotten_by_all(
     numbers: list[int],
@@ -174,6 +178,7 @@ async def test_who_leaves_after_the_coordinator_that_introduced_it_is_forgotten_
         assert await made.serve(0) == await made.serve(1) == 0
 
 
+@pytest.mark.proves("introducer-ends")
 async def test_links_that_a_coordinator_has_introduced_outlive_it() -> None:
     async with fleet() as made:
         await made.serve_all(0)
@@ -185,6 +190,7 @@ async def test_links_that_a_coordinator_has_introduced_outlive_it() -> None:
         assert all(known[one.incarnation] <= one.members for one in made.instances)
 
 
+@pytest.mark.proves("frozen-coordinator")
 @pytest.mark.parametrize("how", ["an instance has lost it", "it has lost them", "both have"])
 async def test_an_instance_that_one_coordinator_alone_has_lost_comes_back_to_it_as_it_is(how: str) -> None:
     """A coordinator that was frozen, and a partition of its machine: the other one's requests do not notice."""
@@ -212,6 +218,7 @@ async def test_an_instance_that_one_coordinator_alone_has_lost_comes_back_to_it_
         assert await made.serve(0) == await made.serve(1) == 0
 
 
+@pytest.mark.proves("frozen-stage")
 async def test_who_is_declared_dead_by_all_coordinators_comes_back_under_a_new_incarnation() -> None:
     async with fleet() as made:
         one = made.of("stage4")[0]

@@ -41,6 +41,7 @@ async def test_the_second_end_under_the_same_request_ends_it_and_names_it(caplog
         assert at(made, "v3") == []
 
 
+@pytest.mark.proves("killer-request")
 async def test_neighbours_of_a_killer_are_served_and_only_it_is_ended_after_two_ends() -> None:
     async with coordinator_harness(terminal_stages=lambda request: ["shout"]) as made:
         handles = {name: made.manager.admit(new_request(name)) for name in ("a", "killer", "b")}

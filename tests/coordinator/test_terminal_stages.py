@@ -30,6 +30,7 @@ async def test_one_that_blocks_fails_its_own_request_and_the_loop_goes_on() -> N
     gate.set()
 
 
+@pytest.mark.proves("blocked-hook")
 async def test_hooks_that_do_not_return_are_bounded_and_free_their_places_when_they_do() -> None:
     gate, began = threading.Event(), threading.Semaphore(0)
 

@@ -33,6 +33,7 @@ def waiting(made: CoordinatorHarness) -> int:
     return int(made.manager.status()["awaiting_instance"])
 
 
+@pytest.mark.proves("group-on-its-way")
 async def test_new_requests_wait_for_the_next_life_and_are_sent_in_their_order() -> None:
     async with coordinator_harness(terminal_stages=lambda request: ["shout"]) as made:
         made.coordinator.lost("v1")
@@ -75,6 +76,7 @@ async def test_a_draining_instance_is_expected_to_be_replaced() -> None:
         assert made.submitted("f1")[0].header.bindings["shout"] == "v2"
 
 
+@pytest.mark.proves("group-on-its-way")
 async def test_beyond_the_bounds_of_count_and_bytes_requests_are_refused() -> None:
     async with coordinator_harness(hold_requests=2, hold_bytes=5000) as made:
         made.coordinator.lost("v1")
@@ -106,6 +108,7 @@ async def test_what_is_sent_again_waits_whatever_the_bounds() -> None:
             made.manager.admit(new_request("new"))
 
 
+@pytest.mark.proves("group-on-its-way")
 @pytest.mark.parametrize("end", ["abort", "deadline", "client", "drain", "stop"])
 async def test_whatever_ends_a_request_that_waits_frees_its_place(end: str) -> None:
     async with coordinator_harness(hold_requests=1) as made:
@@ -143,6 +146,7 @@ async def test_a_drain_leaves_a_request_that_had_begun_to_its_next_instance() ->
         assert len(made.submitted("f1")) == 2
 
 
+@pytest.mark.proves("group-gone")
 async def test_a_group_that_is_gone_for_good_ends_the_wait_with_its_name() -> None:
     async with coordinator_harness(hold_s=0.3) as made:
         made.coordinator.lost("v1")
@@ -154,6 +158,7 @@ async def test_a_group_that_is_gone_for_good_ends_the_wait_with_its_name() -> No
         assert made.manager.metrics()[catalog.REQUESTS_NOT_HELD] == {("gone",): 1, ("bytes",): 0, ("requests",): 0}
 
 
+@pytest.mark.proves("group-gone")
 async def test_one_that_loads_is_waited_for_longer_and_a_crash_loop_is_not() -> None:
     async with coordinator_harness(hold_s=0.2) as made:
         assert made.hello("v2", "voice")

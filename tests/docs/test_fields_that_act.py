@@ -54,6 +54,7 @@ def test_reads_are_distinguished_by_the_type_they_are_of() -> None:
     assert "stage_runtime/settings.py" in acting("UnitPlan", "env_defaults")
 
 
+@pytest.mark.proves("unread-field")
 def test_fields_of_a_plan_that_no_program_reads_are_in_the_table() -> None:
     kinds = (UnitPlan, GroupPlan, StagePlan, RelayPlan, CoordinatorPlan)
     unread = {
@@ -94,6 +95,7 @@ def said_to_be_unread(path: str) -> bool:
     return any(path == prefix or path.startswith((f"{prefix}.", f"{prefix}[")) for prefix in NOT_IN_THIS_VERSION)
 
 
+@pytest.mark.proves("unread-field")
 def test_every_field_of_a_spec_has_an_effect_or_is_listed_without_one() -> None:
     unread = {path for kind, field, path in specs() if not acting(kind, field)}
     assert {path for path in unread if not said_to_be_unread(path)} == set()
@@ -171,6 +173,7 @@ def document(sample: Sample, where: str) -> dict[str, Any]:
     return common | {"coordinator": {**own, "http": http}, "profiling": {"storage": storage}}
 
 
+@pytest.mark.proves("unread-field")
 @pytest.mark.parametrize("where", ["unit", "coordinator"])
 def test_every_word_of_kubernetes_reaches_an_object(where: str) -> None:
     sample = Sample()

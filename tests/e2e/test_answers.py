@@ -41,6 +41,7 @@ async def answers(base: Path, processes: dict[str, str], **changes: Any) -> list
     return [whole, streams]
 
 
+@pytest.mark.proves("placement")
 @pytest.mark.timeout(400)  # four pipelines, 20 s on a machine that does nothing else
 async def test_the_same_pipeline_answers_the_same_in_one_process_in_many_and_by_either_relay(base: Path) -> None:
     """Placement and relay change how values travel, never what the stages make of them."""
@@ -53,6 +54,7 @@ async def test_the_same_pipeline_answers_the_same_in_one_process_in_many_and_by_
     assert await answers(base, SPREAD, relay_backend="nixl") == together
 
 
+@pytest.mark.proves("buffer-written-again")
 @pytest.mark.parametrize("relay", ["shm", "tcp", "nixl", "mooncake"])
 async def test_a_buffer_that_is_used_again_arrives_as_it_was_each_time(
     relay: Literal["shm", "tcp", "nixl", "mooncake"], base: Path

@@ -6,6 +6,7 @@ import asyncio
 from pathlib import Path
 
 import httpx
+import pytest
 
 from tests.e2e.local_pipelines import PATIENCE_S, running
 
@@ -33,6 +34,7 @@ spec:
 """
 
 
+@pytest.mark.proves("blocked-hook")
 async def test_a_blocked_terminal_stages_fn_costs_its_own_request_alone(base: Path, tmp_path: Path) -> None:
     file = tmp_path / "choosy.yaml"
     file.write_text(PIPELINE)

@@ -13,6 +13,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import psutil
+import pytest
 import pytest_asyncio
 
 from omnipipeline_spec.cluster import Control
@@ -90,6 +91,7 @@ async def pouring(pipeline: LocalPipeline, client: Client, count: int, **inputs:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
+@pytest.mark.proves("slow-receiver")
 async def test_a_stream_that_is_not_read_is_held_back(flooded: LocalPipeline) -> None:
     """4 requests would pour 100 GiB: 2 wait for their turn at the consumer, 2 are read drop by drop."""
     async with Client(flooded.url, connections=40) as client:
@@ -99,6 +101,7 @@ async def test_a_stream_that_is_not_read_is_held_back(flooded: LocalPipeline) ->
         await at_rest(client)
 
 
+@pytest.mark.proves("slow-receiver")
 async def test_payloads_that_are_not_taken_wait_within_bounds_and_block_no_other_branch(flooded: LocalPipeline) -> None:
     async with Client(flooded.url, connections=60) as client:
         before = footprint(flooded)
@@ -107,6 +110,7 @@ async def test_payloads_that_are_not_taken_wait_within_bounds_and_block_no_other
         await at_rest(client)
 
 
+@pytest.mark.proves("slow-receiver")
 async def test_clients_that_stop_reading_hold_back_their_own_streams_alone(flooded: LocalPipeline) -> None:
     """8 clients ask for 500 GiB each and read nothing of it. Each is a window behind: 16 MiB."""
     where = urlsplit(flooded.url)

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import httpx
+import pytest
 import pytest_asyncio
 
 from omnipipeline_spec.cluster import Control
@@ -64,6 +65,7 @@ def request(kind: str, nbytes: int, *, hold: bool = False) -> dict[str, object]:
     return {"inputs": {"kind": kind, "hold": hold, "pad": "x" * nbytes}}
 
 
+@pytest.mark.proves("ended-while-busy")
 async def test_bodies_that_time_out_at_busy_stages_are_freed_while_these_are_busy(pipeline: LocalPipeline) -> None:
     """Of every kind of stage at once, and of a fan-in whose hook is busy; the stages are in one process."""
     async with Client(pipeline.url, connections=100) as client:

@@ -9,11 +9,13 @@ from functools import partial
 from pathlib import Path
 
 import httpx
+import pytest
 
 from tests.e2e.local_pipelines import APART, PATIENCE_S, Client, at_rest, diamond, eventually
 from tests.e2e.pod_pipelines import pods
 
 
+@pytest.mark.proves("killed-coordinator")
 async def test_of_two_coordinators_either_cancels_the_other_s_requests_and_one_survives_the_other(base: Path) -> None:
     async with pods(diamond(APART), base, "old", "new") as made:
         async with Client(made.url("old")) as old, Client(made.url("new")) as new:
@@ -53,6 +55,7 @@ async def test_of_two_coordinators_either_cancels_the_other_s_requests_and_one_s
             assert (await reborn.answer("and this one"))["text"] == "and this one"
 
 
+@pytest.mark.proves("frozen-coordinator")
 async def test_a_coordinator_that_freezes_and_goes_on_costs_the_other_one_s_requests_nothing(base: Path) -> None:
     """All instances lose it, and come back to it as they are: those that it still counts as its own, too."""
     async with pods(diamond(APART), base, "old", "new") as made:

@@ -60,6 +60,7 @@ async def incarnations(client: Client, group: str, *, ready: bool = False) -> se
     return {one["incarnation"] for one in instances if one["group"] == group and (one["ready"] or not ready)}
 
 
+@pytest.mark.proves("killed-stage", "group-on-its-way")
 @pytest.mark.parametrize(("group", "stage"), [("front", "take"), ("voice", "speak")])  # tests/faults kills every member
 async def test_a_killed_stage_comes_back_under_a_new_name_and_no_request_is_lost(
     group: str, stage: str, base: Path
@@ -96,6 +97,7 @@ async def test_a_killed_stage_comes_back_under_a_new_name_and_no_request_is_lost
         await at_rest(client)
 
 
+@pytest.mark.proves("killed-stage")
 async def test_without_retries_the_killed_stage_s_requests_fail_with_its_name(base: Path) -> None:
     """The positive control: what the retries above hide."""
     spec = diamond(APART, coordinator=coordinator(retries=0))
@@ -110,6 +112,7 @@ async def test_without_retries_the_killed_stage_s_requests_fail_with_its_name(ba
         assert (await client.answer("a b"))["text"] == "a b"
 
 
+@pytest.mark.proves("killed-stage")
 async def test_streams_that_had_begun_end_with_an_error_and_new_ones_are_served(base: Path) -> None:
     spec = diamond(APART, process_groups=replicas(voice=2))
     async with running(spec, base) as pipeline, Client(pipeline.url, connections=200) as client:
@@ -127,6 +130,7 @@ async def test_streams_that_had_begun_end_with_an_error_and_new_ones_are_served(
         assert (await client.answer("next"))["text"] == "next"
 
 
+@pytest.mark.proves("frozen-stage")
 async def test_a_frozen_stage_is_dead_and_returns_under_a_new_incarnation(base: Path) -> None:
     spec = diamond(APART, process_groups=replicas(voice=2))
     async with running(spec, base) as pipeline, Client(pipeline.url, connections=200) as client:
@@ -157,6 +161,7 @@ async def test_a_frozen_stage_is_dead_and_returns_under_a_new_incarnation(base: 
         await at_rest(client)
 
 
+@pytest.mark.proves("no-progress")
 async def test_a_stage_that_makes_no_progress_is_ended_whether_it_keeps_the_gil_or_not(base: Path) -> None:
     """Its own look at the time needs the GIL; where that is kept for ever, C code ends the process."""
     groups = [ProcessGroup(name="front", stuck_after_seconds=4)]
@@ -176,6 +181,7 @@ async def test_a_stage_that_makes_no_progress_is_ended_whether_it_keeps_the_gil_
         assert (await client.answer("a b"))["text"] == "a b"
 
 
+@pytest.mark.proves("frozen-stage")
 async def test_a_stage_that_computes_without_letting_go_of_the_gil_is_not_declared_dead(
     shared: LocalPipeline, client: Client
 ) -> None:

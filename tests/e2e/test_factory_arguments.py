@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
+
 from omnipipeline_spec.pipeline import Code, PipelineConfig, StageConfig
 from tests.e2e.local_pipelines import Client, running
 
@@ -26,6 +28,7 @@ class Family(PipelineConfig, frozen=True, kw_only=True):
     )
 
 
+@pytest.mark.proves("every-form")
 async def test_a_factory_gets_the_values_set_in_python_and_its_own_defaults_for_the_rest(base: Path) -> None:
     stage = StageConfig(
         name="only", process="p", factory="recording:make", gpu=0, factory_args={"said": 1}, terminal=True

@@ -8,12 +8,15 @@ from __future__ import annotations
 import asyncio
 import tempfile
 
+import pytest
+
 from benchmarks.scalelab import fakes, fleet
 from benchmarks.scalelab.children import Child
 
 INSTANCES = 60
 
 
+@pytest.mark.proves("tenth-of-fleet-dies")
 async def test_a_tenth_of_a_fleet_that_dies_at_once_loses_no_request_and_a_roll_of_the_rest_neither() -> None:
     made, joined = await fleet.start(INSTANCES, 2)
     try:
@@ -26,6 +29,7 @@ async def test_a_tenth_of_a_fleet_that_dies_at_once_loses_no_request_and_a_roll_
         await fleet.stop(made)
 
 
+@pytest.mark.proves("coordinator-dies-at-registration")
 async def test_a_coordinator_that_dies_while_a_fleet_registers_is_replaced_by_one_that_all_register_with() -> None:
     folder = tempfile.TemporaryDirectory(prefix="scale-")
 

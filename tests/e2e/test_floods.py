@@ -9,6 +9,8 @@ import resource
 import socket
 from pathlib import Path
 
+import pytest
+
 from tests.e2e.local_pipelines import PATIENCE_S, Client, diamond, running
 
 FLOOD = 400
@@ -30,6 +32,7 @@ def flood(family: socket.AddressFamily, address: str | tuple[str, int], peers: c
             peer.connect(address)
 
 
+@pytest.mark.proves("no-descriptors")
 async def test_a_flood_at_any_socket_of_a_pipeline_ends_no_process_and_no_request(base: Path) -> None:
     async with running(diamond(), base) as pipeline, Client(pipeline.url, connections=1, keep_s=None) as client:
         for _ in range(3):  # every edge has moved a large payload

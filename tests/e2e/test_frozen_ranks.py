@@ -33,6 +33,7 @@ async def ranks() -> AsyncIterator[LocalPipeline]:
             yield pipeline
 
 
+@pytest.mark.proves("tp-frozen")
 @pytest.mark.parametrize(
     ("frozen", "computing"),
     [

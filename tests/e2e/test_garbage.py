@@ -79,6 +79,7 @@ async def counted(client: Client, kind: str) -> dict[str, float]:
     return {group: own.get(f"control_{kind}", 0.0) for group, own in gauges.items()}
 
 
+@pytest.mark.proves("garbage-frames")
 async def test_garbage_at_every_control_socket_is_counted_and_dropped(
     shared: LocalPipeline, client: Client, stranger: zmq.Context[Any]
 ) -> None:
@@ -107,6 +108,7 @@ async def test_garbage_at_every_control_socket_is_counted_and_dropped(
     await serves_as_before(shared, client, before)
 
 
+@pytest.mark.proves("garbage-frames")
 async def test_oversized_or_foreign_frames_harm_no_other_link(
     shared: LocalPipeline, client: Client, stranger: zmq.Context[Any]
 ) -> None:
@@ -129,6 +131,7 @@ async def test_oversized_or_foreign_frames_harm_no_other_link(
     await serves_as_before(shared, client, before)
 
 
+@pytest.mark.proves("garbage-frames")
 async def test_garbage_at_every_relay_socket_is_counted_and_dropped(
     shared: LocalPipeline, client: Client, stranger: zmq.Context[Any]
 ) -> None:
@@ -216,6 +219,7 @@ def raw_noise(port: int) -> socket.socket:
     return plain
 
 
+@pytest.mark.proves("garbage-frames")
 async def test_strangers_at_every_tcp_socket_are_turned_away_counted_and_logged_once(
     base: Path, stranger: zmq.Context[Any]
 ) -> None:

@@ -28,6 +28,7 @@ HOOKS = {
 }
 
 
+@pytest.mark.proves("function-raises")
 @pytest.mark.parametrize("hook", HOOKS)
 async def test_a_hook_that_raises_fails_its_request_with_its_place_and_no_other(
     hook: str, shared: LocalPipeline, client: Client
@@ -52,6 +53,7 @@ async def test_a_hook_that_fails_after_the_first_chunk_ends_the_stream_with_the_
     assert (last["error"]["stage"], last["error"]["hook"]) == ("speak", "run")
 
 
+@pytest.mark.proves("unsendable-value")
 @pytest.mark.parametrize(
     ("processes", "relay"), [(TOGETHER, "auto"), (SPREAD, "tcp")], ids=["inside one process", "by tcp"]
 )
@@ -78,6 +80,7 @@ async def refuses(client: Client) -> None:
         assert (await client.answer("and on"))["text"] == "and on"
 
 
+@pytest.mark.proves("written-input")
 async def test_debug_values_names_the_stage_that_wrote(base: Path) -> None:
     """And without a writer it names nobody: the positive control. Of the two receivers, one reads shared memory."""
     stages = [

@@ -233,6 +233,7 @@ def authors(attacker: Attacker, *, count: int, known: list[dict[str, Any]] = EXA
     holds()
 
 
+@pytest.mark.proves("any-field-any-value")
 async def test_whatever_an_author_gives_or_raises_hurts_its_request_alone(attacked: LocalPipeline) -> None:
     await attack(attacked, lambda attacker: authors(attacker, count=examples(100)))
     await nothing_was_misread(attacked)
@@ -244,6 +245,7 @@ SEEN = {  # by what the property sees that the check is missing
 }
 
 
+@pytest.mark.proves("any-field-any-value")
 @pytest.mark.parametrize(
     "without", ["the check of messages", pytest.param("the guard of texts", marks=pytest.mark.nightly)]
 )
@@ -312,6 +314,7 @@ FORMS = st.one_of(
 )
 
 
+@pytest.mark.proves("any-field-any-value")
 async def test_any_value_of_a_client_fails_its_own_request_alone(attacked: LocalPipeline) -> None:
     def attacks(attacker: Attacker) -> None:
         @settings(max_examples=examples(50), deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])

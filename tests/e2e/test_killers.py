@@ -34,6 +34,7 @@ def deaths(base: Path) -> int:
     return (base / "log").read_text().count("with these requests under way")
 
 
+@pytest.mark.proves("killer-request")
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_request_that_kills_its_process_ends_after_two_deaths_and_its_neighbours_are_served(
@@ -91,6 +92,7 @@ async def test_a_stage_that_cannot_load_again_is_gone_for_clients_and_balancers_
             assert (await client.post("/v1/chat/completions", json=body)).status_code == 200
 
 
+@pytest.mark.proves("finished-part-ends")
 async def test_a_streamed_answer_goes_on_when_a_stage_ends_whose_part_is_over(base: Path) -> None:
     async with (
         running(killers(1), base) as pipeline,

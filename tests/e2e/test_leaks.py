@@ -28,11 +28,13 @@ async def test_a_client_that_hangs_up_before_the_answer_aborts_its_request_downs
     await at_rest(client)  # an hour of nap was cut short
 
 
+@pytest.mark.proves("client-disconnects")
 async def test_a_client_that_hangs_up_in_mid_stream_aborts_its_request_downstream(client: Client) -> None:
     await client.cut(" ".join(["word"] * 400), after=3, slow=0.5, size=MIB)
     await at_rest(client)
 
 
+@pytest.mark.proves("client-disconnects")
 async def test_deleting_a_request_ends_it_everywhere_and_its_client_gets_an_error(
     shared: LocalPipeline, client: Client
 ) -> None:
@@ -50,12 +52,14 @@ async def test_deleting_a_request_ends_it_everywhere_and_its_client_gets_an_erro
     await at_rest(client)
 
 
+@pytest.mark.proves("deadline")
 async def test_a_deadline_ends_a_request_everywhere(client: Client) -> None:
     answer = await client.post({"inputs": {"text": "a b", "nap": 3600}, "timeout": 0.3})
     assert (answer.status_code, answer.json()["error"]["code"]) == (504, "deadline")
     await at_rest(client)
 
 
+@pytest.mark.proves("client-disconnects")
 @pytest.mark.timeout(600)  # 20 s on a machine that does nothing else
 async def test_a_thousand_aborts_of_a_mebibyte_leave_nothing(shared: LocalPipeline, client: Client) -> None:
     inputs = {"text": " ".join(["word"] * 40), "slow": 0.02, "size": MIB // 16, "pad": "x" * MIB}

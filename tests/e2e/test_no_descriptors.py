@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
+import pytest
 
 from stage_runtime.rules.introductions import FRESH_S
 from tests.e2e.local_pipelines import APART, PATIENCE_S, Client, diamond, running
@@ -38,6 +39,7 @@ async def connect(url: str) -> int:
         return (await client.get("/status")).status_code
 
 
+@pytest.mark.proves("no-descriptors")
 async def test_a_process_without_descriptors_serves_on_and_says_what_it_cannot_open(base: Path) -> None:
     environ = {"OMNI_PROFILE_ROOT": str(base / "profiles")}
     async with (
@@ -66,6 +68,7 @@ async def test_a_process_without_descriptors_serves_on_and_says_what_it_cannot_o
         assert pipeline.pids() == pids, "none has ended"
 
 
+@pytest.mark.proves("no-descriptors")
 async def test_a_pair_of_instances_that_had_no_descriptor_to_meet_serves_as_soon_as_it_has(base: Path) -> None:
     async with running(diamond(APART), base) as pipeline, Client(pipeline.url) as client:
         with none_left(pipeline.pids()["front"], but=0.25):  # less than it keeps free for others

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import pytest
+
 from tests.e2e.local_pipelines import APART, HERE, Client, diamond, running
 
 
@@ -18,6 +20,7 @@ def audited(folder: Path, pids: dict[str, int]) -> dict[str, list[str]]:
     return found
 
 
+@pytest.mark.proves("never-unpickled")
 async def test_no_process_unpickles_anything(base: Path) -> None:
     folder = base / "audit"
     folder.mkdir()

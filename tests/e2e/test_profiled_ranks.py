@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from omnipipeline_spec.cluster import Control
@@ -80,6 +81,7 @@ async def _planes(http: httpx.AsyncClient) -> set[str]:
     return found
 
 
+@pytest.mark.proves("profile-faults")
 async def test_a_rank_that_dies_in_the_middle_ends_no_profile(base: Path) -> None:
     environ = {"OMNI_PROFILE_ROOT": str(base / "profiles")}
     async with (

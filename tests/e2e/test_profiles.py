@@ -114,6 +114,7 @@ async def test_a_torch_trace_of_every_process_is_written_where_the_template_says
         assert sum(name.endswith(".trace.json.gz") for name in files.getnames()) == len(traces)
 
 
+@pytest.mark.proves("profile-faults")
 @pytest.mark.parametrize(
     ("path", "body", "status", "expected"),
     [
@@ -213,6 +214,7 @@ async def test_a_body_is_read_or_refused_whatever_it_is(refusing: httpx.AsyncCli
     assert answer.status_code == (200 if body in (b"", b"{}") else 400), answer.text
 
 
+@pytest.mark.proves("profile-faults")
 async def test_a_folder_that_cannot_be_written_is_named_and_requests_are_served(base: Path) -> None:
     root = base / "profiles"
     root.mkdir()

@@ -7,6 +7,8 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from omnipipeline_spec.cluster import Control
 from omnipipeline_spec.pipeline import PipelineConfig, StageConfig
 from stage_runtime.processes.one_machine.local import LocalPipeline
@@ -26,6 +28,7 @@ def spec() -> PipelineConfig:
     )
 
 
+@pytest.mark.proves("next-incarnation")
 async def test_after_a_rebirth_tensors_come_from_the_arena_that_peers_know_and_the_old_one_is_gone(base: Path) -> None:
     async with running(spec(), base) as pipeline, Client(pipeline.url) as client:
         assert await summed(client, 4 * MIB) == 4 * MIB

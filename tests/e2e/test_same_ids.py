@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
 from omnipipeline_spec.cluster import Control
 from omnipipeline_spec.pipeline import PipelineConfig, StageConfig
@@ -38,6 +39,7 @@ def same_ids() -> PipelineConfig:
     )
 
 
+@pytest.mark.proves("same-request-id")
 async def test_requests_of_one_id_at_two_coordinators_are_answered_and_aborted_apart(base: Path) -> None:
     async with (
         pods(same_ids(), base, "old", "new") as made,

@@ -83,6 +83,7 @@ async def ask(client: Client, **inputs: Any) -> Any:
     return body.get("results", body)
 
 
+@pytest.mark.proves("skipped-stage")
 @pytest.mark.parametrize("read", [0, 1, 300])
 async def test_a_reader_that_leaves_early_lets_its_producers_come_to_their_ends(client: Client, read: int) -> None:
     asked = {"to": ["pa", "pb"], "chunks": 2000, "wait": ["enda", "endb", "reader"], "read": read}
@@ -91,6 +92,7 @@ async def test_a_reader_that_leaves_early_lets_its_producers_come_to_their_ends(
         assert sum(answer["reader"].values()) == read
 
 
+@pytest.mark.proves("skipped-stage")
 @pytest.mark.parametrize(("chunks", "size"), [(0, 0), (3, 0), (40, 300_000)])
 @pytest.mark.parametrize("only", ["a", "b"])
 async def test_a_source_that_the_router_leaves_out_is_not_waited_for(
@@ -111,6 +113,7 @@ async def test_a_terminal_that_nothing_can_reach_fails_who_waits_for_it_at_once(
     assert "no route leads" in answer["error"]["message"]
 
 
+@pytest.mark.proves("skipped-stage")
 async def test_a_terminal_that_is_left_out_and_streams_all_the_same_holds_up_no_other_request(
     client: Client, tmp_path: Path
 ) -> None:
@@ -123,6 +126,7 @@ async def test_a_terminal_that_is_left_out_and_streams_all_the_same_holds_up_no_
     assert await long == {"enda": "through"}
 
 
+@pytest.mark.proves("opposite-orders")
 async def test_producers_that_meet_requests_in_opposite_orders_at_a_reader_are_all_served(client: Client) -> None:
     """Each producer and the reader take one request at a time, and each stream is several windows long."""
     asked = {"to": ["pa", "pb"], "chunks": 1500, "wait": ["reader"]}
@@ -130,6 +134,7 @@ async def test_producers_that_meet_requests_in_opposite_orders_at_a_reader_are_a
     assert answers == [{"reader": {"a": 1500, "b": 1500}}] * 4
 
 
+@pytest.mark.proves("client-never-reads")
 async def test_a_reader_that_never_reads_costs_its_own_request_only(pipeline: LocalPipeline, client: Client) -> None:
     """Until its deadline its producer waits, longer than a stage may stand still: nobody else asks the speaker."""
     before = dict(pipeline.pids())
@@ -173,6 +178,7 @@ async def readers_that_stop(url: str, count: int, **inputs: Any) -> AsyncIterato
         yield readers
 
 
+@pytest.mark.proves("client-never-reads")
 async def test_readers_that_stop_reading_hold_up_no_other_request(pipeline: LocalPipeline, client: Client) -> None:
     """The speaker takes one request at a time, and each stream is far longer than what is kept for its reader."""
     before, memory = dict(pipeline.pids()), resident(pipeline.pids())
@@ -192,6 +198,7 @@ async def test_readers_that_stop_reading_hold_up_no_other_request(pipeline: Loca
     await at_rest(client)
 
 
+@pytest.mark.proves("client-never-reads")
 async def test_a_slow_reader_gets_its_whole_answer_while_another_request_is_served(
     pipeline: LocalPipeline, client: Client
 ) -> None:

@@ -7,6 +7,8 @@ import os
 import signal
 from pathlib import Path
 
+import pytest
+
 from omnipipeline_spec.pipeline import PipelineConfig, StageConfig
 from tests.e2e.local_pipelines import PATIENCE_S, Client, eventually, running
 
@@ -21,6 +23,7 @@ async def add(client: Client, values: list[float], **more: object) -> object:
     return body["results"]["adder"] if "results" in body else body["error"]
 
 
+@pytest.mark.proves("tp-rank-dies")
 async def test_two_ranks_compute_together_fail_together_and_are_replaced_together(base: Path) -> None:
     async with running(SPEC, base, cpu=True) as pipeline, Client(pipeline.url) as client:
         assert sorted(pipeline.pids()) == ["adder_tp0", "adder_tp1", "coordinator"]

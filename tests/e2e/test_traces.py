@@ -139,6 +139,7 @@ def _requests(taking: collector.Collector) -> dict[str, Any]:
     return {facts["omni.request.id"]: span for facts, span in own if "omni.request.kind" in facts}
 
 
+@pytest.mark.proves("collector-away")
 async def test_requests_are_served_while_the_collector_is_away_or_its_address_is_wrong(base: Path) -> None:
     for url in ("http://127.0.0.1:9", "collector:4317"):
         spec = diamond(dict.fromkeys(APART, "all"), observability=traced(url, 1.0))

@@ -51,6 +51,7 @@ def helper(warnings: Warnings) -> str:
     return warnings.next()  # the blocking call: until it is named
 
 
+@pytest.mark.proves("blocked-event-loop")
 def test_a_blocking_call_in_an_async_function_is_named_with_stage_function_and_line(warnings: Warnings) -> None:
     async def run(payload: omni.StagePayload) -> str:
         return helper(warnings)
@@ -134,6 +135,7 @@ def watch(looked: Looked) -> Iterator[LoopWatch]:
         yield made
 
 
+@pytest.mark.proves("blocked-event-loop")
 def test_a_function_is_named_once_however_long_and_often_it_blocks(warnings: Warnings) -> None:
     looked = Looked()
 

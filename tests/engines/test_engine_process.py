@@ -253,6 +253,7 @@ def test_an_engine_that_fails_ends_every_wait_with_an_engine_dead_error() -> Non
             client.call_utility("echo", 1)
 
 
+@pytest.mark.proves("threads-left-at-exit")
 def test_an_engine_that_fails_exits_though_its_factory_has_left_a_thread() -> None:
     kwargs = {**LAUNCH.kwargs, "lingers": True}
     launch = msgspec.structs.replace(LAUNCH, kwargs=kwargs, frozen_after_s=10 * PATIENCE_S)

@@ -85,6 +85,7 @@ def test_what_a_generator_returns_is_its_result(fn: Any, chunks: list[str]) -> N
         assert outputs == [*(("r1", "chunk", chunk) for chunk in chunks), ("r1", "done", {"n": 1})]
 
 
+@pytest.mark.proves("buffer-written-again")
 @pytest.mark.parametrize("sync", [True, False])
 def test_a_result_is_what_it_was_when_it_was_yielded(sync: bool) -> None:
     """The generator goes on after that, and may write into it: into its containers, arrays and tensors."""
@@ -139,6 +140,7 @@ def raising(error: BaseException) -> list[Callable[[Payload], Any]]:
     return [plain, coroutine, generator, async_generator]
 
 
+@pytest.mark.proves("function-raises")
 @pytest.mark.parametrize("index", range(4), ids=["sync", "async", "generator", "async generator"])
 @pytest.mark.parametrize("error", [ValueError("no"), SystemExit("no"), KeyboardInterrupt("no"), GeneratorExit("no")])
 def test_whatever_user_code_raises_fails_its_request_and_the_next_one_is_served(
@@ -221,6 +223,7 @@ def test_a_chunk_that_a_generator_returns_is_refused() -> None:
         assert "returned a Chunk" in rig.outbox.next()[2]
 
 
+@pytest.mark.proves("slow-receiver")
 @pytest.mark.parametrize("fn", [pieces, pieces_async])
 def test_a_lagging_consumer_holds_the_generator_until_its_gate_opens(fn: Any) -> None:
     with running(as_engine(fn)) as rig:
@@ -394,6 +397,7 @@ async def cancel_all_others() -> None:
     await asyncio.sleep(0)
 
 
+@pytest.mark.proves("function-raises")
 @pytest.mark.parametrize(
     ("hostile", "failure"),
     [

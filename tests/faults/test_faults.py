@@ -68,6 +68,7 @@ async def test_the_only_instance_of_a_group_comes_back_and_serves(base: Path) ->
         await experiments.warm(pipeline)  # all of it is served
 
 
+@pytest.mark.proves("instances-lose-each-other")
 @pytest.mark.netns
 @pytest.mark.debian("iproute2")
 @pytest.mark.timeout(PATIENCE_S)
@@ -80,6 +81,7 @@ async def test_a_cut_network_and_two_that_lose_each_other_cost_no_unstreamed_req
         await experiments.warm(pipeline)
 
 
+@pytest.mark.proves("vanished-machine")
 @pytest.mark.netns
 @pytest.mark.debian("iproute2")
 @pytest.mark.timeout(PATIENCE_S)

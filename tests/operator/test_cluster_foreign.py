@@ -22,6 +22,7 @@ def service(name: str, **labels: str) -> dict[str, object]:
     }
 
 
+@pytest.mark.proves("foreign-owner")
 @pytest.mark.parametrize("labelled", [False, True], ids=["plain", "with our labels"])
 def test_a_foreign_service_under_our_name_is_never_adopted(
     kube: Kube, operator: OperatorProcess, labelled: bool

@@ -62,6 +62,7 @@ def ended(operator: OperatorProcess) -> bool:
     return operator.process is not None and operator.process.poll() is not None
 
 
+@pytest.mark.proves("unreadable-namespace")
 def test_a_namespace_that_takes_its_role_back_stops_no_pipeline_of_another(
     kube: Kube, other: Kube, of_two: OperatorProcess
 ) -> None:

@@ -50,6 +50,7 @@ def places(kube: Kube) -> Iterator[dict[int, Kube]]:
     kube.cluster.kubectl("delete", "namespace", *names, "--wait=false")
 
 
+@pytest.mark.proves("operator-dies")
 def test_dying_before_any_write_and_starting_again_ends_in_the_same_state(
     kube: Kube, operator: OperatorProcess, audit: Audit, prepared: tuple[Cluster, Path], places: dict[int, Kube]
 ) -> None:
@@ -80,6 +81,7 @@ def test_dying_before_any_write_and_starting_again_ends_in_the_same_state(
         assert len(place.names("secrets")) == 1
 
 
+@pytest.mark.proves("operator-dies")
 def test_a_roll_goes_on_where_a_dead_operator_left_it(kube: Kube, operator: OperatorProcess) -> None:
     dying = str(Path(__file__).with_name("crashing_operator.py"))
     operator.start()

@@ -109,6 +109,7 @@ def test_processes_are_renamed_and_regrouped_without_a_gap(kube: Kube, operator:
         assert is_whole(state, [units_of(shape) for shape in shapes]), state
 
 
+@pytest.mark.proves("coordinators-scaled")
 def test_several_coordinators_are_scaled_without_a_restart_and_roll_one_at_a_time(
     kube: Kube, operator: OperatorProcess
 ) -> None:

@@ -76,6 +76,7 @@ def images(kube: Kube) -> dict[str, str]:
     }
 
 
+@pytest.mark.proves("missing-references")
 def test_missing_references_are_reported_and_the_pods_start_when_they_appear(
     kube: Kube, operator: OperatorProcess
 ) -> None:
@@ -114,6 +115,7 @@ def test_a_roll_with_a_missing_reference_keeps_running_pods_and_reports_it(
     kube.wait_ready("duo", within_s=40)
 
 
+@pytest.mark.proves("missing-references")
 def test_refused_pods_are_retried_soon(kube: Kube, operator: OperatorProcess) -> None:
     operator.start()
     quota = {"apiVersion": "v1", "kind": "ResourceQuota", "metadata": {"name": "few"}, "spec": {"hard": {"pods": "0"}}}
@@ -131,6 +133,7 @@ def test_refused_pods_are_retried_soon(kube: Kube, operator: OperatorProcess) ->
     kube.wait_ready("duo", within_s=60)
 
 
+@pytest.mark.proves("missing-references")
 @pytest.mark.usefixtures("bare")
 def test_a_failed_mount_is_reported_with_the_kubelets_message(kube: Kube, operator: OperatorProcess) -> None:
     operator.start()
@@ -214,6 +217,7 @@ def _sorted(metrics: str) -> str:
     return "\n".join(lines)
 
 
+@pytest.mark.proves("other-stage-image")
 @pytest.mark.usefixtures("bare")
 def test_a_pipeline_that_waits_for_a_bad_image_gets_the_one_that_the_chart_names_next(
     kube: Kube, operator: OperatorProcess
@@ -234,6 +238,7 @@ def test_a_pipeline_that_waits_for_a_bad_image_gets_the_one_that_the_chart_names
     eventually(lambda: kube.get("omnipipeline", "duo")["status"]["revision"]["updateImage"] == NEWER)
 
 
+@pytest.mark.proves("other-stage-image")
 def test_a_pipeline_revision_has_one_image_whatever_the_chart_names_meanwhile(
     kube: Kube, operator: OperatorProcess
 ) -> None:
@@ -285,6 +290,7 @@ def test_a_template_edited_by_hand_is_not_brought_back_by_a_rollback(kube: Kube,
     assert kube.get("deployment", kept)["metadata"]["uid"] == uids[kept], "scaled up again"
 
 
+@pytest.mark.proves("orphaned-children")
 def test_orphans_of_a_deleted_pipeline_are_adopted_by_its_successor(kube: Kube, operator: OperatorProcess) -> None:
     operator.start()
     desired = pipeline(networkPolicy={}, disruption={"podDisruptionBudget": {}})
@@ -313,6 +319,7 @@ def test_orphans_of_a_deleted_pipeline_are_adopted_by_its_successor(kube: Kube, 
 LABELLED = "omnipipeline.dev/pipeline=duo"
 
 
+@pytest.mark.proves("orphaned-children")
 def test_an_orphan_with_another_owner_is_not_adopted(kube: Kube, operator: OperatorProcess) -> None:
     operator.start()
     kube.apply(pipeline())

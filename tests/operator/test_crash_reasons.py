@@ -56,6 +56,7 @@ CONTAINERD = (
 )
 
 
+@pytest.mark.proves("failed-start")
 @pytest.mark.parametrize(
     ("ended", "reason", "message"),
     [

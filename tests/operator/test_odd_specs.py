@@ -207,6 +207,7 @@ def test_the_sound_template_is_carried_out() -> None:
     assert carried_out_or_refused(pipeline(SOUND), allow_privileged=False)
 
 
+@pytest.mark.proves("odd-values")
 @settings(max_examples=examples(400), deadline=None)
 @given(CHANGES, st.booleans())
 def test_a_sound_pod_template_with_odd_values_is_carried_out_or_refused(
@@ -224,6 +225,7 @@ def test_any_pod_template_is_carried_out_or_refused(template: Any, allow_privile
     carried_out_or_refused(pipeline(template), allow_privileged=allow_privileged)
 
 
+@pytest.mark.proves("odd-values")
 @settings(max_examples=examples(200), deadline=None)
 @given(QUANTITIES, QUANTITIES, QUANTITIES, RESOURCES)
 def test_any_quantity_is_carried_out_or_refused(shared: Any, gpu: Any, size: Any, resources: Any) -> None:

@@ -101,6 +101,7 @@ async def test_deployments_that_an_earlier_operator_has_made_are_left_as_they_ar
     assert await operator.reconcile() == []
 
 
+@pytest.mark.proves("odd-values")
 async def test_an_exception_while_a_spec_is_planned_is_reported_and_logged_and_tried_again(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

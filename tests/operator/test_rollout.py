@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import msgspec
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -73,6 +74,7 @@ def test_no_old_pod_goes_before_every_changing_unit_has_its_share_of_new_ones() 
     assert spec_of(world, "b") == {"b1": 1, "b2": 1}
 
 
+@pytest.mark.proves("roll-out")
 def test_a_revision_that_is_never_ready_leaves_the_old_one_whole_and_scalable() -> None:
     world = running({"a": "a1"}, {"a": 2})
     world.broken = {("a", "a2")}
@@ -290,6 +292,7 @@ def test_from_any_state_the_goal_is_reached_and_then_nothing_changes(
     assert not again.rolling
 
 
+@pytest.mark.proves("roll-out")
 @settings(max_examples=examples(100), deadline=None)
 @given(counts, revisions, st.integers(1, 3), happenings, st.sets(keys))
 def test_a_roll_is_never_below_capacity_and_never_above_its_surge(

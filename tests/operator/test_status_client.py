@@ -77,6 +77,7 @@ def test_the_host_of_an_instance_is_an_address_or_none(endpoint: str, host: str)
     assert InstanceStatus(unit="u", revision="r", endpoint=endpoint).host == host
 
 
+@pytest.mark.proves("hostile-pod")
 async def test_an_answer_that_is_too_long_or_leads_elsewhere_is_no_answer(port: int) -> None:
     """The pods are a tenant's: what they answer may be anything."""
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, cast
 
+import pytest
+
 from omnipipeline_operator.cluster.client import Client
 from omnipipeline_operator.cluster.status_client import CoordinatorStatus, InstanceStatus
 from omnipipeline_operator.controller import coordinators
@@ -68,6 +70,7 @@ async def test_an_address_that_is_left_aside_stays_so_among_many_unknown_ones() 
     assert await aside(pods, reported(*many), CoordinatorStatus(instances=(debugged,))) == ["99.0.0.1"]
 
 
+@pytest.mark.proves("hostile-pod")
 async def test_what_is_no_address_is_not_asked_for_and_of_many_addresses_only_some_are() -> None:
     pods = Pods({})
     odd = [

@@ -195,6 +195,7 @@ def test_any_value_arrives_as_it_was_sent(value: Any) -> None:
     assert same(travel(value), value)
 
 
+@pytest.mark.proves("placement")
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
 @settings(max_examples=examples(80), deadline=None)
 @given(anything, st.booleans())
@@ -203,6 +204,7 @@ def test_a_value_is_the_same_in_process_and_from_afar(value: Any, twice: Any) ->
     assert alike(isolating.isolate(value), travel(value))
 
 
+@pytest.mark.proves("placement")
 def test_how_a_tensor_was_made_is_the_same_in_process_and_from_afar() -> None:
     """Its mode, role, gradient, attributes: what a stage sees must not depend on where the sender stands."""
     marked = torch.ones(3)
@@ -391,6 +393,7 @@ class Unprintable:
         raise SystemExit("no words")
 
 
+@pytest.mark.proves("unsendable-value")
 @pytest.mark.parametrize(
     ("value", "words"),
     [

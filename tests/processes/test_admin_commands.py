@@ -99,6 +99,7 @@ async def eventually(holds: Callable[[], object], within_s: float = PATIENCE_S) 
         await asyncio.sleep(0.02)
 
 
+@pytest.mark.proves("scale-fails")
 async def test_a_restart_that_fails_leaves_what_ran_and_the_next_one_with_a_cured_factory_succeeds(base: Path) -> None:
     async with fickle(base) as pipeline:
         before = pipeline.voices()
@@ -116,6 +117,7 @@ async def test_a_restart_that_fails_leaves_what_ran_and_the_next_one_with_a_cure
         assert await pipeline.served() == 200
 
 
+@pytest.mark.proves("scale-fails")
 async def test_a_scaling_that_fails_takes_back_all_that_it_added_and_the_next_one_succeeds(base: Path) -> None:
     async with fickle(base) as pipeline:
         before = pipeline.voices()
@@ -173,6 +175,7 @@ async def test_a_restart_that_fails_between_two_others_fails_alone(base: Path) -
         assert await pipeline.served() == 200
 
 
+@pytest.mark.proves("scale-fails")
 async def test_a_command_during_a_drain_is_refused_and_one_under_way_fails_at_once(base: Path) -> None:
     async with fickle(base) as pipeline:
         pipeline.becomes("slow")

@@ -104,6 +104,7 @@ async def test_a_killed_stage_process_comes_back_and_the_pipeline_answers_again(
         assert (views["voice"].restarts, views["front"].restarts) == (1, 0)
 
 
+@pytest.mark.proves("killed-coordinator")
 async def test_a_killed_coordinator_comes_back_at_the_same_address(base: Path) -> None:
     async with pipeline(base) as running:
         url, killed = running.url, running.pids()["coordinator"]
@@ -115,6 +116,7 @@ async def test_a_killed_coordinator_comes_back_at_the_same_address(base: Path) -
         assert {view.process: view.restarts for view in running.views()} == {"coordinator": 1, "front": 0, "voice": 0}
 
 
+@pytest.mark.proves("factory-raises")
 async def test_a_factory_that_raises_fails_the_start_with_its_traceback_and_stops_the_others(base: Path) -> None:
     shared = shared_files()
     seen: list[ProcessView] = []
@@ -128,6 +130,7 @@ async def test_a_factory_that_raises_fails_the_start_with_its_traceback_and_stop
     assert await left_over(base, started, shared) == []
 
 
+@pytest.mark.proves("drain")
 async def test_scaling_and_restarting_under_load_loses_no_request(base: Path) -> None:
     outcomes: list[int] = []
 
@@ -219,6 +222,7 @@ def test_a_spec_in_python_needs_no_file() -> None:
     assert LocalPipeline(spec).plan.pipeline == "hello"
 
 
+@pytest.mark.proves("internal-task-ends")
 async def test_a_task_that_ends_is_logged_and_its_process_is_started_again(base: Path) -> None:
     lines: list[tuple[str, str]] = []
     spec = PipelineConfig(
@@ -248,6 +252,7 @@ async def test_a_task_that_ends_is_logged_and_its_process_is_started_again(base:
             await serves(up.url)
 
 
+@pytest.mark.proves("threads-left-at-exit")
 async def test_a_process_that_is_over_exits_whatever_threads_and_processes_its_author_has_left(base: Path) -> None:
     lines: list[tuple[str, str]] = []
     async with lingering(base, "stage", lines) as up:
@@ -262,6 +267,7 @@ async def test_a_process_that_is_over_exits_whatever_threads_and_processes_its_a
     assert {name: psutil.pid_exists(pid) for name, pid in drained.items()} == dict.fromkeys(drained, False)
 
 
+@pytest.mark.proves("threads-left-at-exit")
 async def test_a_factory_that_starts_a_thread_and_raises_fails_the_start_with_its_traceback(base: Path) -> None:
     with pytest.raises(StartupFailed, match="OSError: no weights at /models") as caught:
         async with lingering(base, "broken", []):
@@ -270,6 +276,7 @@ async def test_a_factory_that_starts_a_thread_and_raises_fails_the_start_with_it
     assert os.listdir(base) == []
 
 
+@pytest.mark.proves("interrupt")
 async def test_whoever_is_cancelled_while_a_run_is_given_up_is_so_when_its_folder_is_gone(
     base: Path, tmp_path: Path
 ) -> None:

@@ -220,6 +220,7 @@ def test_orphans_of_a_stage_are_reaped(tmp_path: Path) -> None:
         eventually(lambda: not psutil.pid_exists(orphan))  # a zombie would still be there
 
 
+@pytest.mark.proves("failed-start")
 @pytest.mark.parametrize(
     ("factory", "cause"),
     [
@@ -271,6 +272,7 @@ def test_a_coordinator_whose_port_is_taken_says_so_to_the_kubelet(tmp_path: Path
     assert str(ports.http) in log.read_text().splitlines()[0], log.read_text()
 
 
+@pytest.mark.proves("address-taken")
 @pytest.mark.parametrize("port", ["control", "publish"])
 def test_a_coordinator_whose_control_port_is_taken_ends_with_a_line_that_names_it(tmp_path: Path, port: str) -> None:
     ports, log = Ports(), tmp_path / "termination-log"
@@ -283,6 +285,7 @@ def test_a_coordinator_whose_control_port_is_taken_ends_with_a_line_that_names_i
     assert log.read_text().splitlines()[0] == cause
 
 
+@pytest.mark.proves("address-taken")
 def test_a_stage_whose_control_port_is_taken_ends_its_pod_with_a_line_that_names_it(tmp_path: Path) -> None:
     ports = Ports()
     with socket.create_server(("0.0.0.0", ports.stage)), stage_pod(tmp_path, ports, "create") as running:
@@ -291,6 +294,7 @@ def test_a_stage_whose_control_port_is_taken_ends_its_pod_with_a_line_that_names
     assert (tmp_path / "termination-log").read_text().splitlines()[0] == cause
 
 
+@pytest.mark.proves("address-taken")
 def test_a_pod_whose_probe_port_is_taken_ends_with_a_line_that_names_it(tmp_path: Path) -> None:
     ports = Ports()
     with socket.create_server(("127.0.0.1", ports.probe)), stage_pod(tmp_path, ports, "create") as running:

@@ -142,6 +142,7 @@ def keyed(tmp_path: Path, text: str, **options: Any) -> LocalPipeline:
     return LocalPipeline(file, options=LocalOptions(port=0, **options), environ={})
 
 
+@pytest.mark.proves("no-key")
 def test_without_a_key_only_this_machine_reaches_the_pipeline_unless_no_auth_is_given(tmp_path: Path) -> None:
     key = tmp_path / "key"
     key.write_text("sesame\n")

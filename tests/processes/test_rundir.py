@@ -37,6 +37,7 @@ def age_empty_folders(base: Path) -> None:
             os.utime(folder, (0, 0))
 
 
+@pytest.mark.proves("concurrent-runs")
 def test_a_sweep_at_any_step_of_making_a_run_costs_it_nothing(base: Path) -> None:
     output, _ = program("every-step", str(base)).communicate(timeout=60)
     steps = int(output.split()[0])
@@ -44,12 +45,14 @@ def test_a_sweep_at_any_step_of_making_a_run_costs_it_nothing(base: Path) -> Non
     assert output == f"{steps} steps, lost []\n"
 
 
+@pytest.mark.proves("concurrent-runs")
 def test_runs_that_start_and_sweep_at_the_same_time_leave_each_other_alone(base: Path) -> None:
     makers = [program("make-and-sweep", str(base), str(RUNS)) for _ in range(MAKERS)]
     assert [maker.communicate(timeout=120)[0] for maker in makers] == ["0\n"] * MAKERS
     assert os.listdir(base) == []
 
 
+@pytest.mark.proves("concurrent-runs")
 def test_killed_runs_are_swept_up_wherever_they_were_killed(base: Path) -> None:
     living = program("make", str(base), stdin=subprocess.PIPE)
     assert living.stdout is not None
@@ -103,6 +106,7 @@ def test_folders_of_other_programs_are_left_alone(base: Path) -> None:
     assert sorted(base.rglob("*")) == before
 
 
+@pytest.mark.proves("foreign-folder")
 @pytest.mark.parametrize(
     ("mode", "refused"),
     [

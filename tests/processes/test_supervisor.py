@@ -90,6 +90,7 @@ def gone(pid: int) -> bool:
     return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
+@pytest.mark.proves("killed-stage")
 async def test_a_process_that_was_ready_and_is_killed_runs_again() -> None:
     async with supervised() as supervisor:
         supervisor.add(instance("voice", "ready", "sleep"), POLICY)
@@ -159,6 +160,7 @@ async def test_a_factory_failure_gives_the_childs_traceback_and_names_the_stage(
     assert "in broken_factory" in caught.value.traceback
 
 
+@pytest.mark.proves("threads-left-at-exit")
 async def test_a_process_that_reports_a_failure_is_not_ready_and_is_ended_when_it_does_not_exit(tmp_path: Path) -> None:
     order = tmp_path / "order"
     async with supervised() as supervisor:
@@ -228,6 +230,7 @@ async def test_a_loader_that_computes_in_silence_is_left_alone() -> None:
         await up(supervisor)
 
 
+@pytest.mark.proves("tp-rank-dies")
 async def test_a_death_of_one_rank_restarts_all_ranks_of_that_instance_only() -> None:
     async with supervised() as supervisor:
         both = ("ready", "sleep")
@@ -242,6 +245,7 @@ async def test_a_death_of_one_rank_restarts_all_ranks_of_that_instance_only() ->
         assert supervisor.pids()[2] == front
 
 
+@pytest.mark.proves("drain")
 async def test_sigterm_lets_a_process_drain_and_the_rest_wait_for_it() -> None:
     async with supervised() as supervisor:
         supervisor.add(instance("voice", "polite", "ready", "sleep"), POLICY)

@@ -39,6 +39,7 @@ class Heard:
         self.one.set()
 
 
+@pytest.mark.proves("internal-task-ends")
 @pytest.mark.parametrize(
     ("work", "kind", "text"),
     [

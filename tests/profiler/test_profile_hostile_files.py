@@ -47,6 +47,7 @@ def everything(folder: Path) -> dict[str, Any]:
     return report
 
 
+@pytest.mark.proves("profile-faults")
 @given(lines=st.lists(LINES | st.binary(max_size=40), max_size=12))
 def test_whatever_a_file_holds_its_readable_events_are_reported(
     tmp_path_factory: pytest.TempPathFactory, lines: list[bytes]

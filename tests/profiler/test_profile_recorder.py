@@ -167,6 +167,7 @@ class NarrowDisk(io.RawIOBase):
         return len(taken)
 
 
+@pytest.mark.proves("profile-faults")
 def test_a_line_that_a_full_disk_cuts_spoils_no_later_line(tmp_path: Path) -> None:
     disk = NarrowDisk(20)
     file = writing.AppendedFile(tmp_path / "x", lambda lines: lines.count(b"\n"), cast(BinaryIO, disk))

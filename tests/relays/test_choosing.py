@@ -39,6 +39,7 @@ def broken(reached: Reached) -> Reached:
     return msgspec.structs.replace(reached, failed="it broke")
 
 
+@pytest.mark.proves("relay-named")
 @pytest.mark.parametrize(
     ("wanted", "reached", "options", "choice"),
     [
@@ -66,6 +67,7 @@ def test_the_first_that_reaches_the_peer_and_is_allowed_is_used(
     assert choosing.choose(wanted, reached, own=HERE, **{"peer": THERE, **options}) == expected
 
 
+@pytest.mark.proves("relay-named")
 @pytest.mark.parametrize(
     ("wanted", "reached", "options", "why"),
     [
@@ -126,6 +128,7 @@ LINES = st.builds(
 )
 
 
+@pytest.mark.proves("relay-named")
 @given(
     st.lists(LINES, max_size=5, unique_by=lambda each: each.relay), st.sampled_from(["auto", *STARTED]), st.booleans()
 )
@@ -172,6 +175,7 @@ def test_after_a_failure_the_next_relay_is_chosen_until_the_peer_is_forgotten() 
     assert choices.choose(peer, "nixl").relay == "nixl"
 
 
+@pytest.mark.proves("relay-fails")
 def test_a_failure_is_counted_and_logged_once_and_not_for_a_peer_that_died(caplog: pytest.LogCaptureFixture) -> None:
     choices = Choices(HERE)
     for name in ("there", "dead"):

@@ -98,6 +98,7 @@ class Two:
         self.b.close()
 
 
+@pytest.mark.proves("relay-fails")
 async def test_a_put_that_fails_goes_by_the_next_relay_and_both_ends_know(caplog: pytest.LogCaptureFixture) -> None:
     two = Two()
     try:
@@ -120,6 +121,7 @@ async def test_a_put_that_fails_goes_by_the_next_relay_and_both_ends_know(caplog
         two.close()
 
 
+@pytest.mark.proves("relay-fails")
 async def test_bytes_that_do_not_come_fail_their_request_and_the_next_one_goes_by_another_relay() -> None:
     two = Two()
     fetching = Fetching(two.b, asyncio.get_running_loop(), stalled_s=0.1)
@@ -156,6 +158,7 @@ async def test_the_last_relay_is_never_given_up(caplog: pytest.LogCaptureFixture
         two.close()
 
 
+@pytest.mark.proves("relay-fails")
 @pytest.mark.parametrize("backend", ["mooncake", "nixl"])
 async def test_a_library_that_cannot_reach_a_living_peer_is_replaced(backend: str) -> None:
     """The far end is alive, and what it announced of its backend leads nowhere."""

@@ -87,6 +87,7 @@ async def test_of_pieces_that_find_no_room_together_none_is_copied_or_sent(name:
         assert len(both.put_again(extracted, slot_nbytes=2 * MIB).transfers) == 4
 
 
+@pytest.mark.proves("payload-too-large")
 @pytest.mark.parametrize("name", list(RELAYS))
 @pytest.mark.parametrize("slot_nbytes", [None, 2 * MIB, 100_001])
 async def test_what_an_empty_relay_has_no_room_for_is_refused_at_once_and_nothing_smaller_is(

@@ -323,6 +323,7 @@ async def test_puts_from_many_threads_all_arrive(both: Pair) -> None:
         assert bytes(await both.get(operation)) == bytes([mark]) * 40_000
 
 
+@pytest.mark.proves("slow-receiver")
 @pytest.mark.parametrize("name", list(RELAYS))
 async def test_a_put_without_room_waits_for_a_release(name: str) -> None:
     with pair(name, settings=settings_with(SMALL, arena_bytes=4 * MIB, unreleased_bytes=4 * MIB)) as both:
@@ -396,6 +397,7 @@ def settings_with(settings: RelaySettings, **changes: Any) -> RelaySettings:
     return msgspec.structs.replace(settings, **changes)
 
 
+@pytest.mark.proves("buffer-written-again")
 async def test_what_is_written_after_a_put_has_returned_does_not_arrive(both: Pair) -> None:
     """A relay that sends from where the bytes lie, and later, would send what its giver wrote since."""
     sizes = [100, 100_000, 32 * MIB]

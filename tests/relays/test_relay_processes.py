@@ -85,6 +85,7 @@ async def test_bytes_reach_another_process_are_released_from_there_and_come_back
     assert bytes(buffer) == b"\7" * (3 * MIB)
 
 
+@pytest.mark.proves("killed-while-sending")
 @pytest.mark.parametrize("backend", list(RELAYS))
 async def test_a_killed_receiver_leaves_nothing_of_ours_in_use(near: Relays, far: FarEnd, backend: str) -> None:
     operations = [put(near, np.ones(MIB, np.uint8), backend) for _ in range(20)]
@@ -115,6 +116,7 @@ def shared_files() -> set[Path]:
     return {path for path in Path("/dev/shm").iterdir() if not path.name.startswith("sem.")}
 
 
+@pytest.mark.proves("killed-while-sending")
 async def test_a_killed_process_leaves_no_file_behind(near: Relays, far: FarEnd) -> None:
     before = shared_files()
     far.ask(do="put", nbytes=8 * MIB, mark=9, backend="shm")

@@ -39,6 +39,7 @@ async def test_a_tensor_that_lies_in_the_arena_is_sent_without_a_copy(both: Pair
     assert torch.equal(arrived["h"], tensor) and copied(both) == 0
 
 
+@pytest.mark.proves("buffer-written-again")
 @pytest.mark.parametrize("count", [20, 100_000])
 async def test_an_arena_tensor_that_is_written_again_arrives_as_it_was_given(both: Pair, count: int) -> None:
     """It lies where the receiver reads. What its author writes later must stay with the author."""
@@ -189,6 +190,7 @@ async def test_metadata_that_points_elsewhere_is_refused(both: Pair, lie: Any) -
     assert len(await both.get(operation)) == 72_000
 
 
+@pytest.mark.proves("client-disconnects")
 async def test_aborting_a_request_quarantines_what_its_receiver_may_still_read(both: Pair) -> None:
     _, operation = both.put(np.ones(9000))
     buffer = await both.get(operation)

@@ -6,6 +6,7 @@ import asyncio
 
 import msgspec
 import numpy as np
+import pytest
 
 from stage_runtime.payloads import encoding
 from stage_runtime.relays.dispatch import Relays
@@ -15,6 +16,7 @@ from tests.sockets.peers import Proxy
 NBYTES = 100_000
 
 
+@pytest.mark.proves("first-large-payload")
 async def test_a_peer_is_connected_to_before_anything_is_put_where_that_is_expected() -> None:
     with pair("tcp") as both:
         facts = both.b.facts()
@@ -35,6 +37,7 @@ async def test_a_peer_is_connected_to_before_anything_is_put_where_that_is_expec
             proxy.close()
 
 
+@pytest.mark.proves("early-tcp-transfer")
 async def test_a_transfer_that_is_here_before_its_sender_is_known_is_kept_for_it() -> None:
     """Its connection may be faster than the message that introduces the sender to the receiver."""
     with pair("tcp") as both:

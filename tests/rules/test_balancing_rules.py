@@ -38,6 +38,7 @@ FLEETS = [
 ]
 
 
+@pytest.mark.proves("several-coordinators")
 @pytest.mark.parametrize("fleet", rows(FLEETS, each_run=5), ids=str)
 def test_the_worst_instance_has_at_most_1_3_times_the_mean(fleet: Fleet) -> None:
     outcome = simulation.run(fleet)
@@ -179,6 +180,7 @@ def fleet(count: int, seed: int = 1) -> MembershipState:
     return made
 
 
+@pytest.mark.proves("several-coordinators")
 def test_pairs_stay_within_subsets_and_every_instance_gets_its_share() -> None:
     count, requests = 60, 3000
     made, chance = fleet(count), random.Random(2)

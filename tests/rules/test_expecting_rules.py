@@ -114,6 +114,7 @@ def graphs(draw: Any) -> list[Node]:
     return nodes
 
 
+@pytest.mark.proves("skipped-stage")
 @settings(max_examples=examples(300))
 @given(graphs(), st.integers(0, 1 << 32))
 def test_every_stage_ends_or_is_skipped_in_any_graph_and_any_order_of_events(nodes: list[Node], seed: int) -> None:

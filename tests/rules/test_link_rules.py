@@ -90,6 +90,7 @@ STEPS = [
 ]
 
 
+@pytest.mark.proves("connection-breaks")
 @settings(max_examples=examples(300))
 @given(st.lists(st.sampled_from(STEPS), max_size=120))
 def test_every_message_is_delivered_once_and_in_order_whatever_is_lost(steps: list[str]) -> None:

@@ -78,6 +78,7 @@ def test_where_unread_answers_take_too_much_the_least_recent_reader_ends_else_th
     assert first_to_end(holders, now=NOW).request == ended
 
 
+@pytest.mark.proves("client-never-reads")
 @given(
     lengths=st.lists(st.integers(1, 2 * ROOM), min_size=1, max_size=12),
     places=st.integers(1, 4),

@@ -81,6 +81,7 @@ def test_chunks_that_wait_for_an_earlier_one_can_be_found_and_freed() -> None:
     assert inbound.pending() == ["b", "d"]
 
 
+@pytest.mark.proves("slow-receiver")
 @given(st.integers(1, 6), st.lists(st.one_of(st.just("send"), st.integers(0, 20)), max_size=60))
 def test_a_window_is_never_exceeded_and_false_counts_do_not_open_it(window: int, steps: list[str | int]) -> None:
     outbound = Outbound(window)

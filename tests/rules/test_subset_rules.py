@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -24,6 +25,7 @@ def by_name(sources: list[str], targets: list[str]) -> dict[str, set[str]]:
     return found
 
 
+@pytest.mark.proves("several-coordinators")
 @given(SIZES, SIZES)
 def test_each_instance_has_equally_many_partners_and_each_partner_its_share(sources: int, targets: int) -> None:
     subsets_of_all = [partners(position, sources, targets) for position in range(sources)]

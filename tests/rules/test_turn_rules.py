@@ -180,6 +180,7 @@ def worlds(draw: Any) -> dict[str, Any]:
     }
 
 
+@pytest.mark.proves("opposite-orders")
 @settings(max_examples=examples(400), deadline=None)
 @given(worlds(), st.integers(0, 6))
 def test_every_request_ends_whatever_the_orders_and_the_bound_holds(world: dict[str, Any], room: int) -> None:

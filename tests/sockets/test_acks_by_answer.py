@@ -25,6 +25,7 @@ def one_way(sender: End, receiver: End, *, via: str | None = None) -> None:
     receiver.channels.connect(sender.name, sender.endpoint, asleep=True)
 
 
+@pytest.mark.proves("receives-only")
 @pytest.mark.parametrize("curve", [False, True])
 async def test_who_only_receives_acknowledges_and_opens_no_connection(curve: bool) -> None:
     security = CurveSecurity(SECRET) if curve else None
@@ -51,6 +52,7 @@ async def test_who_has_only_received_opens_a_connection_when_it_sends() -> None:
         assert b.channels.counters["connected"] == 1
 
 
+@pytest.mark.proves("receives-only")
 async def test_what_a_broken_connection_has_lost_is_sent_and_acknowledged_on_the_next_one() -> None:
     a, b = End("aa", TCP), End("bb", TCP)
     proxy = Proxy(b.endpoint)
@@ -95,6 +97,7 @@ async def test_an_ack_hides_nothing_that_has_come_before_it() -> None:
         assert [end.channels.counters["resent"] for end in made] == [0, 0, 0]
 
 
+@pytest.mark.proves("receives-only")
 async def test_an_end_that_only_receives_goes_on_when_the_sender_has_dropped_its_link() -> None:
     """It has nothing that could be lost, and the sender has told the coordinator."""
     a, b = End("aa", TCP), End("bb", TCP)

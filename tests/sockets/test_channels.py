@@ -120,6 +120,7 @@ async def talk_through_cuts(proxy: Proxy, send: Callable[[str], None]) -> None:
             await asyncio.sleep(0.001)
 
 
+@pytest.mark.proves("connection-breaks")
 @pytest.mark.parametrize("secure", [False, True], ids=["plain", "curve"])
 async def test_nothing_is_lost_or_doubled_when_the_connection_is_cut_under_load(
     secure: bool, monkeypatch: pytest.MonkeyPatch
@@ -218,6 +219,7 @@ async def test_an_endpoint_where_nobody_listens_is_lost_after_the_declared_time(
         await a.listener.until(lambda: [peer for peer, _ in a.listener.lost_peers] == ["ghost"])
 
 
+@pytest.mark.proves("connection-breaks")
 async def test_an_end_that_dropped_its_session_alone_connects_again() -> None:
     """Both count from one again. Without sessions the other end would take every new frame for a duplicate."""
     a, b = End("aa", "tcp://127.0.0.1:*"), End("bb", "tcp://127.0.0.1:*")
@@ -335,6 +337,7 @@ def unreadable(sender: str, receiver: str, seq: int, request: RequestRef | None)
     )
 
 
+@pytest.mark.proves("undecodable-message")
 @pytest.mark.parametrize("kind", ["ipc", "tcp"])
 async def test_a_message_that_cannot_be_read_is_skipped_reported_and_logged_once(
     kind: str, short_path: Path, caplog: pytest.LogCaptureFixture
@@ -503,6 +506,7 @@ async def test_a_backlog_beyond_the_sockets_buffers_is_delivered_when_the_peer_c
             assert await a.channels.settled(PATIENCE_S)
 
 
+@pytest.mark.proves("address-taken")
 @pytest.mark.parametrize("way", ["bind", "bind_publisher"])
 async def test_an_endpoint_that_cannot_be_bound_is_named_with_the_reason_and_the_process_can_end(way: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:

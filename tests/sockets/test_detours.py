@@ -76,6 +76,7 @@ async def three() -> AsyncIterator[Three]:
         proxy.close()
 
 
+@pytest.mark.proves("first-frames")
 async def test_frames_come_by_the_coordinator_while_the_connection_is_held_and_all_come_once_and_in_order() -> None:
     async with three() as (one, other, _, proxy):
         words = [f"word {number}" for number in range(3 * detours.FRAMES_MOST)]
@@ -124,6 +125,7 @@ def test_frames_of_no_request_are_spread_over_the_coordinators_by_their_receiver
         assert detours.choose("gone", peer, coordinators) == coordinator
 
 
+@pytest.mark.proves("first-frames")
 async def test_when_the_coordinator_is_gone_the_frames_come_by_their_own_connection() -> None:
     async with three() as (one, other, coordinator, proxy):
         coordinator.channels.close()

@@ -26,6 +26,7 @@ def folder() -> Iterator[str]:
     shutil.rmtree(path)
 
 
+@pytest.mark.proves("hundreds-refused")
 async def test_a_hundred_that_are_declared_dead_at_once_all_learn_it_and_come_back(
     folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -66,6 +67,7 @@ async def test_a_hundred_that_are_declared_dead_at_once_all_learn_it_and_come_ba
         coordinator.close()
 
 
+@pytest.mark.proves("hundreds-refused")
 async def test_who_cannot_be_reached_keeps_no_place_longer_than_its_time(
     folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -117,6 +117,7 @@ class Hub:
         return log
 
 
+@pytest.mark.proves("no-descriptors")
 @pytest.mark.parametrize("script", [HUB, RELAY], ids=["control plane", "tcp relay"])
 def test_a_process_without_descriptors_for_new_peers_refuses_them_lives_on_and_takes_them_later(
     folder: Path, script: str
@@ -143,6 +144,7 @@ def test_a_process_without_descriptors_for_new_peers_refuses_them_lives_on_and_t
     assert sorted(os.listdir(folder)) == ["hub", "leaf"]
 
 
+@pytest.mark.proves("no-descriptors")
 @pytest.mark.parametrize("script", [HUB, RELAY], ids=["control plane", "tcp relay"])
 @pytest.mark.parametrize("kind", ["ipc", "tcp"])
 def test_a_flood_of_connections_ends_nothing_and_takes_no_descriptor_that_is_kept(
@@ -162,6 +164,7 @@ def test_a_flood_of_connections_ends_nothing_and_takes_no_descriptor_that_is_kep
     hub.end()
 
 
+@pytest.mark.proves("no-descriptors")
 @pytest.mark.parametrize("script", [HUB, RELAY], ids=["control plane", "tcp relay"])
 @pytest.mark.parametrize("kind", ["ipc", "tcp"])
 def test_a_connection_that_never_finishes_its_handshake_is_ended(folder: Path, kind: str, script: str) -> None:

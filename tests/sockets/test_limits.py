@@ -152,6 +152,7 @@ def test_as_many_descriptors_are_allowed_as_may_be() -> None:
     assert run.stdout.split(maxsplit=1) == ["400", "(400, 400)\n"]
 
 
+@pytest.mark.proves("no-descriptors")
 def test_at_the_limit_of_descriptors_a_new_peer_is_refused_and_others_are_still_spoken_to() -> None:
     folder = tempfile.mkdtemp(prefix="omni")
     code = SCRIPT.replace(
@@ -173,6 +174,7 @@ def test_at_the_limit_of_descriptors_a_new_peer_is_refused_and_others_are_still_
     assert "RLIMIT_NOFILE" in problem and "raise the hard limit" in problem
 
 
+@pytest.mark.proves("no-memory")
 @pytest.mark.parametrize(
     ("most", "current", "inactive", "refused"),
     [

@@ -78,6 +78,7 @@ async def until(holds: Callable[[], Awaitable[bool]]) -> None:
             await asyncio.sleep(0.05)
 
 
+@pytest.mark.proves("no-memory")
 async def test_a_coordinator_without_memory_refuses_who_is_new_serves_and_takes_them_when_it_has(base: Path) -> None:
     container = Container(base)
     coordinator = await started(base, "benchmarks.scalelab.coordinating", str(base), "c0", "60", container=container)

@@ -37,6 +37,7 @@ def number_of(data: bytes) -> int:
     return int(message.request_id.removeprefix("r"))
 
 
+@pytest.mark.proves("broadcast-not-read")
 async def test_who_does_not_read_broadcasts_loses_its_own_and_no_other_waits(short_path: Path) -> None:
     hub, reader = End("hub", f"ipc://{short_path}/hub"), End("reader", f"ipc://{short_path}/reader")
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()

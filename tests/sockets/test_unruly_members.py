@@ -9,6 +9,8 @@ import tempfile
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
+import pytest
+
 from benchmarks.scalelab.coordinating import Coordinating
 from benchmarks.scalelab.fakes import GROUPS, PIPELINE, LightInstance, plan_of
 from stage_runtime.rules import edges
@@ -70,6 +72,7 @@ async def fleet() -> AsyncIterator[Fleet]:
         shutil.rmtree(folder)
 
 
+@pytest.mark.proves("join-and-leave")
 async def test_instances_that_join_and_are_gone_at_once_leave_nothing() -> None:
     async with fleet() as made:
         await made.serves()
@@ -84,6 +87,7 @@ async def test_instances_that_join_and_are_gone_at_once_leave_nothing() -> None:
         assert usage["ready"] == len(GROUPS)
 
 
+@pytest.mark.proves("join-and-leave")
 async def test_instances_that_join_and_leave_in_order_under_load_cost_no_request() -> None:
     async with fleet() as made:
         await made.coordinator.begin_load(4)
@@ -96,6 +100,7 @@ async def test_instances_that_join_and_leave_in_order_under_load_cost_no_request
         assert (outcome["failed"], outcome["requests"] > 0) == ({}, True)
 
 
+@pytest.mark.proves("join-and-leave")
 async def test_a_member_that_says_hello_without_end_is_answered_now_and_then_and_costs_no_request() -> None:
     async with fleet() as made:
         loud = made.steady[0]

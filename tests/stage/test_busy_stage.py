@@ -133,6 +133,7 @@ def put_back(made: World) -> Callable[[], bool]:
     return lambda: made.outstanding <= 1 and sum(host.process.send_queues.queued for host in made.hosts.values()) == 0
 
 
+@pytest.mark.proves("ended-while-busy")
 @pytest.mark.parametrize("kind", KINDS, ids=NAMES)
 @pytest.mark.parametrize("end", ["abort", "coordinator lost", "ended"])
 async def test_requests_that_end_at_a_busy_stage_free_their_slots_at_once(
@@ -175,6 +176,7 @@ async def test_requests_that_end_at_a_busy_stage_free_their_slots_at_once(
         assert hold.begun == ["busy"]
 
 
+@pytest.mark.proves("ended-while-busy")
 async def test_inputs_that_wait_at_a_busy_fan_in_are_freed_with_their_request() -> None:
     """In the hooks' queue, and gathered of requests whose other half has not come."""
     import stage_functions
@@ -256,6 +258,7 @@ async def test_chunks_that_wait_for_an_earlier_one_are_let_go_with_their_request
         await made.until(lambda: made.outstanding == 0)
 
 
+@pytest.mark.proves("ended-while-busy")
 async def test_unsent_results_of_a_stage_are_freed_with_their_request() -> None:
     """The stage has forgotten the request by then: its payload waits for a credit of a receiver that is busy."""
     hold = Hold()

@@ -41,6 +41,7 @@ def by_a_lost_coordinator(made: World) -> None:
         host.lost(OWNER)
 
 
+@pytest.mark.proves("nothing-left")
 @pytest.mark.parametrize("end", [by_abort, by_the_end, by_a_lost_coordinator])
 async def test_whatever_ends_a_request_nothing_of_it_is_left(end: Any) -> None:
     """a is through, with its result waiting for a slot; b waits for its reader; c waits for chunks."""
@@ -86,6 +87,7 @@ async def test_whatever_ends_a_request_nothing_of_it_is_left(end: Any) -> None:
             assert attempt_key(OWNER, "r1", 1) in made.relays[host.process.incarnation].cleaned
 
 
+@pytest.mark.proves("nothing-left")
 async def test_late_messages_of_a_lost_coordinator_start_nothing_and_are_freed() -> None:
     """A neighbour has not noticed yet. Its slot comes back; when the coordinator is back its requests are served."""
     begun: list[str] = []
@@ -109,6 +111,7 @@ async def test_late_messages_of_a_lost_coordinator_start_nothing_and_are_freed()
         assert begun == ["next"]
 
 
+@pytest.mark.proves("frozen-coordinator")
 async def test_late_messages_of_attempts_that_a_coordinator_has_ended_meanwhile_start_nothing_and_are_freed() -> None:
     """It is back, and a neighbour has not heard yet that the attempt is over."""
     begun: list[str] = []
@@ -134,6 +137,7 @@ async def test_late_messages_of_attempts_that_a_coordinator_has_ended_meanwhile_
         assert begun == ["next"]
 
 
+@pytest.mark.proves("nothing-left")
 @pytest.mark.parametrize("kind", ["waits for chunks", "gets an abort"])
 def test_a_follower_whose_leader_is_gone_or_has_aborted_runs_finally_blocks(kind: str) -> None:
     begun, ended = threading.Event(), threading.Event()

@@ -74,6 +74,7 @@ def test_what_a_client_can_have_is_not_refused(value: Any) -> None:
     encoding.extract(value)
 
 
+@pytest.mark.proves("invalid-output")
 @pytest.mark.parametrize("name", WRONG)
 @pytest.mark.parametrize("apart", [True, False], ids=["between processes", "in one process"])
 async def test_a_wrong_output_is_refused_at_its_sender_with_the_reason(
@@ -117,6 +118,7 @@ CHUNKS: dict[str, tuple[Any, str]] = {
 }
 
 
+@pytest.mark.proves("invalid-output")
 @pytest.mark.parametrize("name", CHUNKS)
 @pytest.mark.parametrize("apart", [True, False], ids=["between processes", "in one process"])
 async def test_a_wrong_chunk_is_refused_at_its_sender_with_its_field(name: str, apart: bool) -> None:
@@ -190,6 +192,7 @@ GIVEN: dict[str, Any] = {
 }
 
 
+@pytest.mark.proves("invalid-output")
 @pytest.mark.parametrize(
     ("given", "refused"),
     [

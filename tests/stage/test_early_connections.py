@@ -14,6 +14,7 @@ def members(name: str) -> Members:
     return Members(joined=(Member(name, "b", "b", "1", f"ipc:///{name}", {}, ("b",)),))
 
 
+@pytest.mark.proves("first-large-payload")
 @pytest.mark.parametrize(("nbytes", "prepared"), [(120_000, ["pc"]), (10, [])])
 async def test_a_new_instance_is_connected_to_when_it_is_met_where_payloads_went_by_relay(
     nbytes: int, prepared: list[str]

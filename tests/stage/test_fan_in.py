@@ -189,6 +189,7 @@ async def test_the_abort_of_an_attempt_drops_no_transfer_of_the_next_one() -> No
         assert relay.fetched and not set(relay.cleaned) & set(relay.fetched)
 
 
+@pytest.mark.proves("second-payload")
 @pytest.mark.parametrize("order", ["ab", "ba"])
 async def test_a_wait_for_fn_that_never_knows_fails_its_request_at_once_and_by_name(order: str) -> None:
     async with world() as made:
@@ -203,6 +204,7 @@ async def test_a_wait_for_fn_that_never_knows_fails_its_request_at_once_and_by_n
         assert "no other source sends" in failure.message
 
 
+@pytest.mark.proves("second-payload")
 @pytest.mark.parametrize("apart", [True, False])
 @pytest.mark.parametrize("when", ["before the function", "in it", "after its result"])
 async def test_a_second_payload_is_an_error_of_its_request_whenever_it_comes(when: str, apart: bool) -> None:

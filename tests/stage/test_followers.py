@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from stage_runtime.engines import events
 from stage_runtime.payloads import encoding
 from stage_runtime.stage.ranks.rank_following import Follower, FollowerInbox
@@ -74,6 +76,7 @@ def test_the_next_attempt_begins_anew() -> None:
     assert second.work is not first.work and not second.work.over
 
 
+@pytest.mark.proves("same-request-id")
 def test_two_coordinators_requests_of_one_id_are_two_requests_at_a_follower() -> None:
     inbox = FollowerInbox()
     follower = Follower(inbox)

@@ -178,6 +178,7 @@ ENGINES: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.proves("hostile-exception")
 @pytest.mark.parametrize("engine", ENGINES)
 async def test_an_error_that_cannot_be_printed_fails_its_request_and_the_next_one_is_served(engine: str) -> None:
     async with world() as made:
@@ -194,6 +195,7 @@ async def test_an_error_that_cannot_be_printed_fails_its_request_and_the_next_on
         assert made.failures == [], "the process goes on"
 
 
+@pytest.mark.proves("hostile-exception")
 @pytest.mark.parametrize("name", ERRORS)
 def test_whatever_was_raised_becomes_a_failure_that_can_be_sent_and_a_line_in_the_log(
     name: str, caplog: pytest.LogCaptureFixture
@@ -281,6 +283,7 @@ class Late(Unsent):
     work: Any = Unmarkable()
 
 
+@pytest.mark.proves("stage-thread-ends")
 async def test_a_worker_thread_that_ends_is_reported_while_the_others_still_compute() -> None:
     async with world() as made:
         _, held = hold(made, "a", concurrency=2)
@@ -297,6 +300,7 @@ async def test_a_worker_thread_that_ends_is_reported_while_the_others_still_comp
             let.set()
 
 
+@pytest.mark.proves("stage-thread-ends")
 async def test_a_hook_thread_that_ends_is_reported() -> None:
     async with world() as made:
         for name in ("a", "b"):
@@ -327,6 +331,7 @@ class Returns:
         inbox.get()
 
 
+@pytest.mark.proves("stage-thread-ends")
 async def test_an_engine_whose_loop_ends_unasked_ends_the_process() -> None:
     async with world() as made:
         made.process("pa", [plan("a", terminal=True)], {"a": Returns()})

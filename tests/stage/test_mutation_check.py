@@ -112,6 +112,7 @@ CASES: dict[str, tuple[Any, Any, set[tuple[str, str]]]] = {
 }
 
 
+@pytest.mark.proves("written-input")
 @pytest.mark.parametrize("apart", [True, False], ids=["apart", "together"])
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("case", CASES)
@@ -163,6 +164,7 @@ async def test_what_a_stage_forwards_and_then_writes_into_is_named_once_for_each
 # --- run_stage --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.proves("written-input")
 @pytest.mark.parametrize("case", [case for case in CASES if case not in ("nobody writes", "an engine of its own")])
 def test_run_stage_fails_the_request_of_a_stage_that_writes(case: str) -> None:
     giver, receiver, named = CASES[case]

@@ -100,6 +100,7 @@ KINDS: tuple[Callable[[Held], Any], ...] = (
 )
 
 
+@pytest.mark.proves("same-request-id")
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize("aborted", [None, OWNER, OTHER], ids=["none", "first", "second"])
 async def test_two_coordinators_requests_of_one_id_are_answered_and_aborted_apart(
@@ -132,6 +133,7 @@ async def test_two_coordinators_requests_of_one_id_are_answered_and_aborted_apar
         assert answers() == wanted
 
 
+@pytest.mark.proves("same-request-id")
 async def test_an_abort_frees_the_transfers_of_its_own_coordinator_s_request_alone() -> None:
     held = Held()
 
@@ -185,6 +187,7 @@ async def test_streams_of_one_id_keep_their_chunks_apart_and_a_failure_ends_its_
         assert ends[OTHER] == Failure("stage_failed", "ValueError: on purpose", "s", "run")
 
 
+@pytest.mark.proves("next-incarnation")
 @pytest.mark.parametrize("reborn", [False, True])
 async def test_a_draining_process_is_ready_for_no_coordinator_whenever_it_comes(reborn: bool) -> None:
     """One that starts meanwhile, or knows the process under its next incarnation only, would bind requests to it."""
@@ -201,6 +204,7 @@ async def test_a_draining_process_is_ready_for_no_coordinator_whenever_it_comes(
         assert [one for to, one in made.received_by if to == OTHER] == [Deregister("SIGTERM")]
 
 
+@pytest.mark.proves("frozen-coordinator")
 @pytest.mark.parametrize("fenced_by", [(OWNER,), (OWNER, OTHER)], ids=["one", "all"])
 async def test_who_is_declared_dead_by_one_coordinator_goes_on_for_the_other(fenced_by: tuple[str, ...]) -> None:
     held = Held()

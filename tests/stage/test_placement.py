@@ -176,6 +176,7 @@ async def what_stages_see(
     return seen
 
 
+@pytest.mark.proves("placement")
 @settings(max_examples=examples(30), deadline=None)
 @given(inputs, st.lists(st.sampled_from(ACTS), min_size=4, max_size=4), st.booleans())
 def test_inputs_of_stages_do_not_depend_on_their_placement(data: Any, acts: list[Act], projected: bool) -> None:

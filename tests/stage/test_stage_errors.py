@@ -335,6 +335,7 @@ async def test_every_operation_is_answered_once_whatever_the_engine_makes_of_it(
         assert len(made.received) == len(answers) == 5
 
 
+@pytest.mark.proves("undecodable-message")
 async def test_an_unreadable_message_is_reported_to_the_owner_of_its_request() -> None:
     async with world() as made:
         two_stages(made)

@@ -376,6 +376,7 @@ async def test_a_lost_coordinators_requests_are_aborted_and_others_are_not() -> 
         await made.until(lambda: made.results() == {"mine": "kept"})
 
 
+@pytest.mark.proves("instances-lose-each-other")
 async def test_a_neighbour_that_only_we_lost_is_reported_and_connected_again() -> None:
     """What it may still look at is not written over meanwhile."""
     async with world() as made:
@@ -541,6 +542,7 @@ def reused(payload: omni.StagePayload) -> Iterator[Any]:
     arrays[:] = 77
 
 
+@pytest.mark.proves("buffer-written-again")
 @pytest.mark.parametrize("nbytes", [800, LARGE, 1 << 18])
 async def test_a_buffer_that_is_written_again_arrives_as_it_was_when_it_was_given(nbytes: int) -> None:
     """What waits for a credit must not be what the generator wrote over it since."""
@@ -567,6 +569,7 @@ async def test_a_buffer_that_is_written_again_arrives_as_it_was_when_it_was_give
         assert made.results()["r"] == [[[number] for number in range(8)], [99]]
 
 
+@pytest.mark.proves("buffer-written-again")
 async def test_results_from_one_buffer_of_the_module_arrive_as_they_were_returned() -> None:
     """The stage's next request writes over what the one before it returned, and two targets still wait for."""
     buffer = np.empty(LARGE, np.uint8)

@@ -307,6 +307,7 @@ def any_stage(name: str, edges: dict[str, tuple[str, ...]], reads: str, stream_f
     return omni.Streaming(consume) if stream_from else produce
 
 
+@pytest.mark.proves("skipped-stage")
 @settings(max_examples=examples(40), deadline=None)
 @given(st.integers(0, 1 << 32), st.booleans())
 def test_in_any_graph_every_stage_ends_without_an_abort(seed: int, apart: bool) -> None:

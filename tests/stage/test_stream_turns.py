@@ -89,6 +89,7 @@ def stage(made: World, name: str) -> Stage:
     return next(host.stages[name] for host in made.hosts.values() if name in host.stages)
 
 
+@pytest.mark.proves("opposite-orders")
 @APART
 @pytest.mark.parametrize("reader", [count, count_b_first])
 async def test_producers_that_meet_requests_in_opposite_orders_do_not_lock_each_other_out(
@@ -102,6 +103,7 @@ async def test_producers_that_meet_requests_in_opposite_orders_do_not_lock_each_
         await made.until(lambda: all(host.idle for host in made.hosts.values()) and made.outstanding == 0)
 
 
+@pytest.mark.proves("opposite-orders")
 async def test_beyond_the_bound_the_newest_request_fails_and_the_other_is_served() -> None:
     async with world() as made:
         await meet(made, count, apart=False, chunks=2 * ROOM)
@@ -159,6 +161,7 @@ def hold_back(gate_of: Callable[[Any], Any]) -> Any:
     return Waits()
 
 
+@pytest.mark.proves("client-never-reads")
 @pytest.mark.parametrize("producer", [pour, hold_back(lambda gate: gate.result())], ids=["generator", "engine"])
 async def test_waiting_for_a_reader_is_not_stuck_and_computing_without_progress_is(producer: Any) -> None:
     """Whatever waits behind it."""

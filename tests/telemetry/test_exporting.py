@@ -69,6 +69,7 @@ def test_spans_arrive_as_they_were_made() -> None:
     assert (sending.sent, sending.dropped) == (2, 0)
 
 
+@pytest.mark.proves("collector-away")
 def test_while_the_collector_is_away_spans_wait_up_to_a_bound_and_one_line_is_logged(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

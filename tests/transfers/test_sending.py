@@ -206,6 +206,7 @@ def test_what_is_sent_for_a_further_attempt_of_its_request_counts_as_a_retry() -
     assert (numbers.retries, numbers.in_flight) == (2, 3)
 
 
+@pytest.mark.proves("unsendable-at-its-turn")
 @pytest.mark.parametrize("waits", [False, True], ids=["a credit is free", "none is free"])
 def test_a_message_over_the_limit_is_refused_before_it_waits(waits: bool) -> None:
     made = Made()
@@ -223,6 +224,7 @@ def test_a_message_over_the_limit_is_refused_before_it_waits(waits: bool) -> Non
 FAULTS = [ValueRefused("Submit", "too large"), MemoryError(), OSError(28, "no space"), SystemExit(1), KeyError("x")]
 
 
+@pytest.mark.proves("unsendable-at-its-turn")
 @pytest.mark.parametrize("where", ["in the relay", "at the link"])
 @pytest.mark.parametrize("error", FAULTS, ids=lambda error: type(error).__name__)
 def test_the_head_of_a_send_queue_never_blocks_it(error: BaseException, where: str) -> None:
@@ -259,6 +261,7 @@ def test_what_nothing_reaches_any_more_makes_room_for_the_next() -> None:
     assert made.lost == {}
 
 
+@pytest.mark.proves("unsendable-at-its-turn")
 def test_a_slot_that_is_released_while_a_send_queue_asks_for_one_is_not_missed() -> None:
     """The last release comes between the answer "no slot now" and the note that this queue waits: none follows it."""
     made = Made(slots=1)
@@ -275,6 +278,7 @@ def test_a_slot_that_is_released_while_a_send_queue_asks_for_one_is_not_missed()
     assert made.sent == ["first", "second"]
 
 
+@pytest.mark.proves("payload-too-large")
 @pytest.mark.parametrize("waits_for", ["a credit", "a slot", "its turn"])
 def test_what_is_larger_than_a_relay_ever_carries_fails_at_once_whatever_it_would_wait_for(waits_for: str) -> None:
     made = Made(slots=1 if waits_for == "a slot" else 100)
@@ -308,6 +312,7 @@ def test_what_is_found_too_large_while_it_waits_makes_room_for_the_next() -> Non
     assert (made.sent, made.lost) == (["first", "next"], {"large": refused})
 
 
+@pytest.mark.proves("payload-too-large")
 @pytest.mark.parametrize("attempts", [1, 2])
 def test_behind_a_head_that_is_aborted_the_next_one_goes(attempts: int) -> None:
     """Its slot was too large for what is free, the next one's is not: no release need come."""

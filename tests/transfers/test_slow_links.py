@@ -86,6 +86,7 @@ def fetch(both: Pair, fetching: Fetching, fill: int, nbytes: int) -> asyncio.Fut
     return came
 
 
+@pytest.mark.proves("slow-network")
 async def test_what_moves_slowly_or_waits_behind_others_is_not_late() -> None:
     """A whole frame of 2 MiB, one in pieces, and a small one behind them."""
     async with narrowly() as (both, _):
@@ -96,6 +97,7 @@ async def test_what_moves_slowly_or_waits_behind_others_is_not_late() -> None:
             assert (found.nbytes, int(found.min()), int(found.max())) == (sizes[fill], fill, fill)
 
 
+@pytest.mark.proves("slow-network")
 @pytest.mark.parametrize("begun", [True, False])
 async def test_what_does_not_move_any_more_fails_alone(begun: bool) -> None:
     """In mid-frame or before its first byte; what another peer sends meanwhile changes nothing."""
@@ -114,6 +116,7 @@ async def test_what_does_not_move_any_more_fails_alone(begun: bool) -> None:
         assert (await asyncio.wait_for(fetch(both, fetching, 3, 100_000), 30)).nbytes == 100_000
 
 
+@pytest.mark.proves("tcp-relay-reconnects")
 async def test_what_was_lost_with_a_connection_fails_while_later_transfers_come() -> None:
     """The sender's socket connects again and goes on behind what was under way. Nothing reports the loss."""
     both = Pair("tcp")

@@ -82,6 +82,7 @@ async def test_insane_samples_are_sound_in_every_format(pool: CodecPool, format:
         assert len(await encoded(pool, format, Audio(samples, RATE))) > 100
 
 
+@pytest.mark.proves("invalid-audio")
 @pytest.mark.parametrize(
     ("path", "body"),
     [
@@ -99,6 +100,7 @@ async def test_nan_in_a_voice_costs_neither_the_coordinator_nor_the_request(path
     assert "error" not in answers[1].text[:2000]
 
 
+@pytest.mark.proves("invalid-audio")
 @pytest.mark.parametrize(
     ("audio", "problem"),
     [
@@ -126,6 +128,7 @@ async def test_an_empty_piece_among_others_is_nothing(pool: CodecPool) -> None:
     assert await encoded(pool, "pcm", empty, Audio(TONE, RATE), empty) == await encoded(pool, "pcm", Audio(TONE, RATE))
 
 
+@pytest.mark.proves("invalid-audio")
 async def test_a_codec_process_that_dies_costs_its_own_request() -> None:
     async with CodecPool(spares=0) as pool:
         with pool.encoder("mp3") as first, pool.encoder("mp3") as second:
@@ -176,6 +179,7 @@ session.begin_call({limit_s})
 """
 
 
+@pytest.mark.proves("invalid-audio")
 @pytest.mark.parametrize(
     ("limit_s", "act", "code"),
     [
@@ -230,6 +234,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.proves("codecs-end-with-coordinator")
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_codec_processes_end_with_the_coordinator(number: signal.Signals) -> None:
     with subprocess.Popen([sys.executable, "-c", COORDINATOR], stdout=subprocess.PIPE, text=True) as coordinator:
@@ -269,6 +274,7 @@ BOMBS = {
 }
 
 
+@pytest.mark.proves("invalid-audio")
 async def test_an_upload_that_is_a_bomb_costs_at_most_its_length() -> None:
     wanted = {"response_format": "verbose_json"}
     async with start(play(ResultEvent(stage="talk", data=Text("words")))) as running:

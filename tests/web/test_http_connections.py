@@ -70,6 +70,7 @@ async def serves(running: Running) -> None:
     assert answer.status_code == 200
 
 
+@pytest.mark.proves("abusive-client")
 @pytest.mark.parametrize(
     "head",
     [
@@ -194,6 +195,7 @@ async def test_a_connection_at_rest_is_closed_and_one_that_waits_for_us_is_not()
                 assert await reader.read() == b""
 
 
+@pytest.mark.proves("abusive-client")
 @pytest.mark.parametrize("framing", [b"content-length: 99\r\n\r\n" + BODY, b"transfer-encoding: chunked\r\n\r\n1\r\n{"])
 async def test_a_body_that_does_not_come_is_408(framing: bytes) -> None:
     settings = msgspec.structs.replace(ALL, body_grace_s=0.3)
@@ -288,6 +290,7 @@ async def endless(_: ScriptedHandle) -> AsyncIterator[Event]:
         yield chunk("x" * 65_536, index=index)
 
 
+@pytest.mark.proves("abusive-client")
 @pytest.mark.parametrize("stream", [True, False])
 async def test_a_client_that_never_reads_is_cut_off_and_one_that_reads_slowly_is_not(stream: bool) -> None:
     huge = play(ResultEvent(stage="talk", data="x" * (16 << 20)))

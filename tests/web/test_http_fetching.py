@@ -146,6 +146,7 @@ async def test_media_count_as_often_as_a_request_names_them_and_are_fetched_once
     assert len(there.hosts) == 2
 
 
+@pytest.mark.proves("abusive-client")
 async def test_media_of_one_request_are_bounded_as_a_sum_and_in_number() -> None:
     async with site() as there:
         urls = [f"http://127.0.0.1:{there.port}/a.png?{number}" for number in range(33)]

@@ -35,6 +35,7 @@ async def after_eof(running: Running, sent: bytes, gate: asyncio.Event) -> bytes
         return await reader.read()
 
 
+@pytest.mark.proves("half-closed-client")
 @pytest.mark.parametrize("version", ["1.0", "1.1"])
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_client_that_closes_its_sending_half_gets_its_whole_answer(version: str, stream: bool) -> None:
@@ -54,6 +55,7 @@ async def test_requests_sent_ahead_are_all_answered_before_the_connection_closes
     assert got.count(b"HTTP/1.1 200 OK") == 3
 
 
+@pytest.mark.proves("half-closed-client")
 async def test_a_stream_that_has_begun_goes_on_after_the_sending_half_is_closed() -> None:
     gate = asyncio.Event()
     async with start(play(chunk("first"), gate, chunk("second", index=1))) as running:
@@ -68,6 +70,7 @@ async def test_a_stream_that_has_begun_goes_on_after_the_sending_half_is_closed(
         assert running.manager.last.outcome == "completed"
 
 
+@pytest.mark.proves("client-disconnects")
 @pytest.mark.parametrize("begun", [False, True])
 async def test_a_client_that_is_gone_ends_its_request_though_it_looks_the_same(begun: bool) -> None:
     """It has read all that there is, so that its kernel sends no reset by itself."""

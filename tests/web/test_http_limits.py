@@ -72,6 +72,7 @@ async def test_a_client_that_goes_away_ends_its_request_at_once(path: str, body:
     assert (handle.outcome, handle.reason) == ("cancelled", "the client disconnected")
 
 
+@pytest.mark.proves("slow-receiver")
 async def test_a_client_that_stops_reading_stops_the_events() -> None:
     async def endless(_: ScriptedHandle) -> AsyncIterator[Event]:
         for index in range(100_000):
@@ -138,6 +139,7 @@ async def test_keys_open_v1_and_nothing_else_does() -> None:
     assert refused.json()["error"]["type"] == "authentication_error"
 
 
+@pytest.mark.proves("slow-receiver")
 async def test_a_full_request_manager_answers_with_a_time_to_retry() -> None:
     async with (
         start(play(asyncio.Event()), cap=1) as running,
@@ -152,6 +154,7 @@ async def test_a_full_request_manager_answers_with_a_time_to_retry() -> None:
     assert answer.json()["error"]["type"] == "rate_limit_error"
 
 
+@pytest.mark.proves("deadline")
 async def test_a_deadline_is_504() -> None:
     async with (
         start(play(asyncio.Event())) as running,

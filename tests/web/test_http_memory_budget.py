@@ -53,6 +53,7 @@ def test_what_is_held_is_the_sum_of_the_shares_and_never_over_the_limit_but_of_o
     assert budget.held_nbytes == 0
 
 
+@pytest.mark.proves("abusive-client")
 async def test_bodies_in_flight_are_bounded_as_a_sum_and_given_back() -> None:
     gate = asyncio.Event()
     settings = msgspec.structs.replace(ALL, max_held_bytes=100_000)
@@ -94,6 +95,7 @@ async def test_who_has_no_length_is_refused_when_it_gets_too_much() -> None:
     assert (refused.status_code, refused.json()["error"]["code"]) == (429, "rate_limited")
 
 
+@pytest.mark.proves("abusive-client")
 @pytest.mark.parametrize("reason", ["full", "no key", "no room", "too large", "no json"])
 async def test_a_request_that_cannot_be_taken_is_refused_before_its_body_is_read(reason: str) -> None:
     """Nothing of the body is sent; who reads first would wait."""

@@ -56,6 +56,7 @@ FOREIGN = [
 ]
 
 
+@pytest.mark.proves("foreign-page")
 @pytest.mark.parametrize("headers", FOREIGN)
 async def test_a_page_of_another_site_changes_nothing_here(headers: dict[str, str]) -> None:
     async with (
@@ -80,6 +81,7 @@ async def test_with_a_key_no_origin_is_asked_for() -> None:
         assert (await client.post("/v1/pipeline", json={"inputs": 1}, headers=headers)).status_code == 200
 
 
+@pytest.mark.proves("foreign-page")
 @pytest.mark.parametrize(
     ("host", "passes"),
     [

@@ -20,6 +20,7 @@ ANY = msgspec.json.Decoder(Any)
 DEEP = b"[" * 5000 + b"]" * 5000
 
 
+@pytest.mark.proves("abusive-client")
 @pytest.mark.parametrize(
     ("raw", "message", "param"),
     [

@@ -119,6 +119,7 @@ def test_an_oversized_frame_is_not_said() -> None:
         codec.encode(Frame(PROTOCOL, "a", "b", 1, 0, 1, 0, Complete("r", 1, "s", failure=failure)))
 
 
+@pytest.mark.proves("garbage-frames")
 @pytest.mark.parametrize("version", [0, PROTOCOL - 1, PROTOCOL + 1, 99, -1])
 def test_another_protocol_is_named(version: int) -> None:
     same_shape = msgpack.packb([version, "a", "b", 1, 0, 1, 0, None, READY])
@@ -186,6 +187,7 @@ ODD: dict[str, Message] = {
 }
 
 
+@pytest.mark.proves("invalid-message-field")
 @pytest.mark.parametrize("field", ODD)
 def test_what_a_receiver_refuses_is_refused_at_the_sender_with_its_field(field: str) -> None:
     with pytest.raises(ValueRefused) as refused:
@@ -200,6 +202,7 @@ FIELDS = st.one_of(
 )
 
 
+@pytest.mark.proves("invalid-message-field")
 @settings(max_examples=examples(500))
 @given(st.sampled_from([message for message, _ in SAMPLES]), st.data())
 def test_any_value_of_a_field_is_refused_at_the_sender_or_read_by_the_receiver(

@@ -1,0 +1,88 @@
+"""Runs the tests marked ``cluster`` in parts side by side, each with a cluster of its own (``make cluster-test``).
+
+The tests of ``tests/cluster`` need a node that runs pods: they have the machine's network. All others need an API
+server alone. The kit's ports are fixed, so each cluster of theirs has namespaces of its own (network, mounts,
+processes), and ends with them. Every part waits most of the time, so together they take as long as the longest.
+
+One part after the other where KUBECONFIG names a cluster, and where namespaces cannot be made. Standard library only.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+TESTS: Final = Path(__file__).parent
+WITH_PODS: Final = "cluster"  # the folder of the tests that need a node
+NAMESPACES: Final = ("unshare", "--net", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc")
+#: `cluster down` unmounts and deletes below these folders: an empty one hides those of the cluster with pods.
+HIDDEN: Final = ("/run/netns", "/sys/fs/cgroup")
+
+
+def modules(tests: Path = TESTS) -> list[Path]:
+    """Test modules with a test marked ``cluster``; those that need pods are not among them."""
+    found = (each for each in sorted(tests.rglob("test_*.py")) if each.parent != tests / WITH_PODS)
+    return [each for each in found if "mark.cluster" in each.read_text()]
+
+
+def shares(found: Sequence[Path], count: int) -> list[list[Path]]:
+    """Divide the modules, the longest first, so that each is in one share; fewer shares where modules are few."""
+    by_length = sorted(found, key=lambda each: (-each.stat().st_size, each))
+    return [by_length[first::count] for first in range(min(count, len(by_length)))]
+
+
+def isolated(command: Sequence[str]) -> list[str]:
+    """The command in namespaces of its own, where the loopback is up."""
+    hiding = (f"mkdir -p {each} && mount -t tmpfs tmpfs {each}" for each in HIDDEN)
+    return [*NAMESPACES, "sh", "-c", " && ".join(["ip link set lo up", *hiding, f"exec {shlex.join(command)}"])]
+
+
+def _pytest(*arguments: object) -> list[str]:
+    return [sys.executable, "-m", "pytest", "-m", "cluster", *map(str, arguments)]
+
+
+def _can_isolate() -> bool:
+    """Only root can; some containers forbid it."""
+    return os.geteuid() == 0 and subprocess.run(isolated(["true"]), capture_output=True).returncode == 0
+
+
+def _begun(share: Sequence[Path], state: Path) -> subprocess.Popen[bytes]:
+    """A part beside the one with pods. state: a new folder, for its cluster and its output."""
+    state.mkdir()
+    environment = os.environ | {"CLUSTER_DIR": str(state / "cluster")}
+    with (state / "output").open("w") as output:
+        command = isolated(_pytest(*share))
+        return subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
+
+
+def _side_by_side(folder: Path, beside: Sequence[Sequence[Path]]) -> int:
+    """The first exit code that is not 0. What the parts beside the one with pods print is shown when all have ended."""
+    states = [folder / str(number) for number in range(len(beside))]
+    running = [_begun(share, state) for share, state in zip(beside, states, strict=True)]
+    try:
+        codes = [subprocess.run(_pytest(TESTS / WITH_PODS)).returncode, *(each.wait() for each in running)]
+    finally:
+        for each in running:
+            each.kill()
+            each.wait()
+        for state in states:
+            print((state / "output").read_text(), flush=True)
+    return next((code for code in codes if code), 0)
+
+
+def main(count: int) -> int:
+    """Run all parts; the exit code. count: how many there are beside that with pods."""
+    if "KUBECONFIG" in os.environ or not _can_isolate():
+        return subprocess.run(_pytest()).returncode
+    with tempfile.TemporaryDirectory(prefix="omni-cluster-") as folder:
+        return _side_by_side(Path(folder), shares(modules(), count))
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(os.environ.get("CLUSTER_PARTS", "2"))))
