@@ -48,6 +48,7 @@ from omnipipeline_spec.types.quantities import (
     Text,
 )
 from omnipipeline_spec.types.relays import RelayBackend
+from omnipipeline_spec.types.routes import MAX_SERVED, Served
 from omnipipeline_spec.types.values import OUTSIDE_RESOURCE, SCALAR_OR_LIST, Spec, doc
 
 StageNames = Annotated[Sequence[Name], Meta(max_length=MAX_EDGES, extra=SCALAR_OR_LIST | {"unique": True})]
@@ -239,7 +240,7 @@ class PipelineConfig(Spec, frozen=True, kw_only=True):
     model_path: Annotated[Text | None, doc("Hub id or local path; a pipeline of plain functions has none.")] = None
     model_revision: Annotated[ShortText | None, doc("Commit or tag on the hub.")] = None
     serves: Annotated[
-        Annotated[Sequence[Literal["chat", "speech", "transcription"]], Meta(max_length=3, extra={"unique": True})],
+        Annotated[Sequence[Served], Meta(max_length=MAX_SERVED, extra={"unique": True})],
         doc("OpenAI routes to serve; /v1/pipeline is always served."),
     ] = ()
     accepts: Annotated[

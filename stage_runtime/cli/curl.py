@@ -1,6 +1,7 @@
 """The `curl` line that `omni up` prints: a request that this pipeline answers, ready to paste into a POSIX shell.
 
-Here: its words for each kind of pipeline. Not here: showing it (`screens`). Called by `up`.
+Here: how an example of the table of routes is written. Not here: the examples; showing the line (`screens`). Called
+by `up`.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from pathlib import Path
 import msgspec
 
 from omnipipeline_spec.types.plan import CoordinatorPlan
+from omnipipeline_spec.types.routes import ROUTES, OpenAIRoute
 
 SOUND_FILE = "hello.wav"
 RATE = 16_000  # what most models for speech take
@@ -25,18 +27,20 @@ def line(plan: CoordinatorPlan, url: str, *, folder: Path, key_file: Path | None
     folder:   of the run; a sound goes there when the pipeline wants one. key_file: what clients must send, in a file.
     """
     key = f' -H "authorization: Bearer $(head -n 1 {shlex.quote(str(key_file))})"' if key_file is not None else ""
-    if "chat" in plan.serves:
-        message = {"role": "user", "content": "hello there"}
-        return _post(f"{url}/v1/chat/completions", key, {"model": plan.model, "messages": [message]})
-    if "speech" in plan.serves:
-        body = {"model": plan.model, "voice": "default", "input": "hello there", "response_format": "wav"}
-        # Without -f an error would be saved as sound.
-        return _post(f"{url}/v1/audio/speech", key, body) + " -f -o answer.wav"
-    if "transcription" in plan.serves:
+    served = next((one for one in ROUTES if one.serves in plan.serves), None)
+    if served is None:
+        return _post(f"{url}/v1/pipeline", key, {"inputs": "hello there"})
+    return _example(served, f"{url}{served.path}", key, plan.model, folder)
+
+
+def _example(route: OpenAIRoute, url: str, key: str, model: str, folder: Path) -> str:
+    shown = route.example
+    if shown.file:
         sound = shlex.quote(f'file=@"{write_sound(folder)}"')  # in quotes: a comma or semicolon would end the name
-        model = shlex.quote(f"model={plan.model}")
-        return f"curl {shlex.quote(f'{url}/v1/audio/transcriptions')}{key} --form-string {model} -F {sound}"
-    return _post(f"{url}/v1/pipeline", key, {"inputs": "hello there"})
+        return f"curl {shlex.quote(url)}{key} --form-string {shlex.quote(f'model={model}')} -F {sound}"
+    line = _post(url, key, {"model": model, **shown.body})
+    # Without -f an error would be saved as sound.
+    return f"{line} -f -o {shown.saved_as}" if shown.saved_as else line
 
 
 def write_sound(folder: Path) -> Path:

@@ -15,6 +15,7 @@ import msgspec
 
 from omnipipeline_spec.types.plan import PipelineRevision
 from omnipipeline_spec.types.pods import COORDINATOR, PROFILING_FILE
+from omnipipeline_spec.types.routes import ROUTES
 from stage_runtime.coordinator.answering.unread_answers import AnswerLimits
 from stage_runtime.coordinator.coordinator import Coordinator
 from stage_runtime.coordinator.questions.profiling import ProfileLimits
@@ -79,7 +80,7 @@ async def _serve(settings: CoordinatorSettings) -> int:
         manager = coordinator.manager
         metrics = CoordinatorMetrics(manager, of_members=not settings.probe_port)
         codecs = await stack.enter_async_context(CodecPool())
-        if {"speech", "transcription"} & set(settings.plan.serves):  # a chat may never ask for sound
+        if any(one.sound and one.serves in settings.plan.serves for one in ROUTES):  # a chat may never ask for sound
             codecs.warm()
         shown = _web_settings(settings)
         admin = routes.admin(coordinator.profiling, coordinator.operations)

@@ -1,4 +1,4 @@
-"""The table of all routes: path, handler, types of body and answer, text in OpenAPI.
+"""The table of all routes: path, handler, types of body and answer, text in OpenAPI. OpenAI's: `openai_routes`.
 
 Called by `app` and by `processes.coordinator`. A test compares the table in docs/http-api.md with it.
 """
@@ -10,19 +10,16 @@ from typing import Any, Final
 from stage_runtime.coordinator.events import RequestManagerApi, RequestRecord
 from stage_runtime.coordinator.questions.operations import OperationResults, Operations
 from stage_runtime.coordinator.questions.profiling import PipelineProfiling, ProfileAnswer
-from stage_runtime.web import answers
-from stage_runtime.web.answers import EVENTS, JSON, READY, SOUND, TEXT, ResponseType
+from stage_runtime.web import answers, openai_routes
+from stage_runtime.web.answers import EVENTS, JSON, READY, TEXT, ResponseType
 from stage_runtime.web.endpoints import HandlerContext
 from stage_runtime.web.exchanges.metrics import CoordinatorMetrics
 from stage_runtime.web.handlers import profiling as profiles
-from stage_runtime.web.handlers.chat import Chat
 from stage_runtime.web.handlers.models import Models
 from stage_runtime.web.handlers.operations import OperationBody, OperationsEndpoint
 from stage_runtime.web.handlers.pipeline import PipelineEndpoint
 from stage_runtime.web.handlers.probes import Health, Probes
 from stage_runtime.web.handlers.profiling import Profiles
-from stage_runtime.web.handlers.speech import Speech
-from stage_runtime.web.handlers.transcriptions import Transcriptions
 from stage_runtime.web.reading import schemas
 from stage_runtime.web.routing import FORM, Route
 
@@ -32,45 +29,9 @@ _REPORT: Final = (ResponseType((dict[str, Any],)), ResponseType(media="text/html
 
 def public(context: HandlerContext) -> tuple[Route, ...]:
     """For clients of the pipeline."""
-    chat, speech, transcriptions = Chat(context), Speech(context), Transcriptions(context)
     models, pipeline = Models(context), PipelineEndpoint(context)
     return (
-        Route(
-            "POST",
-            "/v1/chat/completions",
-            "OpenAI's chat completions",
-            chat.complete,
-            body=schemas.ChatBody,
-            answers=(ResponseType((answers.ChatCompletion,)), ResponseType((answers.ChatCompletionChunk,), EVENTS)),
-            serves="chat",
-            ids="chatcmpl",
-        ),
-        Route(
-            "POST",
-            "/v1/audio/speech",
-            "OpenAI's speech",
-            speech.speak,
-            body=schemas.SpeechBody,
-            answers=(*SOUND, ResponseType((answers.SpeechDelta, answers.SpeechDone), EVENTS)),
-            serves="speech",
-            ids="speech",
-        ),
-        Route(
-            "POST",
-            "/v1/audio/transcriptions",
-            "OpenAI's transcriptions",
-            transcriptions.transcribe,
-            body=schemas.TranscriptionFields,
-            answers=(
-                ResponseType((answers.Transcription, answers.VerboseTranscription)),
-                ResponseType((answers.TranscriptDelta, answers.TranscriptDone), EVENTS),
-                ResponseType(media=TEXT),
-            ),
-            media=(FORM,),
-            file="file",
-            serves="transcription",
-            ids="transcription",
-        ),
+        *openai_routes.made(context),
         Route("GET", "/v1/models", "The model", models.list_all, answers=(ResponseType((answers.ModelList,)),)),
         Route(
             "GET",

@@ -1,0 +1,69 @@
+"""The OpenAI routes that a pipeline can serve: the value of ``serves``, the path, and a request that shows each.
+
+Here: facts that the contract, `omni up` and the HTTP server share. Not here: how a route reads a body and answers (the
+runtime's `web/`), which has one row for each path of this table.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+#: Values of a pipeline's ``serves``.
+Served = Literal["chat", "speech", "transcription"]
+
+
+class Example(msgspec.Struct, frozen=True, kw_only=True):
+    """A request to paste into a shell. The model's name is added."""
+
+    body: dict[str, Any] = {}  #: JSON; of a form: fields beside the file.
+    file: bool = False  #: A form with a recording as ``file``.
+    saved_as: str = ""  #: The answer is a file.
+
+
+class OpenAIRoute(msgspec.Struct, frozen=True, kw_only=True):
+    """One path. All are POST."""
+
+    path: str
+    serves: Served  #: Which value of ``serves`` opens it.
+    summary: str
+    kind: str  #: `OmniRequest.kind`, as stages see its requests.
+    ids: str  #: Prefix of the ids of its requests.
+    example: Example
+    sound: bool = False  #: Its requests or answers are sound.
+
+
+#: In the order in which `omni up` prefers their examples.
+ROUTES: tuple[OpenAIRoute, ...] = (
+    OpenAIRoute(
+        path="/v1/chat/completions",
+        serves="chat",
+        summary="OpenAI's chat completions",
+        kind="chat",
+        ids="chatcmpl",
+        example=Example(body={"messages": [{"role": "user", "content": "hello there"}]}),
+    ),
+    OpenAIRoute(
+        path="/v1/audio/speech",
+        serves="speech",
+        summary="OpenAI's speech",
+        kind="speech",
+        ids="speech",
+        example=Example(
+            body={"voice": "default", "input": "hello there", "response_format": "wav"}, saved_as="answer.wav"
+        ),
+        sound=True,
+    ),
+    OpenAIRoute(
+        path="/v1/audio/transcriptions",
+        serves="transcription",
+        summary="OpenAI's transcriptions",
+        kind="transcription",
+        ids="transcription",
+        example=Example(file=True),
+        sound=True,
+    ),
+)
+#: How many values ``serves`` can have.
+MAX_SERVED = len({one.serves for one in ROUTES})

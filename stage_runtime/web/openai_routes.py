@@ -1,0 +1,74 @@
+"""The code of OpenAI's routes: for each path of the contract's table, its handler and the types of body and answers.
+
+`routes.public` makes routes of both. A test fails while one of the two tables lacks a path of the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+import msgspec
+
+from omnipipeline_spec.types.routes import ROUTES
+from stage_runtime.web import answers
+from stage_runtime.web.answers import EVENTS, JSON, SOUND, TEXT, ResponseType
+from stage_runtime.web.endpoints import HandlerContext
+from stage_runtime.web.handlers.chat import Chat
+from stage_runtime.web.handlers.speech import Speech
+from stage_runtime.web.handlers.transcriptions import Transcriptions
+from stage_runtime.web.reading import schemas
+from stage_runtime.web.routing import FORM, Route, RouteHandler
+
+
+class RouteCode(msgspec.Struct, frozen=True, kw_only=True):
+    """The fields of `routing.Route` that the contract's table does not have."""
+
+    handler: Callable[[HandlerContext], RouteHandler]
+    body: Any
+    answers: tuple[ResponseType, ...]
+    media: tuple[str, ...] = (JSON,)
+    file: str | None = None
+
+
+CODE: Final[dict[str, RouteCode]] = {
+    "/v1/chat/completions": RouteCode(
+        handler=lambda context: Chat(context).complete,
+        body=schemas.ChatBody,
+        answers=(ResponseType((answers.ChatCompletion,)), ResponseType((answers.ChatCompletionChunk,), EVENTS)),
+    ),
+    "/v1/audio/speech": RouteCode(
+        handler=lambda context: Speech(context).speak,
+        body=schemas.SpeechBody,
+        answers=(*SOUND, ResponseType((answers.SpeechDelta, answers.SpeechDone), EVENTS)),
+    ),
+    "/v1/audio/transcriptions": RouteCode(
+        handler=lambda context: Transcriptions(context).transcribe,
+        body=schemas.TranscriptionFields,
+        answers=(
+            ResponseType((answers.Transcription, answers.VerboseTranscription)),
+            ResponseType((answers.TranscriptDelta, answers.TranscriptDone), EVENTS),
+            ResponseType(media=TEXT),
+        ),
+        media=(FORM,),
+        file="file",
+    ),
+}
+
+
+def made(context: HandlerContext) -> Iterator[Route]:
+    """The routes, whether this pipeline serves them or not."""
+    for known in ROUTES:
+        code = CODE[known.path]
+        yield Route(
+            "POST",
+            known.path,
+            known.summary,
+            code.handler(context),
+            body=code.body,
+            media=code.media,
+            file=code.file,
+            answers=code.answers,
+            serves=known.serves,
+            ids=known.ids,
+        )
