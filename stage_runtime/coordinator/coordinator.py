@@ -34,6 +34,7 @@ from stage_runtime.wire.messages import (
     ForwardAbortReply,
     HandBack,
     Hello,
+    InputComplete,
     Members,
     Message,
     PeerUnreachable,
@@ -77,6 +78,7 @@ class Coordinator:
             Stream: lambda sender, message: self.manager.answers.stream(sender, message),
             Complete: lambda sender, message: self.manager.answers.complete(sender, message),
             HandBack: lambda sender, message: self.manager.hand_back(sender, message),
+            InputComplete: lambda _, message: self.manager.input_complete(message),
             StreamStalled: lambda sender, message: self.manager.readers.stalled(
                 sender, message.source, message.stalled
             ),

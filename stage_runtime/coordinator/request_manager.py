@@ -60,7 +60,7 @@ from stage_runtime.rules.requests import (
 from stage_runtime.transfers.receiving import Fetching
 from stage_runtime.transfers.sending import SendQueues, attempt_key
 from stage_runtime.wire.frames import RequestRef
-from stage_runtime.wire.messages import Abort, HandBack, Message
+from stage_runtime.wire.messages import Abort, HandBack, InputComplete, Message
 from stage_runtime.wire.parts import Failure
 from stage_runtime.wire.values import OmniRequest
 
@@ -286,6 +286,12 @@ class RequestManager:
         if self._membership.state.complete(terminals=handle.tracked.terminals):
             handle.avoid.add(sender)
             self._happen(handle, HandedBack(message.attempt))
+
+    def input_complete(self, message: InputComplete) -> None:
+        """A stage needs nothing more of those before it."""
+        handle = self._handles.get(message.request_id)
+        if handle is not None and handle.tracked.accepts(message.attempt):
+            handle.supplied.add(message.source)
 
     def draining(self, incarnation: str) -> None:
         """An instance takes no new request."""

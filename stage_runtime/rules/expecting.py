@@ -54,6 +54,11 @@ class Expecting(msgspec.Struct, eq=False):
         self._streams = [one for one in self._streams if one != source]
 
     @property
+    def complete(self) -> bool:
+        """All that it needs has come: its payload, or none can, and every stream to its end."""
+        return self.begun and not self._streams and (self._payload or not self._inputs)
+
+    @property
     def outlook(self) -> Outlook:
         if self._payload or self._inputs:
             return Outlook.OPEN

@@ -2,7 +2,8 @@
 
 A stage is needed while the request waits for it as a terminal, or while a needed one may still get input from it. A
 stage that has begun and has no streams as input has had all of it: it begins with its payload, of a join with all that
-is joined. Where it is not known whether something has begun, it has not.
+is joined. One that reports that all its input is here has had it, too, streams to their ends. Where it is not known
+whether something has begun, it has not.
 A prefill stage is never needed.
 """
 
@@ -14,8 +15,12 @@ from stage_runtime.rules import kvpairs
 from stage_runtime.rules.kvpairs import Edge
 
 
-def stages(edges: Iterable[Edge], waiting: Collection[str], begun: Collection[str]) -> set[str]:
-    """waiting: the terminal stages that have not completed. begun: stages of which something has come."""
+def stages(
+    edges: Iterable[Edge], waiting: Collection[str], begun: Collection[str], supplied: Collection[str] = ()
+) -> set[str]:
+    """waiting: the terminal stages that have not completed. begun: stages of which something has come. supplied: stages
+    that have all their input.
+    """
     edges = kvpairs.without(edges)
     streamed = {target for _, target, kind in edges if kind == "stream"}
     sources: dict[str, list[str]] = {}
@@ -25,7 +30,7 @@ def stages(edges: Iterable[Edge], waiting: Collection[str], begun: Collection[st
     new = list(found)
     while new:
         stage = new.pop()
-        if stage in begun and stage not in streamed:
+        if stage in supplied or (stage in begun and stage not in streamed):
             continue
         fresh = set(sources.get(stage, ())) - found
         found |= fresh

@@ -23,6 +23,7 @@ from stage_runtime.stage.process_context import ProcessContext
 from stage_runtime.stage.ranks import tensor_parallel
 from stage_runtime.stage.ranks.tensor_parallel import Leader, LeaderInbox
 from stage_runtime.stage.work import RequestWork
+from stage_runtime.wire.messages import InputComplete
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +59,7 @@ class Stage:
             skipped=lambda work: self.output.skip(work),
             unwanted=lambda header, source: self.output.refuse(header, source),
             reject=lambda header, error: self.output.reject(header, error),
+            complete=lambda work: process.send(work.owner, InputComplete(work.request_id, work.attempt, plan.name)),
         )
         self.output = StageOutput(plan, self.hooks, process, self.input.forget, self._crash, self._fail)
         self._stalling = Stalling(

@@ -51,6 +51,7 @@ class RequestWork(msgspec.Struct, eq=False, kw_only=True):
     traceparent: str | None
     members: tuple[Member, ...]  #: Brought along for the stages after this one.
     away: tuple[str, ...]  #: As of `Header`.
+    streamed: bool  #: As of `Header`.
     deadline: float | None
     merge: Merge
     expecting: Expecting
@@ -65,6 +66,7 @@ class RequestWork(msgspec.Struct, eq=False, kw_only=True):
     ended_sources: set[str] = set()  #: Streams that have ended, whether the engine has been notified or not.
     unsent_ends: list[str] = []  #: Those of them that the engine gets when something begins the request.
     notified_no_payload: bool = False
+    reported_complete: bool = False  #: Its owner knows that all its input is here.
     timings: dict[str, Timing] = {}  #: Of the stages before this one.
     aborted: bool = False  #: The request was aborted: no client waits for it.
     over: bool = False  #: Done, failed or aborted here.
@@ -110,6 +112,7 @@ class RequestWork(msgspec.Struct, eq=False, kw_only=True):
             self.traceparent,
             self.members,
             self.away,
+            self.streamed,
         )
 
     def know(self, request: OmniRequest) -> None:
@@ -295,6 +298,7 @@ def begun(
         traceparent=header.traceparent,
         members=header.members,
         away=header.away,
+        streamed=header.streamed,
         deadline=None if remaining_ms is None else time.monotonic() + remaining_ms / 1000,
         merge=Merge(sources) if sources else _NO_STREAMS,
         expecting=Expecting(inputs, sources),

@@ -135,6 +135,17 @@ class HandBack(BaseMessage, frozen=True, tag=8):
     source: Name
 
 
+class InputComplete(BaseMessage, frozen=True, tag=15):
+    """Stage → coordinator, of a request with ``Header.streamed``: all input of it is here, streams to their ends.
+
+    The instances that sent it may end: their part is over as far as ``source`` needs it.
+    """
+
+    request_id: RequestId
+    attempt: Count
+    source: Name
+
+
 class ForwardAbort(BaseMessage, frozen=True, tag=10):
     """Coordinator → instances → every other coordinator: abort this request if you own it. ``asker`` does not."""
 
@@ -433,6 +444,7 @@ Message: TypeAlias = (
     | Consumed
     | Ended
     | HandBack
+    | InputComplete
     | ForwardAbort
     | ForwardAbortReply
     | Skip

@@ -52,6 +52,7 @@ class Header(msgspec.Struct, frozen=True, array_like=True):
     members: tuple[Member, ...] = ()  #: Bound instances that have been introduced to each other just now.
     #: Stages that a route may lead to and that had no ready instance (`rules.partial_binding`).
     away: tuple[str, ...] = ()
+    streamed: bool = False  #: Its client reads what is computed at once, so it is not sent again: see `InputComplete`.
 
 
 class Room(msgspec.Struct, frozen=True, array_like=True):

@@ -36,3 +36,37 @@ def chat(broken: str = "") -> Any:
         yield omni.Chunk(omni.Text(f"heard {word}"))
 
     return omni.Streaming(run)
+
+
+def look() -> Any:
+    return lambda payload: payload.data
+
+
+def think() -> Any:
+    """Streams a word, and the rest when the file that the request names is there."""
+
+    async def run(session: Any) -> AsyncIterator[omni.Chunk]:
+        payload = await session.payload()
+        yield omni.Chunk("first")
+        while not Path(payload.request.inputs["thought"]).exists():
+            await asyncio.sleep(0.01)
+        yield omni.Chunk("last")
+
+    return omni.Streaming(run)
+
+
+def speak() -> Any:
+    """Streams what it hears, ``heard all`` at its end, and ends when the file that the request names is there."""
+
+    async def run(session: Any) -> AsyncIterator[omni.Chunk | omni.Result]:
+        words = []
+        async for chunk in session.chunks():
+            words.append(chunk.data)
+            yield omni.Chunk(chunk.data)
+        yield omni.Chunk("heard all")
+        inputs = (await session.payload()).request.inputs
+        while not Path(inputs["spoken"]).exists():
+            await asyncio.sleep(0.01)
+        yield omni.Result(words)
+
+    return omni.Streaming(run)

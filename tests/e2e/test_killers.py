@@ -109,3 +109,38 @@ async def test_a_streamed_answer_goes_on_when_a_stage_ends_whose_part_is_over(ba
                 await eventually(lambda: pipeline.pids().get("front", killed) != killed)
                 (base / "go on").touch()
         assert "".join(texts) == "first heard begin"
+
+
+@pytest.mark.proves("finished-part-ends")
+async def test_a_stream_goes_on_when_an_encoder_and_then_its_own_source_end_that_are_done(base: Path) -> None:
+    def stage(name: str, **fields: Any) -> StageConfig:
+        return StageConfig(name=name, process=name, factory=f"killer_stages:{name}", **fields)
+
+    spec = PipelineConfig(
+        name="talkers",
+        stages=[
+            stage("front", next="look"),
+            stage("look", next="think"),
+            stage("think", next="speak", stream_to="speak"),
+            stage("speak", terminal=True),
+        ],
+    )
+    files = {"thought": str(base / "thought"), "spoken": str(base / "spoken")}
+    async with running(spec, base) as pipeline, Client(pipeline.url) as client:
+
+        async def end(name: str, then: str) -> None:
+            killed = pipeline.pids()[name]
+            os.kill(killed, signal.SIGKILL)
+            await eventually(lambda: pipeline.pids().get(name, killed) != killed)
+            Path(files[then]).touch()
+
+        came = asyncio.Semaphore(0)
+        asking = asyncio.create_task(client.streamed("", came=came, **files))
+        await came.acquire()
+        await end("look", "thought")
+        await came.acquire()
+        await came.acquire()
+        await end("think", "spoken")
+        streamed = await asking
+        assert [data["data"] for _, data in streamed] == ["first", "last", "heard all", ["first", "last"]]
+        await at_rest(client)

@@ -17,6 +17,24 @@ from tests.thoroughness import examples
 OPEN, NO_PAYLOAD, SKIPPED = Outlook.OPEN, Outlook.NO_PAYLOAD, Outlook.SKIPPED
 
 
+def after(inputs: str, streams: str, events: list[str]) -> Expecting:
+    expecting = Expecting(inputs, streams)
+    for event in events:
+        name, _, source = event.partition(" ")
+        match name:
+            case "skip":
+                expecting.skip(source)
+            case "ended":
+                expecting.ended(source)
+            case "payload":
+                expecting.payload()
+            case "begin":
+                expecting.begin()
+            case "no":
+                expecting.no_payload()
+    return expecting
+
+
 @pytest.mark.parametrize(
     ("inputs", "streams", "events", "outlook"),
     [
@@ -43,21 +61,30 @@ OPEN, NO_PAYLOAD, SKIPPED = Outlook.OPEN, Outlook.NO_PAYLOAD, Outlook.SKIPPED
 def test_what_may_still_come_follows_from_how_each_edge_ended(
     inputs: str, streams: str, events: list[str], outlook: Outlook
 ) -> None:
-    expecting = Expecting(inputs, streams)
-    for event in events:
-        name, _, source = event.partition(" ")
-        match name:
-            case "skip":
-                expecting.skip(source)
-            case "ended":
-                expecting.ended(source)
-            case "payload":
-                expecting.payload()
-            case "begin":
-                expecting.begin()
-            case "no":
-                expecting.no_payload()
-    assert expecting.outlook is outlook
+    assert after(inputs, streams, events).outlook is outlook
+
+
+@pytest.mark.parametrize(
+    ("inputs", "streams", "events", "complete"),
+    [
+        ("a", "", [], False),
+        ("a", "", ["payload"], True),
+        ("ab", "", ["payload"], True),
+        ("a", "s", ["payload"], False),
+        ("a", "st", ["payload", "ended s"], False),
+        ("a", "st", ["payload", "ended s", "ended t"], True),
+        ("a", "s", ["begin", "ended s"], False),
+        ("a", "s", ["begin", "ended s", "skip a"], True),
+        ("a", "s", ["begin", "ended s", "no payload"], True),
+        ("", "s", ["begin"], False),
+        ("", "s", ["begin", "ended s"], True),
+        ("a", "s", ["skip a", "ended s"], False),
+    ],
+)
+def test_input_is_complete_when_its_payload_and_the_ends_of_all_streams_are_here(
+    inputs: str, streams: str, events: list[str], complete: bool
+) -> None:
+    assert after(inputs, streams, events).complete is complete
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,14 @@ def test_a_source_that_streams_is_needed_to_the_end() -> None:
     assert needed.stages(TALKER, {"speak"}, {"speak"}) == {"take", "think", "speak"}
 
 
+def test_a_source_whose_stream_has_come_to_its_end_is_needed_no_longer() -> None:
+    assert needed.stages(TALKER, {"speak"}, {"speak"}, {"think"}) == {"think", "speak"}
+    assert needed.stages(TALKER, {"speak"}, (), {"speak"}) == {"speak"}
+    assert needed.stages([*TALKER, ("think", "write", "normal")], {"speak", "write"}, (), {"speak"}) == {
+        *("take", "think", "speak", "write")
+    }
+
+
 def test_a_join_that_has_begun_needs_none_of_its_sources() -> None:
     assert needed.stages(FAN, {"join"}, {"join"}) == {"join"}
     assert needed.stages(FAN, {"join"}, ()) == {"take", "left", "right", "join"}
@@ -39,12 +47,12 @@ EDGES = st.lists(st.tuples(NAMES, NAMES, st.sampled_from(["normal", "stream"])).
 
 
 @settings(max_examples=examples(200))
-@given(EDGES, st.sets(NAMES), st.sets(NAMES))
+@given(EDGES, st.sets(NAMES), st.sets(NAMES), st.sets(NAMES))
 def test_whatever_begins_makes_nothing_needed_and_all_terminals_waited_for_are(
-    edges: list[tuple[str, str, str]], waiting: set[str], begun: set[str]
+    edges: list[tuple[str, str, str]], waiting: set[str], begun: set[str], supplied: set[str]
 ) -> None:
-    found = needed.stages(edges, waiting, begun)
-    assert waiting <= found <= needed.stages(edges, waiting, ())
+    found = needed.stages(edges, waiting, begun, supplied)
+    assert waiting <= found <= needed.stages(edges, waiting, begun) <= needed.stages(edges, waiting, ())
     for source, target, kind in edges:
-        if target in found and (kind == "stream" or target not in begun):
+        if target in found and target not in supplied and (kind == "stream" or target not in begun):
             assert source in found

@@ -158,6 +158,7 @@ class World:
         self.received_by: list[tuple[str, Message]] = []  #: The same, with the coordinator's incarnation.
         self.stage_of: dict[str, str] = {}  #: stage -> incarnation
         self.away: tuple[str, ...] = ()  #: Stages that requests have no instance of.
+        self.streams = False  #: Clients of requests read what is computed at once.
         self.failures: list[tuple[str, BaseException]] = []
         self.fenced: list[str] = []  #: Processes that must take a new incarnation.
         self._random = random.Random(seed)
@@ -202,7 +203,7 @@ class World:
     # --- what coordinators send ------------------------------------------------------------------------------
 
     def header(self, request_id: str, attempt: int = 1, owner: str = OWNER) -> Header:
-        return Header(request_id, attempt, owner, dict(self.stage_of), 60_000, away=self.away)
+        return Header(request_id, attempt, owner, dict(self.stage_of), 60_000, away=self.away, streamed=self.streams)
 
     def submit(self, request_id: str, target: str, data: Any = None, *, attempt: int = 1, owner: str = OWNER) -> None:
         fields = {"request": OmniRequest(id=request_id, inputs=data), "data": data}

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import stage_runtime as omni
 from omnipipeline_spec.types.plan import StagePlan
 from stage_runtime.rules.streams import STREAM_WINDOW
-from stage_runtime.wire.messages import Complete, Consumed
+from stage_runtime.wire.messages import Complete, Consumed, InputComplete
 from tests.stage.stage_kit import OWNER, World, plan, world
 from tests.thoroughness import examples
 
@@ -312,3 +312,26 @@ def any_stage(name: str, edges: dict[str, tuple[str, ...]], reads: str, stream_f
 @given(st.integers(0, 1 << 32), st.booleans())
 def test_in_any_graph_every_stage_ends_without_an_abort(seed: int, apart: bool) -> None:
     asyncio.run(no_stage_is_left_waiting(seed, apart))
+
+
+@APART
+@pytest.mark.parametrize("streamed", [True, False])
+async def test_a_stage_reports_once_that_all_its_input_is_here_if_the_request_is_streamed(
+    apart: bool, streamed: bool
+) -> None:
+    plans = [
+        plan("a", next=("b", "c"), stream_to=("b",), entry=True),
+        plan("b", next=("c",), inputs_from=("a",), stream_from=("a",)),
+        plan("c", terminal=True, wait_for=("a", "b"), inputs_from=("a", "b"), merge_fn="stage_functions:first_of"),
+    ]
+    functions = {"a": pour, "b": omni.Streaming(read_all), "c": echo}
+    async with world() as made:
+        made.streams = streamed
+        for index in range(2 if apart else 1):
+            mine = plans if not apart else plans[:1] if index == 0 else plans[1:]
+            made.process(f"p{index}", mine, functions)
+        made.submit("r", "a", {"chunks": MANY})
+        await made.until(lambda: "r" in made.ended())
+        await made.settle()
+        reports = sorted(one.source for one in made.received if isinstance(one, InputComplete))
+        assert reports == (["b", "c"] if streamed else [])

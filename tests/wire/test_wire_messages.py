@@ -29,6 +29,7 @@ REQUESTS: dict[int, Callable[[list[Any]], list[Any]]] = {
     7: lambda plain: plain[1:4],
     8: lambda plain: [*plain[1:3], ""],
     12: lambda plain: plain[1][:3],
+    15: lambda plain: [*plain[1:3], ""],
     71: lambda plain: [plain[3], plain[5], plain[4]],
     72: lambda plain: [plain[2], plain[4], plain[3]],
 }

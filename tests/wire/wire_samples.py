@@ -24,6 +24,7 @@ from stage_runtime.wire.messages import (
     ForwardAbortReply,
     HandBack,
     Hello,
+    InputComplete,
     KVAsk,
     KVBeat,
     KVClose,
@@ -57,7 +58,9 @@ from stage_runtime.wire.tensorrefs import TensorRef
 MEMBER: Final = Member(
     "aa", "voice", "front", "12ab34cd", "ipc:///run/a", {"tcp": {"port": 7}}, ("s1", "s2"), True, attempts_over=6
 )
-HEADER: Final = Header("r1", 2, "c0ffee", {"thinker": "aa", "talker": "bb"}, 900, "00-ab-cd-01", (MEMBER,), ("coder",))
+HEADER: Final = Header(
+    "r1", 2, "c0ffee", {"thinker": "aa", "talker": "bb"}, 900, "00-ab-cd-01", (MEMBER,), ("coder",), True
+)
 ROOM: Final = Room("c0ffee", "r1", 2, 7)
 _ROOM: Final = ["c0ffee", "r1", 2, 7]
 BODY: Final = Body(
@@ -71,7 +74,7 @@ FAILURE: Final = Failure("stage_failed", "ValueError: no", "talker", "run", "voi
 TIMING: Final = Timing("thinker", 120, 3400, 1_717_000_000_000_000, (("a", False, 0), ("b", True, 5)), (("talker", 9),))
 
 _MEMBER: Final = ["aa", "voice", "front", "12ab34cd", "ipc:///run/a", {"tcp": {"port": 7}}, ["s1", "s2"], True, 1, 6]
-_HEADER: Final = ["r1", 2, "c0ffee", {"thinker": "aa", "talker": "bb"}, 900, "00-ab-cd-01", [_MEMBER], ["coder"]]
+_HEADER: Final = ["r1", 2, "c0ffee", {"thinker": "aa", "talker": "bb"}, 900, "00-ab-cd-01", [_MEMBER], ["coder"], True]
 _BODY: Final = [b"\x80", [["payload.data['h']", [2, 3], "float32", 64, 24, "torch", "cuda:1"]], b"in", b"shm:x", True]
 _FAILURE: Final = ["stage_failed", "ValueError: no", "talker", "run", "voice", "f00d", "coder"]
 _TIMING: Final = ["thinker", 120, 3400, 1_717_000_000_000_000, [["a", False, 0], ["b", True, 5]], [["talker", 9]]]
@@ -93,6 +96,7 @@ SAMPLES: Final[list[tuple[Message, list[Any]]]] = [
     (RelayFailure("nixl", "no byte moved"), [14, "nixl", "no byte moved"]),
     (Consumed("r1", 2, "c0ffee", "thinker", "talker", 64, True), [7, "r1", 2, "c0ffee", "thinker", "talker", 64, True]),
     (HandBack("r1", 2, "talker"), [8, "r1", 2, "talker"]),
+    (InputComplete("r1", 2, "talker"), [15, "r1", 2, "talker"]),
     (Ended((("r1", 2), ("r2", 1))), [9, [["r1", 2], ["r2", 1]]]),
     (ForwardAbort("r1", "c0ffee", "a client"), [10, "r1", "c0ffee", "a client"]),
     (ForwardAbortReply("r1", "c0ffee", True, 2), [11, "r1", "c0ffee", True, 2]),

@@ -46,7 +46,17 @@ class Submission:
         def make(body: Body) -> Message:
             remaining_ms = max(0, int((handle.deadline - self._loop.time()) * 1000))
             trace = handle.traceparent
-            header = Header(handle.id, attempt, self._owner, bindings, remaining_ms, trace, members, handle.away)
+            header = Header(
+                handle.id,
+                attempt,
+                self._owner,
+                bindings,
+                remaining_ms,
+                trace,
+                members,
+                handle.away,
+                streamed=not handle.whole,
+            )
             return Submit(header, entry, body)
 
         def lost(error: BaseException) -> None:

@@ -107,6 +107,7 @@ class RequestHandle:
         self.attempt_began_at = 0.0  #: On the loop's clock.
         self.edges: tuple[tuple[str, str, str], ...] = ()  #: Of the attempt's revision.
         self.begun: set[str] = set()  #: Terminal stages that have streamed something in this attempt.
+        self.supplied: set[str] = set()  #: Stages that have all their input of this attempt.
         self.streams: dict[str, Inbound[Streamed]] = {}
         self.undelivered: dict[str, Resulted] = {}  #: By stage: results that wait for chunks.
         self.unread_nbytes = 0  #: Of what is here of its answer: out of order, undelivered, or not read.
@@ -166,7 +167,7 @@ class RequestHandle:
         """A new attempt begins: partial results of an earlier one are dropped. entry, edges: of its revision."""
         self.timings = {}
         self.edges = edges
-        self.begun = set()
+        self.begun, self.supplied = set(), set()
         self.attempt_began_at = asyncio.get_running_loop().time()
         self.observed.begin(entry, edges, time.time_ns() // 1000)
         self.sending = BodyOwner(self.owner, self.id, self.tracked.attempt)

@@ -83,8 +83,7 @@ class Bindings:
         """The instance is gone. Returns: the requests that need it still; the others are not bound to it any more."""
         hurt = []
         for handle in self.on(incarnation):
-            needs = needed.stages(handle.edges, handle.tracked.waiting, handle.begun)
-            if any(bound == incarnation and stage in needs for stage, bound in handle.bindings.items()):
+            if _needs(handle, incarnation):
                 hurt.append(handle)
             else:
                 handle.bindings = {stage: bound for stage, bound in handle.bindings.items() if bound != incarnation}
@@ -114,12 +113,14 @@ class Bindings:
         return len(self._by_instance.get(incarnation, ()))
 
     def between(self, one: str, other: str) -> list[RequestHandle]:
-        """The requests that are bound to both instances and fail without the connection: a decode stage goes on when it
-        has none to its prefill instance.
+        """The requests that are bound to both instances, need both, and fail without the connection: a decode stage
+        goes on when it has none to its prefill instance.
         """
         both = self._by_instance.get(one, set()) & self._by_instance.get(other, set())
-        return [
-            handle
-            for handle in both
-            if not any(kvpairs.prefills_alone(handle.edges, handle.bindings, each) for each in (one, other))
-        ]
+        return [handle for handle in both if _needs(handle, one) and _needs(handle, other)]
+
+
+def _needs(handle: RequestHandle, incarnation: str) -> bool:
+    """Whether the part of a stage that the instance serves for the request is not over."""
+    needs = needed.stages(handle.edges, handle.tracked.waiting, handle.begun, handle.supplied)
+    return any(bound == incarnation and stage in needs for stage, bound in handle.bindings.items())

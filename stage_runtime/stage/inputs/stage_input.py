@@ -57,11 +57,13 @@ class StageInput:
         skipped: Callable[[RequestWork], None],
         unwanted: Callable[[Header, str], None],
         reject: Callable[[Header, HookError], None],
+        complete: Callable[[RequestWork], None],
     ) -> None:
         """crashed: called, on that thread, when the stage's hook thread ends by an exception.
 
         skipped: called with a request that nothing can begin here any more. unwanted: with a source that begins to
         stream to a request that is over here. reject: fails a request that is over here, wherever it still runs.
+        complete: called with a request that is streamed to its client and of which all input is here.
         """
         self.engine: Engine | None = None  #: Set when it is loaded.
         self.busy = Busy()
@@ -72,6 +74,7 @@ class StageInput:
         self._skipped = skipped
         self._unwanted = unwanted
         self._reject = reject
+        self._complete = complete
         self._sources = frozenset(plan.inputs_from)
         self._events = InputEvents(plan)
         self._device = devices.of_stage(plan)
@@ -347,6 +350,7 @@ class StageInput:
             self._inbox.put(arrival)
             if work.unsent_ends:
                 self._flush_ends(work)
+        self._report_complete(work)
 
     def _note_received(self, work: RequestWork, source: str) -> None:
         """A payload has come that does not begin the request by itself."""
@@ -386,6 +390,7 @@ class StageInput:
 
     def _look_ahead(self, work: RequestWork) -> None:
         """End the wait for a payload that no source will send, or skip a request that nothing can begin here."""
+        self._report_complete(work)
         with self._lock:
             outlook = work.expecting.outlook
             notify = outlook is Outlook.NO_PAYLOAD and not work.notified_no_payload
@@ -394,3 +399,13 @@ class StageInput:
             self._skipped(work)
         elif notify:
             self._inbox.put(events.NoPayload(work.request_id, work))
+
+    def _report_complete(self, work: RequestWork) -> None:
+        """Report, once, that all input is here. The client's comes from the owner itself."""
+        if not work.streamed or self._plan.entry:
+            return
+        with self._lock:
+            report = work.expecting.complete and not work.reported_complete and not work.dead
+            work.reported_complete |= report
+        if report:
+            self._complete(work)
