@@ -57,7 +57,7 @@ class StageInput:
         skipped: Callable[[RequestWork], None],
         unwanted: Callable[[Header, str], None],
         reject: Callable[[Header, HookError], None],
-        complete: Callable[[RequestWork], None],
+        complete: Callable[[RequestWork], object],
     ) -> None:
         """crashed: called, on that thread, when the stage's hook thread ends by an exception.
 
