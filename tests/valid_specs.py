@@ -165,7 +165,7 @@ def _refine(draw: st.DrawFn, spec: Document, stages: list[Document], fused: list
 def _settings(draw: st.DrawFn, spec: Document, names: list[str]) -> None:
     optional: dict[str, st.SearchStrategy[Any]] = {
         "modelPath": st.sampled_from(["some/model", "/models/x", "1"]),
-        "serves": st.lists(st.sampled_from(["chat", "speech", "transcription"]), unique=True),
+        "serves": st.lists(st.sampled_from(["chat", "speech", "transcription", "realtime"]), unique=True),
         "accepts": st.lists(st.sampled_from(["tools", "n", "logprobs"]), unique=True),
         "relayBackend": st.sampled_from(["auto", "shm", "tcp", "nixl"]),
         "runtimeOverrides": st.dictionaries(st.sampled_from(names), FREE, max_size=2),

@@ -79,7 +79,9 @@ def _conversation(messages: list[dict[str, Any]], read_speech: ReadSpeech, *, al
         turns.append(Turn(role=item["role"], text=_text(item["content"])))
         for part in item["content"]:
             if part["type"] == "audio":
-                utterances.append(Utterance(turn=index, samples=_speech(part["data"], read_speech, index)))
+                speech = _speech(part["data"], read_speech, index)
+                if speech.size:
+                    utterances.append(Utterance(turn=index, samples=speech))
             elif part["type"] != "text":
                 raise omni.InvalidRequest(
                     f"messages[{index}] holds a part of type {part['type']!r}; this pipeline takes text and audio",
@@ -87,6 +89,9 @@ def _conversation(messages: list[dict[str, Any]], read_speech: ReadSpeech, *, al
                 )
     if not turns or turns[-1].role != "user":
         raise omni.InvalidRequest("the last message must be the user's", param="messages")
+    spoken = any(part["type"] == "audio" for part in messages[-1]["content"])
+    if spoken and not any(utterance.turn == len(turns) - 1 for utterance in utterances):
+        raise omni.InvalidRequest("nobody speaks in the audio", param="messages")
     if utterances:
         return Heard(task="answer", aloud=aloud, turns=turns, utterances=utterances)
     if not turns[-1].text:
@@ -101,10 +106,7 @@ def _text(parts: list[dict[str, Any]]) -> str:
 def _speech(data: Any, read_speech: ReadSpeech, index: int) -> Samples:
     if not isinstance(data, bytes | bytearray | memoryview):
         raise omni.InvalidRequest(f"messages[{index}]: the audio is not a file", param="messages")
-    speech = read_speech(bytes(data))
-    if not speech.size:
-        raise omni.InvalidRequest("nobody speaks in the audio", param="messages")
-    return speech
+    return read_speech(bytes(data))
 
 
 def _speed(value: Any) -> float:

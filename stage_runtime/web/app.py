@@ -22,7 +22,7 @@ from stage_runtime.web.exchanges.metrics import CoordinatorMetrics
 from stage_runtime.web.exchanges.middleware import OPEN, Middleware
 from stage_runtime.web.exchanges.origins import Origins
 from stage_runtime.web.reading.fetching import Fetcher
-from stage_runtime.web.routing import Direct, Route, mounted
+from stage_runtime.web.routing import Direct, Route, mounted, sockets
 from stage_runtime.web.settings import WebSettings
 from stage_runtime.web.sound.pool import CodecPool
 
@@ -59,7 +59,7 @@ def make_app(
     app = bare_app(title=settings.model)
     app.add_middleware(Middleware, **guards)
     app.around = lambda inner: Direct(inner, routes=endpoints, guarded=lambda one: Middleware(one, **guards))
-    app.router.routes[:0] = endpoints
+    app.router.routes[:0] = [*endpoints, *sockets(public, serves=settings.serves)]
     app.router.routes.extend(mounted(others))
     app.openapi = lambda: openapi.document(  # type: ignore[method-assign]
         settings.model, (*served, *others), keyed=settings.api_keys.asked_for, without_key=OPEN

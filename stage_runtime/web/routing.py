@@ -14,8 +14,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from stage_runtime.errors import RequestError
 from stage_runtime.web.answers import JSON, ResponseType
 from stage_runtime.web.exchanges.exchange import KEY, Exchange
+from stage_runtime.web.exchanges.web_sockets import WebSocket
 
 RouteHandler = Callable[[Exchange], Awaitable[None]]
+SocketHandler = Callable[[WebSocket], Awaitable[None]]
 FORM = "multipart/form-data"
 
 
@@ -32,11 +34,18 @@ class Route(msgspec.Struct, frozen=True):
     answers: tuple[ResponseType, ...] = ()  #: What it answers with, but for errors.
     serves: str | None = None  #: Refused where the pipeline's ``serves`` does not have this name.
     ids: str | None = None  #: Prefix of the ids of its requests; None: it takes no request of the pipeline.
+    socket: SocketHandler | None = None  #: Who converses, where the path is a WebSocket, too.
 
     @property
     def parameters(self) -> list[str]:
         """Names in the path."""
         return re.findall(r"{(\w+)(?::\w+)?}", self.path)
+
+
+def sockets(routes: Iterable[Route], *, serves: Sequence[str] = ()) -> list[routing.WebSocketRoute]:
+    """The WebSockets of ``routes``, as Starlette takes them. serves: of the pipeline."""
+    found = [one for one in routes if one.socket is not None]
+    return [routing.WebSocketRoute(one.path, _RouteApplication(one, serves)) for one in found]
 
 
 def mounted(routes: Iterable[Route], *, serves: Sequence[str] = ()) -> list[routing.Route]:
@@ -80,4 +89,7 @@ class _RouteApplication:
         if not self._served:
             problem = f"this pipeline serves {self._all_served}, not {route.serves}; /v1/pipeline always works"
             raise RequestError("unsupported_endpoint", problem)
-        await route.handler(exchange)
+        if exchange.is_socket and route.socket is not None:
+            await route.socket(WebSocket(exchange, receive, send))
+        else:
+            await route.handler(exchange)

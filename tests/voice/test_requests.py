@@ -144,3 +144,12 @@ def test_the_fan_in_waits_for_the_facts_and_for_whoever_has_the_question() -> No
     assert routing.question_and_facts("r", "recognise", asked) == ["recognise", "retrieve"]
     for source in ("listen", "recognise"):
         assert routing.ground({source: asked, "retrieve": found}) == Grounded(question=question, facts=facts)
+
+
+def test_silence_in_an_earlier_message_is_no_fault() -> None:
+    silence = [{**AUDIO, "data": b"silence"}]
+    heard = requests.understand(chat(silence, "Yes?", [AUDIO]), read_speech)
+    assert isinstance(heard, Heard)
+    assert [utterance.turn for utterance in heard.utterances] == [2]
+    typed = requests.understand(chat(silence, "Yes?", "Hello?"), read_speech)
+    assert isinstance(typed, Question)

@@ -15,7 +15,7 @@ from stage_runtime.web.sound.pool import CodecPool
 from tests.web.scripted_manager import Script, ScriptedManager
 
 PATIENCE_S = 60.0  # far more than anything takes, also on a busy machine
-ALL = WebSettings(model="org/hello", serves=("chat", "speech", "transcription"), created=1700000000)
+ALL = WebSettings(model="org/hello", serves=("chat", "speech", "transcription", "realtime"), created=1700000000)
 
 
 class Running(msgspec.Struct, frozen=True):

@@ -78,6 +78,11 @@ class Exchange:
             self._headers.setdefault(name, []).append(value)
 
     @property
+    def is_socket(self) -> bool:
+        """The handshake of a WebSocket, and what follows it."""
+        return bool(self.scope["type"] == "websocket")
+
+    @property
     def started(self) -> bool:
         """The status line is sent: an error can no longer be one."""
         return self.status != 0

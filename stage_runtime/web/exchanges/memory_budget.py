@@ -44,6 +44,11 @@ class MemoryReservation:
         self._budget.held_nbytes += nbytes
         self._nbytes += nbytes
 
+    def keep(self, nbytes: int) -> None:
+        """So much is held now, whatever was before: of a session, which lets go of what it has."""
+        self._budget.held_nbytes += nbytes - self._nbytes
+        self._nbytes = nbytes
+
     def release(self) -> None:
         self._budget.held_nbytes -= self._nbytes
         self._nbytes = 0

@@ -12,7 +12,7 @@ from typing import Final
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from stage_runtime.errors import RequestError
-from stage_runtime.web.exchanges import errors
+from stage_runtime.web.exchanges import errors, web_sockets
 from stage_runtime.web.exchanges.apikeys import ApiKeys
 from stage_runtime.web.exchanges.exchange import KEY, Exchange
 from stage_runtime.web.exchanges.memory_budget import MemoryBudget, MemoryReservation
@@ -23,6 +23,7 @@ _faults = logging.getLogger(__name__)
 
 #: No key is required, nothing is logged: kubelets and load balancers call them every second.
 OPEN: Final = frozenset({"/livez", "/readyz", "/health"})
+SWITCHED: Final = 101  #: The status of a WebSocket that was accepted. Its time is a person's: no metric has it.
 _QUIET: Final = OPEN | {"/metrics", "/status"}
 
 
@@ -45,7 +46,9 @@ class Middleware:
         self._observe = observe
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
+        if scope["type"] == "websocket":
+            scope["method"], send = "GET", web_sockets.refusing(send)
+        elif scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         exchange = Exchange(scope, receive, send, MemoryReservation(self._budget))
@@ -58,7 +61,7 @@ class Middleware:
             ended_at = time.perf_counter()
             if exchange.path not in _QUIET:
                 _log_line(exchange, ended_at)
-            if self._observe is not None:
+            if self._observe is not None and exchange.status != SWITCHED:
                 self._observe(exchange, ended_at)
 
     async def _answer(self, exchange: Exchange, receive: Receive) -> None:
@@ -83,6 +86,8 @@ class Middleware:
 
     def _authorise(self, exchange: Exchange) -> None:
         scheme, _, given = (exchange.only_header(b"authorization") or "").partition(" ")
+        if not scheme and exchange.is_socket and (key := web_sockets.key_of(exchange)) is not None:
+            scheme, given = "bearer", key
         token = given.strip().encode()
         if not self._keys.allow(token) or scheme.lower() != "bearer":
             raise RequestError("unauthorized", "an API key is needed: Authorization: Bearer KEY")

@@ -53,7 +53,7 @@ class Origins:
         if self._local and host is not None and not self._is_ours(_name(host)):
             problem = "no name of this server; others are allowed by OMNI_HTTP_HOSTS"
             raise RequestRefused(403, "unauthorized", f"host: {host!r} is {problem}", param="host")
-        if exchange.method not in _SAFE:
+        if exchange.method not in _SAFE or exchange.is_socket:
             self._check_origin(exchange, host)
 
     def cors(self, exchange: Exchange) -> Headers:

@@ -13,11 +13,8 @@ from __future__ import annotations
 
 import asyncio
 import enum
-import fcntl
 import logging
 import resource
-import struct
-import termios
 from collections.abc import Callable, Sized
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
@@ -32,6 +29,9 @@ from stage_runtime.web.exchanges.exchange import CLIENT
 from stage_runtime.web.listening.connection_drain import ConnectionDrain
 from stage_runtime.web.listening.connection_limits import FEW, ConnectionLimit, ConnectionLimits, connection_limit
 from stage_runtime.web.listening.half_closed import HalfClosed
+from stage_runtime.web.listening import socket_connections
+from stage_runtime.web.listening.socket_connections import SocketConnection
+from stage_runtime.web.listening.stalled_readers import StalledReader
 
 if TYPE_CHECKING:
     from uvicorn._types import ASGI3Application, ASGIReceiveCallable, ASGISendCallable, ASGISendEvent
@@ -46,6 +46,10 @@ _PHRASES: Final = {
     429: "Too Many Requests",
     431: "Request Header Fields Too Large",
 }
+
+
+#: Paths of WebSockets (`routes`). Any other request to upgrade is answered as if it asked for nothing.
+SOCKETS: Final = frozenset({b"/v1/realtime"})
 
 
 class Phase(enum.Enum):
@@ -101,6 +105,7 @@ class HttpConnection(HttpToolsProtocol):
     limits: ConnectionLimits = ConnectionLimits()
     limit: ConnectionLimit  #: Of the server; one object for all of its connections.
     drain: ConnectionDrain  #: As ``limit``.
+    socket_class: type[SocketConnection]  #: What takes over a WebSocket.
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -115,8 +120,7 @@ class HttpConnection(HttpToolsProtocol):
         self._answering: RequestResponseCycle | None = None  #: ``cycle`` is the request that was read last.
         self._last_told = False  #: The answer that comes next, or an earlier state of it, was to be the last.
         self._gone: Callable[[], object] | None = None  #: See `watch`.
-        self._outstanding: int | None = None  #: Bytes that the client has not taken, when that was last looked at.
-        self._stalled_since = 0.0
+        self._stalled = StalledReader(self.transport, self.limits)
         self._half_closed: HalfClosed | None = None  #: Its client sends nothing more, and may wait for answers.
         self._poke: Callable[[], object] | None = None  #: See `watch_half_close`.
         self.unread_since: float | None = None  #: It has been given more than it takes at once; None: it has not.
@@ -211,6 +215,9 @@ class HttpConnection(HttpToolsProtocol):
                     self.parser.feed_data(data)
                     return
                 except httptools.HttpParserUpgrade as wish:
+                    if self._opens_socket():
+                        self._hand_over(data[wish.args[0] :])
+                        return
                     data = self._head_without_upgrade() + data[wish.args[0] :]
                     self.parser = _parser(self)
         except httptools.HttpParserError:
@@ -289,9 +296,28 @@ class HttpConnection(HttpToolsProtocol):
 
     def _head_without_upgrade(self) -> bytes:
         """The head that was read: clients that ask for another protocol (``curl --http2``) are answered in this one."""
+        return self._head(without=b"upgrade")
+
+    def _head(self, without: bytes = b"") -> bytes:
         lines = [b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())]
-        lines += [b"%b: %b" % (name, value) for name, value in self.headers if name != b"upgrade"]
+        lines += [b"%b: %b" % (name, value) for name, value in self.headers if name != without]
         return b"\r\n".join(lines) + b"\r\n\r\n"
+
+    def _opens_socket(self) -> bool:
+        """A handshake of a WebSocket that there is, with no request before it that waits for its answer."""
+        asks = self._get_upgrade() == b"websocket" and self.parser.get_method() == b"GET"
+        known = self.url.partition(b"?")[0] in SOCKETS and self.parser.get_http_version() == "1.1"
+        return asks and known and self._answering is None and not self.pipeline
+
+    def _hand_over(self, rest: bytes) -> None:
+        """The connection is a WebSocket's from now on. rest: what has come behind the head."""
+        self.connections.discard(self)
+        made = self.socket_class(self.config, self.server_state, self.app_state)
+        made.connection_made(self.transport)
+        self.transport.set_protocol(made)
+        self._phase = Phase.REFUSED  # this object reads nothing any more
+        self._in_message = False
+        made.data_received(self._head() + rest)
 
     def _count_head(self, nbytes: int) -> None:
         self._head_nbytes += nbytes
@@ -387,25 +413,9 @@ class HttpConnection(HttpToolsProtocol):
 
     def _sweep_reader(self, now: float) -> None:
         """Cut off a client that takes too little of what is there for it."""
-        if not self.flow.write_paused and not self.transport.is_closing() and self._phase is Phase.ANSWER:
-            self._outstanding = None
-            return
-        outstanding = self._untaken()
-        if not outstanding:
-            self._outstanding = None
-        elif self._outstanding is None or self._outstanding - outstanding >= self.limits.write_nbytes:
-            self._outstanding, self._stalled_since = outstanding, now
-        elif now - self._stalled_since > self.limits.write_s:
+        waits = self.flow.write_paused or self.transport.is_closing() or self._phase is not Phase.ANSWER
+        if self._stalled.for_too_long(now, waits=waits):
             self.cut_off(f"did not read for {self.limits.write_s:g} s")
-
-    def _untaken(self) -> int:
-        """Bytes written that the client's kernel has not acknowledged."""
-        waiting = self.transport.get_write_buffer_size()
-        sock = self.transport.get_extra_info("socket")
-        if not waiting or sock is None:
-            return int(waiting)
-        unsent = fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, struct.pack("i", 0))
-        return int(waiting) + int(struct.unpack("i", unsent)[0])
 
     def _over(self) -> bool:
         """Discard all further input."""
@@ -426,5 +436,6 @@ def _parser(protocol: HttpToolsProtocol) -> httptools.HttpRequestParser:
 def limited(limits: ConnectionLimits) -> type[HttpConnection]:
     """`HttpConnection` with these limits: uvicorn makes its protocols itself."""
     descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    shared = {"limits": limits, "limit": connection_limit(limits, descriptors), "drain": ConnectionDrain()}
-    return type("HttpConnection", (HttpConnection,), shared)
+    both: dict[str, Any] = {"limits": limits, "drain": ConnectionDrain()}
+    own = {"limit": connection_limit(limits, descriptors), "socket_class": socket_connections.limited(both)}
+    return type("HttpConnection", (HttpConnection,), both | own)

@@ -13,6 +13,7 @@ from starlette.types import ASGIApp
 
 from omnipipeline_spec.types.pods import HTTP_PORT
 from stage_runtime.errors import ConfigurationError
+from stage_runtime.web.listening import socket_connections
 from stage_runtime.web.listening.connection_limits import ConnectionLimits
 from stage_runtime.web.listening.connections import limited
 from stage_runtime.web.listening.idle_connections import IdleConnections
@@ -74,7 +75,10 @@ class Server:
         config = uvicorn.Config(
             self._app,
             http=self._protocol,
-            ws="none",
+            ws="none",  # `connections` makes the protocol of a WebSocket
+            ws_max_size=socket_connections.MESSAGE_NBYTES,
+            ws_per_message_deflate=False,  # 300 KiB a connection, for base64 of sound
+            ws_ping_interval=None,
             lifespan="off",
             log_config=None,
             access_log=False,

@@ -11,8 +11,8 @@ from typing import Any, Protocol
 
 import soundfile
 
-from stage_runtime.web.sound import samples
-from stage_runtime.web.sound.formats import FORMATS, Format
+from stage_runtime.web.sound import g711, samples
+from stage_runtime.web.sound.formats import FORMATS, TELEPHONE, Format
 from stage_runtime.web.sound.resampling import Resampler
 from stage_runtime.web.sound.samples import Flat, Samples
 
@@ -29,6 +29,8 @@ class Encoder(Protocol):
 
 def encoder(name: str) -> Encoder:
     """An encoder whose bytes may be sent while it goes on."""
+    if name in TELEPHONE:
+        return _Compressed(name)
     if name == "pcm":
         return _Plain(FORMATS[name], header=False)
     return _Plain(FORMATS[name], header=True) if name == "wav" else _Library(FORMATS[name])
@@ -106,6 +108,20 @@ class _Plain:
 
     def shape(self) -> tuple[int, int]:
         return self._fitting.rate, self._fitting.channels
+
+
+class _Compressed:
+    """G.711: 8 bits for each sample, without a header."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._plain = _Plain(TELEPHONE[name], header=False)
+
+    def write(self, sound: Flat) -> bytes:
+        return g711.compressed(self._plain.write(sound), self._name)
+
+    def close(self) -> bytes:
+        return g711.compressed(self._plain.close(), self._name)
 
 
 class _Library:

@@ -32,6 +32,11 @@ FORMATS: Final[dict[str, Format]] = {
     "pcm": Format(mime="audio/pcm", rates=(PCM_RATE,), max_channels=1),
 }
 
+#: What telephones speak (G.711): of answers on `/v1/realtime` alone.
+TELEPHONE: Final[dict[str, Format]] = {
+    name: Format(mime=f"audio/{name}", rates=(8000,), max_channels=1) for name in ("pcmu", "pcma")
+}
+
 
 def check(name: str, *, param: str) -> str:
     """A format's name as `FORMATS` has it (``pcm16`` is ``pcm``).

@@ -69,7 +69,7 @@ def _part(part: schemas.ContentPart, param: str, fetched: Mapping[str, Media]) -
         case schemas.RefusalPart():
             return {"type": "text", "text": part.refusal}
         case schemas.AudioPart():
-            data = _sound(part.input_audio.data, f"{param}.input_audio.data")
+            data = sound(part.input_audio.data, f"{param}.input_audio.data")
             format = part.input_audio.format
             if not _SUBTYPE.fullmatch(format):
                 raise InvalidRequest(f"{param}.input_audio.format: no format", param=f"{param}.input_audio.format")
@@ -98,7 +98,7 @@ def data_url(url: str, type: str, param: str) -> Media:
     return Media(type, mime, urllib.parse.unquote_to_bytes(data))
 
 
-def _sound(text: str, param: str) -> bytes:
+def sound(text: str, param: str) -> bytes:
     """Base64, or a data URL of it, whose type may be missing: the part's own format counts."""
     if not _is_data(text):
         return _base64(text, param)

@@ -1,0 +1,101 @@
+"""One WebSocket's connection: uvicorn's protocol without its timers, watched as all connections are.
+
+`connections` hands a connection over here after its handshake's head. Here: bytes of the connection, its end. Not here:
+messages (`web_sockets`), what they mean (`realtime`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final
+
+from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
+
+from stage_runtime.web.connection_drain import ConnectionDrain
+from stage_runtime.web.connection_limits import ConnectionLimits
+from stage_runtime.web.exchange import CLIENT
+from stage_runtime.web.listening.stalled_readers import StalledReader
+
+if TYPE_CHECKING:
+    from uvicorn._types import ASGISendEvent
+
+MESSAGE_NBYTES: Final = 32 << 20  # of one message: a longer one ends the connection, as its rest cannot be skipped
+#: A client that has vanished is found by its kernel's silence: probes of TCP need no timer of ours.
+_KEEPALIVE: Final = ((socket.TCP_KEEPIDLE, 60), (socket.TCP_KEEPINTVL, 15), (socket.TCP_KEEPCNT, 4))
+_log = logging.getLogger(__name__)
+#: uvicorn logs each handshake; `middleware` logs the whole exchange.
+_uvicorn_log = logging.getLogger("uvicorn.error.sockets")
+_uvicorn_log.setLevel(logging.ERROR)
+
+
+class SocketConnection(WebSocketsSansIOProtocol):
+    """uvicorn's protocol: watched for its end and for a client that does not read."""
+
+    limits: ConnectionLimits
+    drain: ConnectionDrain
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self.logger = _uvicorn_log
+        self.unread_since: float | None = None
+        self._stalled = StalledReader(self.transport, self.limits)
+        self._ending: Callable[[], object] | None = None
+        sock = transport.get_extra_info("socket")
+        if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for option, value in _KEEPALIVE:
+                sock.setsockopt(socket.IPPROTO_TCP, option, value)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._ending = None
+        self.drain.lost(len(self.connections))
+
+    async def run_asgi(self) -> None:
+        self.scope[CLIENT] = self  # type: ignore[typeddict-unknown-key]
+        try:
+            await super().run_asgi()
+        finally:
+            self.scope.clear()  # type: ignore[attr-defined]  # it holds this connection
+
+    async def send(self, message: ASGISendEvent) -> None:
+        await super().send(message)
+        if message["type"] == "websocket.http.response.body":
+            self.handshake_complete = True  # by an answer of HTTP; uvicorn would log a handshake that was forgotten
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self.unread_since = self.loop.time()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self.unread_since = None
+
+    # --- web_sockets.SocketClient ---------------------------------------------------------------------------------
+
+    def watch_end(self, ending: Callable[[], object] | None) -> None:
+        self._ending = ending
+        self.announce_end()
+
+    # --- what the server asks of all connections ------------------------------------------------------------------
+
+    def announce_end(self) -> None:
+        if self.drain.begun and self._ending is not None:
+            self._ending()
+
+    def sweep(self, now: float) -> None:
+        waits = self.unread_since is not None or self.transport.is_closing()
+        if self._stalled.for_too_long(now, waits=waits):
+            self.cut_off(f"did not read for {self.limits.write_s:g} s")
+
+    def cut_off(self, why: str) -> None:
+        _log.info("closing a client's WebSocket: it %s", why)
+        self.transport.abort()
+
+
+def limited(shared: dict[str, Any]) -> type[SocketConnection]:
+    """With the limits and the drain of a server."""
+    return type("SocketConnection", (SocketConnection,), shared)
