@@ -15,7 +15,7 @@ import msgspec
 
 from omnipipeline_spec.types.plan import PipelineRevision
 from omnipipeline_spec.types.pods import COORDINATOR, PROFILING_FILE
-from omnipipeline_spec.types.routes import ROUTES
+from omnipipeline_spec.types.routes import ROUTES, SOCKETS
 from stage_runtime.coordinator.answering.unread_answers import AnswerLimits
 from stage_runtime.coordinator.coordinator import Coordinator
 from stage_runtime.coordinator.questions.profiling import ProfileLimits
@@ -80,7 +80,8 @@ async def _serve(settings: CoordinatorSettings) -> int:
         manager = coordinator.manager
         metrics = CoordinatorMetrics(manager, of_members=not settings.probe_port)
         codecs = await stack.enter_async_context(CodecPool())
-        if any(one.sound and one.serves in settings.plan.serves for one in ROUTES):  # a chat may never ask for sound
+        speaks = {one.serves for one in ROUTES if one.sound} | {one.serves for one in SOCKETS}
+        if speaks & set(settings.plan.serves):  # a chat may never ask for sound
             codecs.warm()
         shown = _web_settings(settings)
         admin = routes.admin(coordinator.profiling, coordinator.operations)

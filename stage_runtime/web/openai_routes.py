@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import msgspec
 
-from omnipipeline_spec.types.routes import ROUTES
+from omnipipeline_spec.types.routes import ROUTES, SOCKETS
 from stage_runtime.web import answers
 from stage_runtime.web.answers import EVENTS, JSON, SOUND, TEXT, ResponseType
 from stage_runtime.web.endpoints import HandlerContext
@@ -18,6 +18,7 @@ from stage_runtime.web.handlers.chat import Chat
 from stage_runtime.web.handlers.speech import Speech
 from stage_runtime.web.handlers.transcriptions import Transcriptions
 from stage_runtime.web.reading import schemas
+from stage_runtime.web.realtime.room import Realtime
 from stage_runtime.web.routing import FORM, Route, RouteHandler
 
 
@@ -54,6 +55,8 @@ CODE: Final[dict[str, RouteCode]] = {
         file="file",
     ),
 }
+#: By path of `SOCKETS`.
+SOCKET_CODE: Final[dict[str, Callable[[HandlerContext], Realtime]]] = {"/v1/realtime": Realtime}
 
 
 def made(context: HandlerContext) -> Iterator[Route]:
@@ -71,4 +74,15 @@ def made(context: HandlerContext) -> Iterator[Route]:
             answers=code.answers,
             serves=known.serves,
             ids=known.ids,
+        )
+    for socket in SOCKETS:
+        endpoint = SOCKET_CODE[socket.path](context)
+        yield Route(
+            "GET",
+            socket.path,
+            socket.summary,
+            endpoint.refuse,
+            serves=socket.serves,
+            ids=socket.serves,
+            socket=endpoint.converse,
         )

@@ -7,18 +7,19 @@ import typing
 import msgspec
 import pytest
 
-from omnipipeline_spec.types.routes import ROUTES, OpenAIRoute, Served
-from stage_runtime.web.openai_routes import CODE
+from omnipipeline_spec.types.routes import ROUTES, SOCKETS, OpenAIRoute, Served
+from stage_runtime.web.openai_routes import CODE, SOCKET_CODE
 from stage_runtime.wire.values import RequestKind
 from tests.docs.blocks import ROOT
 
 
 def test_each_path_of_the_contract_has_code_and_no_other() -> None:
     assert [one.path for one in ROUTES] == list(CODE)
+    assert [one.path for one in SOCKETS] == list(SOCKET_CODE)
 
 
 def test_each_value_of_serves_opens_a_path_and_no_other_does() -> None:
-    assert {one.serves for one in ROUTES} == set(typing.get_args(Served))
+    assert {one.serves for one in (*ROUTES, *SOCKETS)} == set(typing.get_args(Served))
 
 
 def test_each_kind_is_one_that_a_request_can_have() -> None:

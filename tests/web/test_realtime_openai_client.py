@@ -17,7 +17,7 @@ from openai.resources.realtime.realtime import AsyncRealtimeConnection
 from openai.types.realtime.realtime_server_event import RealtimeServerEvent
 
 from stage_runtime.errors import RequestError
-from stage_runtime.web.apikeys import ApiKeys
+from stage_runtime.web.exchanges.apikeys import ApiKeys
 from stage_runtime.web.settings import WebSettings
 from stage_runtime.wire.values import Audio, Finish, Note, Text, ToolCall, Usage
 from tests.web.running import ALL, PATIENCE_S, Running, start

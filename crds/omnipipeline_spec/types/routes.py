@@ -11,7 +11,7 @@ from typing import Any, Literal
 import msgspec
 
 #: Values of a pipeline's ``serves``.
-Served = Literal["chat", "speech", "transcription"]
+Served = Literal["chat", "speech", "transcription", "realtime"]
 
 
 class Example(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,5 +65,18 @@ ROUTES: tuple[OpenAIRoute, ...] = (
         sound=True,
     ),
 )
+
+
+class SocketRoute(msgspec.Struct, frozen=True, kw_only=True):
+    """A path that is opened as a WebSocket."""
+
+    path: str
+    serves: Served  #: As of `OpenAIRoute`.
+    summary: str
+
+
+SOCKETS: tuple[SocketRoute, ...] = (
+    SocketRoute(path="/v1/realtime", serves="realtime", summary="OpenAI's realtime events, on a WebSocket"),
+)
 #: How many values ``serves`` can have.
-MAX_SERVED = len({one.serves for one in ROUTES})
+MAX_SERVED = len({one.serves for one in (*ROUTES, *SOCKETS)})

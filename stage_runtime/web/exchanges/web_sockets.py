@@ -9,8 +9,8 @@ from typing import Any, Final, Protocol
 from starlette.types import Receive, Send
 
 from stage_runtime.errors import RequestError
-from stage_runtime.web.errors import RequestRefused
-from stage_runtime.web.exchange import CLIENT, Exchange
+from stage_runtime.web.exchanges.errors import RequestRefused
+from stage_runtime.web.exchanges.exchange import CLIENT, Exchange
 
 #: What OpenAI's browsers put a key into: a page cannot set a header of a WebSocket's handshake.
 KEY_PROTOCOL: Final = "openai-insecure-api-key."

@@ -22,14 +22,15 @@ import httptools
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from omnipipeline_spec.types.routes import SOCKETS
 from stage_runtime.errors import RequestError
 from stage_runtime.web.exchanges import errors
 from stage_runtime.web.exchanges.errors import RequestRefused
 from stage_runtime.web.exchanges.exchange import CLIENT
+from stage_runtime.web.listening import socket_connections
 from stage_runtime.web.listening.connection_drain import ConnectionDrain
 from stage_runtime.web.listening.connection_limits import FEW, ConnectionLimit, ConnectionLimits, connection_limit
 from stage_runtime.web.listening.half_closed import HalfClosed
-from stage_runtime.web.listening import socket_connections
 from stage_runtime.web.listening.socket_connections import SocketConnection
 from stage_runtime.web.listening.stalled_readers import StalledReader
 
@@ -48,8 +49,8 @@ _PHRASES: Final = {
 }
 
 
-#: Paths of WebSockets (`routes`). Any other request to upgrade is answered as if it asked for nothing.
-SOCKETS: Final = frozenset({b"/v1/realtime"})
+#: Paths of WebSockets. Any other request to upgrade is answered as if it asked for nothing.
+_SOCKETS: Final = frozenset(one.path.encode() for one in SOCKETS)
 
 
 class Phase(enum.Enum):
@@ -306,7 +307,7 @@ class HttpConnection(HttpToolsProtocol):
     def _opens_socket(self) -> bool:
         """A handshake of a WebSocket that there is, with no request before it that waits for its answer."""
         asks = self._get_upgrade() == b"websocket" and self.parser.get_method() == b"GET"
-        known = self.url.partition(b"?")[0] in SOCKETS and self.parser.get_http_version() == "1.1"
+        known = self.url.partition(b"?")[0] in _SOCKETS and self.parser.get_http_version() == "1.1"
         return asks and known and self._answering is None and not self.pipeline
 
     def _hand_over(self, rest: bytes) -> None:

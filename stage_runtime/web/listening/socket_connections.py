@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
-from stage_runtime.web.connection_drain import ConnectionDrain
-from stage_runtime.web.connection_limits import ConnectionLimits
-from stage_runtime.web.exchange import CLIENT
+from stage_runtime.web.exchanges.exchange import CLIENT
+from stage_runtime.web.listening.connection_drain import ConnectionDrain
+from stage_runtime.web.listening.connection_limits import ConnectionLimits
 from stage_runtime.web.listening.stalled_readers import StalledReader
 
 if TYPE_CHECKING:

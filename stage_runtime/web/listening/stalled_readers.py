@@ -7,7 +7,7 @@ import fcntl
 import struct
 import termios
 
-from stage_runtime.web.connection_limits import ConnectionLimits
+from stage_runtime.web.listening.connection_limits import ConnectionLimits
 
 
 class StalledReader:
