@@ -79,4 +79,4 @@ SOCKETS: tuple[SocketRoute, ...] = (
     SocketRoute(path="/v1/realtime", serves="realtime", summary="OpenAI's realtime events, on a WebSocket"),
 )
 #: How many values ``serves`` can have.
-MAX_SERVED = len({one.serves for one in (*ROUTES, *SOCKETS)})
+MAX_SERVED = len({one.serves for one in ROUTES} | {one.serves for one in SOCKETS})
