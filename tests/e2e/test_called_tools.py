@@ -12,6 +12,7 @@ import pytest
 from omnipipeline_spec.pipeline import ChatParameter, PipelineConfig, StageConfig
 from tests.e2e.local_pipelines import PATIENCE_S, running
 from tests.engines.generation_kit import tiny_model, tiny_tokenizer
+from tests.thoroughness import rows
 
 CITY = {"type": "object", "properties": {"c": {"enum": ["Rome"]}}, "required": ["c"], "additionalProperties": False}
 PARAMETERS = {
@@ -63,7 +64,9 @@ async def ask(client: openai.AsyncOpenAI, **options: Any) -> tuple[str, list[tup
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("form", "own_process"), [("hermes", False), ("json", True), ("mistral", False)])
+@pytest.mark.parametrize(
+    ("form", "own_process"), rows([("hermes", False), ("json", True), ("mistral", False)], each_run=2)
+)
 async def test_a_client_gets_calls_and_answers_as_it_asks_for_them(
     base: Path, tmp_path: Path, form: str, own_process: bool
 ) -> None:

@@ -24,6 +24,7 @@ from tests.e2e.local_pipelines import (
     replicas,
     running,
 )
+from tests.thoroughness import rows
 
 
 class Load:
@@ -61,7 +62,8 @@ async def incarnations(client: Client, group: str, *, ready: bool = False) -> se
 
 
 @pytest.mark.proves("killed-stage", "group-on-its-way")
-@pytest.mark.parametrize(("group", "stage"), [("front", "take"), ("voice", "speak")])  # tests/faults kills every member
+# tests/faults kills every member
+@pytest.mark.parametrize(("group", "stage"), rows([("front", "take"), ("voice", "speak")], each_run=1))
 async def test_a_killed_stage_comes_back_under_a_new_name_and_no_request_is_lost(
     group: str, stage: str, base: Path
 ) -> None:

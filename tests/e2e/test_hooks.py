@@ -9,7 +9,7 @@ import pytest
 
 from omnipipeline_spec.pipeline import PipelineConfig, StageConfig
 from stage_runtime.processes.one_machine.local import LocalPipeline
-from tests.e2e.local_pipelines import SPREAD, TOGETHER, Client, at_rest, diamond, eventually, running
+from tests.e2e.local_pipelines import APART, TOGETHER, Client, at_rest, diamond, eventually, running
 
 #: What the request makes fail -> the stage and hook that the client's error must name.
 HOOKS = {
@@ -55,7 +55,7 @@ async def test_a_hook_that_fails_after_the_first_chunk_ends_the_stream_with_the_
 
 @pytest.mark.proves("unsendable-value")
 @pytest.mark.parametrize(
-    ("processes", "relay"), [(TOGETHER, "auto"), (SPREAD, "tcp")], ids=["inside one process", "by tcp"]
+    ("processes", "relay"), [(TOGETHER, "auto"), (APART, "tcp")], ids=["inside one process", "by tcp"]
 )
 async def test_a_value_that_cannot_travel_is_refused_at_its_sender_with_its_path(
     processes: dict[str, str], relay: str, base: Path

@@ -15,6 +15,7 @@ import pytest
 from omnipipeline_spec.cluster import Hold
 from omnipipeline_spec.pipeline import PipelineConfig, StageConfig
 from tests.e2e.local_pipelines import Client, at_rest, coordinator, eventually, holds, replicas, running
+from tests.thoroughness import rows
 
 
 def killers(count: int, **fields: Any) -> PipelineConfig:
@@ -35,8 +36,7 @@ def deaths(base: Path) -> int:
 
 
 @pytest.mark.proves("killer-request")
-@pytest.mark.parametrize("count", [1, 2])
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("count", "stream"), rows([(1, False), (1, True), (2, True), (2, False)], each_run=2))
 async def test_a_request_that_kills_its_process_ends_after_two_deaths_and_its_neighbours_are_served(
     count: int, stream: bool, base: Path
 ) -> None:

@@ -5,15 +5,20 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import tempfile
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+import pytest_asyncio
 
 from omnipipeline_spec.cluster import Control
 from omnipipeline_spec.pipeline import Disaggregation, PipelineConfig, PrefillPlacement, StageConfig
+from stage_runtime.processes.one_machine.local import LocalPipeline
 from tests.e2e.local_pipelines import Client, eventually, replicas, running
 from tests.e2e.pair_stages import NUMBERS
+from tests.thoroughness import rows
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -47,7 +52,15 @@ async def bound(client: Client, group: str, count: int) -> bool:
     return sum(counts) >= count
 
 
-@pytest.mark.parametrize("relay", ["shm", "tcp", "nixl", "mooncake"])
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def paired() -> AsyncIterator[LocalPipeline]:
+    """One pair for all tests that leave both groups ready: each process of it imports torch."""
+    with tempfile.TemporaryDirectory(prefix="e-") as folder:
+        async with running(pair(), Path(folder)) as pipeline:
+            yield pipeline
+
+
+@pytest.mark.parametrize("relay", rows(["shm", "tcp", "nixl", "mooncake"], each_run=2))
 async def test_blocks_come_from_prefill_over_every_relay(
     relay: Literal["shm", "tcp", "nixl", "mooncake"], base: Path
 ) -> None:
@@ -63,16 +76,16 @@ async def test_blocks_come_from_prefill_over_every_relay(
         await eventually(carried, what=f"the kv edge must be shown with {relay}")
 
 
-async def test_a_killed_prefill_costs_no_request_and_its_next_life_is_used(base: Path) -> None:
+async def test_a_killed_prefill_costs_no_request_and_its_next_life_is_used(paired: LocalPipeline, base: Path) -> None:
     never = base / "never"
-    async with running(pair(), base) as pipeline, Client(pipeline.url) as client:
+    async with Client(paired.url) as client:
         held = [asyncio.create_task(ask(client, number, never)) for number in range(1, 6)]
         await eventually(lambda: bound(client, "apart", 5))
         killed = (await instances(client, "apart"))[0]["incarnation"]
-        os.kill(pipeline.pids()["apart"], signal.SIGKILL)
+        os.kill(paired.pids()["apart"], signal.SIGKILL)
         answers = await asyncio.gather(*held)
         assert {one["by"] for one in answers} == {"decode"}
-        await pipeline.ready()
+        await paired.ready()
 
         async def used() -> bool:
             by: str = (await ask(client, 7))["by"]
@@ -82,12 +95,14 @@ async def test_a_killed_prefill_costs_no_request_and_its_next_life_is_used(base:
         assert (await client.metrics())["omnipipeline_requests_retried_total"] == 0
 
 
-async def test_a_frozen_prefill_costs_no_request_and_what_it_sends_later_lands_nowhere(base: Path) -> None:
+async def test_a_frozen_prefill_costs_no_request_and_what_it_sends_later_lands_nowhere(
+    paired: LocalPipeline, base: Path
+) -> None:
     go_on = base / "go on"
-    async with running(pair(), base) as pipeline, Client(pipeline.url) as client:
+    async with Client(paired.url) as client:
         held = [asyncio.create_task(ask(client, number, go_on)) for number in range(1, 6)]
         await eventually(lambda: bound(client, "apart", 5))
-        frozen = pipeline.pids()["apart"]
+        frozen = paired.pids()["apart"]
         os.kill(frozen, signal.SIGSTOP)
         try:
             answers = await asyncio.gather(*held)
@@ -118,8 +133,8 @@ async def test_a_killed_decode_leaves_no_room_open_at_prefill(base: Path) -> Non
         assert (await ask(client, 8))["by"] == "decode"
 
 
-async def test_prefill_is_scaled_to_none_and_back_under_load_without_a_failure(base: Path) -> None:
-    async with running(pair(), base) as pipeline, Client(pipeline.url) as client:
+async def test_prefill_is_scaled_to_none_and_back_under_load_without_a_failure(paired: LocalPipeline) -> None:
+    async with Client(paired.url) as client:
         answers: list[dict[str, Any]] = []
         over = asyncio.Event()
 
@@ -131,11 +146,11 @@ async def test_prefill_is_scaled_to_none_and_back_under_load_without_a_failure(b
 
         tasks = [asyncio.create_task(load(start)) for start in range(4)]
         await eventually(lambda: len(answers) > 10)
-        await pipeline.scale("apart", 0)
+        await paired.scale("apart", 0)
         since = len(answers)
         await eventually(lambda: len(answers) > since + 10)
         assert {one["by"] for one in answers[since + 4 :]} == {"decode"}
-        await pipeline.scale("apart", 2)
+        await paired.scale("apart", 2)
         since = len(answers)
         await eventually(lambda: len({one["by"] for one in answers[since + 4 :]}) >= 2)
         over.set()

@@ -22,6 +22,8 @@ from tests.e2e.local_pipelines import APART, PATIENCE_S, TOGETHER, Client, diamo
 WORDS = "the quick brown fox"
 EDGES, STREAMS = 6, 2  # of the diamond: payload edges, edges with a chunk for each word (one to the client)
 STAGES = {*APART, "coordinator"}
+#: Each process that takes a trace imports torch.
+HALVES = {name: "front" if name in ("take", "right") else "back" for name in APART}
 
 
 async def post(http: httpx.AsyncClient, path: str, body: dict[str, Any] | None = None) -> httpx.Response:
@@ -97,7 +99,7 @@ async def test_every_hop_of_every_request_is_paired(base: Path, processes: dict[
 async def test_a_torch_trace_of_every_process_is_written_where_the_template_says(base: Path) -> None:
     root = base / "profiles"
     async with (
-        running(diamond(), base, environ={"OMNI_PROFILE_ROOT": str(root)}) as pipeline,
+        running(diamond(HALVES), base, environ={"OMNI_PROFILE_ROOT": str(root)}) as pipeline,
         Client(pipeline.url) as client,
         httpx.AsyncClient(base_url=pipeline.url, timeout=PATIENCE_S) as http,
     ):
@@ -108,7 +110,7 @@ async def test_a_torch_trace_of_every_process_is_written_where_the_template_says
         archive = await http.get("/profiles/deep")
         await client.answer(WORDS)
     traces = sorted((root / "mine").glob("*.trace.json.gz"))
-    assert len(traces) == len(set(APART.values()))
+    assert len(traces) == 2
     assert all(json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"] for trace in traces)
     with tarfile.open(fileobj=io.BytesIO(archive.content)) as files:
         assert sum(name.endswith(".trace.json.gz") for name in files.getnames()) == len(traces)
@@ -287,7 +289,7 @@ async def test_a_pipeline_that_forbids_profiles_takes_none(base: Path) -> None:
 
 async def test_a_run_that_nobody_stops_ends_by_itself(base: Path) -> None:
     async with (
-        running(diamond(), base, environ={"OMNI_PROFILE_ROOT": str(base / "profiles")}) as pipeline,
+        running(diamond(HALVES), base, environ={"OMNI_PROFILE_ROOT": str(base / "profiles")}) as pipeline,
         httpx.AsyncClient(base_url=pipeline.url, timeout=PATIENCE_S) as http,
     ):
         assert (await post(http, "/start_request_profile", {"run_id": "short", "max_seconds": 1})).json()["complete"]

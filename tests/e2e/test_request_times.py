@@ -9,11 +9,12 @@ import httpx
 import pytest
 
 from tests.e2e.local_pipelines import APART, PATIENCE_S, SPREAD, TOGETHER, Client, diamond, running
+from tests.thoroughness import rows
 
 WORDS = "the quick brown fox"
 
 
-@pytest.mark.parametrize("processes", [APART, TOGETHER, SPREAD], ids=["apart", "together", "spread"])
+@pytest.mark.parametrize("processes", rows([APART, TOGETHER, SPREAD], each_run=2))
 async def test_each_stage_and_each_hop_has_a_start_and_an_end(base: Path, processes: dict[str, str]) -> None:
     async with running(diamond(processes), base) as pipeline, Client(pipeline.url) as client:
         body = {"inputs": {"text": WORDS, "nap": 0.05}}

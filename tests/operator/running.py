@@ -16,6 +16,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from tests import cluster_objects
 from tests.cluster_kit import REPOSITORY, Cluster
 from tests.ports import free_port
 
@@ -36,12 +37,12 @@ def eventually(probe: Callable[[], T | Literal[False]], *, within_s: float = 90.
             return answer
         if time.monotonic() > until:
             raise AssertionError(f"not within {within_s:g} s: {what or probe}; last answer: {answer!r}")
-        time.sleep(0.2)  # each probe is a process
+        time.sleep(0.2)
 
 
 @dataclass
 class Kube:
-    """kubectl with JSON, in one namespace."""
+    """kubectl in one namespace; objects are read without it."""
 
     cluster: Cluster
     namespace: str
@@ -56,16 +57,10 @@ class Kube:
 
     def get(self, kind: str, name: str) -> Any:
         """The object; None when there is none."""
-        done = self.cluster.kubectl("-n", self.namespace, "get", kind, name, "-o", "json", check=False)
-        if done.returncode:
-            assert "NotFound" in done.stderr, done.stderr
-            return None
-        return json.loads(done.stdout)
+        return cluster_objects.of(self.cluster.kubeconfig).get(kind, name, self.namespace)
 
-    def all(self, kind: str, selector: str = "") -> list[Any]:
-        more = ["-l", selector] if selector else []
-        listed: list[Any] = json.loads(self("get", kind, "-o", "json", *more))["items"]
-        return listed
+    def all(self, kinds: str, selector: str = "") -> list[Any]:
+        return cluster_objects.of(self.cluster.kubeconfig).list(kinds, self.namespace, selector)
 
     def names(self, kind: str, selector: str = "omnipipeline.dev/pipeline") -> set[str]:
         return {each["metadata"]["name"] for each in self.all(kind, selector)}
