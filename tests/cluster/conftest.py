@@ -23,7 +23,6 @@ from tests.cluster.installing import (
     image_values,
     objects,
     pipeline,
-    read,
     url,
     wait_for,
     wait_ready,
@@ -78,7 +77,7 @@ def _nothing_stays_of_a_failed_module(request: pytest.FixtureRequest) -> Iterato
     if release is None or request.session.testsfailed == failed:
         return
     for kind in ("omnipipelines", "secrets", "configmaps", "persistentvolumeclaims", "pods"):
-        for found in read(release.cluster, "-n", release.namespace, kind)["items"]:
+        for found in release.all(kind):
             name = found["metadata"]["name"]
             if "ownerReferences" not in found["metadata"] and name not in SHARED:
                 release.kubectl("delete", kind, name, "--ignore-not-found", "--timeout=60s")

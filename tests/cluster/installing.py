@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 import httpx
 
-from tests import cluster_images
+from tests import cluster_images, cluster_objects
 from tests.cluster_kit import REPOSITORY, Cluster
 
 CHART = REPOSITORY / "charts" / "omnipipeline"
@@ -57,8 +57,14 @@ class Installed:
         self.kubectl("patch", "omnipipeline", name, "--type=merge", f"--patch={json.dumps({'spec': spec})}")
 
     def status(self, name: str) -> dict[str, Any]:
-        found: dict[str, Any] = read(self.cluster, "-n", self.namespace, "omnipipeline", name).get("status", {})
-        return found
+        found = cluster_objects.of(self.cluster.kubeconfig).get("omnipipeline", name, self.namespace)
+        assert found is not None, f"there is no omnipipeline {name}"
+        status: dict[str, Any] = found.get("status", {})
+        return status
+
+    def all(self, kind: str, selector: str = "") -> list[dict[str, Any]]:
+        """In the pipelines' namespace."""
+        return cluster_objects.of(self.cluster.kubeconfig).list(kind, self.namespace, selector)
 
     def condition(self, name: str, kind: str) -> dict[str, Any]:
         """Empty while there is none."""
@@ -66,8 +72,7 @@ class Installed:
 
     def pods(self, name: str, unit: str | None = None) -> list[dict[str, Any]]:
         selector = f"{PIPELINE}={name}" + (f",omnipipeline.dev/unit={unit}" if unit else "")
-        items: list[dict[str, Any]] = read(self.cluster, "-n", self.namespace, "pods", "-l", selector)["items"]
-        return items
+        return self.all("pods", selector)
 
     def uids(self, name: str) -> set[str]:
         """Of a pipeline's pods."""
@@ -140,11 +145,6 @@ def helm(cluster: Cluster, *arguments: str, check: bool = True) -> subprocess.Co
     return done
 
 
-def read(cluster: Cluster, *arguments: str) -> Any:
-    """``kubectl get … -o json``."""
-    return json.loads(cluster.kubectl("get", *arguments, "-o", "json").stdout)
-
-
 def wait_for(what: str | Callable[[], str], condition: Callable[[], T | None], *, timeout_s: float) -> T:
     """The first true value that ``condition`` gives. what: the error's text, or what makes it when it is needed."""
     deadline = time.monotonic() + timeout_s
@@ -175,7 +175,9 @@ def url(cluster: Cluster, namespace: str, name: str) -> str:
 
     It takes connections: kube-proxy routes to a pod a moment after that is ready, and refuses them until then.
     """
-    spec = read(cluster, "-n", namespace, f"service/{name}")["spec"]
+    service = cluster_objects.of(cluster.kubeconfig).get("service", name, namespace)
+    assert service is not None, f"there is no service {name}"
+    spec = service["spec"]
     address, port = spec["clusterIP"], spec["ports"][0]["port"]
 
     def connected() -> bool:

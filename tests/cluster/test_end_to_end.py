@@ -14,7 +14,7 @@ from functools import partial
 import openai
 import pytest
 
-from tests.cluster.installing import RELEASE, SYSTEM, Installed, helm, read, wait_ready
+from tests.cluster.installing import RELEASE, SYSTEM, Installed, helm, wait_ready
 from tests.cluster.load import Load
 
 # The first test waits for images to be built: a fixture's time is bounded by itself.
@@ -62,7 +62,7 @@ def test_no_pod_is_the_first_to_be_evicted(installed: Installed, hello: str) -> 
 
 def test_a_healthy_start_leaves_no_warning(installed: Installed, hello: str) -> None:
     pods = {pod["metadata"]["name"] for pod in installed.pods("hello")}
-    events = read(installed.cluster, "-n", installed.namespace, "events")["items"]
+    events = installed.all("events")
     of_pods = [each for each in events if each["involvedObject"]["name"] in pods]
     assert {"Started"} <= {each["reason"] for each in of_pods}
     assert [each["message"] for each in of_pods if each["type"] == "Warning"] == []

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 import httpx
 import pytest
 
-from tests.cluster.installing import Installed, pipeline, read, url, wait_for, wait_ready
+from tests.cluster.installing import Installed, pipeline, url, wait_for, wait_ready
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900, func_only=True)]
 
@@ -109,5 +109,4 @@ def _replaced(installed: Installed, before: set[str]) -> None:
 
 
 def _keys(installed: Installed) -> list[str]:
-    listed = read(installed.cluster, "-n", installed.namespace, "secrets", "-l", f"omnipipeline.dev/pipeline={NAME}")
-    return [one["metadata"]["name"] for one in listed["items"]]
+    return [one["metadata"]["name"] for one in installed.all("secrets", f"omnipipeline.dev/pipeline={NAME}")]

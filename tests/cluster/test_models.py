@@ -10,7 +10,7 @@ import pytest
 
 from tests.cluster import hub
 from tests.cluster.hub import Hub
-from tests.cluster.installing import Installed, ask, pipeline, read, url, wait_for, wait_ready
+from tests.cluster.installing import Installed, ask, pipeline, url, wait_for, wait_ready
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600, func_only=True)]
 
@@ -52,7 +52,7 @@ def volume(installed: Installed, tmp_path: Path) -> Iterator[str]:
 
 def test_pods_wait_for_the_model_and_a_failed_fetch_is_reported_and_retried(installed: Installed, volume: str) -> None:
     cluster, namespace = installed.cluster, installed.namespace
-    [node] = [each for each in read(cluster, "nodes")["items"] if "fake" not in each["metadata"]["labels"]]
+    [node] = [each for each in installed.all("nodes") if "fake" not in each["metadata"]["labels"]]
     [address] = [each["address"] for each in node["status"]["addresses"] if each["type"] == "InternalIP"]
     cache = {"type": "PersistentVolumeClaim", "size": "10Mi", "storageClassName": volume}
     stages: list[dict[str, object]] = [
@@ -78,7 +78,7 @@ def test_pods_wait_for_the_model_and_a_failed_fetch_is_reported_and_retried(inst
     assert "prefetch of the model" in shown and "  done" in shown, shown
 
     installed.kubectl("delete", "omnipipeline", "cached", "--cascade=foreground", "--timeout=120s")
-    claim = read(cluster, "-n", namespace, "persistentvolumeclaim", "cached-models")
+    [claim] = [each for each in installed.all("persistentvolumeclaims") if each["metadata"]["name"] == "cached-models"]
     assert claim["status"]["phase"] == "Bound" and "ownerReferences" not in claim["metadata"]
     installed.kubectl("delete", "persistentvolumeclaim", "cached-models", "--timeout=60s")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.cluster.conftest import delete_lost_node_pipeline
-from tests.cluster.installing import Installed, read, wait_for, wait_ready
+from tests.cluster.installing import Installed, wait_for, wait_ready
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600, func_only=True)]
 
@@ -24,7 +24,7 @@ def test_a_lost_nodes_pod_is_replaced_elsewhere_and_the_conditions_reported_why(
     try:
         wait_for(found, lambda: leaving() == {"doomed-1": True, "spare-1": False}, timeout_s=300)
         wait_ready(installed.cluster, installed.namespace, lost_node_pipeline)
-        events = read(installed.cluster, "-n", installed.namespace, "events")["items"]
+        events = installed.all("events")
         messages = [each["message"] for each in events if each["involvedObject"]["name"] == lost_node_pipeline]
         assert any("doomed-1" in message for message in messages), messages
     finally:

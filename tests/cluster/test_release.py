@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from tests.cluster.installing import CHART, RELEASE, SYSTEM, Installed, helm, read, wait_for
+from tests.cluster.installing import CHART, RELEASE, SYSTEM, Installed, helm, wait_for
 from tests.cluster.load import Load
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600, func_only=True)]
@@ -45,4 +45,4 @@ def _rolled_back(installed: Installed) -> None:
 
 def _budgets(installed: Installed) -> int:
     selector = "omnipipeline.dev/pipeline=choir"
-    return len(read(installed.cluster, "-n", installed.namespace, "poddisruptionbudgets", "-l", selector)["items"])
+    return len(installed.all("poddisruptionbudgets", selector))

@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 
-from tests.cluster.installing import Installed, read, wait_for, wait_ready
+from tests.cluster.installing import Installed, wait_for, wait_ready
 from tests.cluster_kit import REPOSITORY
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600, func_only=True)]
@@ -130,4 +130,4 @@ def _knock(installed: Installed, namespace: str, doors: list[tuple[str, int]]) -
 
 def _policies(installed: Installed) -> int:
     selector = "omnipipeline.dev/pipeline=guarded"
-    return len(read(installed.cluster, "-n", installed.namespace, "networkpolicies", "-l", selector)["items"])
+    return len(installed.all("networkpolicies", selector))
