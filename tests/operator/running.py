@@ -16,6 +16,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from omnipipeline_operator.desired import history
 from tests import cluster_objects
 from tests.cluster_kit import REPOSITORY, Cluster
 from tests.ports import free_port
@@ -83,6 +84,15 @@ class Kube:
             return found if ready.get("status") == "True" and is_now and done else None
 
         return eventually(probe, within_s=within_s, what=f"{pipeline} is ready")
+
+    def wait_recorded(self, pipeline: str) -> None:
+        """Wait until the operator has written all that it writes of a pipeline that has become Ready."""
+
+        def recorded() -> bool:
+            revisions = self.get("configmap", f"{pipeline}-revisions")
+            return history.RECORDED in revisions["metadata"].get("annotations", {})
+
+        eventually(recorded, what=f"the history of {pipeline} is recorded")
 
 
 @dataclass

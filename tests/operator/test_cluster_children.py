@@ -95,6 +95,7 @@ def test_a_bad_spec_leaves_what_runs_alone_and_names_every_fault(
     operator.start()
     kube.apply(pipeline())
     kube.wait_ready("duo")
+    kube.wait_recorded("duo")
     before = deployments(kube)
     bad = pipeline(
         stages=[

@@ -179,6 +179,6 @@ def test_a_claim_that_several_pods_cannot_share_is_reported(kube: Kube, operator
     }
     assert mounts == {"first": True, "coordinator": False}
     kube.apply(cached("some/model", stages=[one], processGroups=[{"name": "first", "replicas": 2}]))
-    message = eventually(lambda: "claim" in (message := kube.condition("duo", "Accepted")["message"]) and message)
-    assert "claim duo-models is ReadWriteOnce: its 2 pods can start on one node only" in message
+    expected = "claim duo-models is ReadWriteOnce: its 2 pods can start on one node only"
+    eventually(lambda: expected in kube.condition("duo", "Accepted")["message"], what=expected)
     kube("delete", "persistentvolume", made["metadata"]["name"], "--wait=false")

@@ -79,7 +79,8 @@ def test_a_child_that_was_edited_by_hand_is_ours_again_and_later_edits_are_carri
     service = kube.get("service", "duo")
     assert "ours" not in service["metadata"]["annotations"]
     assert (service["metadata"]["annotations"]["theirs"], service["spec"]["clusterIP"]) == ("stays", address)
-    managers = {each["manager"] for each in kube.get("service", "duo")["metadata"].get("managedFields", [])}
+    shown = json.loads(kube("get", "service", "duo", "-o", "json", "--show-managed-fields"))
+    managers = {each["manager"] for each in shown["metadata"]["managedFields"]}
     assert "omnipipeline-operator-replacer" not in managers
     kube.wait_ready("duo")
     time.sleep(1)
