@@ -15,6 +15,7 @@ THOROUGH = os.environ.get("OMNI_THOROUGH") == "1"
 NIGHTLY_FACTOR = 10
 
 Row = TypeVar("Row")
+Other = TypeVar("Other")
 
 
 def examples(each_run: int) -> int:
@@ -27,3 +28,10 @@ def rows(table: Sequence[Row], *, each_run: int) -> Sequence[Row]:
     if THOROUGH or each_run >= len(table):
         return table
     return [table[number * len(table) // each_run] for number in range(each_run)]
+
+
+def crossed(first: Sequence[Row], second: Sequence[Other]) -> Sequence[tuple[Row, Other]]:
+    """The pairs of two long tables: all, or each of ``first`` with one of ``second`` in turn."""
+    if THOROUGH:
+        return [(one, other) for one in first for other in second]
+    return [(one, second[number % len(second)]) for number, one in enumerate(first)]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from stage_runtime.engines.autoregressive.sampling.parameters import SamplingParams
 from tests.engines.generation_kit import BACKENDS, CONFIGS, GREEDY, VOCABULARY, Answers, alone, core
-from tests.thoroughness import examples
+from tests.thoroughness import crossed, examples
 
 pytestmark = pytest.mark.usefixtures("each_way")
 
@@ -27,8 +27,7 @@ def check(answers: Answers, kind: str, asked: dict[str, list[int]], count: int =
     assert pool.free == pool.capacity
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize(("kind", "backend"), crossed(list(CONFIGS), BACKENDS))
 def test_mixed_lengths_chunks_and_late_joins_give_the_tokens_of_each_alone(kind: str, backend: str) -> None:
     asked = {str(index): prompt for index, prompt in enumerate(prompts([3, 17, 40, 9, 26, 1]))}
     answers = Answers(core(kind, backend=backend))
@@ -43,8 +42,7 @@ def test_mixed_lengths_chunks_and_late_joins_give_the_tokens_of_each_alone(kind:
     check(answers, kind, asked)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("kind", ["llama", "gemma2", "gpt2", "gpt_neox"])
+@pytest.mark.parametrize(("kind", "backend"), crossed(["llama", "gemma2", "gpt2", "gpt_neox"], BACKENDS))
 def test_preempted_requests_are_computed_again_to_the_same_tokens(kind: str, backend: str) -> None:
     asked = {str(index): prompt for index, prompt in enumerate(prompts([14, 13, 15, 12]))}
     answers = Answers(core(kind, backend=backend, blocks=18, prefix_caching=False))
@@ -55,8 +53,7 @@ def test_preempted_requests_are_computed_again_to_the_same_tokens(kind: str, bac
     check(answers, kind, asked)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("kind", ["llama", "gemma3", "qwen3", "phi"])
+@pytest.mark.parametrize(("kind", "backend"), crossed(["llama", "gemma3", "qwen3", "phi"], BACKENDS))
 def test_a_shared_prefix_is_found_and_the_tokens_stay_the_same(kind: str, backend: str) -> None:
     shared, *tails = prompts([21, 5, 8, 1])
     asked = {str(index): shared + tail for index, tail in enumerate(tails)}
@@ -79,7 +76,7 @@ def test_requests_of_one_step_share_a_prefix_that_the_same_step_computes() -> No
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@settings(max_examples=examples(10))
+@settings(max_examples=examples(5))
 @given(data=st.data())
 def test_any_interleaving_of_arrivals_and_aborts_gives_the_tokens_of_each_alone(
     backend: str, data: st.DataObject

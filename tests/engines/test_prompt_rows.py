@@ -28,6 +28,7 @@ from tests.engines.generation_kit import (
     scripted_core,
     tiny_model,
 )
+from tests.thoroughness import crossed
 
 pytestmark = pytest.mark.usefixtures("each_way")
 
@@ -47,8 +48,7 @@ def mixed(kind: str, prompt: list[int]) -> dict[str, Any]:
     return {"prompt": ids, "prompt_embeds": rows}
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize(("kind", "backend"), crossed(list(CONFIGS), BACKENDS))
 def test_rows_of_the_model_s_own_embedding_give_the_tokens_of_their_ids(kind: str, backend: str) -> None:
     first, second, third, fourth = prompts([17, 40, 9, 1])
     answers = Answers(core(kind, backend=backend))
