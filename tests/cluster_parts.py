@@ -18,6 +18,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
+from tests import index
+
 TESTS: Final = Path(__file__).parent
 WITH_PODS: Final = "cluster"  # the folder of the tests that need a node
 NAMESPACES: Final = ("unshare", "--net", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc")
@@ -27,8 +29,8 @@ HIDDEN: Final = ("/run/netns", "/sys/fs/cgroup")
 
 def modules(tests: Path = TESTS) -> list[Path]:
     """Test modules with a test marked ``cluster``; those that need pods are not among them."""
-    found = (each for each in sorted(tests.rglob("test_*.py")) if each.parent != tests / WITH_PODS)
-    return [each for each in found if "mark.cluster" in each.read_text()]
+    found = {tests / each.path for each in index.tests(tests) if ("cluster", "") in each.marks}
+    return sorted(each for each in found if each.parent != tests / WITH_PODS)
 
 
 def shares(found: Sequence[Path], count: int) -> list[list[Path]]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from tests import index
 from tests.docs.blocks import ROOT
 
 WORKFLOW = ".github/workflows/ci.yml"
@@ -37,8 +38,7 @@ def test_the_hosted_workflow_names_tests_that_exist_and_every_folder_with_cluste
     named = set(re.findall(r"tests/[\w/.]+", steps()))
     assert [path for path in sorted(named) if not (ROOT / path).exists()] == []
     paths = named | set(re.findall(r"tests/[\w/]+(?:\.py)?", comment))
-    marked = [path for path in (ROOT / "tests").rglob("test_*.py") if "pytest.mark.cluster" in path.read_text()]
-    here = {path.relative_to(ROOT).as_posix() for path in marked} - {"tests/docs/test_developer_files.py"}
+    here = {f"tests/{each.path}" for each in index.tests() if ("cluster", "") in each.marks}
     assert {path for path in here if not {path, path.rpartition("/")[0]} & paths} == set()
 
 
