@@ -23,7 +23,15 @@ def rows(recipe: str) -> list[tuple[str, str]]:
 
 def test_there_is_a_recipe_for_what_people_add() -> None:
     assert RECIPES == [
-        *("A relay", "A route", "A field of a stage", "A metric", "A child resource", "A wire message"),
+        *(
+            "A relay",
+            "An OpenAI route",
+            "Another route",
+            "A field of a stage",
+            "A metric",
+            "A child resource",
+            "A wire message",
+        ),
     ]
 
 
