@@ -83,7 +83,8 @@ class RequestLife(RuleBasedStateMachine):
             assert given == (Instruction.ABORT, Instruction.REBIND)
             assert not self.tracked.streamed
             assert self.tracked.state is RequestState.UNBOUND
-            self.rebinds += not isinstance(event, HandedBack)
+            free = isinstance(event, HandedBack) or getattr(event, "blame", None) is Blame.UNCLEAR
+            self.rebinds += not free
             self.done.clear()
         if Instruction.ABORT in given:
             assert before in UNDER_WAY, "an attempt is aborted once"
