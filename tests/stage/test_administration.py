@@ -6,9 +6,6 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
-
-from stage_runtime.stage.control import administration
 from stage_runtime.stage.control.administration import Administration
 from stage_runtime.wire.messages import AdminCall, AdminReply, Message
 
@@ -37,11 +34,10 @@ def test_of_a_stage_that_is_still_loading_every_rank_is_answered_for() -> None:
     assert sent == [("cc", AdminReply("call", "s", rank, None, problem)) for rank in (0, 1)]
 
 
-def test_operations_that_are_never_answered_take_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(administration, "ASKED_KEPT", 3)
+def test_operations_that_are_never_answered_take_no_memory() -> None:
     sent: list[tuple[str, Message]] = []
     forgetful = stage(SimpleNamespace(takes_admin=True))
-    made = Administration({"s": forgetful}, posted_to(sent))
+    made = Administration({"s": forgetful}, posted_to(sent), kept=3)
     for number in range(10):
         made.ask("cc", AdminCall(f"call {number}", "s", "sleep"))
     for event in forgetful.puts:

@@ -14,17 +14,19 @@ from stage_runtime.errors import ValueRefused, describe
 from stage_runtime.stage.stage import Stage
 from stage_runtime.wire.messages import AdminCall, AdminReply, Message, ProfilerStart, ProfilerStop
 
-ASKED_KEPT: Final = (
-    4096  # operations without an answer: an engine may forget them, and their callers have given up long ago
-)
+ASKED_KEPT: Final = 4096  # an engine may forget operations, and their callers have given up long ago
 
 
 class Administration:
     """Knows which operations wait for their engine. Ranks 1.. answer for themselves (`follower`)."""
 
-    def __init__(self, stages: Mapping[str, Stage], send: Callable[[str, Message], bool]) -> None:
+    def __init__(
+        self, stages: Mapping[str, Stage], send: Callable[[str, Message], bool], *, kept: int = ASKED_KEPT
+    ) -> None:
+        """kept: operations without an answer; beyond it the oldest is forgotten."""
         self._stages = stages
         self._send = send
+        self._kept = kept
         #: (coordinator, call, stage) that engines have not answered, oldest first.
         self._asked: dict[tuple[str, str, str], None] = {}
 
@@ -38,7 +40,7 @@ class Administration:
             return
         call = (sender, message.call_id, message.stage)
         self._asked[call] = None
-        if len(self._asked) > ASKED_KEPT:
+        if len(self._asked) > self._kept:
             self._asked.pop(next(iter(self._asked)), None)  # its engine may be answering it now
         stage.inbox.put(
             Admin(message.call_id, message.operation, message.arguments, partial(self._answer, call), sender)
