@@ -87,4 +87,4 @@ def main(count: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(os.environ.get("CLUSTER_PARTS", "2"))))
+    sys.exit(main(int(os.environ.get("CLUSTER_PARTS", "1"))))
