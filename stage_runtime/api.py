@@ -137,6 +137,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     choice: which of ``n`` answers this is a part of. ends: the last part of the request. tool_calls: calls that are
     whole now; their text is not in ``text``. hidden_rows: ``[tokens, hidden]``, where the stage has ``hidden_rows``:
     the last hidden state from which each token was chosen, on the CPU in the model's dtype.
+    echo: the prompt, in the first part of an answer that is to begin with it; it is not in ``text``.
     rows: by the names of the stage's ``keep_rows``, ``[tokens, hidden]`` of these tokens; prompt_rows: as that, of the
     prompt's tokens, in the part with the first token. emitted: what the stage's decoder gave for these tokens, one
     after the other; None: nothing.
@@ -155,6 +156,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: tuple[tuple[float, tuple[tuple[int, float], ...]], ...] = ()
     shown_logprobs: list[Any] | None = None
     prompt_logprobs: tuple[tuple[float, tuple[tuple[int, float], ...]], ...] = ()
+    echo: Text | None = None
     choice: int = 0
     ends: bool = False
     tool_calls: tuple[ToolCall, ...] = ()

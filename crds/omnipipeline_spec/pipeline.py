@@ -62,6 +62,7 @@ ChatParameter = Literal[
     "min_tokens",
     "stop_token_ids",
     "ignore_eos",
+    "echo",
 ]
 
 

@@ -150,6 +150,34 @@ class ChatCompletionChunk(msgspec.Struct):
     notes: list[ShownNote] | UnsetType = UNSET
 
 
+class LegacyLogprobs(msgspec.Struct):
+    """Of completions: a list for each field, as long as ``tokens``."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class CompletionChoice(msgspec.Struct):
+    index: int
+    text: str
+    logprobs: LegacyLogprobs | None
+    finish_reason: Reason | None
+
+
+class TextCompletion(msgspec.Struct):
+    """An answer, or a chunk of a stream."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: ChatUsage | UnsetType | None = UNSET
+    notes: list[ShownNote] | UnsetType = UNSET
+
+
 class AudioTokens(msgspec.Struct):
     input_tokens: int
     output_tokens: int

@@ -15,6 +15,7 @@ from stage_runtime.web import answers
 from stage_runtime.web.answers import EVENTS, JSON, SOUND, TEXT, ResponseType
 from stage_runtime.web.endpoints import HandlerContext
 from stage_runtime.web.handlers.chat import Chat
+from stage_runtime.web.handlers.completions import Completions
 from stage_runtime.web.handlers.speech import Speech
 from stage_runtime.web.handlers.transcriptions import Transcriptions
 from stage_runtime.web.reading import schemas
@@ -37,6 +38,11 @@ CODE: Final[dict[str, RouteCode]] = {
         handler=lambda context: Chat(context).complete,
         body=schemas.ChatBody,
         answers=(ResponseType((answers.ChatCompletion,)), ResponseType((answers.ChatCompletionChunk,), EVENTS)),
+    ),
+    "/v1/completions": RouteCode(
+        handler=lambda context: Completions(context).complete,
+        body=schemas.CompletionBody,
+        answers=(ResponseType((answers.TextCompletion,)), ResponseType((answers.TextCompletion,), EVENTS)),
     ),
     "/v1/audio/speech": RouteCode(
         handler=lambda context: Speech(context).speak,

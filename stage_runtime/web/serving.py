@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from typing import Any, Final, Protocol
 
@@ -106,6 +106,66 @@ async def admitted(
         await _let_go(exchange, handle, events)
 
 
+@asynccontextmanager
+async def admitted_each(
+    manager: RequestManagerApi, exchange: Exchange, requests: Sequence[OmniRequest], timeout_s: float | None
+) -> AsyncIterator[AsyncIterator[tuple[int, AnswerEvent]]]:
+    """As `admitted`, of several requests with one answer: their events, each with the request's place.
+
+    One that fails fails all.
+    """
+    if len(requests) == 1:
+        async with admitted(manager, exchange, requests[0], timeout_s) as events:
+            yield ((0, event) async for event in events)
+        return
+    handles: list[RequestHandleApi] = []
+    try:
+        for request in requests:
+            handle, _times = await _admit(manager, exchange, request, timeout_s)
+            handles.append(handle)
+        times = exchange.answer_times = AnswerTimes(exchange.begun_at, requests[0])
+        exchange.watch(lambda: [handle.abort("the client disconnected") for handle in handles])
+        async with aclosing(_merged([handle.events() for handle in handles])) as merged:
+            yield _timed_each(merged, times)
+    finally:
+        exchange.unwatch()
+        for handle in handles:
+            handle.abort("the answer is not read")  # changes nothing when it is over
+
+
+async def _merged(streams: Sequence[AsyncIterator[AnswerEvent]]) -> AsyncGenerator[tuple[int, AnswerEvent], None]:
+    """The events of all as they come, at most one of each read ahead."""
+    reading = {asyncio.ensure_future(_next(stream)): index for index, stream in enumerate(streams)}
+    try:
+        while reading:
+            done, _ = await asyncio.wait(reading, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                index = reading.pop(task)
+                if (event := task.result()) is not None:
+                    reading[asyncio.ensure_future(_next(streams[index]))] = index
+                    yield index, event
+    finally:
+        for task in reading:
+            task.cancel()
+        await asyncio.gather(*reading, return_exceptions=True)
+        for stream in streams:
+            if isinstance(stream, AsyncGenerator):
+                await stream.aclose()
+
+
+async def _next(stream: AsyncIterator[AnswerEvent]) -> AnswerEvent | None:
+    return await anext(stream, None)
+
+
+async def _timed_each(
+    events: AsyncIterator[tuple[int, AnswerEvent]], times: AnswerTimes
+) -> AsyncGenerator[tuple[int, AnswerEvent], None]:
+    """Stages are told apart by request: their counts add up."""
+    async for index, event in events:
+        times.note(msgspec.structs.replace(event, stage=f"{event.stage}#{index}"), time.perf_counter())
+        yield index, event
+
+
 async def _timed(events: AsyncIterator[AnswerEvent], times: AnswerTimes) -> AsyncGenerator[AnswerEvent, None]:
     async for event in events:
         times.note(event, time.perf_counter())
@@ -144,24 +204,37 @@ async def stream(
 
     Until then an error has a status.
     """
-    async with admitted(manager, exchange, request, timeout_s) as events, EventStream(exchange, heartbeat_s) as out:
+    async with admitted(manager, exchange, request, timeout_s) as events:
+        await send_frames(exchange, encoder.frames(events), encoder.fail, heartbeat_s)
+
+
+async def send_frames(
+    exchange: Exchange,
+    frames: AsyncGenerator[bytes, None],
+    fail: Callable[[RequestError], bytes],
+    heartbeat_s: float,
+) -> None:
+    """As `stream`, of frames that are made elsewhere. fail: as of `StreamEncoder`."""
+    async with EventStream(exchange, heartbeat_s) as out:
         try:
-            async with aclosing(encoder.frames(events)) as frames:
+            async with aclosing(frames):
                 async for ready in frames:
                     await out.send(ready)
         except RequestError as error:
-            await _send_error(out, exchange, encoder, error)
+            await _send_error(out, exchange, fail, error)
         except Exception:
             _log.exception("request %s: %s failed", exchange.request_id, exchange.route)
-            await _send_error(out, exchange, encoder, errors.internal(exchange.request_id))
+            await _send_error(out, exchange, fail, errors.internal(exchange.request_id))
         await out.end()
 
 
-async def _send_error(out: EventStream, exchange: Exchange, encoder: StreamEncoder, error: RequestError) -> None:
+async def _send_error(
+    out: EventStream, exchange: Exchange, fail: Callable[[RequestError], bytes], error: RequestError
+) -> None:
     if not exchange.started:
         raise error
     exchange.note_error(error)
-    await out.send(encoder.fail(error))
+    await out.send(fail(error))
 
 
 class EventStream:

@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
-RequestKind = Literal["chat", "speech", "transcription", "pipeline"]
+RequestKind = Literal["chat", "completion", "speech", "transcription", "pipeline"]
 StructType = TypeVar("StructType", bound=type[msgspec.Struct])
 
 #: Struct types that may travel, by the name that goes over the wire. Filled by `message`, never by a peer.

@@ -11,6 +11,7 @@ from omnipipeline_spec.pipeline import ChatParameter
 from stage_runtime.engines.autoregressive.sampling import parameters
 from stage_runtime.engines.autoregressive.sampling.parameters import SamplingParams
 from stage_runtime.web.translating import chat
+from stage_runtime.web.translating.parameters import ACCEPTED
 
 #: field -> what a chat sets it by.
 SET_BY: dict[str, dict[str, Any]] = {
@@ -35,6 +36,7 @@ SET_BY: dict[str, dict[str, Any]] = {
 }
 #: field -> why no chat sets it.
 NOT_REACHABLE = {
+    "echo": "of completions: a chat's prompt is made by the template",
     "hidden_rows": "the stage's own: it costs memory, and no route shows the rows",
     "output_kind": "for programs that embed the engine; a chat's is `stream`",
 }
@@ -58,4 +60,4 @@ def test_what_a_chat_sets_is_what_the_engine_reads(field: str) -> None:
 
 
 def test_every_name_of_accepts_lets_something_through() -> None:
-    assert set(get_args(ChatParameter)) == {needed for needed, _, _ in chat.ACCEPTED.values()}
+    assert set(get_args(ChatParameter)) == {one.needs for one in ACCEPTED.values()}

@@ -30,6 +30,7 @@ async def test_prompts_errors_and_usage_reach_a_client_as_documented() -> None:
                 await odd_histories_are_taken(http)
                 await whole_pipelines_hold_their_text(http)
                 await usage_comes_as_it_grows(http)
+                await completions_continue_texts_and_tokens(http)
                 await usage_of_a_stream_that_was_cancelled_is_kept(http)
 
 
@@ -75,6 +76,33 @@ async def prompts_that_are_too_long_are_named(http: httpx.AsyncClient) -> None:
 async def odd_histories_are_taken(http: httpx.AsyncClient) -> None:
     stopped = await prompt_tokens(http, user("a"), {"role": "assistant", "content": None}, user("b"))
     assert stopped == await prompt_tokens(http, user("a"), {"role": "assistant", "content": ""}, user("b"))
+
+
+async def completions_continue_texts_and_tokens(http: httpx.AsyncClient) -> None:
+    async def choices(**body: Any) -> list[dict[str, Any]]:
+        answer = await http.post("/v1/completions", json={"ignore_eos": True, "temperature": 0, **body})
+        assert answer.status_code == 200, answer.text
+        found: list[dict[str, Any]] = answer.json()["choices"]
+        return found
+
+    text = "hello,"  # a token for each byte
+    [plain] = await choices(prompt=text, max_tokens=3)
+    [echoed] = await choices(prompt=text, max_tokens=3, echo=True)
+    assert echoed["text"] == text + plain["text"]
+    for one in await choices(prompt=[text, text], n=2, max_tokens=3, echo=True, logprobs=2):
+        found = one["logprobs"]
+        assert len(found["tokens"]) == len(found["token_logprobs"]) == len(text) + 3
+        assert "".join(found["tokens"][: len(text)]) == text
+        assert (found["token_logprobs"][0], found["top_logprobs"][0]) == (None, None)
+        assert all(value < 0 for value in found["token_logprobs"][1:])
+        assert found["text_offset"][: len(text)] == list(range(len(text)))
+    [of_tokens] = await choices(prompt=[0, 1, 2], max_tokens=3, echo=True)
+    [of_text] = await choices(prompt=of_tokens["text"][:3], max_tokens=3, echo=True)
+    assert of_tokens["text"] == of_text["text"]
+    [control] = await choices(prompt="hi<end>", max_tokens=1, echo=True, logprobs=0)
+    assert control["logprobs"]["tokens"][:3] == ["h", "i", "<end>"]
+    refused = await http.post("/v1/completions", json={"prompt": [7, 9999]})
+    assert refused.status_code == 400, refused.text
 
 
 async def whole_pipelines_hold_their_text(http: httpx.AsyncClient) -> None:

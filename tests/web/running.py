@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import typing
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 import msgspec
 
+from omnipipeline_spec.types.routes import Served
 from stage_runtime.web.app import make_app
 from stage_runtime.web.listening import server
 from stage_runtime.web.listening.connection_limits import ConnectionLimits
@@ -15,7 +17,7 @@ from stage_runtime.web.sound.pool import CodecPool
 from tests.web.scripted_manager import Script, ScriptedManager
 
 PATIENCE_S = 60.0  # far more than anything takes, also on a busy machine
-ALL = WebSettings(model="org/hello", serves=("chat", "speech", "transcription", "realtime"), created=1700000000)
+ALL = WebSettings(model="org/hello", serves=typing.get_args(Served), created=1700000000)
 
 
 class Running(msgspec.Struct, frozen=True):

@@ -80,6 +80,8 @@ def fits(value: Any, schema: dict[str, Any], whole: dict[str, Any], where: str =
         ("POST", "/v1/chat/completions", None, {"json": CHAT}),
         ("POST", "/v1/chat/completions", None, {"json": {**CHAT, "stream": True}}),
         ("POST", "/v1/chat/completions", None, {"json": {**CHAT, "modalities": ["text"]}}),
+        ("POST", "/v1/completions", None, {"json": {"prompt": "hi", "logprobs": 1}}),
+        ("POST", "/v1/completions", None, {"json": {"prompt": "hi", "stream": True}}),
         ("POST", "/v1/audio/speech", None, {"json": {"input": "hi"}}),
         ("POST", "/v1/audio/speech", None, {"json": {"input": "hi", "response_format": "wav"}}),
         ("POST", "/v1/audio/speech", None, {"json": {"input": "hi", "stream_format": "sse"}}),

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import msgspec
 
 #: Values of a pipeline's ``serves``.
-Served = Literal["chat", "speech", "transcription", "realtime"]
+Served = Literal["chat", "completion", "speech", "transcription", "realtime"]
 
 
 class Example(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,6 +43,14 @@ ROUTES: tuple[OpenAIRoute, ...] = (
         kind="chat",
         ids="chatcmpl",
         example=Example(body={"messages": [{"role": "user", "content": "hello there"}]}),
+    ),
+    OpenAIRoute(
+        path="/v1/completions",
+        serves="completion",
+        summary="OpenAI's completions of texts",
+        kind="completion",
+        ids="cmpl",
+        example=Example(body={"prompt": "hello there"}),
     ),
     OpenAIRoute(
         path="/v1/audio/speech",

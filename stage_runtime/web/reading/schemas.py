@@ -130,7 +130,7 @@ class ChatBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     prompt_cache_key: str | None = None
     prompt_cache_options: Any = None
     prompt_cache_retention: str | None = None
-    # where the pipeline accepts them: see `translating.chat.ACCEPTED`
+    # where the pipeline accepts them: see `translating.parameters.ACCEPTED`
     n: Annotated[int, Meta(ge=1, le=128)] | None = None  # OpenAI's bound; answers have so many choices
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
@@ -150,6 +150,40 @@ class ChatBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     prediction: Any = None
     moderation: Any = None
     web_search_options: Any = None
+
+
+class CompletionBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """POST /v1/completions."""
+
+    prompt: str | list[Any]  # one text or one list of token ids, or a list of either: see `text_completions.prompts`
+    model: str | None = None
+    suffix: str | None = None  # refused by name
+    echo: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    best_of: Annotated[int, Meta(ge=1, le=128)] | None = None
+    timeout: Seconds | None = None
+    # handed on to the stages: see `translating.parameters`
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Share | None = None
+    top_k: int | None = None
+    min_p: Share | None = None
+    max_tokens: Positive | None = None
+    stop: str | list[str] | None = None
+    seed: int | None = None
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0)] | None = None
+    logit_bias: dict[str, float] | None = None
+    n: Annotated[int, Meta(ge=1, le=128)] | None = None
+    logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None  # how many of the likeliest; not a boolean here
+    prompt_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    response_format: Any = None
+    min_tokens: Annotated[int, Meta(ge=0)] | None = None
+    stop_token_ids: list[Annotated[int, Meta(ge=0)]] | None = None
+    ignore_eos: bool | None = None
+    metadata: dict[str, Any] | None = None
+    user: str | None = None
 
 
 class SpeechBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):

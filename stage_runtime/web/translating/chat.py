@@ -10,44 +10,10 @@ import msgspec
 from stage_runtime.errors import InvalidRequest
 from stage_runtime.web.reading import schemas
 from stage_runtime.web.sound import formats
-from stage_runtime.web.translating import media
+from stage_runtime.web.translating import media, parameters
 from stage_runtime.wire.values import Media, OmniRequest
 
 DECODER: Final = msgspec.json.Decoder(schemas.ChatBody)
-
-#: Handed to the stages under their own names when given.
-_PARAMS: Final = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "max_tokens",
-    "stop",
-    "seed",
-    "frequency_penalty",
-    "presence_penalty",
-    "repetition_penalty",
-    "logit_bias",
-    "reasoning_effort",
-    "verbosity",
-)
-
-#: name -> (what the pipeline must accept, values that ask for nothing, why anything else is refused where it does not).
-#: Handed to the stages under their own names where it does, whatever the value: it may be against a stage's default.
-ACCEPTED: Final[dict[str, tuple[str, tuple[Any, ...], str]]] = {
-    "n": ("n", (1,), "one choice per request"),
-    "logprobs": ("logprobs", (False,), "stages give no log probabilities"),
-    "top_logprobs": ("logprobs", (0,), "stages give no log probabilities"),
-    "prompt_logprobs": ("prompt_logprobs", (), "stages give no log probabilities of prompts"),
-    "response_format": ("response_format", ({"type": "text"},), "only {'type': 'text'}"),
-    "tools": ("tools", ([],), "tools cannot be called"),
-    "tool_choice": ("tools", ("none", "auto"), "tools cannot be called"),
-    "parallel_tool_calls": ("tools", (True, False), ""),
-    "chat_template_kwargs": ("chat_template_kwargs", ({},), "stages take no arguments of a chat template"),
-    "min_tokens": ("min_tokens", (0,), "stages take no least number of tokens"),
-    "stop_token_ids": ("stop_token_ids", ([],), "stages take no ids of tokens"),
-    "ignore_eos": ("ignore_eos", (False,), "stages end where their model does"),
-}
 
 #: name -> (values that ask for nothing, why anything else is refused)
 REFUSED: Final[dict[str, tuple[tuple[Any, ...], str]]] = {
@@ -85,19 +51,13 @@ def decode(raw: bytes) -> schemas.ChatBody:
 def call(body: schemas.ChatBody, accepts: Set[str] = frozenset()) -> ChatCall:
     """Check all that a body may ask for and this server has not, before anything is fetched or admitted.
 
-    accepts: what this pipeline's stages honour, of `ACCEPTED`.
+    accepts: what this pipeline's stages honour, of `parameters.ACCEPTED`.
     Raises: InvalidRequest: naming the parameter.
     """
-    for name, (needed, harmless, reason) in ACCEPTED.items():
-        value = getattr(body, name)
-        if value is not None and value not in harmless and needed not in accepts:
-            raise InvalidRequest(f"{name}: {reason}", param=name)
+    parameters.check(body, accepts)
     if body.top_logprobs and not body.logprobs:
         raise InvalidRequest("top_logprobs: only with logprobs: true", param="top_logprobs")
-    for name, (harmless, reason) in REFUSED.items():
-        value = getattr(body, name)
-        if value is not None and value not in harmless:
-            raise InvalidRequest(f"{name}: {reason}", param=name)
+    parameters.refuse(body, REFUSED)
     for index, message in enumerate(body.messages):
         _check_message(message, f"messages[{index}]", tools="tools" in accepts)
     options = body.stream_options or schemas.StreamOptions()  # without a stream they ask for nothing
@@ -145,8 +105,7 @@ def _message(item: schemas.Message, index: int, fetched: Mapping[str, Media]) ->
 
 
 def _params(body: schemas.ChatBody, accepts: Set[str]) -> dict[str, Any]:
-    handed_on = (*_PARAMS, *(name for name, (needed, _, _) in ACCEPTED.items() if needed in accepts))
-    params = {name: value for name in handed_on if (value := getattr(body, name)) is not None}
+    params = parameters.handed_on(body, accepts)
     if body.max_completion_tokens is not None:
         params["max_tokens"] = body.max_completion_tokens  # one name for stage authors
     if body.audio is not None and body.audio.voice is not None:

@@ -8,8 +8,10 @@ what `Completion.audio` holds, and what `CompletionChunks.add` yields as `Audio`
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
+
+import msgspec
 
 from stage_runtime.coordinator.events import AnswerEvent
 from stage_runtime.web.translating import jsonable
@@ -189,7 +191,12 @@ class CompletionChunks:
 
 def usage(outputs: Outputs) -> dict[str, Any]:
     """Zeros when no terminal gave a `Usage`: clients index into this object without looking."""
-    found = outputs.usage
+    return usage_of([outputs.usage])
+
+
+def usage_of(counts: Sequence[Usage]) -> dict[str, Any]:
+    """Of several requests that have one answer."""
+    found = Usage(*map(sum, zip(*map(msgspec.structs.astuple, counts), strict=True)))
     prompt, completion = found.prompt_tokens, found.completion_tokens
     return {
         "prompt_tokens": prompt,

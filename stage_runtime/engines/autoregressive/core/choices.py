@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from stage_runtime.api import Generation
 from stage_runtime.engines.autoregressive.core.answer_text import ShownToken
 from stage_runtime.engines.autoregressive.core.output_processor import RequestOutput, RequestOutputCollector
 from stage_runtime.engines.autoregressive.sampling import parameters
+from stage_runtime.engines.autoregressive.sampling.model_output import TokenLogprobs
 from stage_runtime.engines.autoregressive.text.calls import Call
 from stage_runtime.engines.autoregressive.text.detokenizer import Spelling
-from stage_runtime.wire.values import ToolCall
+from stage_runtime.wire.values import Text, ToolCall
 
 
 def _stacked(rows: Sequence[Any]) -> Any:
@@ -24,11 +25,22 @@ def _stacked(rows: Sequence[Any]) -> Any:
     return torch.stack(list(rows))
 
 
+class Echo(NamedTuple):
+    """A prompt that an answer begins with."""
+
+    text: str
+    tokens: Sequence[int]
+
+
 class Choice:
     """``n`` answers to a request are ``n`` requests of the engine."""
 
-    def __init__(self, index: int, params: parameters.SamplingParams, spelling: Spelling) -> None:
+    def __init__(
+        self, index: int, params: parameters.SamplingParams, spelling: Spelling, echo: Echo | None = None
+    ) -> None:
+        """echo: the prompt that the answer begins with."""
         self.index = index
+        self._echo = echo
         self.collector = RequestOutputCollector(parameters.OutputKind.DELTA)
         self.over = False
         self._text = ""  #: All that was given out.
@@ -38,6 +50,7 @@ class Choice:
 
     def part(self, output: RequestOutput, *, last: bool) -> Generation:
         """last: the request's other answers are over."""
+        echo, self._echo = self._echo, None
         self._text += output.text
         calls = tuple(map(self._numbered, output.calls))
         finish = None if output.finish is None else output.finish.value
@@ -61,6 +74,7 @@ class Choice:
             logprobs=tuple((one.logprob, one.top) for one in output.logprobs),
             shown_logprobs=self._shown(output) if self._shows else None,
             prompt_logprobs=tuple((one.logprob, one.top) for one in output.prompt_logprobs),
+            echo=None if echo is None else self._echoed(echo, output.prompt_logprobs),
             hidden_rows=_stacked(output.hidden_rows),
             rows={} if given is None else {name: _stacked(rows) for name, rows in given.kept.items()},
             prompt_rows={} if given is None else given.prompt,
@@ -70,6 +84,17 @@ class Choice:
     def _numbered(self, call: Call) -> ToolCall:
         self._calls += 1
         return ToolCall(f"call_{secrets.token_hex(12)}", call.name, call.arguments, self._calls - 1, self.index)
+
+    def _echoed(self, echo: Echo, logprobs: Sequence[TokenLogprobs]) -> Text:
+        """The prompt as text of this choice. Nothing predicts its first token."""
+        if not self._shows:
+            return Text(echo.text, self.index)
+        first: list[Any] = [{**_one(self._spelling.bytes_of(echo.tokens[0], first=True), 0.0), "logprob": None}]
+        others = [
+            self._entry(ShownToken(token, self._spelling.bytes_of(token), found, False))
+            for token, found in zip(echo.tokens[1:], logprobs, strict=False)
+        ]
+        return Text(echo.text, self.index, [{**first[0], "top_logprobs": []}, *others])
 
     def _shown(self, output: RequestOutput) -> list[Any]:
         """As OpenAI's ``logprobs.content``, of the tokens that the text is made of."""

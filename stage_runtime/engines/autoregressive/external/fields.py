@@ -18,7 +18,7 @@ COMMON: Final = frozenset(
      "control_strings"}
 )  # fmt: skip
 #: Fields that the stage computes itself, from the engine's tokens.
-_OF_THE_STAGE: Final = frozenset({"stop", "n", "output_kind"})
+_OF_THE_STAGE: Final = frozenset({"stop", "n", "echo", "output_kind"})
 #: As clients name them.
 _NAMES: Final = {"grammar": "response_format"}
 

@@ -35,7 +35,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     min_tokens: an end comes after as many others at least. logprobs: how many of the likeliest tokens to report beside
     the chosen one's; None: none.
     logit_bias: token id -> what is added to its logit. n: answers, each with a seed of its own. prompt_logprobs: as
-    ``logprobs``, of the prompt's tokens but the first; None: none. hidden_rows: the last hidden row of each token.
+    ``logprobs``, of the prompt's tokens but the first; None: none. echo: the answer begins with the prompt.
+    hidden_rows: the last hidden row of each token.
     """
 
     max_tokens: int = 256
@@ -55,6 +56,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     n: int = 1
+    echo: bool = False
     grammar: Grammar | None = None
     hidden_rows: bool = False
     output_kind: OutputKind = OutputKind.DELTA
@@ -118,6 +120,10 @@ def from_params(
         found["seed"] = _integer(params["seed"], "seed") % 2**63
     if params.get("ignore_eos") is not None:
         found["ignore_eos"] = params["ignore_eos"] is True
+    if params.get("echo") is True:
+        found["echo"] = True
+        if "logprobs" in found:
+            found.setdefault("prompt_logprobs", found["logprobs"])
     if params.get("stop") is not None:
         found["stop"] = _stops(params["stop"])
     if params.get("stop_token_ids") is not None:

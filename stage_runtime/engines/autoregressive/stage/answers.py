@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import msgspec
 
 from stage_runtime.api import Autoregressive, Generation, Prompt, StageContext
-from stage_runtime.engines.autoregressive.core.choices import Choice
+from stage_runtime.engines.autoregressive.core.choices import Choice, Echo
 from stage_runtime.engines.autoregressive.core.engine_core import EngineCoreOutput, EngineCoreRequest
 from stage_runtime.engines.autoregressive.core.output_processor import OutputProcessor, RequestOutput
 from stage_runtime.engines.autoregressive.sampling import parameters
@@ -247,8 +247,9 @@ class GenerationAnswers:
         begun = (thinks or asked is not None) and self._has_begun(tokens)
         if asked is not None:
             asked = msgspec.structs.replace(asked, thinking=begun and not thinks)
+        echo = self._echo(pending, tokens) if pending.params.echo else None
         for index, (request, _prepared) in enumerate(entered):
-            choice = Choice(index, pending.params, self._spelling)
+            choice = Choice(index, pending.params, self._spelling, echo)
             parser = None if asked is None else self._form.parser(asked)
             answer.choices[request.request_id] = choice
             self._of[request.request_id] = answer
@@ -259,6 +260,11 @@ class GenerationAnswers:
             return []
         self._emit(profile.SCHEDULER_QUEUE_ENTER, work, prompt_tokens=count)
         return entered
+
+    def _echo(self, pending: _Pending, tokens: Sequence[int]) -> Echo:
+        text = pending.prompt.text
+        readable = [token for token in tokens if token >= 0]
+        return Echo(self._spelling.text_of_all(readable) if text is None else text, readable)
 
     def extended(self, work: Work, prompt_tokens: int) -> Sequence[str]:
         """The prompt of a request has so many tokens more. Returns: the names by which the engine knows it."""

@@ -41,7 +41,8 @@ def default_prompt(payload: StagePayload) -> Prompt:
     text = request.last_text()
     if not text:
         raise InvalidRequest("inputs must be a text, or hold text, tokens or messages", param="inputs")
-    return Prompt(text=text, literal=True, params=request.params)
+    # A completion's client writes the whole prompt, and could as well send its tokens.
+    return Prompt(text=text, literal=request.kind != "completion", params=request.params)
 
 
 def no_prompt(payload: StagePayload) -> Prompt:
@@ -90,6 +91,8 @@ def default_deliver(payload: StagePayload, generation: Generation) -> Iterator[C
     choice = generation.choice
     if generation.prompt_logprobs and choice == 0:
         yield Chunk(Note("prompt_logprobs", [_shown(one) for one in generation.prompt_logprobs]))
+    if generation.echo is not None:
+        yield Chunk(generation.echo)
     if generation.reasoning:
         yield Chunk(Reasoning(generation.reasoning, choice))
     if generation.text or generation.shown_logprobs:
