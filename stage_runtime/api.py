@@ -22,10 +22,12 @@ from stage_runtime.wire.values import (
     Reasoning,
     Result,
     Routed,
+    Scores,
     StagePayload,
     Text,
     ToolCall,
     Usage,
+    Vectors,
     message,
 )
 
@@ -35,6 +37,7 @@ __all__ = [
     "Batched",
     "Chunk",
     "Decoder",
+    "Encoder",
     "Feed",
     "Finish",
     "Generation",
@@ -48,6 +51,7 @@ __all__ = [
     "RequestError",
     "Result",
     "Routed",
+    "Scores",
     "Session",
     "Simple",
     "StageContext",
@@ -57,6 +61,7 @@ __all__ = [
     "Text",
     "ToolCall",
     "Usage",
+    "Vectors",
     "message",
 ]
 
@@ -308,6 +313,32 @@ class Autoregressive(msgspec.Struct, frozen=True, kw_only=True):
     data_parallel_size: int = 1
     cores: Sequence[Sequence[int]] = ()
     frozen_after_s: float = 10.0
+
+
+class Encoder(msgspec.Struct, frozen=True, kw_only=True):
+    """An encoder model of transformers for `/v1/embeddings`, or for `/v1/score` and `/v1/rerank`. Needs ``engine``.
+
+    It takes the inputs of requests of these kinds, and gives `Vectors` or `Scores` and the `Usage`.
+    model: a folder in transformers' form, or a name at the model hub.
+    pooling: a text's vector is the ``mean`` of its tokens' rows, the first (``cls``) or the ``last`` one; ``auto``
+    takes what the folder says in sentence-transformers' form, else the mean.
+    normalize: vectors have length 1.
+    scores: the model is a cross-encoder, for sequence classification: a pair's score is the probability of its one
+    class, or of the last one.
+    max_model_len: tokens of a text at most; a longer one is refused. max_requests: requests in one batch at most.
+    max_batched_tokens: tokens, with padding, computed at once.
+    """
+
+    model: str
+    revision: str | None = None
+    pooling: str = "auto"
+    normalize: bool = True
+    scores: bool = False
+    dtype: str = "float32"
+    threads: int | None = None
+    max_model_len: int | None = None
+    max_requests: int = 32
+    max_batched_tokens: int = 8192
 
 
 class Session(Protocol):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Set
 from typing import Any, Final
 
 from omnipipeline_spec.types.plan import StagePlan
-from stage_runtime.api import Autoregressive, Batched, Simple, StageContext, Streaming
+from stage_runtime.api import Autoregressive, Batched, Encoder, Simple, StageContext, Streaming
 from stage_runtime.engines import gpudevice
 from stage_runtime.engines.base import Engine
 from stage_runtime.engines.batched import BatchedEngine
@@ -114,6 +114,8 @@ def as_engine(
             return StreamingEngine(made.fn, made.concurrency, sources)
         case Autoregressive():
             return _autoregressive(made, context, sources)
+        case Encoder():
+            return _encoder(made, context)
     run = getattr(made, "run", None)
     if callable(run) and (not callable(made) or isinstance(made, type) or takes(run, 3) is None):
         return _custom(made, run, blame)
@@ -121,7 +123,7 @@ def as_engine(
         return _simple(Simple(made), blame)
     raise ConfigurationError(
         f"{blame} returned {type(made).__name__}; expected a function, omni.Simple, Batched, Streaming, "
-        f"Autoregressive, or an object with run(inbox, outbox, stop){_likely(made)}"
+        f"Autoregressive, Encoder, or an object with run(inbox, outbox, stop){_likely(made)}"
     )
 
 
@@ -181,6 +183,14 @@ def _autoregressive(made: Autoregressive, context: StageContext | None, sources:
     from stage_runtime.engines.autoregressive.stage import factory
 
     return factory.make(made, context, sources)
+
+
+def _encoder(made: Encoder, context: StageContext | None) -> Engine:
+    from stage_runtime.engines import encoding
+
+    device, progress = ("cpu", print) if context is None else (context.device, context.progress)
+    model = encoding.load(made, device=device, progress=progress)
+    return BatchedEngine(model.run, made.max_requests, 0.0)
 
 
 def _simple(made: Simple, blame: str) -> Engine:

@@ -178,6 +178,60 @@ class TextCompletion(msgspec.Struct):
     notes: list[ShownNote] | UnsetType = UNSET
 
 
+class InputTokens(msgspec.Struct):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class Embedding(msgspec.Struct):
+    """embedding: base64 of little-endian float32 where that was asked for."""
+
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+
+
+class Embeddings(msgspec.Struct):
+    object: Literal["list"]
+    data: list[Embedding]
+    model: str
+    usage: InputTokens
+
+
+class RankedText(msgspec.Struct):
+    text: str
+
+
+class RankedDocument(msgspec.Struct):
+    index: int
+    relevance_score: float
+    document: RankedText | UnsetType = UNSET
+
+
+class Ranking(msgspec.Struct):
+    """The likeliest documents first."""
+
+    id: str
+    model: str
+    results: list[RankedDocument]
+    usage: InputTokens
+
+
+class PairScore(msgspec.Struct):
+    index: int
+    object: Literal["score"]
+    score: float
+
+
+class PairScores(msgspec.Struct):
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[PairScore]
+    usage: InputTokens
+
+
 class AudioTokens(msgspec.Struct):
     input_tokens: int
     output_tokens: int

@@ -18,6 +18,7 @@ from stage_runtime.web.handlers.chat import Chat
 from stage_runtime.web.handlers.completions import Completions
 from stage_runtime.web.handlers.speech import Speech
 from stage_runtime.web.handlers.transcriptions import Transcriptions
+from stage_runtime.web.handlers.vectors import Encoders
 from stage_runtime.web.reading import schemas
 from stage_runtime.web.realtime.room import Realtime
 from stage_runtime.web.routing import FORM, Route, RouteHandler
@@ -43,6 +44,21 @@ CODE: Final[dict[str, RouteCode]] = {
         handler=lambda context: Completions(context).complete,
         body=schemas.CompletionBody,
         answers=(ResponseType((answers.TextCompletion,)), ResponseType((answers.TextCompletion,), EVENTS)),
+    ),
+    "/v1/embeddings": RouteCode(
+        handler=lambda context: Encoders(context).embed,
+        body=schemas.EmbeddingBody,
+        answers=(ResponseType((answers.Embeddings,)),),
+    ),
+    "/v1/rerank": RouteCode(
+        handler=lambda context: Encoders(context).rerank,
+        body=schemas.RerankBody,
+        answers=(ResponseType((answers.Ranking,)),),
+    ),
+    "/v1/score": RouteCode(
+        handler=lambda context: Encoders(context).score,
+        body=schemas.ScoreBody,
+        answers=(ResponseType((answers.PairScores,)),),
     ),
     "/v1/audio/speech": RouteCode(
         handler=lambda context: Speech(context).speak,

@@ -12,7 +12,7 @@ import msgspec
 
 from stage_runtime.errors import ValueRefused, safe_str
 from stage_runtime.wire.parts import NAME_LIMIT
-from stage_runtime.wire.values import Audio, Chunk, Finish, Note, Reasoning, Text, ToolCall, Usage
+from stage_runtime.wire.values import Audio, Chunk, Finish, Note, Reasoning, Scores, Text, ToolCall, Usage, Vectors
 
 REASONS: Final = ("stop", "length", "tool_calls", "content_filter")
 CHOICES_MOST: Final = 128
@@ -22,7 +22,7 @@ CHANNELS_MOST: Final = 8
 TOKENS_MOST: Final = 2**53  # JSON readers in other languages are exact up to here
 #: In the metadata of a chunk for a client: tokens of the request at that stage so far, as of `Usage`. Not shown.
 USAGE_SO_FAR: Final = "omni.usage"
-SHOWN: Final = (Text, Reasoning, Audio, Usage, Finish, Note, ToolCall)
+SHOWN: Final = (Text, Reasoning, Audio, Usage, Finish, Note, ToolCall, Vectors, Scores)
 
 
 def problem(value: msgspec.Struct) -> str | None:
@@ -120,6 +120,19 @@ def _note(value: Note) -> str | None:
     return f"omni.Note: name is {_quoted(value.name)}: use a str of at most {NAME_LIMIT} characters"
 
 
+def _vectors(value: Vectors) -> str | None:
+    shape = getattr(value.values, "shape", None)
+    if shape is None or len(shape) not in (1, 2):
+        return f"omni.Vectors: values are {_kind(value.values)}: use a tensor or array, [n, dimensions]"
+    return None
+
+
+def _scores(value: Scores) -> str | None:
+    if type(value.values) is not list or not all(type(one) in (float, int) for one in value.values):
+        return f"omni.Scores: values are {_quoted(value.values)}: use a list of numbers"
+    return None
+
+
 _CHECKS: Final[dict[type, Callable[[Any], str | None]]] = {
     Text: _text,
     Reasoning: _reasoning,
@@ -128,6 +141,8 @@ _CHECKS: Final[dict[type, Callable[[Any], str | None]]] = {
     Finish: _finish,
     Note: _note,
     ToolCall: _tool_call,
+    Vectors: _vectors,
+    Scores: _scores,
 }
 
 

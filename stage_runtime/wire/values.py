@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
-RequestKind = Literal["chat", "completion", "speech", "transcription", "pipeline"]
+RequestKind = Literal["chat", "completion", "embedding", "score", "speech", "transcription", "pipeline"]
 StructType = TypeVar("StructType", bound=type[msgspec.Struct])
 
 #: Struct types that may travel, by the name that goes over the wire. Filled by `message`, never by a peer.
@@ -120,6 +120,23 @@ class Note(msgspec.Struct, frozen=True):
 
     name: str
     value: Any
+
+
+@message
+class Vectors(msgspec.Struct, frozen=True):
+    """Vectors for the client, one for each input of an embedding request, in order.
+
+    values: finite numbers ``[n, dimensions]``, a torch tensor or a numpy array.
+    """
+
+    values: Any
+
+
+@message
+class Scores(msgspec.Struct, frozen=True):
+    """For the client: how well the texts of each pair of a score request go together, in order."""
+
+    values: list[float]
 
 
 class RawTensor(msgspec.Struct, frozen=True):

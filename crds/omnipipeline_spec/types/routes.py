@@ -11,7 +11,7 @@ from typing import Any, Literal
 import msgspec
 
 #: Values of a pipeline's ``serves``.
-Served = Literal["chat", "completion", "speech", "transcription", "realtime"]
+Served = Literal["chat", "completion", "embedding", "score", "speech", "transcription", "realtime"]
 
 
 class Example(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,6 +51,30 @@ ROUTES: tuple[OpenAIRoute, ...] = (
         kind="completion",
         ids="cmpl",
         example=Example(body={"prompt": "hello there"}),
+    ),
+    OpenAIRoute(
+        path="/v1/embeddings",
+        serves="embedding",
+        summary="OpenAI's embeddings",
+        kind="embedding",
+        ids="embd",
+        example=Example(body={"input": "hello there"}),
+    ),
+    OpenAIRoute(
+        path="/v1/rerank",
+        serves="score",
+        summary="Documents by how well they answer a query, as Jina's and Cohere's",
+        kind="score",
+        ids="rerank",
+        example=Example(body={"query": "who is there?", "documents": ["hello there", "it rains"]}),
+    ),
+    OpenAIRoute(
+        path="/v1/score",
+        serves="score",
+        summary="How well texts go together, as vLLM's",
+        kind="score",
+        ids="score",
+        example=Example(body={"text_1": "who is there?", "text_2": ["hello there", "it rains"]}),
     ),
     OpenAIRoute(
         path="/v1/audio/speech",

@@ -186,6 +186,44 @@ class CompletionBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     user: str | None = None
 
 
+class EmbeddingBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """POST /v1/embeddings."""
+
+    input: str | list[Any]  # one text or one list of token ids, or a list of either: see `vectors.inputs`
+    model: str | None = None
+    dimensions: Positive | None = None
+    encoding_format: Literal["float", "base64"] | None = None
+    metadata: dict[str, Any] | None = None
+    user: str | None = None
+    timeout: Seconds | None = None
+
+
+class Document(msgspec.Struct):
+    text: str
+
+
+class RerankBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """POST /v1/rerank, as Jina's and Cohere's."""
+
+    query: Annotated[str, Meta(min_length=1)]
+    documents: Annotated[list[str | Document], Meta(min_length=1, max_length=2048)]
+    model: str | None = None
+    top_n: Positive | None = None
+    return_documents: bool | None = None
+    user: str | None = None
+    timeout: Seconds | None = None
+
+
+class ScoreBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """POST /v1/score, as vLLM's."""
+
+    text_1: str | list[str]
+    text_2: str | list[str]
+    model: str | None = None
+    user: str | None = None
+    timeout: Seconds | None = None
+
+
 class SpeechBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """POST /v1/audio/speech."""
 

@@ -12,11 +12,11 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from stage_runtime.wire.values import Audio, Finish, Note, RawTensor, Reasoning, Text, ToolCall, Usage
+from stage_runtime.wire.values import Audio, Finish, Note, RawTensor, Reasoning, Scores, Text, ToolCall, Usage, Vectors
 
 _TYPES = {
     Text: "text", Reasoning: "reasoning", Audio: "audio", Usage: "usage", Finish: "finish", Note: "note",
-    ToolCall: "tool_call",
+    ToolCall: "tool_call", Vectors: "vectors", Scores: "scores",
 }  # fmt: skip
 _UNLESS_SET = {
     "choice": 0,

@@ -1,0 +1,165 @@
+"""`omni.Encoder`: texts to vectors, or pairs of texts to scores, by an encoder model of transformers.
+
+Here: batches of requests to rows. Not here: HTTP's form of them; the queue (`batched`). transformers and torch are
+imported when a stage is loaded.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from stage_runtime.api import Encoder
+from stage_runtime.errors import ConfigurationError, ContextLengthExceeded, InvalidRequest
+from stage_runtime.wire.values import Scores, StagePayload, Usage, Vectors
+
+POOLINGS: Final = ("auto", "mean", "cls", "last")
+UNBOUNDED: Final = 1 << 20  # tokenizers without a bound of their own have one far above
+
+Encoded = dict[str, list[int]]
+
+
+def load(spec: Encoder, *, device: str = "cpu", progress: Callable[[str], None] = lambda text: None) -> EncoderModel:
+    """Raises: ConfigurationError: transformers is missing, or a value does not fit."""
+    if spec.pooling not in POOLINGS:
+        raise ConfigurationError(f"omni.Encoder(pooling={spec.pooling!r}): expected one of {', '.join(POOLINGS)}")
+    try:
+        import torch
+        import transformers as untyped
+    except ImportError as error:
+        raise ConfigurationError(f"omni.Encoder needs the extra 'engine': {error}") from error
+    transformers: Any = untyped
+    if spec.threads is not None and device == "cpu":
+        torch.set_num_threads(spec.threads)
+    progress(f"loading {spec.model}")
+    kind = transformers.AutoModelForSequenceClassification if spec.scores else transformers.AutoModel
+    model = kind.from_pretrained(spec.model, revision=spec.revision, dtype=getattr(torch, spec.dtype))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(spec.model, revision=spec.revision, padding_side="right")
+    return EncoderModel(spec, model.eval().to(device), tokenizer)
+
+
+class EncoderModel:
+    """A model at hand."""
+
+    def __init__(self, spec: Encoder, model: Any, tokenizer: Any) -> None:
+        """tokenizer: pads on the right."""
+        self._spec = spec
+        self._model = model
+        self._tokenizer = tokenizer
+        self._pooling = _pooling(spec)
+        if tokenizer.pad_token is None:
+            tokenizer.pad_token = tokenizer.eos_token
+        positions = getattr(model.config, "max_position_embeddings", None) or UNBOUNDED
+        if getattr(model.config, "position_embedding_type", "") == "absolute" and model.config.model_type in _ROBERTA:
+            positions -= 2  # counted from the padding's position on
+        self.longest = min(positions, tokenizer.model_max_length, spec.max_model_len or UNBOUNDED)
+
+    def run(self, payloads: list[StagePayload]) -> list[Any]:
+        """The function of `omni.Batched`: what is wrong with a request fails that request alone."""
+        found: list[Any] = []
+        for payload in payloads:
+            try:
+                found.append(self._encoded(payload))
+            except Exception as error:
+                found.append(error)
+        texts = [one for each in found if isinstance(each, list) for one in each]
+        rows = iter(self._computed(texts))
+        return [each if isinstance(each, Exception) else self._answer(each, rows) for each in found]
+
+    def _encoded(self, payload: StagePayload) -> list[Encoded]:
+        inputs = payload.data if isinstance(payload.data, dict) else {}
+        name = "pairs" if self._spec.scores else "tokens" if "tokens" in inputs else "texts"
+        given = inputs.get(name)
+        if not isinstance(given, list) or not given:
+            problem = f"inputs.{name}: expected a list of {name} for omni.Encoder, got {type(given).__name__}"
+            raise InvalidRequest(problem, param="inputs")
+        encoded = [self._tokens(name, one) for one in given]
+        longest = max(len(one["input_ids"]) for one in encoded)
+        if longest > self.longest:
+            raise ContextLengthExceeded(longest, self.longest)
+        return encoded
+
+    def _tokens(self, name: str, given: Any) -> Encoded:
+        if name == "tokens":
+            size = self._model.config.vocab_size
+            wrong = [one for one in given if type(one) is not int or not 0 <= one < size]
+            if wrong:
+                raise InvalidRequest(f"the vocabulary has {size} tokens, and not token {wrong[0]!r}", param="inputs")
+            return {"input_ids": list(given)}
+        made = self._tokenizer(*given, verbose=False) if name == "pairs" else self._tokenizer(given, verbose=False)
+        return {key: made[key] for key in ("input_ids", "token_type_ids") if key in made}
+
+    def _computed(self, texts: Sequence[Encoded]) -> list[Any]:
+        """A row for each, in order; texts of about one length are computed together, so that little is padding."""
+        import torch
+
+        rows: list[Any] = [None] * len(texts)
+        with torch.inference_mode():
+            for places in self._batches([len(one["input_ids"]) for one in texts]):
+                for place, row in zip(places, self._batch([texts[place] for place in places]), strict=True):
+                    rows[place] = row
+        return rows
+
+    def _batches(self, sizes: Sequence[int]) -> Iterator[list[int]]:
+        places: list[int] = []
+        for place in sorted(range(len(sizes)), key=lambda place: sizes[place]):
+            if places and sizes[place] * (len(places) + 1) > self._spec.max_batched_tokens:
+                yield places
+                places = []
+            places.append(place)
+        if places:
+            yield places
+
+    def _batch(self, texts: Sequence[Encoded]) -> Any:
+        padded = self._tokenizer.pad({key: [one[key] for one in texts] for key in texts[0]}, return_tensors="pt")
+        padded = padded.to(self._model.device)
+        made = self._model(**padded)
+        if self._spec.scores:
+            return _as_scores(made.logits.float())
+        return self._normalized(_pooled(self._pooling, made.last_hidden_state.float(), padded["attention_mask"]))
+
+    def _normalized(self, rows: Any) -> Any:
+        import torch
+
+        return torch.nn.functional.normalize(rows, dim=-1) if self._spec.normalize else rows
+
+    def _answer(self, texts: Sequence[Encoded], rows: Iterator[Any]) -> list[Any]:
+        import torch
+
+        mine = [next(rows) for _ in texts]
+        usage = Usage(prompt_tokens=sum(len(one["input_ids"]) for one in texts))
+        if self._spec.scores:
+            return [Scores([float(one) for one in mine]), usage]
+        return [Vectors(torch.stack(mine).cpu().contiguous()), usage]
+
+
+_ROBERTA: Final = ("roberta", "xlm-roberta", "camembert")
+
+
+def _as_scores(logits: Any) -> Any:
+    """Of one class: its probability, as cross-encoders are trained; of two: that of the second."""
+    return logits[:, 0].sigmoid() if logits.shape[1] == 1 else logits.softmax(-1)[:, -1]
+
+
+def _pooled(pooling: str, hidden: Any, mask: Any) -> Any:
+    """``[texts, hidden]`` of ``[texts, tokens, hidden]``. Source: sentence-transformers' Pooling."""
+    if pooling == "cls":
+        return hidden[:, 0]
+    if pooling == "last":
+        last = mask.sum(1) - 1
+        return hidden[range(len(hidden)), last]
+    weights = mask.unsqueeze(-1).to(hidden.dtype)
+    return (hidden * weights).sum(1) / weights.sum(1).clamp(min=1e-9)
+
+
+def _pooling(spec: Encoder) -> str:
+    """``auto``: what the checkpoint's folder says in sentence-transformers' form, else the mean."""
+    if spec.pooling != "auto":
+        return spec.pooling
+    file = Path(spec.model) / "1_Pooling" / "config.json"
+    known = json.loads(file.read_text()) if file.is_file() else {}
+    if known.get("pooling_mode_cls_token"):
+        return "cls"
+    return "last" if known.get("pooling_mode_lasttoken") else "mean"

@@ -1,0 +1,112 @@
+"""`omni.Encoder` with tiny models: vectors and scores are those of transformers alone, however requests are batched."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+import transformers as untyped
+
+import stage_runtime as omni
+from stage_runtime.engines import encoding
+from stage_runtime.errors import ConfigurationError, ContextLengthExceeded, InvalidRequest
+from stage_runtime.wire.values import OmniRequest, Scores, StagePayload, Usage, Vectors
+from tests.engines.generation_kit import VOCABULARY, tiny_tokenizer
+
+transformers: Any = untyped
+TEXTS = ["hello there", "a", "it rains and it rains"]
+
+
+@functools.cache
+def model(kind: str) -> Any:
+    torch.manual_seed(3)
+    config = transformers.BertConfig(
+        vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24,
+        max_position_embeddings=64, num_labels=1,
+    )  # fmt: skip
+    made: Any = getattr(transformers, kind).from_config(config)
+    return made.eval()
+
+
+def encoder(**settings: Any) -> encoding.EncoderModel:
+    spec = omni.Encoder(model="", **settings)
+    kind = "AutoModelForSequenceClassification" if spec.scores else "AutoModel"
+    tokenizer = tiny_tokenizer()
+    tokenizer.padding_side = "right"
+    return encoding.EncoderModel(spec, model(kind), tokenizer)
+
+
+def payload(data: Any) -> StagePayload:
+    return StagePayload(request=OmniRequest(id="r", kind="embedding", inputs=data), data=data)
+
+
+def alone(text: str, pooling: str) -> Any:
+    """The vector of one text, by transformers without padding."""
+    tokens = torch.tensor([tiny_tokenizer()(text)["input_ids"]])
+    with torch.inference_mode():
+        hidden = model("AutoModel")(input_ids=tokens).last_hidden_state[0]
+    row = {"mean": hidden.mean(0), "cls": hidden[0], "last": hidden[-1]}[pooling]
+    return row / row.norm()
+
+
+@pytest.mark.parametrize("pooling", ["mean", "cls", "last"])
+@pytest.mark.parametrize("most", [1, 24, 8192])
+def test_vectors_do_not_depend_on_what_is_batched_with_them(pooling: str, most: int) -> None:
+    made = encoder(pooling=pooling, max_batched_tokens=most)
+    first, second = made.run([payload({"texts": TEXTS[:2]}), payload({"texts": TEXTS[2:]})])
+    assert isinstance(first[0], Vectors) and isinstance(second[0], Vectors)
+    found = torch.cat([first[0].values, second[0].values])
+    torch.testing.assert_close(found, torch.stack([alone(text, pooling) for text in TEXTS]), atol=1e-5, rtol=1e-4)
+    assert [first[1], second[1]] == [Usage(12), Usage(21)]
+
+
+def test_token_ids_give_the_vector_of_their_text() -> None:
+    tokens = tiny_tokenizer()("hello there")["input_ids"]
+    [[of_tokens, _], [of_text, _]] = encoder().run([payload({"tokens": [tokens]}), payload({"texts": ["hello there"]})])
+    torch.testing.assert_close(of_tokens.values, of_text.values)
+
+
+def test_scores_are_the_probabilities_of_a_cross_encoder() -> None:
+    [[found, usage]] = encoder(scores=True).run([payload({"pairs": [["who", "me"], ["who", "it rains"]]})])
+    tokenizer = tiny_tokenizer()
+    expected = []
+    for pair in (("who", "me"), ("who", "it rains")):
+        made = tokenizer(*pair, return_tensors="pt")
+        kept = {name: made[name] for name in ("input_ids", "token_type_ids") if name in made}
+        with torch.inference_mode():
+            expected.append(float(model("AutoModelForSequenceClassification")(**kept).logits.sigmoid()))
+    assert isinstance(found, Scores)
+    assert found.values == pytest.approx(expected, abs=1e-5)
+    assert usage == Usage(16)
+
+
+@pytest.mark.parametrize(
+    ("data", "error", "problem"),
+    [
+        ({"texts": ["x" * 65]}, ContextLengthExceeded, "64 tokens"),
+        ({"tokens": [[1, VOCABULARY]]}, InvalidRequest, f"not token {VOCABULARY}"),
+        ({"texts": []}, InvalidRequest, "expected a list of texts"),
+        ("hello", InvalidRequest, "expected a list of texts"),
+    ],
+)
+def test_a_wrong_request_fails_alone(data: Any, error: type[Exception], problem: str) -> None:
+    wrong, right = encoder().run([payload(data), payload({"texts": ["a"]})])
+    assert isinstance(wrong, error) and problem in str(wrong)
+    assert isinstance(right[0], Vectors)
+
+
+def test_an_unknown_pooling_is_refused_when_the_stage_is_loaded() -> None:
+    with pytest.raises(ConfigurationError, match="expected one of auto, mean, cls, last"):
+        encoding.load(omni.Encoder(model="m", pooling="max"))
+
+
+def test_a_folder_of_sentence_transformers_says_its_pooling(tmp_path: Any) -> None:
+    (tmp_path / "1_Pooling").mkdir()
+    (tmp_path / "1_Pooling/config.json").write_text('{"pooling_mode_cls_token": true}')
+    model("AutoModel").save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    made = encoding.load(omni.Encoder(model=str(tmp_path)))
+    [[found, _]] = made.run([payload({"texts": TEXTS[:1]})])
+    torch.testing.assert_close(found.values[0], alone(TEXTS[0], "cls"), atol=1e-5, rtol=1e-4)
