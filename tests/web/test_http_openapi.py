@@ -9,8 +9,9 @@ import msgspec
 import numpy as np
 import pytest
 
+from omnipipeline_spec.types.routes import ROUTES
 from stage_runtime.web.exchanges.apikeys import ApiKeys
-from stage_runtime.wire.values import Audio, Note, Text, ToolCall, Usage
+from stage_runtime.wire.values import Audio, Note, Scores, Text, ToolCall, Usage, Vectors
 from tests.web.running import ALL, PATIENCE_S, start
 from tests.web.scripted_manager import chunk, play
 
@@ -19,6 +20,7 @@ LOGPROBS = [{"token": "a", "logprob": -1.0, "bytes": [97], "top_logprobs": []}]
 SCRIPT = play(
     chunk([Text("a", 0, LOGPROBS), ToolCall("c", "f", "{}"), Usage(1, 2), Note("voice", "amy")]),
     chunk(Audio(np.zeros(2400, np.float32), 24_000), index=1),
+    chunk([Vectors(np.zeros((1, 3), np.float32)), Scores([0.5])], index=2),
 )
 CHAT: dict[str, Any] = {
     "messages": [{"role": "user", "content": "hi"}],
@@ -82,6 +84,10 @@ def fits(value: Any, schema: dict[str, Any], whole: dict[str, Any], where: str =
         ("POST", "/v1/chat/completions", None, {"json": {**CHAT, "modalities": ["text"]}}),
         ("POST", "/v1/completions", None, {"json": {"prompt": "hi", "logprobs": 1}}),
         ("POST", "/v1/completions", None, {"json": {"prompt": "hi", "stream": True}}),
+        ("POST", "/v1/embeddings", None, {"json": {"input": "hi"}}),
+        ("POST", "/v1/embeddings", None, {"json": {"input": "hi", "encoding_format": "base64"}}),
+        ("POST", "/v1/rerank", None, {"json": {"query": "q", "documents": ["d"]}}),
+        ("POST", "/v1/score", None, {"json": {"text_1": "q", "text_2": "d"}}),
         ("POST", "/v1/audio/speech", None, {"json": {"input": "hi"}}),
         ("POST", "/v1/audio/speech", None, {"json": {"input": "hi", "response_format": "wav"}}),
         ("POST", "/v1/audio/speech", None, {"json": {"input": "hi", "stream_format": "sse"}}),
@@ -147,5 +153,5 @@ async def test_the_document_names_the_headers_of_a_request() -> None:
         for path, item in paths.items()
         if "post" in item
     }
-    assert set(named) == {"/v1/chat/completions", "/v1/audio/speech", "/v1/audio/transcriptions", "/v1/pipeline"}
+    assert set(named) == {"/v1/pipeline", *(one.path for one in ROUTES)}
     assert set(map(tuple, named.values())) == {("X-Request-Id", "X-Request-Timeout")}

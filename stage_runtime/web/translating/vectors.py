@@ -48,7 +48,8 @@ class Collected:
     def rows(self, count: int) -> Rows:
         """A vector for each input. Raises: RequestError: stage_failed: it is something else, or has another number."""
         found = [_array(stage, values) for stage, values in self._given()]
-        return _counted("vectors", np.concatenate(found), self.values[0][0], count)
+        made: Rows = _counted("vectors", np.concatenate(found), self.values[0][0], count)
+        return made
 
     def scores(self, count: int) -> list[float]:
         """A score for each pair. Raises: as `rows`."""
@@ -136,7 +137,8 @@ def shortened(rows: Rows, dimensions: int | None) -> Rows:
         problem = f"dimensions: the model's vectors have {rows.shape[1]}, got {dimensions}"
         raise InvalidRequest(problem, param="dimensions")
     cut = rows[:, :dimensions]
-    return cut / np.maximum(np.linalg.norm(cut, axis=1, keepdims=True), np.float32(1e-12))
+    made: Rows = cut / np.maximum(np.linalg.norm(cut, axis=1, keepdims=True), np.float32(1e-12))
+    return made
 
 
 def _base64(row: Rows) -> str:
