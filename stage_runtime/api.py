@@ -277,6 +277,9 @@ class Autoregressive(msgspec.Struct, frozen=True, kw_only=True):
     cores: processors of each engine, such as ``[[0, 1], [2, 3]]``; by default the stage's are divided among them.
     engine: what computes: ``own``, or ``openvino`` or ``vllm`` (extras of these names), which take fewer settings and
     fewer fields of requests, and refuse the others by name.
+    remote_prefill_tokens: of a stage with ``disaggregation``: prompts that lack fewer tokens than this in the cache are
+    computed by the decode instance itself; ``auto`` measures when the stage is loaded.
+    kv_checksum: blocks that cross between instances carry a checksum beside their identity.
     frozen_after_s: an engine process that gives no sign of life for so long is killed; its requests fail.
     """
 
@@ -312,6 +315,8 @@ class Autoregressive(msgspec.Struct, frozen=True, kw_only=True):
     own_process: bool = False
     data_parallel_size: int = 1
     cores: Sequence[Sequence[int]] = ()
+    remote_prefill_tokens: int | Literal["auto"] = "auto"
+    kv_checksum: bool = True
     frozen_after_s: float = 10.0
 
 
@@ -378,6 +383,14 @@ class StageContext(Protocol):
     @property
     def rendezvous(self) -> str | None:
         """``tcp://host:port`` where the ranks of a TP stage meet; None for a stage of one rank."""
+
+    @property
+    def kv_role(self) -> str:
+        """Of a stage with ``disaggregation``: ``prefill`` or ``decode``; else empty."""
+
+    @property
+    def kv(self) -> Any:
+        """The way to the instances of the other role, a `kv_transfer.interface.KVTransport`; None without a role."""
 
     @property
     def logger(self) -> logging.Logger: ...

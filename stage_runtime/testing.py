@@ -230,6 +230,8 @@ class _Context:
     rendezvous: str | None = None
     tp_rank = 0
     tp_size = 1
+    kv_role = ""
+    kv: Any = None
     logger = logging.getLogger("stage.test")
 
     def allocate(self, shape: tuple[int, ...], dtype: Any) -> Any:

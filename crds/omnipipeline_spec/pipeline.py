@@ -187,7 +187,7 @@ class StageConfig(Spec, frozen=True, kw_only=True):
     ] = None
     disaggregation: Annotated[
         Disaggregation | None,
-        doc("Prefill and decode apart, for an engine that transfers KV; omni.Autoregressive does not yet."),
+        doc("Prefill and decode apart, for an engine that transfers KV, such as omni.Autoregressive."),
     ] = None
 
     @property

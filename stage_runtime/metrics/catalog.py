@@ -304,6 +304,26 @@ ENGINE: Final[Mapping[str, Metric]] = {
     "generated_tokens_total": _of_engine("generated_tokens_total", "Tokens generated", kind="counter"),
 }
 
+#: As `ENGINE`, of a stage with ``disaggregation``.
+KV: Final[Mapping[str, Metric]] = {
+    "kv_loads_under_way": _of_engine("kv_loads", "Prompts that wait for blocks of a prefill instance"),
+    "kv_loads_total": _of_engine("kv_loads_total", "Prompts asked of a prefill instance", kind="counter"),
+    "kv_received_tokens_total": _of_engine(
+        "kv_received_tokens_total", "Tokens of prompts that a prefill instance has computed", kind="counter"
+    ),
+    "kv_received_blocks_total": _of_engine("kv_received_blocks_total", "Blocks received", kind="counter"),
+    "kv_sent_blocks_total": _of_engine("kv_sent_blocks_total", "Blocks sent", kind="counter"),
+    "kv_local_total": _of_engine(
+        "kv_local_total", "Prompts computed by decode: too short, or without a prefill instance", kind="counter"
+    ),
+    "kv_failed_total": _of_engine(
+        "kv_failed_total", "Prompts that decode computed since its prefill instance failed", kind="counter"
+    ),
+    "kv_refused_total": _of_engine(
+        "kv_refused_total", "Prompts that decode computed since what came was not what it asked for", kind="counter"
+    ),
+}
+
 
 def _of_cache(short: str, help: str, *, kind: Literal["counter", "gauge"] = "counter") -> Metric:
     return Metric(name=f"omnipipeline_stage_cache_{short}", kind=kind, help=help, labels=(*_OF_PROCESS, "stage"))
@@ -419,7 +439,7 @@ PLANES: Final = (
     *RELAY.values(),
 )
 #: Of stages that generate tokens; served as `PLANES`.
-ENGINES: Final = tuple(ENGINE.values())
+ENGINES: Final = (*ENGINE.values(), *KV.values())
 #: Those of stages that report a cache.
 CACHES: Final = tuple(CACHE.values())
 #: Of processes that have opened the relay nixl, mooncake, nccl or cuda_ipc, beside `PLANES`.

@@ -25,6 +25,7 @@ def test_there_is_a_recipe_for_what_people_add() -> None:
     assert RECIPES == [
         *(
             "A relay",
+            "A KV connector",
             "An OpenAI route",
             "Another route",
             "A field of a stage",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import msgspec
+
 import stage_runtime as omni
 
 
@@ -41,3 +43,8 @@ def chat_model(model: str, tool_calls: str, own_process: bool = False) -> omni.A
         block_size=4,
         kernels="torch",
     )
+
+
+def apart_model(model: str) -> omni.Autoregressive:
+    """As `language_model`, for a stage with ``disaggregation``: every block that can come is asked for."""
+    return msgspec.structs.replace(language_model(model), remote_prefill_tokens=1)

@@ -102,8 +102,8 @@ class Prefill:
 
 
 def make(context: omni.StageContext) -> Any:
-    kv = context.kv  # type: ignore[attr-defined]
-    if context.kv_role == "prefill":  # type: ignore[attr-defined]
+    kv = context.kv
+    if context.kv_role == "prefill":
         held = Prefill(kv)
         return lambda payload, held=held: None
     return omni.Simple(Decode(kv), concurrency=16)

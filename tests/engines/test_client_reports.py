@@ -76,6 +76,8 @@ class Context:
     model_revision: str | None = None
     rendezvous: str | None = None
     tp_rank, tp_size = 0, 1
+    kv_role = ""
+    kv: Any = None
     logger = logging.getLogger("stage.chat")
 
     def allocate(self, shape: tuple[int, ...], dtype: Any) -> Any:

@@ -31,6 +31,8 @@ class Here:
     model_revision = None
     tp_rank = 0
     tp_size = 1
+    kv_role = ""
+    kv: Any = None
     terminal = False
     rendezvous = None
     logger = logging.getLogger("talker")
@@ -287,9 +289,21 @@ def test_what_can_be_called_for_each_request_is_accepted(made: Any, kind: type) 
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_a_stage_apart_whose_engine_transfers_no_kv_is_refused_before_it_loads(role: str) -> None:
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"engine": "vllm"}, r"disaggregation: omni\.Autoregressive\(engine='vllm'\): engine='own' alone"),
+        ({"own_process": True}, r"\(own_process=True\): an engine process has no relays"),
+        ({"data_parallel_size": 2}, r"\(data_parallel_size=2\): scale the stage's group instead"),
+        ({"prefix_caching": False}, r"\(prefix_caching=False\): blocks that come"),
+        ({"remote_prefill_tokens": 0}, r"\(remote_prefill_tokens=0\): 'auto', or at least 1"),
+    ],
+)
+def test_a_stage_apart_whose_engine_transfers_no_kv_is_refused_before_it_loads(
+    role: str, fields: dict[str, Any], says: str
+) -> None:
     class Apart(Here):
         kv_role = role
 
-    with pytest.raises(ConfigurationError, match=r"disaggregation: omni\.Autoregressive transfers no KV"):
-        as_engine(omni.Autoregressive(model="/nowhere"), context=Apart())
+    with pytest.raises(ConfigurationError, match=says):
+        as_engine(omni.Autoregressive(model="/nowhere", **fields), context=Apart())

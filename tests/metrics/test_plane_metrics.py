@@ -17,7 +17,10 @@ async def test_every_number_of_the_relays_has_a_metric_and_every_metric_of_relay
             events={"resent": 3, "received": 4},
             edges={("thinker", "talker", "shm"): EdgeNumbers(5, 4, 0, 1, 0.5, 2)},
             edge_transports={("thinker", "talker", "shm", "memory"): 2},
-            engines={"chat": dict.fromkeys(catalog.ENGINE, 7.0), "eyes": dict.fromkeys(catalog.CACHE, 3.0)},
+            engines={
+                "chat": dict.fromkeys([*catalog.ENGINE, *catalog.KV], 7.0),
+                "eyes": dict.fromkeys(catalog.CACHE, 3.0),
+            },
         )
     finally:
         pair.close()

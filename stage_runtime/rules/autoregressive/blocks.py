@@ -101,6 +101,14 @@ class BlockPool:
                 del self._free[block]
             self._users[block] += 1
 
+    def pin(self, blocks: Sequence[int]) -> None:
+        """One more user of blocks in use, whatever they hold. Raises: BlockFault: one of them has no user."""
+        for block in blocks:
+            if block == PADDING or not self._users[block]:
+                raise BlockFault(f"block {block} is to be pinned and has no user")
+        for block in blocks:
+            self._users[block] += 1
+
     def take(self, count: int) -> list[int]:
         """Blocks with unknown content, for one user; the oldest cached ones are forgotten if need be.
 

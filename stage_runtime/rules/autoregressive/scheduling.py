@@ -33,6 +33,7 @@ from stage_runtime.rules.autoregressive.steps import (
     Update,
 )
 from stage_runtime.rules.autoregressive.waiting_queue import PriorityKey, WaitingQueue
+from stage_runtime.rules.handover import Loads
 
 _ORDER: Final[dict[Policy, Callable[[Request], PriorityKey]]] = {
     "fcfs": lambda request: (0, request.arrival),
@@ -47,6 +48,8 @@ class Scheduler:
         self.limits = limits
         self.pool = pool
         self.stats = SchedulerCounts()
+        self.loads = Loads(pool)  #: Of requests whose prompts' keys and values come from afar.
+        self.on_end: Callable[[Request], None] = lambda request: None  #: One has ended.
         self._key = _ORDER[limits.policy]
         self._requests: dict[str, Request] = {}  #: Every request that has not finished.
         self._queue = WaitingQueue(self._key, self._requests)
@@ -88,6 +91,9 @@ class Scheduler:
 
     def get(self, request_id: str) -> Request | None:
         return self._requests.get(request_id)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._requests
 
     def __iter__(self) -> Iterator[Request]:
         return iter(list(self._requests.values()))
@@ -198,6 +204,7 @@ class Scheduler:
         del self._requests[request.id]
         self._finished.append(request.id)
         self._queue.prune()
+        self.on_end(request)
 
     def _free(self, request: Request) -> None:
         self.pool.release(request.blocks)
@@ -292,7 +299,11 @@ class Scheduler:
         spared = sum(one.lacks for one in followers)
         # Begun with fewer blocks, it would soon preempt or be preempted.
         if self.pool.need(found, whole) + spared > self.pool.free:
-            if self._running or not self._paused:
+            if self._running:
+                return False
+            if self.loads.let_go():
+                return True
+            if not self._paused:
                 return False
             self._preempt(max(self._paused.values(), key=self._key))  # or it would wait for another stage
             return True
@@ -305,14 +316,17 @@ class Scheduler:
         request.blocks = [*found, *self.pool.take(self._blocks_for(hits + count) - len(found))]
         request.computed = hits
         request.follows = b""
+        load = self.loads.end(request.id)
         if self.limits.prefix_caching:
             for content in self._hashes(request, request.ready // size)[len(found) :]:
                 self._filling.setdefault(content, request)
         if not request.begun:
             request.begun = True
-            request.hit_tokens = hits
+            received = 0 if load is None else min(len(load.filled) * size, hits)
+            request.hit_tokens = hits - received
             self.stats.prompt_tokens += request.prompt_tokens
-            self.stats.hit_tokens += hits
+            self.stats.hit_tokens += request.hit_tokens
+            self.stats.received_tokens += received
         self._plan(rows, request, count)
         return True
 

@@ -79,5 +79,6 @@ class SchedulerCounts:
         self.preemptions = 0
         self.prompt_tokens = 0  #: Of requests that were scheduled.
         self.hit_tokens = 0  #: Of those, found in the prefix cache.
+        self.received_tokens = 0  #: Of those, computed by another engine.
         self.computed_tokens = 0
         self.generated_tokens = 0

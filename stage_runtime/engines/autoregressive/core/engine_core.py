@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from stage_runtime.engines.autoregressive.core.kv_connector import KVConnector, KVLoads, Post
 from stage_runtime.engines.autoregressive.core.step_dumps import StepDumps
 from stage_runtime.engines.autoregressive.sampling.model_output import GivenRows, ModelOutput, TokenLogprobs
 from stage_runtime.engines.autoregressive.sampling.parameters import SamplingParams
@@ -87,6 +88,9 @@ class Executor(Protocol):
     @property
     def max_concurrent_batches(self) -> int: ...
     def add(self, request_id: str, params: SamplingParams, prompt: Sequence[int]) -> None: ...
+    def call(self, function: Callable[[Any], Any]) -> Future[Any]:
+        """Call a function with the model runner, after the steps that were given before."""
+
     def execute_model(self, step: SchedulerOutput, hold: bool = False) -> Future[ModelOutput]:
         """hold: no token is chosen until `sample_tokens`, which gives the output."""
 
@@ -116,6 +120,7 @@ class EngineCore:
         ValueError. embeddings: of prompts with rows; None: the model takes none. feeds_itself: see `Request`.
         dumps: of steps that fail; None: they leave no files.
         """
+        self.kv: KVLoads | None = None  #: Of a connector.
         self._dumps = dumps
         self._feeds_itself = feeds_itself
         self._grammars = grammars
@@ -242,12 +247,31 @@ class EngineCore:
         """Raises: ValueError, IllegalEvent: it can never be computed, or its id is in use; nothing is changed then.
         What the executor raises: the request is not scheduled.
         """
-        self.scheduler.add(prepared or self.preprocess_add_request(request), request.hold)
+        made = prepared or self.preprocess_add_request(request)
+        self._schedule(request, made)
         try:
             self.executor.add(request.request_id, request.params, request.prompt_token_ids)
         except BaseException:
             self.scheduler.finish([request.request_id])
             raise
+        if self.kv is not None:
+            self.kv.start()
+
+    def _schedule(self, request: EngineCoreRequest, made: Request) -> None:
+        if self.kv is None or request.hold is not None or made.id in self.scheduler:
+            self.scheduler.add(made, request.hold)
+            return
+        hold = self.kv.hold(request, made)
+        try:
+            self.scheduler.add(made, hold)
+        except BaseException:
+            self.kv.forget(made.id)
+            raise
+
+    def connect(self, connector: KVConnector, post: Post) -> KVLoads:
+        """Bring prompts' keys and values by a connector, and let it save them. post: see `kv_connector`."""
+        self.kv = KVLoads(self.scheduler, self.executor, connector, post)
+        return self.kv
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
         """Idempotent: an abort may come by two ways, and after the end."""
@@ -338,6 +362,8 @@ class EngineCore:
             log.exception("a step failed")
             output = ModelOutput({}, {row.request.id: describe(error) for row in scheduled.rows}, {})
         self._note_failures(scheduled, output)
+        if self.kv is not None:
+            self.kv.save(scheduled.rows, output.failed.__contains__)
         refused = self._note_unmasked(scheduled, output)
         self.drain_aborts()
         ended = self._advance(scheduled, output)
@@ -387,6 +413,8 @@ class EngineCore:
     def shutdown(self) -> None:
         """End every request and the executor."""
         self.scheduler.finish([request.id for request in self.scheduler])
+        if self.kv is not None:
+            self.kv.connector.close()
         self.executor.shutdown()
         if self._masks is not None:
             self._masks.shutdown()

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
 
 from stage_runtime.engines.autoregressive.model.model_runner import Masks, ModelRunner
 from stage_runtime.engines.autoregressive.sampling.model_output import ModelOutput
 from stage_runtime.engines.autoregressive.sampling.parameters import SamplingParams
 from stage_runtime.rules.autoregressive.steps import SchedulerOutput
+
+T = TypeVar("T")
 
 
 class InlineExecutor:
@@ -22,6 +25,9 @@ class InlineExecutor:
     def add(self, request_id: str, params: SamplingParams, prompt: Sequence[int]) -> None:
         self._runner.add(request_id, params, prompt)
 
+    def call(self, function: Callable[[ModelRunner], T]) -> Future[T]:
+        return _called(lambda: function(self._runner))
+
     def execute_model(self, step: SchedulerOutput, hold: bool = False) -> Future[ModelOutput]:
         return _called(lambda: self._runner.execute_model(step, hold))
 
@@ -32,8 +38,8 @@ class InlineExecutor:
         self._runner.close()
 
 
-def _called(function: Callable[[], ModelOutput]) -> Future[ModelOutput]:
-    future: Future[ModelOutput] = Future()
+def _called(function: Callable[[], T]) -> Future[T]:
+    future: Future[T] = Future()
     try:
         future.set_result(function())
     except Exception as error:
@@ -52,6 +58,9 @@ class ThreadExecutor:
 
     def add(self, request_id: str, params: SamplingParams, prompt: Sequence[int]) -> None:
         self._pool.submit(self._runner.keep, request_id, self._runner.state_of(params, prompt))  # after steps under way
+
+    def call(self, function: Callable[[ModelRunner], T]) -> Future[T]:
+        return self._pool.submit(function, self._runner)
 
     def execute_model(self, step: SchedulerOutput, hold: bool = False) -> Future[ModelOutput]:
         return self._pool.submit(self._runner.execute_model, step, hold)

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from stage_runtime.engines.autoregressive.model.block_pages import Page
+
 GROUPS: Final = 4  # of decode rows; measured on two cores with 16 rows: one padded group takes 1.3x as long
 
 
@@ -64,6 +66,9 @@ class AttentionBackend(Protocol):
         self, layers: Mapping[int, LayerShape], num_blocks: int, block_size: int, dtype: torch.dtype, device: str
     ) -> None:
         """Allocate the cache of all layers."""
+
+    def regions(self) -> Sequence[Page]:
+        """K and V of each layer, where they lie: ``[num_blocks, block_size, kv_heads, dim]``."""
 
     def plan(self, batch: BatchMeta) -> Any:
         """What all layers of one step share."""
@@ -134,6 +139,10 @@ class GatherAttention:
     def clear(self, blocks: Sequence[int]) -> None:
         for cache in (*self._keys.values(), *self._values.values()):
             cache[list(blocks)] = 0
+
+    def regions(self) -> Sequence[Page]:
+        kinds = (("key", self._keys), ("value", self._values))
+        return [Page(f"{layer}.{kind}", values[layer]) for layer in sorted(self._keys) for kind, values in kinds]
 
     def plan(self, batch: BatchMeta) -> Any:
         decode = [row for row, count in enumerate(_counts(batch)) if count == 1]

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stage_runtime.engines.autoregressive.model.block_pages import Page
 from stage_runtime.engines.autoregressive.model.models import Computed, PagedModel
 from stage_runtime.engines.autoregressive.sampling.model_output import GivenRows
 from stage_runtime.errors import ConfigurationError
@@ -50,6 +51,10 @@ class KeptRows:
         paged = {layer - 1 for layer, of in self._names.values() if layer and of in PROMPT}
         shape = (num_blocks, block_size, model.row_size or 0)
         self._pages = {layer: torch.zeros(shape, dtype=model.dtype, device=model.device) for layer in paged}
+
+    def regions(self) -> Sequence[Page]:
+        """Of prompts: they cross with the keys and values."""
+        return [Page(f"{layer}.rows", self._pages[layer]) for layer in sorted(self._pages)]
 
     @staticmethod
     def token_bytes(names: Mapping[str, Sequence[Any]], model: PagedModel) -> int:

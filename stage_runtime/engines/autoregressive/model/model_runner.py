@@ -19,6 +19,7 @@ from torch import Tensor
 
 from stage_runtime.api import NextRows, Step
 from stage_runtime.engines.autoregressive.model.attention import AttentionBackend, BatchMeta
+from stage_runtime.engines.autoregressive.model.block_pages import BlockPages
 from stage_runtime.engines.autoregressive.model.kept_rows import KeptRows, OwnRows
 from stage_runtime.engines.autoregressive.model.models import Computed, FlatBatch, PagedModel
 from stage_runtime.engines.autoregressive.model.states import StateSlots
@@ -79,6 +80,7 @@ class ModelRunner:
         self._states = StateSlots() if model.state_layers else None
         self._held: tuple[Sequence[Row], Computed | None] = ((), None)  #: A pass whose tokens are not chosen yet.
         backend.alloc(model.layers, num_blocks, block_size, model.dtype, str(model.device))
+        self.pages = BlockPages((*backend.regions(), *(() if kept is None else kept.regions())))
 
     def add(self, request_id: str, params: SamplingParams, prompt: Sequence[int]) -> None:
         """A request whose rows will come."""

@@ -133,6 +133,11 @@ class GenerationAnswers:
         """By which the engine knows a request. In any thread."""
         return self._names.get(work, ())
 
+    def origin(self, name: str) -> str | None:
+        """The client's request to which a request of the engine belongs."""
+        answer = self._of.get(name)
+        return None if answer is None else answer.work.request_id
+
     # --- what comes in --------------------------------------------------------------------------------------------
 
     def start(self, work: Work, payload: StagePayload, *, open: bool = False) -> list[Entered]:

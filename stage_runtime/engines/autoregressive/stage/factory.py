@@ -29,6 +29,8 @@ _OF_THE_STAGE: Final = frozenset(
         "own_process",
         "data_parallel_size",
         "cores",
+        "remote_prefill_tokens",
+        "kv_checksum",
         "frozen_after_s",
     }
 )
@@ -40,13 +42,11 @@ def make(spec: Autoregressive, context: StageContext | None, sources: Sequence[s
     Blocks until all is loaded. sources: upstream stages that stream into this one.
     """
     from stage_runtime.engines.autoregressive.loading import decoders, loader
+    from stage_runtime.engines.autoregressive.stage import pairing
 
     loader.check(spec)
-    if getattr(context, "kv_role", ""):  # its prefill group would hold GPUs and compute nothing
-        raise ConfigurationError(
-            "disaggregation: omni.Autoregressive transfers no KV in this version; an engine of your own may, "
-            "by context.kv"
-        )
+    if context is not None and context.kv_role:
+        pairing.check(spec, tp_size=context.tp_size)
     device = "cpu" if context is None else context.device
     progress = (lambda text: None) if context is None else context.progress
     if not 1 <= spec.data_parallel_size <= MOST_ENGINES:
@@ -61,7 +61,10 @@ def make(spec: Autoregressive, context: StageContext | None, sources: Sequence[s
         from stage_runtime.engines.autoregressive.stage.thread_engine import AutoregressiveEngine
 
         loaded = loader.load(spec, device=device, progress=progress)
-        return AutoregressiveEngine(spec, loaded.core, loaded.tokenizer, context, sources)
+        engine = AutoregressiveEngine(spec, loaded.core, loaded.tokenizer, context, sources)
+        if context is not None and context.kv_role:
+            pairing.connect(spec, loaded, context, post=engine.post, origin=engine.origin)
+        return engine
     tokenizer = decoders.tokenizer_of(spec)
     progress(f"starting {spec.data_parallel_size} engine processes with {spec.model}")
     client = making.make_client(

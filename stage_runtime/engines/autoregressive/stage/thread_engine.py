@@ -6,7 +6,7 @@ The stage is the core's client: it tokenizes what arrives between two steps, and
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from threading import Event
 from typing import Any
@@ -16,6 +16,7 @@ from stage_runtime.engines import events
 from stage_runtime.engines.autoregressive.core import operations
 from stage_runtime.engines.autoregressive.core.busy_loop import BusyLoop, RequestType
 from stage_runtime.engines.autoregressive.core.engine_core import EngineCore, EngineCoreOutput, EngineCoreRequest
+from stage_runtime.engines.autoregressive.core.kv_connector import KV_COUNTS
 from stage_runtime.engines.autoregressive.stage.answers import Entered, GenerationAnswers
 from stage_runtime.engines.autoregressive.stage.growing import FromStream, GrowingPrompts, Grown
 from stage_runtime.engines.base import Inbox, Outbox, Work
@@ -75,6 +76,15 @@ class AutoregressiveEngine:
         inbox.on_abort(self._forget)
         inbox.on_arrival(self._arrived.set)
         self._loop.run_busy_loop()
+
+    def post(self, function: Callable[[], None]) -> None:
+        """Have it called between two steps. In any thread."""
+        self._items.append((RequestType.UTILITY, lambda _core: function()))
+        self._arrived.set()
+
+    def origin(self, name: str) -> str | None:
+        """The request to which the engine's request ``name`` belongs, by the id that the process knows."""
+        return self._answers.origin(name)
 
     # --- what comes in: `busy_loop.InputQueue` --------------------------------------------------------------------
 
@@ -181,4 +191,16 @@ class AutoregressiveEngine:
             "prompt_tokens_total": stats.prompt_tokens,
             "prefix_hit_tokens_total": stats.hit_tokens,
             "generated_tokens_total": stats.generated_tokens,
+            **self._kv_gauges(),
+        }
+
+    def _kv_gauges(self) -> dict[str, float]:
+        """Of an engine whose stage has ``disaggregation``."""
+        kv = self._core.kv
+        if kv is None:
+            return {}
+        return {
+            "kv_loads_under_way": len(self._core.scheduler.loads),
+            "kv_received_tokens_total": self._core.scheduler.stats.received_tokens,
+            **{f"kv_{name}_total": kv.counts[name] for name in KV_COUNTS},
         }

@@ -1,0 +1,206 @@
+"""Decode's connector: asks the prefill instance of a request's binding for the blocks of its prompt."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from stage_runtime.engines.autoregressive.core.engine_core import EngineCore, EngineCoreRequest
+from stage_runtime.engines.autoregressive.core.kv_connector import Post
+from stage_runtime.engines.autoregressive.text.prompt_rows import ROW
+from stage_runtime.errors import ProtocolError
+from stage_runtime.kv_transfer import records
+from stage_runtime.kv_transfer.interface import Room
+from stage_runtime.kv_transfer.records import AddedAfter, PieceHeader, PromptAsk
+from stage_runtime.kv_transfer.rooms import KVManager, KVReceiver, new_key
+from stage_runtime.rules.autoregressive.requests import Request
+from stage_runtime.rules.autoregressive.steps import Row
+from stage_runtime.rules.handover import Load
+
+PATIENCE_S: Final = 30.0  # without a block; the prompt is computed sooner here then
+LOOK_S: Final = 5.0
+
+
+class DecodeConnector:
+    """`KVConnector` and `KVSink`."""
+
+    def __init__(
+        self,
+        core: EngineCore,
+        manager: KVManager,
+        *,
+        post: Post,
+        origin: Callable[[str], str | None],
+        least_tokens: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """origin: the id by which the transport knows an engine's request. least_tokens: fewer are computed here."""
+        self.least_tokens = least_tokens
+        self._manager = manager
+        self._post = post
+        self._origin = origin
+        self._generations = itertools.count(1)
+        self._rooms: dict[Room, tuple[str, KVReceiver]] = {}
+        self._room_of: dict[str, Room] = {}
+        self._progress: dict[Room, float] = {}  #: When each was asked for, or gave its last piece.
+        self._clock = clock
+        self._timer: threading.Timer | None = None  #: While rooms are open.
+        self._checks = ThreadPoolExecutor(1, thread_name_prefix="kv-check")
+        self._loads = core.connect(self, post)
+        manager.transport.attach(self)
+
+    # --- KVConnector: the engine's thread -------------------------------------------------------------------------
+
+    def get_num_new_matched_tokens(self, request: EngineCoreRequest, made: Request, computed: int, whole: int) -> int:
+        if whole - computed < self.least_tokens:
+            return 0
+        origin = self._origin(made.id)
+        return whole - computed if origin is not None and self._manager.transport.peer(origin) is not None else 0
+
+    def update_state_after_alloc(self, load: Load, request: EngineCoreRequest) -> None:
+        transport, origin = self._manager.transport, self._origin(load.request_id)
+        peer = None if origin is None else transport.peer(origin)
+        room = None if origin is None else transport.room(origin, next(self._generations))
+        if peer is None or room is None:
+            self._post(partial(self._loads.fail, load.request_id, "its prefill instance is gone"))
+            return
+        ask, tensors = self._ask(load, request)
+        receiver = KVReceiver(self._manager, peer, room, ask, tensors)
+        self._rooms[room] = load.request_id, receiver
+        self._room_of[load.request_id] = room
+        self._progress[room] = self._clock()
+        receiver.init(load.missing)
+        self._arm()
+
+    def _arm(self) -> None:
+        if self._timer is None and self._rooms:
+            self._timer = threading.Timer(LOOK_S, self._post, (self.look,))
+            self._timer.daemon = True
+            self._timer.start()
+
+    def look(self) -> None:
+        """Give up the rooms that give nothing: a side that waits for another one must not wait for ever."""
+        self._timer = None
+        now = self._clock()
+        for room, since in list(self._progress.items()):
+            if now - since > PATIENCE_S:
+                request_id, receiver = self._rooms[room]
+                problem = f"no block has come for {PATIENCE_S:g} s"
+                receiver.fail(problem)
+                self._loads.fail(request_id, problem)
+        self._arm()
+
+    def _ask(self, load: Load, request: EngineCoreRequest) -> tuple[PromptAsk, list[Tensor]]:
+        count = len(load.hashes) * self._manager.layout.block_size
+        tokens = list(request.prompt_token_ids[:count])
+        tensors = [torch.tensor(tokens, dtype=torch.int64)]
+        if rows := sum(token == ROW for token in tokens):
+            tensors.append(request.prompt_embeds[:rows].detach().cpu().contiguous())
+        if request.prompt_positions is not None:
+            tensors.append(request.prompt_positions[:, :count].detach().cpu().contiguous())
+        added = []
+        for one in request.added_rows:
+            places = tuple(place for place in one.places if place < count)
+            if places:
+                added.append(AddedAfter(one.layer, places))
+                tensors.append(one.rows[: len(places)].detach().cpu().contiguous())
+        ask = PromptAsk(
+            key=new_key(),
+            layout=self._manager.layout,
+            first=load.first,
+            end=len(load.hashes),
+            embeds=bool(rows),
+            positions=request.prompt_positions is not None,
+            position_delta=request.position_delta,
+            added=tuple(added),
+            priority=request.priority,
+            cache_salt=request.cache_salt,
+            checksum=self._manager.checksum,
+        )
+        return ask, tensors
+
+    def load_finished(self, load: Load) -> None:
+        receiver = self._forget(load.request_id)
+        if receiver is None:
+            return
+        if load.complete:
+            receiver.complete()
+        else:
+            receiver.fail("decode computes the prompt itself")
+
+    def save_kv(self, row: Row) -> None: ...
+
+    def request_finished(self, request: Request) -> None:
+        receiver = self._forget(request.id)
+        if receiver is not None:
+            receiver.fail("the request has ended")
+
+    def _forget(self, request_id: str) -> KVReceiver | None:
+        room = self._room_of.pop(request_id, None)
+        if room is None:
+            return None
+        del self._progress[room]
+        return self._rooms.pop(room)[1]
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._checks.shutdown(cancel_futures=True)
+
+    # --- KVSink: the transport's thread ---------------------------------------------------------------------------
+
+    def asked(self, room: Room, peer: str, record: bytes, tensors: Sequence[Tensor]) -> None:
+        raise ProtocolError("a decode stage was asked for a prompt")
+
+    def arrived(self, room: Room, header: bytes, tensors: Sequence[Tensor]) -> None:
+        self._checks.submit(self._check, room, header, tensors)
+
+    def closed(self, room: Room, reason: str | None) -> None:
+        ended = partial(self._closed, room, reason or "the other side has ended the room")
+        self._checks.submit(self._post, ended)  # behind the pieces before it
+
+    def _check(self, room: Room, header: bytes, tensors: Sequence[Tensor]) -> None:
+        """In the thread for checksums: steps go on meanwhile."""
+        try:
+            found = records.decode_header(header)
+            if found.checksum is not None and [found.checksum] != [records.checksum(found, one) for one in tensors]:
+                raise ProtocolError("a piece whose checksum is another one")
+        except Exception as error:
+            self._post(partial(self._refuse, room, str(error)))
+            return
+        self._post(partial(self._accept, room, found, tensors))
+
+    # --- the engine's thread again --------------------------------------------------------------------------------
+
+    def _accept(self, room: Room, header: PieceHeader, tensors: Sequence[Tensor]) -> None:
+        request_id, receiver = self._rooms.get(room, ("", None))
+        if receiver is None:
+            return
+        try:
+            flat = receiver.accept(header, tensors)
+        except ProtocolError as error:
+            self._refuse(room, str(error))
+            return
+        self._progress[room] = self._clock()
+        self._loads.fill(request_id, header.first, flat, header.count)
+
+    def _refuse(self, room: Room, problem: str) -> None:
+        """What came is not what was asked for: nothing of the room is believed any more."""
+        request_id, receiver = self._rooms.get(room, ("", None))
+        if receiver is not None:
+            receiver.fail(problem)
+            self._loads.fail(request_id, problem, refused=True)
+
+    def _closed(self, room: Room, reason: str) -> None:
+        request_id, receiver = self._rooms.get(room, ("", None))
+        if receiver is not None:
+            receiver.fail(reason, tell=False)
+            self._loads.fail(request_id, reason)

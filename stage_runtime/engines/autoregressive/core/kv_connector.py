@@ -1,0 +1,185 @@
+"""Keys and values of prompts from outside of the engine: the connector's interface, and the loads that follow from it.
+
+A connector says how many blocks of a prompt it can bring (another engine, a store), is given blocks, and brings their
+bytes. What it brings is known by the hashes of its tokens, so the scheduler finds it as a prefix; what it does not
+bring is computed here. Names are vLLM's where the thing is the same.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+from stage_runtime.errors import describe
+from stage_runtime.rules.autoregressive.requests import Hold, Request, RequestStatus
+from stage_runtime.rules.autoregressive.scheduling import Scheduler
+from stage_runtime.rules.autoregressive.steps import Row
+from stage_runtime.rules.handover import Load, LoadStatus
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from stage_runtime.engines.autoregressive.core.engine_core import EngineCoreRequest, Executor
+
+log = logging.getLogger(__name__)
+
+#: What is counted: blocks sent and received, loads begun, those that failed, those whose bytes were refused, and
+#: prompts that were computed here for want of a peer or of length.
+KV_COUNTS: Final = ("sent_blocks", "received_blocks", "loads", "failed", "refused", "local")
+
+Post = Callable[[Callable[[], None]], None]  #: Has a function called on the engine's thread soon; from any thread.
+
+
+class KVConnector(Protocol):
+    """All calls on the engine's thread; none may block or raise."""
+
+    def get_num_new_matched_tokens(self, request: EngineCoreRequest, made: Request, computed: int, whole: int) -> int:
+        """How many tokens after the first ``computed`` ones it can bring, at most ``whole`` less those.
+
+        Both are at the ends of blocks, and so is the result; 0: the prompt is computed here.
+        """
+
+    def update_state_after_alloc(self, load: Load, request: EngineCoreRequest) -> None:
+        """Blocks for `Load.missing` are there: begin to bring them, by `KVLoads.fill` and `KVLoads.fail`."""
+
+    def load_finished(self, load: Load) -> None:
+        """Nothing more is wanted for it; `Load.complete`: all has come and was written."""
+
+    def save_kv(self, row: Row) -> None:
+        """A step has computed a row. `row.request.blocks` hold it until this returns: copy by `Executor.call`."""
+
+    def request_finished(self, request: Request) -> None:
+        """It has ended: nothing is brought or saved for it any more. Its blocks are free after this returns."""
+
+    def close(self) -> None: ...
+
+
+class KVLoads:
+    """Requests that wait for a connector. On the engine's thread."""
+
+    def __init__(self, scheduler: Scheduler, executor: Executor, connector: KVConnector, post: Post) -> None:
+        self.connector = connector
+        self.counts: Counter[str] = Counter()  #: By `KV_COUNTS`.
+        self._scheduler = scheduler
+        self._executor = executor
+        self._post = post
+        self._requests: dict[str, tuple[EngineCoreRequest, Request]] = {}  #: That wait, by id.
+        self._following: dict[str, list[str]] = {}  #: Those that wait for blocks of another load, by its id.
+        scheduler.on_end = self._ended
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def hold(self, request: EngineCoreRequest, made: Request) -> Hold | None:
+        """Whether a request waits for its prompt to come from afar; then `held` must follow. None: not."""
+        limits, params = self._scheduler.limits, request.params
+        if made.open or made.feeds_itself or not limits.prefix_caching or params.prompt_logprobs is not None:
+            return None
+        size = limits.block_size
+        hashes = self._wanted(made)
+        found = len(self._scheduler.pool.find(hashes))
+        if found == len(hashes):
+            return None
+        other = self._scheduler.loads.loader(hashes[found])
+        if other is None:
+            brought = self.connector.get_num_new_matched_tokens(request, made, found * size, len(hashes) * size)
+            if brought < size:
+                self.counts["local"] += 1
+                return None
+            self._scheduler.loads.add(Load(made.id, hashes[: found + brought // size], -(-len(made.tokens) // size)))
+        else:
+            self._following.setdefault(other, []).append(made.id)
+        self._requests[made.id] = request, made
+        return Hold.REMOTE_KV
+
+    def _wanted(self, made: Request) -> list[bytes]:
+        """Hashes of the blocks that may come. The last token is computed here: the next one is sampled from it."""
+        size = self._scheduler.limits.block_size
+        return made.hash(size)[: (len(made.tokens) - 1) // size]
+
+    def start(self) -> None:
+        """Begin the loads for which there is room now."""
+        if not self._requests:
+            return
+        for load in self._scheduler.loads.start(self._scheduler.running):
+            request, _made = self._requests[load.request_id]
+            if load.complete:
+                self._finish(load)
+                continue
+            self.counts["loads"] += 1
+            self.connector.update_state_after_alloc(load, request)
+
+    def fill(self, request_id: str, first: int, flat: Tensor, count: int) -> None:
+        """Bytes of the blocks ``first .. first + count`` of a load have come, and are what they claim to be."""
+        load = self._scheduler.loads.get(request_id)
+        if load is None or load.status is not LoadStatus.LOADING:
+            return
+        blocks = load.blocks[first : first + count]
+        future = self._executor.call(lambda runner: runner.pages.load(blocks, flat))
+        if future.done():
+            self._filled(load, first, count, future)
+        else:
+            future.add_done_callback(lambda done: self._post(partial(self._filled, load, first, count, done)))
+
+    def _filled(self, load: Load, first: int, count: int, done: Future[Any]) -> None:
+        if self._scheduler.loads.get(load.request_id) is not load or load.status is not LoadStatus.LOADING:
+            return
+        try:
+            done.result()
+            self._scheduler.loads.fill(load, first, count)
+        except Exception as error:
+            self.fail(load.request_id, describe(error))
+            return
+        if load.complete:
+            self._finish(load)
+
+    def fail(self, request_id: str, reason: str, *, refused: bool = False) -> None:
+        """Nothing more comes for a load: what has not come is computed here. refused: what came was something else."""
+        load = self._scheduler.loads.get(request_id)
+        if load is None or load.status is LoadStatus.LOADED:
+            return
+        log.warning("request %s: its prompt is computed here: %s", request_id, reason)
+        self.counts["refused" if refused else "failed"] += 1
+        self._finish(load, believed=not refused)
+
+    def _finish(self, load: Load, *, believed: bool = True) -> None:
+        self._scheduler.loads.finish(load, believed=believed)
+        self.counts["received_blocks"] += len(load.filled)
+        self.connector.load_finished(load)
+        self._release(load.request_id)
+        self._decide_again(load.request_id)
+        self.start()
+
+    def _release(self, request_id: str) -> None:
+        _request, made = self._requests.pop(request_id)
+        if made.state is RequestStatus.HELD:
+            self._scheduler.release(request_id)
+
+    def _decide_again(self, request_id: str) -> None:
+        """For those that waited for its blocks."""
+        for follower in self._following.pop(request_id, ()):
+            if follower in self._requests:
+                request, made = self._requests[follower]
+                if self.hold(request, made) is None:
+                    self._release(follower)
+
+    def save(self, rows: Sequence[Row], failed: Callable[[str], bool]) -> None:
+        """A step has computed these rows. Before requests end by it."""
+        for row in rows:
+            if row.request.state is RequestStatus.RUNNING and not failed(row.request.id):
+                self.connector.save_kv(row)
+
+    def _ended(self, request: Request) -> None:
+        self.connector.request_finished(request)
+        self.forget(request.id)
+        self._post(self.start)
+
+    def forget(self, request_id: str) -> None:
+        """A request is not there any more. What is being written into its blocks is written before a later step."""
+        self._requests.pop(request_id, None)
+        if self._scheduler.loads.end(request_id) is not None:
+            self._post(partial(self._decide_again, request_id))

@@ -1,0 +1,80 @@
+"""A stage with `disaggregation`: what its engine must be, and the connector of its role."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final
+
+from stage_runtime.api import Autoregressive, StageContext
+from stage_runtime.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from stage_runtime.engines.autoregressive.core.kv_connector import Post
+    from stage_runtime.engines.autoregressive.loading.loader import Loaded
+
+log = logging.getLogger(__name__)
+
+HOP_S: Final = 0.010  # an ask and its first piece, beside the computing: a shorter prompt is computed sooner here
+WHERE: Final = "disaggregation: omni.Autoregressive"
+
+
+def check(spec: Autoregressive, *, tp_size: int = 1) -> None:
+    """Raises: ConfigurationError: this engine could not give or take blocks, so its prefill group would be idle."""
+    refused = (
+        (spec.engine != "own", f"(engine={spec.engine!r}): engine='own' alone transfers KV"),
+        (spec.own_process, "(own_process=True): an engine process has no relays"),
+        (
+            spec.data_parallel_size > 1,
+            f"(data_parallel_size={spec.data_parallel_size}): scale the stage's group instead",
+        ),
+        (tp_size > 1, f": tpSize {tp_size}: ranks do not transfer KV"),
+        (not spec.prefix_caching, "(prefix_caching=False): blocks that come are found as a prefix"),
+    )
+    for wrong, what in refused:
+        if wrong:
+            raise ConfigurationError(WHERE + what)
+    least = spec.remote_prefill_tokens
+    if least != "auto" and not (type(least) is int and least >= 1):
+        raise ConfigurationError(f"omni.Autoregressive(remote_prefill_tokens={least!r}): 'auto', or at least 1")
+
+
+def connect(
+    spec: Autoregressive,
+    loaded: Loaded,
+    context: StageContext,
+    *,
+    post: Post,
+    origin: Callable[[str], str | None],
+) -> None:
+    """Before the engine runs. Raises: ConfigurationError: the model keeps what does not cross."""
+    from stage_runtime.engines.autoregressive.connectors import layouts
+    from stage_runtime.engines.autoregressive.connectors.decode import DecodeConnector
+    from stage_runtime.engines.autoregressive.connectors.prefill import PrefillConnector
+    from stage_runtime.kv_transfer.rooms import KVManager
+
+    model = loaded.runner.model
+    if model.state_layers or model.after_step is not None:
+        what = "keeps state beside attention" if model.state_layers else "makes its own next rows"
+        raise ConfigurationError(f"{WHERE}: {type(model.model).__name__} {what}, which does not cross")
+    layout = layouts.layout_of(
+        loaded.runner, model=spec.model, revision=spec.revision or "", block_size=spec.block_size
+    )
+    manager = KVManager(layouts.args_of(loaded.runner), context.kv, layout, checksum=spec.kv_checksum)
+    if context.kv_role == "prefill":
+        PrefillConnector(loaded.core, manager, post=post)
+        return
+    least = spec.remote_prefill_tokens
+    if least == "auto":
+        least = measured(loaded, spec.max_chunk)
+    context.progress(f"prompts that lack {least} tokens or more are prefilled by {context.name}'s prefill instances")
+    DecodeConnector(loaded.core, manager, post=post, origin=origin, least_tokens=least)
+
+
+def measured(loaded: Loaded, chunk: int, *, clock: Callable[[], float] = time.perf_counter) -> int:
+    """How many tokens this engine computes while an ask is on its way. The model is warm."""
+    tokens = max(min(chunk, loaded.core.scheduler.longest - 1), 1)
+    begun = clock()
+    loaded.runner.execute_dummy_batch(tokens)
+    return max(int(HOP_S / max(clock() - begun, 1e-9) * tokens), 1)

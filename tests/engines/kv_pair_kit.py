@@ -1,0 +1,209 @@
+"""A prefill and a decode engine in one process, and a transport between them that loses, doubles and forges."""
+
+from __future__ import annotations
+
+import itertools
+import queue
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from stage_runtime.engines.autoregressive.connectors import layouts
+from stage_runtime.engines.autoregressive.connectors.decode import DecodeConnector
+from stage_runtime.engines.autoregressive.connectors.prefill import PrefillConnector
+from stage_runtime.engines.autoregressive.core.engine_core import EngineCore
+from stage_runtime.engines.autoregressive.sampling.parameters import SamplingParams
+from stage_runtime.kv_transfer import records
+from stage_runtime.kv_transfer.interface import KVSink, Piece, Room
+from stage_runtime.kv_transfer.records import PieceHeader
+from stage_runtime.kv_transfer.rooms import KVManager
+from tests.engines.generation_kit import GREEDY, Answers, core
+
+Ship = Callable[[Room, bytes, Sequence[Any]], None]
+
+
+class Side:
+    """One end of the transport: `kv_transfer.interface.KVTransport`."""
+
+    def __init__(self, pair: Pair, name: str) -> None:
+        self.pair = pair
+        self.name = name
+        self.sink: KVSink | None = None
+        self.closes: list[tuple[Room, str | None]] = []
+
+    def peer(self, request_id: str) -> str | None:
+        return "prefill" if self.pair.bound else None
+
+    def room(self, request_id: str, generation: int) -> Room | None:
+        return Room("cc", request_id, 1, generation)
+
+    def ask(self, room: Room, peer: str, record: bytes, tensors: Sequence[Any]) -> None:
+        self.pair.asks.append((room, record, tensors))
+        self.pair.opened.add(room)
+        if self.pair.asking(room):
+            assert self.pair.prefill.sink is not None
+            self.pair.prefill.sink.asked(room, "decode", record, tensors)
+
+    def ship(self, room: Room, piece: Piece) -> None:
+        if room in self.pair.opened:
+            self.pair.pieces.append((room, piece.header, [one.clone() for one in piece.tensors]))
+            self.pair.shipping(room, piece.header, piece.tensors)
+        if self.pair.takes:
+            piece.sent()
+        else:
+            self.pair.untaken.append(piece)
+
+    def close(self, room: Room, reason: str | None) -> None:
+        self.closes.append((room, reason))
+        if (reason is None and self.name == "prefill") or room not in self.pair.opened:
+            return
+        self.pair.opened.discard(room)
+        other = self.pair.decode if self.name == "prefill" else self.pair.prefill
+        assert other.sink is not None
+        other.sink.closed(room, reason)
+
+    def attach(self, sink: KVSink) -> None:
+        self.sink = sink
+
+
+class Engine(Answers):
+    """A core that is stepped by its test, and what others have posted to it."""
+
+    def __init__(self, made: EngineCore) -> None:
+        super().__init__(made)
+        self.posted: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+
+    def ask(self, name: str, prompt: Sequence[int], params: SamplingParams = GREEDY, **others: Any) -> None:
+        super().ask(name, prompt, params, **others)
+
+    def turn(self) -> bool:
+        """Call what was posted, then step. Whether there was something to do."""
+        did = False
+        while True:
+            try:
+                self.posted.get_nowait()()
+            except queue.Empty:
+                break
+            did = True
+        if self.engine.has_work():
+            outputs, _executed = self.engine.step_fn()
+            for one in outputs:
+                if one.request_id in self.tokens:
+                    self.tokens[one.request_id] += one.new_token_ids
+                    if one.finish is not None:
+                        self.finish[one.request_id] = (one.finish, one.reason)
+            return True
+        return did
+
+
+class Pair:
+    """decode asks prefill for prompts that lack ``least`` tokens or more."""
+
+    def __init__(
+        self,
+        kind: str = "llama",
+        *,
+        least: int = 4,
+        decoding: dict[str, Any] | None = None,
+        prefilling: dict[str, Any] | None = None,
+        max_inflight: int = 1 << 20,
+        layout: dict[str, Any] | None = None,
+        **limits: Any,
+    ) -> None:
+        """layout: what differs in that of prefill."""
+        self.bound, self.takes, self.now = True, True, 0.0
+        self.untaken: list[Piece] = []
+        self.asks: list[tuple[Room, bytes, Sequence[Any]]] = []
+        self.pieces: list[tuple[Room, bytes, Sequence[Any]]] = []
+        self.opened: set[Room] = set()
+        self.asking: Callable[[Room], bool] = lambda room: True
+        self.shipping: Ship = self.deliver
+        self.decode, self.prefill = Side(self, "decode"), Side(self, "prefill")
+        self.d = Engine(core(kind, **{**limits, **(decoding or {})}))
+        self.p = Engine(core(kind, **{**limits, **(prefilling or {})}))
+        self.decoder = DecodeConnector(
+            self.d.engine,
+            self._manager(self.d.engine, self.decode, max_inflight),
+            post=self.d.posted.put,
+            origin=lambda name: name.split("\0")[0],
+            least_tokens=least,
+            clock=lambda: self.now,
+        )
+        manager = self._manager(self.p.engine, self.prefill, max_inflight)
+        if layout:
+            manager.layout = msgspec.structs.replace(manager.layout, **layout)
+        self.prefiller = PrefillConnector(self.p.engine, manager, post=self.p.posted.put)
+
+    def _manager(self, engine: EngineCore, side: Side, max_inflight: int) -> KVManager:
+        runner: Any = engine.executor.call(lambda one: one).result()
+        size = engine.scheduler.limits.block_size
+        layout = layouts.layout_of(runner, model="tiny", revision="", block_size=size)
+        args = msgspec.structs.replace(layouts.args_of(runner), max_inflight=max_inflight)
+        return KVManager(args, side, layout)
+
+    def deliver(self, room: Room, header: bytes, tensors: Sequence[Any]) -> None:
+        assert self.decode.sink is not None
+        self.decode.sink.arrived(room, header, [one.clone() for one in tensors])
+
+    def forge(self, **fields: Any) -> Ship:
+        """Deliver each piece with another header."""
+
+        def ship(room: Room, header: bytes, tensors: Sequence[Any]) -> None:
+            found = msgspec.msgpack.decode(header, type=PieceHeader)
+            self.deliver(room, records.encode(msgspec.structs.replace(found, **fields)), tensors)
+
+        return ship
+
+    def take_all(self) -> None:
+        """The reader has caught up."""
+        self.takes = True
+        untaken, self.untaken = self.untaken, []
+        for piece in untaken:
+            piece.sent()
+
+    def turn(self) -> None:
+        """Threads are idle, then each side's posts and one step."""
+        for pool in (self.decoder._checks, self.prefiller._work):
+            pool.submit(lambda: None).result()
+        self.p.turn()
+        self.d.turn()
+
+    def run(self, *, turns: int = 2000) -> None:
+        """Until each request of decode has ended."""
+        for _ in range(turns):
+            if len(self.d.finish) == len(self.d.tokens):
+                break
+            self.turn()
+        assert len(self.d.finish) == len(self.d.tokens), self.waiting()
+        self.settle()
+
+    def settle(self) -> None:
+        for _ in range(6):
+            self.turn()
+
+    def waiting(self) -> str:
+        return f"{[(one.id, one.state) for one in self.d.engine.scheduler]}, {[*self.d.engine.scheduler.loads]}"
+
+    def close(self) -> None:
+        self.d.engine.shutdown()
+        self.p.engine.shutdown()
+
+    @property
+    def leaked(self) -> list[int]:
+        """Blocks in use on each side."""
+        return [one.engine.scheduler.pool.capacity - one.engine.scheduler.pool.free for one in (self.d, self.p)]
+
+    @property
+    def counts(self) -> dict[str, int]:
+        kv = self.d.engine.kv
+        assert kv is not None
+        return dict(kv.counts)
+
+
+def prompts(count: int, length: int = 30, first: int = 3) -> list[list[int]]:
+    numbers = itertools.count(first)
+    return [
+        [(7 * at * at + 11 * at + 13 * number) % 250 for at in range(length)]
+        for number in itertools.islice(numbers, count)
+    ]

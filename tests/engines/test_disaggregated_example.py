@@ -1,0 +1,51 @@
+"""examples/disaggregated as it stands, with a tiny model: the answers of one engine, and prompts from another one."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from stage_runtime.processes.one_machine.local import LocalOptions, LocalPipeline
+from tests.engines.generation_kit import alone, tiny_model, tiny_tokenizer
+
+EXAMPLE = Path(__file__).parents[2] / "examples/disaggregated/pipeline.yaml"
+
+
+def expected(question: str, count: int) -> str:
+    messages = [{"role": "user", "content": question}]
+    prompt = tiny_tokenizer().apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
+    return str(tiny_tokenizer().decode(alone("llama", prompt, count), skip_special_tokens=True))
+
+
+@pytest.mark.timeout(300)
+async def test_prompts_of_the_disaggregated_example_are_computed_by_the_other_group() -> None:
+    questions = [f"{number}: a question of a user that is longer than two blocks of the cache" for number in range(6)]
+    with tempfile.TemporaryDirectory(prefix="d-") as folder:
+        tiny_model("llama").save_pretrained(f"{folder}/model")
+        tiny_tokenizer().save_pretrained(f"{folder}/model")
+        overrides = [f"endpoints.basePath={folder}", f"stages.chat.factoryArgs.model={folder}/model"]
+        overrides += ["stages.chat.factoryArgs.remote_prefill_tokens=1"]
+        async with LocalPipeline(EXAMPLE, overrides=overrides, options=LocalOptions(port=0)) as running:
+            async with openai.AsyncOpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0) as client:
+
+                async def ask(question: str) -> Any:
+                    messages: Any = [{"role": "user", "content": question}]
+                    made = await client.chat.completions.create(model="disaggregated", messages=messages, max_tokens=8)
+                    return made.choices[0].message.content, made.usage
+
+                answers = await asyncio.gather(*map(ask, questions))
+            assert [text for text, _usage in answers] == [expected(question, 8) for question in questions]
+            # what another engine has computed was not cached
+            assert {usage.prompt_tokens_details.cached_tokens for _text, usage in answers} == {0}
+            async with httpx.AsyncClient(base_url=running.url) as http:
+                metrics = ""
+                async with asyncio.timeout(60):  # an engine's numbers come with its process's next beat
+                    while "omnipipeline_engine_kv_received_blocks_total{" not in metrics:
+                        metrics = (await http.get("/metrics")).text
+            assert 'stage="chat-prefill"' in metrics
