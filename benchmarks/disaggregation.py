@@ -1,0 +1,222 @@
+"""Prefill and decode apart beside one engine: `python -m benchmarks.disaggregation [--seconds N] [--json]`.
+
+A model with random weights, one thread an engine. Streams of short prompts decode all the time, and long prompts arrive
+by chance among them. Compared for the same arrivals, as clients see them over HTTP: gaps between tokens of the streams
+(p50, p99), time to the first token of the long prompts (p50, p99), tokens a second.
+
+one       one engine, prompts in chunks of 512 tokens.
+chunked   one engine, in chunks of 64: what costs no further process.
+two       two engines, each with half of the requests: as many processes as apart.
+apart     one engine decodes, one computes prompts (`disaggregation`).
+
+Before it, in the same run: what bytes of blocks take from cache to cache, beside a copy of as many bytes (memcpy).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import json
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import httpx
+import torch
+import transformers as untyped
+from tokenizers import Tokenizer, models
+
+from stage_runtime.engines.autoregressive.model.block_pages import BlockPages, Page
+from stage_runtime.processes.one_machine.local import LocalOptions, LocalPipeline
+
+transformers: Any = untyped
+
+VOCABULARY: Final = 4096
+STREAMS: Final = 4
+STREAM_TOKENS: Final = 64
+LONG: Final = 1000  # tokens
+ARRIVALS_PER_S: Final = 0.8
+STAGE: Final = """
+import stage_runtime as omni
+
+def model(model, max_chunk=512):
+    return omni.Autoregressive(
+        model=model,
+        prompt=lambda payload: omni.Prompt(tokens=payload.data["tokens"], params={"max_tokens": payload.data["count"]}),
+        deliver=lambda payload, made: [omni.Chunk(len(made.tokens), to="coordinator")] * bool(made.tokens)
+        + [omni.Result(made.finish)] * (made.finish is not None),
+        params={"max_tokens": 256, "temperature": 0, "ignore_eos": True},
+        threads=1, max_chunk=max_chunk, linears="plain", max_model_len=2048,
+    )
+"""
+PIPELINE: Final = """
+apiVersion: omnipipeline.dev/v1alpha1
+kind: OmniPipeline
+metadata: {{name: bench}}
+spec:
+  processGroups: [{{name: decoder, replicas: {replicas}}}]
+  stages:
+  - name: words
+    process: decoder
+    factory: "words:model"
+    factoryArgs: {{model: "{model}", max_chunk: {chunk}}}
+    terminal: true
+    {apart}
+"""
+
+
+class Arrangement(NamedTuple):
+    chunk: int = 512
+    replicas: int = 1
+    apart: str = ""
+
+
+ARRANGEMENTS: Final = {
+    "one": Arrangement(),
+    "chunked": Arrangement(chunk=64),
+    "two": Arrangement(replicas=2),
+    "apart": Arrangement(apart="disaggregation: {prefill: {process: prefiller}}"),
+}
+
+
+class Figures(NamedTuple):
+    gap_p50_ms: float
+    gap_p99_ms: float
+    first_p50_ms: float
+    first_p99_ms: float
+    tokens_per_s: float
+    long_prompts: int
+
+    def shown(self) -> str:
+        gaps = f"gaps p50 {self.gap_p50_ms:6.1f} p99 {self.gap_p99_ms:7.1f} ms"
+        firsts = f"p50 {self.first_p50_ms:7.0f} p99 {self.first_p99_ms:7.0f} ms"
+        return f"{gaps}, first token of {self.long_prompts} long prompts {firsts}, {self.tokens_per_s:5.1f} tokens/s"
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    ordered = sorted(values)
+    return ordered[min(int(share * len(ordered)), len(ordered) - 1)] if ordered else float("nan")
+
+
+def save_model(folder: Path) -> None:
+    torch.manual_seed(1)
+    config = transformers.LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=12,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        max_position_embeddings=2048,
+        eos_token_id=None,
+        bos_token_id=None,
+    )
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    words = Tokenizer(models.WordLevel({str(token): token for token in range(VOCABULARY)}, unk_token="0"))
+    transformers.PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder)
+
+
+async def answer(client: httpx.AsyncClient, tokens: list[int], count: int) -> list[float]:
+    """When each token came, after the request."""
+    body = {"inputs": {"tokens": tokens, "count": count}, "stream": True}
+    begun, times = time.monotonic(), []
+    async with client.stream("POST", "/v1/pipeline", json=body) as response:
+        response.raise_for_status()
+        async for line in response.aiter_lines():
+            if line == "event: chunk":
+                times.append(time.monotonic() - begun)
+    return times
+
+
+async def measured(url: str, seconds: float) -> Figures:
+    draw = random.Random(7)
+    gaps: list[float] = []
+    firsts: list[float] = []
+    tokens = 0
+    begun = time.monotonic()
+    end = begun + seconds
+    async with httpx.AsyncClient(base_url=url, timeout=300) as client:
+
+        async def stream() -> None:
+            nonlocal tokens
+            while time.monotonic() < end:
+                times = await answer(client, [draw.randrange(VOCABULARY) for _ in range(12)], STREAM_TOKENS)
+                gaps.extend(later - one for one, later in itertools.pairwise(times))
+                tokens += len(times)
+
+        async def arrive() -> None:
+            waiting = []
+            while time.monotonic() < end:
+                await asyncio.sleep(draw.expovariate(ARRIVALS_PER_S))
+                prompt = [draw.randrange(VOCABULARY) for _ in range(LONG)]
+                waiting.append(asyncio.create_task(answer(client, prompt, 1)))
+            firsts.extend(times[0] for times in await asyncio.gather(*waiting))
+
+        await asyncio.gather(arrive(), *(stream() for _ in range(STREAMS)))
+    return Figures(
+        gap_p50_ms=quantile(gaps, 0.5) * 1e3,
+        gap_p99_ms=quantile(gaps, 0.99) * 1e3,
+        first_p50_ms=quantile(firsts, 0.5) * 1e3,
+        first_p99_ms=quantile(firsts, 0.99) * 1e3,
+        tokens_per_s=tokens / (time.monotonic() - begun),
+        long_prompts=len(firsts),
+    )
+
+
+async def run(name: str, model: Path, seconds: float) -> Figures:
+    chosen = ARRANGEMENTS[name]
+    with tempfile.TemporaryDirectory(prefix="b-") as folder:
+        Path(folder, "words.py").write_text(STAGE)
+        text = PIPELINE.format(replicas=chosen.replicas, model=model, chunk=chosen.chunk, apart=chosen.apart)
+        Path(folder, "pipeline.yaml").write_text(text)
+        overrides = [f"endpoints.basePath={folder}"]
+        options = LocalOptions(port=0, cpu=True)
+        async with LocalPipeline(Path(folder, "pipeline.yaml"), overrides=overrides, options=options) as pipeline:
+            await measured(pipeline.url, 2.0)  # warm
+            return await measured(pipeline.url, seconds)
+
+
+def copying(blocks: int = 64) -> tuple[float, float]:
+    """GB/s of blocks out of a cache and into another one, and of memcpy of as many bytes twice."""
+    pages = [Page(str(at), torch.zeros(512, 16, 3, 64)) for at in range(24)]
+    here, there = BlockPages(pages), BlockPages([one._replace(values=one.values.clone()) for one in pages])
+    chosen = list(range(1, 1 + blocks))
+    source = torch.zeros(blocks * here.block_nbytes, dtype=torch.uint8)
+    crossing, memcpy = [], []
+    for _ in range(20):
+        begun = time.perf_counter()
+        there.load(chosen, here.export(chosen))
+        crossing.append(time.perf_counter() - begun)
+        begun = time.perf_counter()
+        source.clone().clone()
+        memcpy.append(time.perf_counter() - begun)
+    nbytes = 2 * source.numel() / 1e9
+    return nbytes / statistics.median(crossing), nbytes / statistics.median(memcpy)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=30.0)
+    parser.add_argument("--only", nargs="*", default=list(ARRANGEMENTS), choices=list(ARRANGEMENTS))
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    crossing, memcpy = copying()
+    found: dict[str, Any] = {"copy": {"blocks_gb_per_s": crossing, "memcpy_gb_per_s": memcpy}}
+    print(f"blocks out and in {crossing:.1f} GB/s, memcpy {memcpy:.1f} GB/s: {crossing / memcpy:.2f}x", flush=True)
+    with tempfile.TemporaryDirectory(prefix="m-") as folder:
+        save_model(Path(folder))
+        for name in arguments.only:
+            figures = asyncio.run(run(name, Path(folder), arguments.seconds))
+            found[name] = figures._asdict()
+            print(f"{name:8} {figures.shown()}", flush=True)
+    if arguments.json:
+        print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
