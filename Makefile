@@ -58,7 +58,7 @@ voice-test: $(VENV)/.dev $(VENV)/.demo ## the voice example, asked a new questio
 images: ## the images that cluster-test uses, built by the kit: layers stay, so that cluster-test finds them built
 	$(PYTHON) tests/cluster_images.py
 
-cluster-test: $(VENV)/.dev ## what needs Kubernetes: KUBECONFIG, else the kit beside the checkout, CLUSTER_PARTS=1 more at the same time
+cluster-test: $(VENV)/.dev ## what needs Kubernetes: KUBECONFIG, else the kit beside the checkout (CLUSTER_PARTS=1: in two clusters at once)
 	$(BIN)/python -m tests.cluster_parts
 
 gpu-wheels: ## with a network: what a bare machine with a GPU may lack for gpu-test, into .gpu-wheels
