@@ -51,7 +51,8 @@ def set_min_available(kube: Kube) -> Callable[[], object]:
 
 def make_immutable(kube: Kube) -> Callable[[], object]:
     patched(kube, "configmap", "duo-revisions", {"immutable": True, "data": {"revisions.json": "nonsense"}})
-    return lambda: kube.get("configmap", "duo-revisions")["data"]["revisions.json"].startswith("[")
+    gone = {"data": {"revisions.json": ""}}  # it is replaced: deleted, then made again
+    return lambda: (kube.get("configmap", "duo-revisions") or gone)["data"]["revisions.json"].startswith("[")
 
 
 def widen_policy(kube: Kube) -> Callable[[], object]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import time
 import urllib.request
 from datetime import UTC, datetime
 from functools import partial
@@ -13,6 +14,7 @@ import pytest
 
 from tests.cluster_kit import REPOSITORY
 from tests.operator.running import Audit, Kube, OperatorProcess, eventually, pipeline
+from tests.operator.test_cluster_children import SETTLE_S
 from tests.operator.test_cluster_diagnostics import wait_reason
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
@@ -177,6 +179,7 @@ def test_one_crash_is_one_reason_few_writes_and_one_event_however_often_it_happe
         "startedAt": "2026-01-01T00:00:00Z",
         "finishedAt": "2026-01-01T00:00:20Z",
     }
+    time.sleep(SETTLE_S)  # the writes of its start have come
     audit.mark()
     observed = set()
     for number in range(4):
