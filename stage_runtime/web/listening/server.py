@@ -77,7 +77,7 @@ class Server:
             http=self._protocol,
             ws="none",  # `connections` makes the protocol of a WebSocket
             ws_max_size=socket_connections.MESSAGE_NBYTES,
-            ws_per_message_deflate=False,  # 300 KiB a connection, for base64 of sound
+            ws_per_message_deflate=False,  # base64 of sound does not get smaller
             ws_ping_interval=None,
             lifespan="off",
             log_config=None,
