@@ -253,8 +253,8 @@ def raised(factory: Callable[..., Any], payloads: int = 1) -> str:
         (
             returns_nothing,
             1,
-            "returned NoneType; expected a function, omni.Simple, Batched, Streaming, Autoregressive, or an object with"
-            " run(inbox, outbox, stop). Is its return missing?",
+            "returned NoneType; expected a function, omni.Simple, Batched, Streaming, Autoregressive, Encoder,"
+            " or an object with run(inbox, outbox, stop). Is its return missing?",
         ),
         (gives({"boxes": (1, 2)}), 1, "result['boxes']: tuple: use a list"),
         (gives({"score": np.float32(0.5)}), 1, "result['score']: numpy scalar float32: use .item()"),

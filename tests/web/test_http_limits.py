@@ -198,10 +198,10 @@ async def test_only_what_the_pipeline_serves_is_served() -> None:
 
 async def test_unknown_routes_and_methods_are_refused_in_the_same_shape() -> None:
     async with start(OK) as running, httpx.AsyncClient(base_url=running.url, timeout=PATIENCE_S) as client:
-        missing = await client.post("/v1/completions", json={})
+        missing = await client.post("/v1/moderations", json={})
         method = await client.get("/v1/chat/completions")
     assert (missing.status_code, missing.json()["error"]["code"]) == (404, "unsupported_endpoint")
-    assert missing.json()["error"]["message"] == "there is no POST /v1/completions here"
+    assert missing.json()["error"]["message"] == "there is no POST /v1/moderations here"
     assert (method.status_code, method.headers["allow"]) == (405, "POST")
     assert method.json()["error"]["code"] == "unsupported_endpoint"
 
