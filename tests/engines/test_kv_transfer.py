@@ -297,6 +297,12 @@ def test_a_room_that_prefill_closes_is_computed_here_from_what_has_come(pair: Pa
     assert pair.leaked == [0, 0]
 
 
+def test_a_priority_that_no_message_can_carry_costs_its_own_prompt_the_other_engine(pair: Pair) -> None:
+    pair.d.ask("r", PROMPT, priority=10**30)
+    _answered(pair)
+    assert (pair.counts["failed"], pair.asks) == (1, [])
+
+
 def test_an_ask_that_nobody_answers_waits_and_its_abort_frees_all(pair: Pair) -> None:
     pair.asking = lambda room: False
     pair.d.ask("r", PROMPT)

@@ -296,6 +296,8 @@ def test_what_can_be_called_for_each_request_is_accepted(made: Any, kind: type) 
         ({"own_process": True}, r"\(own_process=True\): an engine process has no relays"),
         ({"data_parallel_size": 2}, r"\(data_parallel_size=2\): scale the stage's group instead"),
         ({"prefix_caching": False}, r"\(prefix_caching=False\): blocks that come"),
+        ({"kv_checksum": "yes"}, r"\(kv_checksum='yes'\): True or False"),
+        ({"remote_prefill_tokens": True}, r"\(remote_prefill_tokens=True\): 'auto', or at least 1"),
         ({"remote_prefill_tokens": 0}, r"\(remote_prefill_tokens=0\): 'auto', or at least 1"),
     ],
 )

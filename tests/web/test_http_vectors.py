@@ -73,6 +73,11 @@ async def test_what_is_not_an_input_is_refused_before_the_stages(given: Any) -> 
     [
         (giving(ROWS[:1]), "expected 2 vectors, one for each input, got 1"),
         (giving(np.array([[math.nan], [1.0]], np.float32)), "expected finite numbers"),
+        (giving(np.array([[1e300], [1.0]])), "expected finite numbers"),
+        (giving(np.array([[True], [False]])), r"got bool \[2, 1\]"),
+        (giving(RawTensor("float8_e4m3fn", (2, 1), b"ab")), "got something else"),
+        (giving(RawTensor("float32", (2, 2), b"abc")), "got something else"),
+        (play(chunk([Vectors(ROWS[:1]), Vectors(ROWS[:1, :2])])), r"of several lengths: \[2, 3\]"),
         (play(chunk(Text("a"))), "expected an omni.Vectors from a terminal stage, got Text"),
         (play(), "got nothing"),
     ],

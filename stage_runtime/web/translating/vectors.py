@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from stage_runtime.coordinator.answering.token_counts import TokenCounts
 from stage_runtime.coordinator.events import AnswerEvent
-from stage_runtime.errors import InvalidRequest, RequestError
+from stage_runtime.errors import InvalidRequest, RequestError, describe
 from stage_runtime.web.reading import schemas
 from stage_runtime.wire.values import OmniRequest, RawTensor, Scores, Usage, Vectors
 
@@ -48,7 +48,10 @@ class Collected:
     def rows(self, count: int) -> Rows:
         """A vector for each input. Raises: RequestError: stage_failed: it is something else, or has another number."""
         found = [_array(stage, values) for stage, values in self._given()]
-        made: Rows = _counted("vectors", np.concatenate(found), self.values[0][0], count)
+        stage = self.values[0][0]
+        if len(sizes := {one.shape[1] for one in found}) > 1:
+            raise RequestError("stage_failed", f"omni.Vectors: of several lengths: {sorted(sizes)}", stage=stage)
+        made: Rows = _counted("vectors", np.concatenate(found), stage, count)
         return made
 
     def scores(self, count: int) -> list[float]:
@@ -75,16 +78,21 @@ def _counted(what: str, found: Any, stage: str, count: int) -> Any:
 
 def _array(stage: str, values: Any) -> Rows:
     """``[n, dimensions]``. Raises: RequestError."""
-    if isinstance(values, RawTensor):
-        made = _of_raw(values)
-    else:
-        made = np.asarray(values.float().numpy() if hasattr(values, "numpy") else values)
-    if made.ndim == 1:
-        made = made[None]
-    if made.ndim != 2 or made.dtype.kind not in "fiu" or not np.isfinite(made).all():
-        problem = f"omni.Vectors: expected finite numbers [n, dimensions], got {made.dtype} {list(made.shape)}"
-        raise RequestError("stage_failed", problem, stage=stage)
-    return made.astype(np.float32)
+    wanted = "omni.Vectors: expected finite numbers [n, dimensions], got"
+    try:
+        if isinstance(values, RawTensor):
+            given = _of_raw(values)
+        else:
+            given = np.asarray(values.float().numpy() if hasattr(values, "numpy") else values)
+    except (TypeError, ValueError) as error:  # a dtype that numpy does not have
+        raise RequestError("stage_failed", f"{wanted} something else: {describe(error)}", stage=stage) from error
+    if given.ndim not in (1, 2) or given.dtype.kind not in "fiu":
+        raise RequestError("stage_failed", f"{wanted} {given.dtype} {list(given.shape)}", stage=stage)
+    with np.errstate(over="ignore"):  # what float32 cannot hold is not finite
+        made = np.atleast_2d(given).astype(np.float32)
+    if not np.isfinite(made).all():
+        raise RequestError("stage_failed", f"{wanted} {given.dtype} {list(given.shape)}", stage=stage)
+    return made
 
 
 def _of_raw(values: RawTensor) -> npt.NDArray[Any]:

@@ -60,10 +60,11 @@ class DecodeConnector:
     # --- KVConnector: the engine's thread -------------------------------------------------------------------------
 
     def get_num_new_matched_tokens(self, request: EngineCoreRequest, made: Request, computed: int, whole: int) -> int:
-        if whole - computed < self.least_tokens:
+        origin = self._origin(made.id) if whole - computed >= self.least_tokens else None
+        if origin is None or self._manager.transport.peer(origin) is None:
+            self._loads.counts["local"] += 1
             return 0
-        origin = self._origin(made.id)
-        return whole - computed if origin is not None and self._manager.transport.peer(origin) is not None else 0
+        return whole - computed
 
     def update_state_after_alloc(self, load: Load, request: EngineCoreRequest) -> None:
         transport, origin = self._manager.transport, self._origin(load.request_id)

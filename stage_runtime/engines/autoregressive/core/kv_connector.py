@@ -35,7 +35,7 @@ Post = Callable[[Callable[[], None]], None]  #: Has a function called on the eng
 
 
 class KVConnector(Protocol):
-    """All calls on the engine's thread; none may block or raise."""
+    """All calls on the engine's thread; none may block, and only `update_state_after_alloc` may raise."""
 
     def get_num_new_matched_tokens(self, request: EngineCoreRequest, made: Request, computed: int, whole: int) -> int:
         """How many tokens after the first ``computed`` ones it can bring, at most ``whole`` less those.
@@ -88,7 +88,6 @@ class KVLoads:
         if other is None:
             brought = self.connector.get_num_new_matched_tokens(request, made, found * size, len(hashes) * size)
             if brought < size:
-                self.counts["local"] += 1
                 return None
             self._scheduler.loads.add(Load(made.id, hashes[: found + brought // size], -(-len(made.tokens) // size)))
         else:
@@ -111,7 +110,10 @@ class KVLoads:
                 self._finish(load)
                 continue
             self.counts["loads"] += 1
-            self.connector.update_state_after_alloc(load, request)
+            try:
+                self.connector.update_state_after_alloc(load, request)
+            except Exception as error:  # such as a priority that no message can carry: this prompt is computed here
+                self.fail(load.request_id, describe(error))
 
     def fill(self, request_id: str, first: int, flat: Tensor, count: int) -> None:
         """Bytes of the blocks ``first .. first + count`` of a load have come, and are what they claim to be."""
