@@ -147,11 +147,13 @@ class Pair:
         self.decode.sink.arrived(room, header, [one.clone() for one in tensors])
 
     def forge(self, **fields: Any) -> Ship:
-        """Deliver each piece with another header."""
+        """Deliver each piece with another header, whose checksum is right unless it is among ``fields``."""
 
         def ship(room: Room, header: bytes, tensors: Sequence[Any]) -> None:
-            found = msgspec.msgpack.decode(header, type=PieceHeader)
-            self.deliver(room, records.encode(msgspec.structs.replace(found, **fields)), tensors)
+            made = msgspec.structs.replace(msgspec.msgpack.decode(header, type=PieceHeader), **fields)
+            if "checksum" not in fields:
+                made = msgspec.structs.replace(made, checksum=records.checksum(made, tensors[0]))
+            self.deliver(room, records.encode(made), tensors)
 
         return ship
 

@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from stage_runtime.engines.autoregressive.model.block_pages import BlockPages, Page
 from stage_runtime.engines.autoregressive.sampling.parameters import SamplingParams
 from stage_runtime.kv_transfer.interface import Room
 from stage_runtime.rules.autoregressive.requests import FinishReason
+from stage_runtime.rules.autoregressive.steps import Row
 from tests.engines.generation_kit import CONFIGS, GREEDY, Answers, alone, core, rows_of
 from tests.engines.kv_pair_kit import Pair, prompts
 from tests.thoroughness import rows
@@ -42,7 +44,8 @@ def test_a_prompt_from_prefill_is_answered_as_one_that_was_computed_here(kind: s
     pair.run()
     assert pair.d.tokens["r"] == alone(kind, PROMPT, 12)
     assert pair.counts["received_blocks"] == 7  # of the 30 tokens, 28; the last two are computed here
-    assert pair.d.engine.scheduler.stats.received_tokens == 28
+    stats = pair.d.engine.scheduler.stats
+    assert (stats.received_tokens, stats.hit_tokens) == (28, 0)  # what another engine computed was not cached
     assert pair.leaked == [0, 0]
     pair.close()
 
@@ -147,6 +150,8 @@ def test_requests_with_the_same_beginning_ask_for_it_once(pair: Pair) -> None:
     pair.run()
     assert {tuple(tokens) for tokens in pair.d.tokens.values()} == {tuple(alone("llama", PROMPT, 12))}
     assert pair.counts["received_blocks"] == 7 and len(pair.asks) == 1
+    # of each, the two tokens that do not fill a block, and all answers but their last tokens
+    assert pair.d.engine.scheduler.stats.computed_tokens == 3 * (2 + 11)
 
 
 def test_many_prompts_through_small_pools_are_answered_right_with_preemptions() -> None:
@@ -159,6 +164,51 @@ def test_many_prompts_through_small_pools_are_answered_right_with_preemptions() 
     assert pair.d.engine.scheduler.stats.preemptions > 0
     assert pair.leaked == [0, 0]
     pair.close()
+
+
+def test_blocks_cross_from_wherever_they_lie_to_wherever_there_is_room() -> None:
+    def pages(fill: float) -> BlockPages:
+        shapes = ((12, 4, 2, 8), (12, 4, 1, 3))
+        return BlockPages([Page(str(at), torch.full(shape, fill)) for at, shape in enumerate(shapes)])
+
+    here, there = pages(0.0), pages(-1.0)
+    for one in here.pages:
+        one.values.copy_(torch.arange(one.values.numel()).view(one.values.shape))
+    there.load([2, 1, 8, 9], here.export([3, 4, 9, 1]))
+    for one, other in zip(here.pages, there.pages, strict=True):
+        assert other.values[[2, 1, 8, 9]].equal(one.values[[3, 4, 9, 1]])
+        assert (other.values[[0, 3, 4, 5, 6, 7, 10, 11]] == -1).all()
+
+
+class Saved:
+    """`KVConnector` that brings nothing, and notes what it is given to save."""
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[str, list[int]]] = []
+
+    def get_num_new_matched_tokens(self, request: Any, made: Any, computed: int, whole: int) -> int:
+        return 0
+
+    def update_state_after_alloc(self, load: Any, request: Any) -> None: ...
+    def load_finished(self, load: Any) -> None: ...
+    def request_finished(self, request: Any) -> None: ...
+    def close(self) -> None: ...
+
+    def save_kv(self, row: Row) -> None:
+        self.rows.append((row.request.id, list(row.request.blocks)))
+
+
+def test_rows_of_a_request_that_ended_while_they_were_computed_are_not_saved() -> None:
+    answers, saved = Answers(core(overlapping=True)), Saved()
+    answers.engine.connect(saved, lambda function: function())
+    answers.ask("ends", prompts(1, 40)[0])
+    answers.ask("stays", prompts(1, 40, first=9)[0])
+    answers.step()
+    answers.engine.abort_requests(["ends"])
+    answers.run()
+    assert {name for name, _blocks in saved.rows} == {"stays"}
+    assert all(blocks for _name, blocks in saved.rows)
+    answers.engine.shutdown()
 
 
 # --- failures: right tokens, nothing leaked ----------------------------------------------------------------------

@@ -43,6 +43,15 @@ def test_a_load_waits_until_there_is_room_and_none_overtakes_it() -> None:
     assert [one.request_id for one in loads.start()] == ["b", "c"]
 
 
+def test_loads_leave_room_for_the_ends_of_their_prompts() -> None:
+    """Three loads of four blocks fit a pool of twelve; the fifth block of each, which is computed here, would not."""
+    pool = BlockPool(13)
+    loads = Loads(pool)
+    for name in ("a", "b", "c"):
+        loads.add(Load(name, hashes(ord(name), 4), 5))
+    assert [one.request_id for one in loads.start()] == ["a", "b"]
+
+
 def test_what_has_come_is_found_as_a_prefix_and_what_has_not_is_free() -> None:
     pool = BlockPool(20)
     loads = Loads(pool)
