@@ -248,7 +248,10 @@ class EngineCore:
         What the executor raises: the request is not scheduled.
         """
         made = prepared or self.preprocess_add_request(request)
-        self._schedule(request, made)
+        if self.kv is None:
+            self.scheduler.add(made, request.hold)
+        else:
+            self.kv.add(request, made)
         try:
             self.executor.add(request.request_id, request.params, request.prompt_token_ids)
         except BaseException:
@@ -256,17 +259,6 @@ class EngineCore:
             raise
         if self.kv is not None:
             self.kv.start()
-
-    def _schedule(self, request: EngineCoreRequest, made: Request) -> None:
-        if self.kv is None or request.hold is not None or made.id in self.scheduler:
-            self.scheduler.add(made, request.hold)
-            return
-        hold = self.kv.hold(request, made)
-        try:
-            self.scheduler.add(made, hold)
-        except BaseException:
-            self.kv.forget(made.id)
-            raise
 
     def connect(self, connector: KVConnector, post: Post) -> KVLoads:
         """Bring prompts' keys and values by a connector, and let it save them. post: see `kv_connector`."""

@@ -74,8 +74,19 @@ class KVLoads:
     def __len__(self) -> int:
         return len(self._requests)
 
-    def hold(self, request: EngineCoreRequest, made: Request) -> Hold | None:
-        """Whether a request waits for its prompt to come from afar; then `held` must follow. None: not."""
+    def add(self, request: EngineCoreRequest, made: Request) -> None:
+        """Give it to the scheduler: queued, or held while its prompt comes from afar. Raises: as `Scheduler.add`."""
+        if request.hold is not None or made.id in self._scheduler:
+            self._scheduler.add(made, request.hold)
+            return
+        try:
+            self._scheduler.add(made, self._hold(request, made))
+        except BaseException:
+            self.forget(made.id)
+            raise
+
+    def _hold(self, request: EngineCoreRequest, made: Request) -> Hold | None:
+        """Whether a request waits for its prompt to come from afar. None: not."""
         limits, params = self._scheduler.limits, request.params
         if made.open or made.feeds_itself or not limits.prefix_caching or params.prompt_logprobs is not None:
             return None
@@ -166,7 +177,7 @@ class KVLoads:
         for follower in self._following.pop(request_id, ()):
             if follower in self._requests:
                 request, made = self._requests[follower]
-                if self.hold(request, made) is None:
+                if self._hold(request, made) is None:
                     self._release(follower)
 
     def save(self, rows: Sequence[Row], failed: Callable[[str], bool]) -> None:
