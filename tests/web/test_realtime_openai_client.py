@@ -362,3 +362,18 @@ async def _handshake(running: Running, headers: dict[str, str], protocols: tuple
         status = (await reader.readline()).split()[1]
     writer.close()
     return int(status)
+
+
+async def test_a_response_whose_sound_is_none_fails_alone_and_is_ended_at_its_stages() -> None:
+    never = asyncio.Event()
+    broken = Audio(np.zeros((3, 3, 3), np.float32), 24_000)
+    async with talk(play(chunk(broken), never)) as one:
+        await one.ask("Hello")
+        done = await one.until("response.done")
+        assert done.response.status == "failed"
+        handle = one.running.manager.last
+        async with asyncio.timeout(PATIENCE_S):
+            await handle.ended.wait()
+        assert handle.outcome == "cancelled"
+        await one.connection.session.update(session=NO_VAD)
+        await one.until("session.updated")
