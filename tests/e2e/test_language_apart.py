@@ -14,6 +14,7 @@ from omnipipeline_spec.cluster import Control
 from omnipipeline_spec.pipeline import Disaggregation, PipelineConfig, PrefillPlacement, StageConfig
 from tests.e2e.local_pipelines import Client, eventually, running
 from tests.engines.generation_kit import alone, tiny_model, tiny_tokenizer
+from tests.thoroughness import rows
 
 pytestmark = pytest.mark.timeout(300)
 TEXTS = [f"{number}: the quick brown fox jumps over the lazy dog, {number * 7} times" for number in range(8)]
@@ -53,7 +54,7 @@ async def count(client: Client, name: str) -> float:
     return sum(value for key, value in found.items() if key.startswith(f"omnipipeline_engine_kv_{name}"))
 
 
-@pytest.mark.parametrize("relay", ["shm", "tcp", "nixl", "mooncake"])
+@pytest.mark.parametrize("relay", rows(["shm", "tcp", "nixl", "mooncake"], each_run=2))
 async def test_prompts_from_prefill_are_answered_right_over_every_relay(
     relay: Literal["shm", "tcp", "nixl", "mooncake"], base: Path, model: Path
 ) -> None:
