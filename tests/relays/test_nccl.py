@@ -153,6 +153,17 @@ async def test_a_put_that_was_taken_back_is_refused_and_the_next_ones_come() -> 
         assert set(await both.get(other)) == {0}
 
 
+async def test_a_receiver_that_its_sender_has_forgotten_is_told_before_its_library_waits() -> None:
+    """It was frozen until it was declared dead, goes on, and fetches what had been announced to it."""
+    with pair("nccl") as both:
+        _, operation = both.put(np.ones(9000))
+        metadata = operation.metadata
+        both.a.forget("b")
+        with pytest.raises(TransferError, match="a is not reached: the connection was closed"):
+            await both.b.get(metadata, request_id="r", peer="a").wait_for_completion(PATIENCE_S)
+        assert both.a.stats()["nccl_stray_notices"] == 1
+
+
 async def test_what_finds_no_memory_waits_for_it_and_large_holdings_are_copied_out() -> None:
     with pair("nccl") as both:  # of 64 MiB
         puts = [both.put(np.full(20 * MIB, mark, np.uint8))[1] for mark in range(3)]

@@ -39,13 +39,17 @@ class NcclMetadata(msgspec.Struct, frozen=True, array_like=True):
     nbytes: Count
 
 
-class Join(msgspec.Struct, frozen=True, array_like=True, tag=1):
+class Join(msgspec.Struct, frozen=True, array_like=True, tag=6):  # 1 was not answered
     """Receiver to sender, first: be rank 1 of the world of that name. token: the sender's, as announced in Hello."""
 
     token: str
     receiver: str
     world: Annotated[str, msgspec.Meta(min_length=32, max_length=32)]
     backend: Literal["gloo", "nccl"]
+
+
+class Joining(msgspec.Struct, frozen=True, array_like=True, tag=7):
+    """Sender to receiver: you are known here, and I join that world now."""
 
 
 class NcclGrant(msgspec.Struct, frozen=True, array_like=True, tag=5):  # 2 had no size of pieces
@@ -70,7 +74,7 @@ class Withdrawn(msgspec.Struct, frozen=True, array_like=True, tag=4):
 
 
 WorldOrder: TypeAlias = Join | NcclGrant
-Answer: TypeAlias = Next | Withdrawn
+Answer: TypeAlias = Joining | Next | Withdrawn
 
 encode = msgspec.msgpack.Encoder().encode
 decode_order = msgspec.msgpack.Decoder(WorldOrder).decode

@@ -23,7 +23,7 @@ from stage_runtime.relays.arena import PAGE, Arena
 from stage_runtime.relays.base import OnRelease, Peer, TransferKey
 from stage_runtime.relays.gets import Get, Gets
 from stage_runtime.relays.nccl import messages, worlds
-from stage_runtime.relays.nccl.messages import Join, NcclFacts, NcclGrant, NcclMetadata, Withdrawn
+from stage_runtime.relays.nccl.messages import Join, Joining, NcclFacts, NcclGrant, NcclMetadata, Withdrawn
 from stage_runtime.relays.nccl.worlds import Broken, CollectiveBackend, World
 from stage_runtime.relays.operations import GetOperation
 from stage_runtime.relays.pace import Pace
@@ -93,6 +93,9 @@ class NcclRoute:
             self._connection = socket.create_connection(where, timeout=CONNECT_S)
             messages.keep_alive(self._connection)
             messages.send(self._connection, Join(self.facts.token, self._own_name, name, self.backend))
+            # A sender that has forgotten us closes the connection. The library would wait `worlds.JOIN_S` for it.
+            if not isinstance(messages.decode_answer(messages.receive(self._connection)), Joining):
+                raise Broken("it does not join")
             store = (self.facts.host, self.facts.store)
             self._world = World.join(
                 name, self.backend, worlds.RECEIVER, host=self._own.host, store=store, device=self._device
@@ -239,8 +242,8 @@ class NcclReceiver:
         """Returns: why it does not come; None when it is here."""
         connection, world = route.connected()
         answer = messages.decode_answer(messages.receive(connection))
-        if answer.transfer != incoming.metadata.transfer:
-            raise Broken(f"it sends {answer.transfer} for {incoming.metadata.transfer}")
+        if isinstance(answer, Joining) or answer.transfer != incoming.metadata.transfer:
+            raise Broken(f"it sends {answer} for {incoming.metadata.transfer}")
         if isinstance(answer, Withdrawn):
             return answer.reason[:200]
         route.moved_at = time.monotonic()

@@ -17,7 +17,7 @@ import msgspec
 
 from stage_runtime.relays.base import Peer
 from stage_runtime.relays.nccl import messages, worlds
-from stage_runtime.relays.nccl.messages import Join, NcclGrant, Next, Withdrawn
+from stage_runtime.relays.nccl.messages import Join, Joining, NcclGrant, Next, Withdrawn
 from stage_runtime.relays.nccl.worlds import Broken, World
 from stage_runtime.relays.placing import Placed
 
@@ -143,6 +143,7 @@ class NcclSender:
             if join is None:
                 self.strays += 1
                 return
+            messages.send(session.connection, Joining())
             store = (self._facts.host, self._facts.store)
             session.world = World.join(
                 join.world, join.backend, worlds.SENDER, host=self._facts.host, store=store, device=self._device
