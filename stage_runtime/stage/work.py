@@ -153,8 +153,8 @@ class RequestWork(msgspec.Struct, eq=False, kw_only=True):
         """A terminal stage gives this to the client: note whether its route can show it."""
         request = self.request  # gone when an abort comes in between
         if request is not None and request.kind != "pipeline":
-            self._shows = self._shows or outputs.shows(data)
-            self._unshown = self._unshown or outputs.unshown(data)
+            self._shows = self._shows or outputs.shows(data, request.kind)
+            self._unshown = self._unshown or outputs.unshown(data, request.kind)
 
     @property
     def unshown(self) -> str | None:

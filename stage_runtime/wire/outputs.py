@@ -23,6 +23,20 @@ TOKENS_MOST: Final = 2**53  # JSON readers in other languages are exact up to he
 #: In the metadata of a chunk for a client: tokens of the request at that stage so far, as of `Usage`. Not shown.
 USAGE_SO_FAR: Final = "omni.usage"
 SHOWN: Final = (Text, Reasoning, Audio, Usage, Finish, Note, ToolCall, Vectors, Scores)
+#: What an answer is made of, and what may stand beside that, by kind of request; `_TOLD` for those that are not here.
+_TOLD: Final = (
+    (Text, Reasoning, Audio, Finish, Note, ToolCall),
+    (Text, Reasoning, Audio, Usage, Finish, Note, ToolCall),
+)
+_ANSWERS: Final[dict[str, tuple[tuple[type, ...], tuple[type, ...]]]] = {
+    "embedding": ((Vectors,), (Vectors, Usage)),
+    "score": ((Scores,), (Scores, Usage)),
+    "pipeline": (SHOWN, SHOWN),
+}
+_WORDS: Final = {
+    "embedding": "omni.Vectors and omni.Usage",
+    "score": "omni.Scores and omni.Usage",
+}
 
 
 def problem(value: msgspec.Struct) -> str | None:
@@ -45,15 +59,25 @@ def check_chunk(chunk: Any) -> None:
         raise ValueRefused("chunk.metadata", f"{_kind(metadata)}: use a dict")
 
 
-def unshown(data: Any) -> str | None:
-    """The type of what no OpenAI route can show of a chunk's or result's data, one value or a list; None: all of it."""
+def unshown(data: Any, kind: str = "pipeline") -> str | None:
+    """The type of what no OpenAI route can show of a chunk's or result's data, one value or a list; None: all of it.
+
+    kind: of the request, for what its own route cannot show.
+    """
     values = data if type(data) is list else [] if data is None else [data]
-    return next((_kind(value) for value in values if not isinstance(value, SHOWN)), None)
+    known = _ANSWERS.get(kind, _TOLD)[1]
+    return next((_kind(value) for value in values if not isinstance(value, known)), None)
 
 
-def shows(data: Any) -> bool:
-    """Whether an OpenAI route can show any of it."""
-    return any(isinstance(value, SHOWN) for value in (data if type(data) is list else [data]))
+def shows(data: Any, kind: str = "pipeline") -> bool:
+    """Whether an OpenAI route can show any of it. kind: of the request, for its own route."""
+    known = _ANSWERS.get(kind, _TOLD)[0]
+    return any(isinstance(value, known) for value in (data if type(data) is list else [data]))
+
+
+def shown_words(kind: str) -> str:
+    """What the route of a request of this kind shows, for a message."""
+    return _WORDS.get(kind, "omni.Text, omni.Audio, omni.Usage, omni.Finish and omni.Note")
 
 
 def _text(value: Text) -> str | None:

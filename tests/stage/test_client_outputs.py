@@ -189,6 +189,8 @@ GIVEN: dict[str, Any] = {
     "list": [omni.Usage(1), omni.Finish("stop")],
     "mixed": [omni.Text("x"), {"a": 1}],
     "strs": ["x", "y"],
+    "vectors": [omni.Vectors(np.zeros((1, 2), np.float32)), omni.Usage(1)],
+    "scores": omni.Scores([0.5]),
 }
 
 
@@ -225,3 +227,33 @@ async def test_a_terminal_without_output_for_an_openai_route_fails_with_the_outp
         for failure in made.failed().values():
             assert (failure.code, failure.stage) == ("stage_failed", "a")
             assert failure.message.startswith(f"result: {refused}: this request's route shows omni.Text")
+
+
+TOLD = "omni.Text, omni.Audio, omni.Usage, omni.Finish and omni.Note"
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "refused"),
+    [
+        ("chat", ["vectors"], ("Vectors", TOLD)),
+        ("chat", ["scores"], ("Scores", TOLD)),
+        ("speech", ["scores", "none"], ("Scores", TOLD)),
+        ("completion", ["scores"], ("Scores", TOLD)),
+        ("embedding", ["vectors"], None),
+        ("embedding", ["scores"], ("Scores", "omni.Vectors and omni.Usage")),
+        ("embedding", ["text"], ("Text", "omni.Vectors and omni.Usage")),
+        ("score", ["scores"], None),
+        ("score", ["vectors"], ("Vectors", "omni.Scores and omni.Usage")),
+        ("pipeline", ["scores"], None),
+    ],
+)
+async def test_a_stage_refuses_what_the_route_of_its_request_does_not_show(
+    kind: str, given: list[str], refused: tuple[str, str] | None
+) -> None:
+    async with world() as made:
+        made.process("pa", [plan("a", terminal=True)], {"a": as_asked})
+        ask(made, "r", kind, given)
+        await made.until(lambda: len(made.ended()) == 1)
+        messages = [failure.message for failure in made.failed().values()]
+    wanted = [] if refused is None else [f"result: {refused[0]}: this request's route shows {refused[1]}: wrap it"]
+    assert [one[: len(wanted[0])] for one in messages] == wanted if wanted else not messages

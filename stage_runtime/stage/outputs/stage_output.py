@@ -30,10 +30,7 @@ from stage_runtime.wire.parts import Failure, Header, Timing
 from stage_runtime.wire.values import Chunk, StagePayload
 
 #: Of a terminal stage that gives an OpenAI route nothing but what that cannot show.
-UNSHOWN: Final = (
-    "{kind}: this request's route shows omni.Text, omni.Audio, omni.Usage, omni.Finish and omni.Note: wrap it, "
-    "or ask by /v1/pipeline"
-)
+UNSHOWN: Final = "{kind}: this request's route shows {shown}: wrap it, or ask by /v1/pipeline"
 
 
 class StageOutput:
@@ -207,7 +204,8 @@ class StageOutput:
         if has_data:
             work.look(data)
         if work.unshown is not None:
-            raise ValueRefused("result", UNSHOWN.format(kind=work.unshown))
+            kind = "" if work.request is None else work.request.kind
+            raise ValueRefused("result", UNSHOWN.format(kind=work.unshown, shown=outputs.shown_words(kind)))
         self._edges.client(work.owner).result(work, data, has_data=has_data)
         if has_data:
             self._process.gave(self._plan.name, work, {"result": data})
