@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -19,6 +19,7 @@ from stage_runtime.metrics.samples import Samples
 from stage_runtime.relays.dispatch import Relays
 from stage_runtime.rules import beats, kvpairs
 from stage_runtime.rules.absences import Absences, Outlook, Prospect, UnitKind
+from stage_runtime.rules.demand import StageBeat
 from stage_runtime.rules.introductions import Introductions
 from stage_runtime.rules.membership import MembershipState
 from stage_runtime.rules.standing import Standing
@@ -319,6 +320,20 @@ class Membership:
             catalog.STAGE_RUNNING: dict(running),
             catalog.STAGE_BUSY: {labels: sum(each) / len(each) for labels, each in shares.items()},
         }
+
+    def stage_beats(self) -> Iterator[StageBeat]:
+        """What the last beats of all instances report of each stage."""
+        for incarnation, beat in self._beats.items():
+            group = self.state.instances[incarnation].member.group
+            for name, count in beat.waiting.items():
+                places = planes.places_of(beat.gauges, name)
+                running = beat.running.get(name, 0)
+                yield StageBeat(stage=name, group=group, waiting=count, running=running, places=places)
+
+    def loading_count(self) -> dict[str, int]:
+        """Instances that are registered, and not ready yet, by group."""
+        found = self.state.instances.values()
+        return Counter(one.member.group for one in found if not one.ready and not one.draining)
 
     def gauges(self) -> Mapping[str, planes.Gauges]:
         """The planes' numbers of each process, by group, incarnation and rank, as of its instance's last beat."""

@@ -33,6 +33,7 @@ from stage_runtime.coordinator.ending.notifications import ConsumedNotifier, End
 from stage_runtime.coordinator.events import RequestRecord
 from stage_runtime.coordinator.membership import Membership
 from stage_runtime.coordinator.reporting import recorded
+from stage_runtime.coordinator.reporting.demand import GroupDemand
 from stage_runtime.coordinator.reporting.reports import Reports
 from stage_runtime.coordinator.reporting.stats import RequestStats
 from stage_runtime.coordinator.reporting.tracing import RequestTracer
@@ -139,6 +140,7 @@ class RequestManager:
         self._refusing: str | None = None  #: Why nothing is admitted any more.
         self._clocks_us = clocks_us
         self._tracing = tracing
+        self._demand = GroupDemand(membership, loop)
         self._reports = Reports(plan, membership, relays, self.send_queues, tracing)
         self._started_at = time.monotonic()
 
@@ -166,6 +168,7 @@ class RequestManager:
             raise RequestError("duplicate_request", f"request {request.id} is in flight", request_id=request.id)
         wanted = self._admission.wanted_terminals(request, self._membership.state.revisions, hook_result)
         left_s = self._admission.timeout_s(timeout_s) - (hook_result.took_s if hook_result is not None else 0.0)
+        self._demand.arrived(wanted)
         revision, bindings = self._waiting.choose(request.id, wanted)
         try:
             admitted = self._admission.admit(request, revision, wanted, left_s)
@@ -221,7 +224,8 @@ class RequestManager:
 
     def status(self) -> Mapping[str, Any]:
         waiting, problem = len(self._waiting), self._health.problem()
-        return self._reports.status(in_flight=len(self._handles), awaiting_instance=waiting, problem=problem)
+        status = self._reports.status(in_flight=len(self._handles), awaiting_instance=waiting, problem=problem)
+        return {**status, "groups": self._demand.status(self._waiting.by_group())}
 
     def ready(self) -> bool:
         return not self._draining and self._membership.ready()
@@ -231,7 +235,8 @@ class RequestManager:
 
     def metrics(self) -> Samples:
         own = self._reports.samples(in_flight=len(self._handles), kept_nbytes=self._admission.kept_nbytes)
-        return {**self.stats.samples(), **own, **self._waiting.samples()}
+        demand = self._demand.samples(self._waiting.by_group())
+        return {**self.stats.samples(), **own, **self._waiting.samples(), **demand}
 
     def member_gauges(self) -> Mapping[str, planes.Gauges]:
         return self._membership.gauges()
@@ -444,6 +449,8 @@ class RequestManager:
             self._tracing.ended(handle.trace_context, handle.record)
         self.stats.timed(handle.timings.values())
         failure = handle.tracked.failure
+        if failure is None:
+            self._demand.served(handle.bindings, handle.timings.values())
         self.stats.ended(handle.id, handle.kind, failure.code if failure is not None else "completed", handle.record)
 
     def _note_ended(self, handle: RequestHandle) -> None:

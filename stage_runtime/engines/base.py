@@ -101,6 +101,7 @@ class Engine(Protocol):
     takes_chunks: bool  #: Whether stream chunks may be sent to it.
     takes_admin: bool  #: Whether it answers operations of its own.
     concurrency: int  #: Requests at once. The ranks of a TP stage need 1: they must see the same order.
+    places: int  #: The same, as load counts it: a batch has several, and an engine that does not say has 0.
 
     @property
     def ticks(self) -> int:

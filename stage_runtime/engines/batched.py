@@ -34,7 +34,7 @@ class BatchedEngine:
     ) -> None:
         self._fn = fn
         self._gauges = gauges
-        self._max_batch = max_batch
+        self._max_batch = self.places = max_batch
         self._max_wait_s = max_wait_s
 
     def run(self, inbox: Inbox, outbox: Outbox, stop: Event) -> None:

@@ -34,6 +34,7 @@ class CustomEngine:
     takes_chunks = True
     takes_admin = True
     concurrency = 1  # loops; how many requests it takes is its own business
+    places = 0
 
     def __init__(self, engine: HasRun) -> None:
         self._engine = engine

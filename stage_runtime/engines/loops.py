@@ -38,7 +38,7 @@ class LoopEngine:
     cancel_s = CANCEL_S  #: A coroutine that still runs so long after its cancellation is named in the log.
 
     def __init__(self, concurrency: int) -> None:
-        self.concurrency = concurrency
+        self.concurrency = self.places = concurrency
         self.ticks = 0
         self._running: dict[Work, asyncio.Task[None]] = {}
         #: Begun when there is a place. Entries of aborted requests are taken out in other threads.

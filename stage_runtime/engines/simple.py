@@ -30,7 +30,7 @@ class SyncEngine:
 
     def __init__(self, fn: Callable[[StagePayload], Any], concurrency: int) -> None:
         self._fn = fn
-        self.concurrency = concurrency
+        self.concurrency = self.places = concurrency
 
     def run(self, inbox: Inbox, outbox: Outbox, stop: Event) -> None:
         others = [

@@ -79,6 +79,24 @@ INSTANCES_READY: Final = Metric(
     help="Instances of a process group to which requests may be bound",
     labels=("group",),
 )
+GROUP_ARRIVALS: Final = Metric(
+    name="omnipipeline_group_arrivals_total",
+    kind="counter",
+    help="Requests that need the process group, be they admitted or refused: counted without an instance, too",
+    labels=("group",),
+)
+GROUP_DEMAND: Final = Metric(
+    name="omnipipeline_group_demand",
+    kind="gauge",
+    help="Requests at work and waiting at the stage of the group that needs most instances, and for an instance of it",
+    labels=("group",),
+)
+GROUP_PLACES: Final = Metric(
+    name="omnipipeline_group_places",
+    kind="gauge",
+    help="Requests that one instance of the group works on at once",
+    labels=("group",),
+)
 STAGE_WAITING: Final = Metric(
     name="omnipipeline_stage_waiting",
     kind="gauge",
@@ -391,6 +409,9 @@ COORDINATOR: Final = (
     REQUESTS_NOT_HELD,
     RETAINED_BODY_BYTES,
     INSTANCES_READY,
+    GROUP_ARRIVALS,
+    GROUP_DEMAND,
+    GROUP_PLACES,
     STAGE_WAITING,
     STAGE_RUNNING,
     STAGE_BUSY,

@@ -33,6 +33,7 @@ BUSY_DIGITS: Final = 3  # of a share
 
 _RELAY: Final = "relay_"
 _BUSY: Final = "stage_busy:"
+_PLACES: Final = "stage_places:"
 _SLOTS: Final = "relay_slots_"
 _EVENT: Final = "control_"
 _RELAYS: Final[Mapping[str, Metric]] = {**catalog.RELAY, **catalog.NIXL}
@@ -97,6 +98,16 @@ def gauges(
 def busy(gauges: Gauges) -> dict[str, float]:
     """By stage, as `gauges` was given it."""
     return {name.removeprefix(_BUSY): share for name, share in gauges.items() if name.startswith(_BUSY)}
+
+
+def places(by_stage: Mapping[str, int]) -> dict[str, float]:
+    """How many requests each stage computes at once, for a beat."""
+    return {_PLACES + stage: float(count) for stage, count in by_stage.items()}
+
+
+def places_of(gauges: Gauges, stage: str) -> int:
+    """As `places` was given it; 0: unknown."""
+    return int(gauges.get(_PLACES + stage, 0))
 
 
 def transports(gauges: Gauges) -> list[dict[str, Any]]:

@@ -281,6 +281,15 @@ class MembershipState:
         """The revisions that have these terminals, newest last."""
         return [one for one in self.revisions if terminals is None or set(terminals) <= set(one.terminals)]
 
+    def met(self, terminals: Collection[str] | None) -> dict[str, str]:
+        """stage -> group, of what a request for these terminals may meet, in the newest revision that has them."""
+        revision = next(reversed(self.having(terminals)), None)
+        if revision is None:
+            return {}
+        met = self._needs_of(revision, Wanted(None if terminals is None else frozenset(terminals), frozenset())).met
+        apart = kvpairs.prefills(revision)
+        return met | {one: revision.stages[one] for one, peer in apart.items() if peer in met} if apart else met
+
     def _is_missing(self, kind: UnitKind) -> bool:
         return self._eligible.get(kind) is None
 

@@ -237,7 +237,8 @@ class Host:
         self._idle_trimming.beat(self.process.relays)
         if self._profiling is not None:
             self._profiling.beat()
-        gauges = self.gauges(busy={name: stage.busy_share() for name, stage in self.stages.items()})
+        busy = {name: stage.busy_share() for name, stage in self.stages.items()}
+        gauges = self.gauges(busy=busy) | planes.places({name: stage.places for name, stage in self.stages.items()})
         of_ranks = {} if self._ranks is None else self._ranks.gauges
         beat = Beat(
             {name: stage.waiting for name, stage in self.stages.items()},

@@ -116,6 +116,11 @@ class Stage:
         """Requests that are being computed."""
         return sum(1 for work in self.input.works() if work.began_at is not None)
 
+    @property
+    def places(self) -> int:
+        """Requests that it computes at once; 0: its engine does not say."""
+        return self.input.engine.places if self.input.engine is not None else 0
+
     def busy_share(self) -> float:
         """Of the time since the last call, what it computed at least one request."""
         return self.input.busy.share()

@@ -143,14 +143,16 @@ class Waiting:
         if self._look_timer is not None:
             self._look_timer.cancel()
 
-    def samples(self) -> Samples:
-        revisions = self._membership.state.revisions
-        waiting: Counter[tuple[str, ...]] = Counter({(group,): 0 for one in revisions for group in one.groups})
+    def by_group(self) -> dict[str, int]:
+        """Requests that wait for an instance of each group."""
+        waiting = Counter({group: 0 for one in self._membership.state.revisions for group in one.groups})
         for handle in self._since:
-            for group in self._prospect(handle).groups:
-                waiting[group,] += 1
+            waiting.update(self._prospect(handle).groups)
+        return dict(waiting)
+
+    def samples(self) -> Samples:
         return {
-            catalog.REQUESTS_WAITING: dict(waiting),
+            catalog.REQUESTS_WAITING: {(group,): count for group, count in self.by_group().items()},
             catalog.WAITING_BYTES: {(): self._nbytes},
             catalog.REQUESTS_NOT_HELD: dict(self._refused),
         }

@@ -18,6 +18,7 @@ class FollowingEngine:
     ticks = 0
     takes_admin = True
     concurrency = 1
+    places = 0
 
     def __init__(self, runner: ModelRunner, ranks: Ranks, *, takes_chunks: bool = False) -> None:
         """takes_chunks: others stream into the stage; what they send is rank 0's, too."""

@@ -58,6 +58,7 @@ class ProcessEngine:
 
     takes_admin = True
     concurrency = 1
+    places = 0
 
     def __init__(
         self,

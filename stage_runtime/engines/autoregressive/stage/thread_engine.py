@@ -33,6 +33,7 @@ class AutoregressiveEngine:
     ticks = 0
     takes_admin = True
     concurrency = 1  # threads that wait; how many requests it computes at once is the scheduler's business
+    places = 0  # its memory bounds them, not a number
 
     def __init__(
         self,
