@@ -198,6 +198,10 @@ class Coordinator:
         self.membership.set_aside(hosts)
         self.manager.instances_changed()
 
+    def start_on_demand(self, groups: Sequence[str]) -> None:
+        """Requests for these groups wait for an instance, even if there has been none for long."""
+        self.membership.start_on_demand(groups)
+
     # --- inside -------------------------------------------------------------------------------------------------
 
     def _hello(self, sender: str, message: Hello) -> bool:

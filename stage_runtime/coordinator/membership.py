@@ -232,7 +232,7 @@ class Membership:
             return False
         self._note_absences()
         if not instance.ready:
-            self._absences.start_failed(instance.member.group, instance.member.revision)
+            self._absences.start_failed(instance.member.group, instance.member.revision, self._loop.time())
         self._fenced[incarnation] = "" if replaced else instance.member.endpoint
         if len(self._fenced) > FENCED_KEPT:
             del self._fenced[next(iter(self._fenced))]
@@ -256,6 +256,7 @@ class Membership:
         by a coordinator of theirs, which stays until this one is ready.
         """
         alone_since = max(self._started_at, self._channels.other_protocol_at)
+        self._was_complete = self._was_complete or all(map(self.starts_on_demand, self.state.missing_groups()))
         return self._was_complete or time.monotonic() - alone_since > READY_AFTER_S
 
     def ready_count(self) -> dict[str, int]:
@@ -293,6 +294,13 @@ class Membership:
     def interrupted(self) -> Set[str]:
         """The members whose connection is broken at the moment. Many at once are one host or one rack that is lost."""
         return self._channels.interrupted
+
+    def start_on_demand(self, groups: Sequence[str]) -> None:
+        """These groups may have no instance until a request needs one."""
+        self._absences.on_demand = frozenset(groups)
+
+    def starts_on_demand(self, group: str) -> bool:
+        return group in self._absences.on_demand
 
     def set_aside(self, hosts: Sequence[str]) -> None:
         """The pods at these addresses were taken out of their units: bound requests finish, no new one is bound."""

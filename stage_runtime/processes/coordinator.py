@@ -14,7 +14,7 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 from omnipipeline_spec.types.plan import PipelineRevision
-from omnipipeline_spec.types.pods import COORDINATOR, PROFILING_FILE
+from omnipipeline_spec.types.pods import COORDINATOR, ON_DEMAND_FILE, PROFILING_FILE
 from omnipipeline_spec.types.routes import ROUTES, SOCKETS
 from stage_runtime.coordinator.answering.unread_answers import AnswerLimits
 from stage_runtime.coordinator.coordinator import Coordinator
@@ -110,6 +110,8 @@ async def _serve(settings: CoordinatorSettings) -> int:
         if settings.api_key_file is not None:
             _watch(settings.api_key_file, _keys, shown.api_keys.replace, tasks)
         _watch(settings.revisions.with_name(ASIDE), _hosts, coordinator.set_aside, tasks, known=b"[]")
+        on_demand = settings.revisions.with_name(ON_DEMAND_FILE)
+        _watch(on_demand, _groups, coordinator.start_on_demand, tasks, known=b"[]")
         tasks.start("memory", _give_memory_back(lambda: manager.stats.outcomes.total()))
         collecting.settle()
         statuspipe.report(settings.status_fd, statuspipe.Serving(url=server.url))
@@ -240,6 +242,14 @@ def _hosts(content: bytes) -> list[str]:
         return msgspec.json.decode(content, type=list[str])
     except msgspec.MsgspecError as error:
         raise ConfigurationError(f"no list of addresses: {error}") from error
+
+
+def _groups(content: bytes) -> list[str]:
+    """Process groups that start on demand. Raises: ConfigurationError."""
+    try:
+        return msgspec.json.decode(content, type=list[str])
+    except msgspec.MsgspecError as error:
+        raise ConfigurationError(f"no list of process groups: {error}") from error
 
 
 def _limits(content: bytes) -> ProfileLimits:

@@ -1,7 +1,9 @@
 """Process groups without an instance that takes requests: since when, and whether one is on its way. Pure.
 
 The coordinator is told of no orders: whoever ends an instance (a crash, a roll, a drain) does not say what follows. So
-an instance is expected for a while after the last one left, longer while one loads that has not failed to.
+an instance is expected for a while after the last one left, longer while one loads that has not failed to. Of a group
+that starts on demand one is always expected, because a request that waits is what starts it; after one has failed to
+start, for a while, and then again.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from typing import Final, NamedTuple, TypeAlias
 UnitKind: TypeAlias = tuple[str, str, str, str]
 
 RETRY_MOST_S: Final = 30.0  # a client is asked to come back at least so often
+RETRIED_AFTER: Final = 2.0  # of the time that one is expected: then a group on demand may be started again
 
 
 class Outlook(IntEnum):
@@ -42,17 +45,23 @@ class Absence:
 
     def __init__(self, since: float) -> None:
         self.since = since
-        self.failed = False  #: One has ended since, before it was ready.
+        self.failed_at: float | None = None  #: One has ended since, before it was ready.
 
 
-def outlook(*, away_s: float, expected_s: float, loading: bool, failed: bool) -> Outlook:
+def outlook(
+    *, away_s: float, expected_s: float, loading: bool, failed_s: float | None, on_demand: bool = False
+) -> Outlook:
     """Whether an instance is on its way. away_s: since the last one left. expected_s: 0: none is ever expected.
 
-    loading: one is registered, and loads. failed: one has ended since, before it was ready: those that load no longer
-    count, so that a program that always fails to load is not expected for ever.
+    loading: one is registered, and loads. failed_s: since one has ended before it was ready: those that load no longer
+    count, so that a program that always fails to load is not expected for ever. None: none has. on_demand: requests
+    that wait for the group start an instance.
     """
     if expected_s <= 0:
         return Outlook.GONE
+    failed = failed_s is not None
+    if on_demand and not (failed_s is not None and expected_s <= failed_s < RETRIED_AFTER * expected_s):
+        return Outlook.COMING
     return Outlook.COMING if away_s < expected_s or (loading and not failed) else Outlook.GONE
 
 
@@ -65,16 +74,19 @@ class Absences:
     def __init__(self, expected_s: float) -> None:
         self._expected_s = expected_s
         self._absences: dict[UnitKind, Absence] = {}
+        self.on_demand: Collection[str] = ()  #: Groups that requests may start.
 
     def observe(self, missing: Collection[UnitKind], now: float) -> None:
         """missing: the kinds that have no instance now."""
         self._absences = {kind: self._absences.get(kind) or Absence(now) for kind in missing}
 
-    def start_failed(self, group: str, unit_revision: str) -> None:
+    def start_failed(self, group: str, unit_revision: str, now: float) -> None:
         """An instance has ended before it was ready."""
         for kind, absence in self._absences.items():
             if (kind[0], kind[2]) == (group, unit_revision):
-                absence.failed = True
+                since = absence.failed_at
+                if since is None or now - since >= RETRIED_AFTER * self._expected_s:
+                    absence.failed_at = now
 
     def prospect(self, missing: Iterable[UnitKind], now: float, loading: Callable[[UnitKind], bool]) -> Prospect:
         """Of what needs these kinds, which have no instance. loading: whether an instance of it loads."""
@@ -82,7 +94,13 @@ class Absences:
         for kind in missing:
             absence = self._absences.get(kind) or Absence(now)
             away_s = now - absence.since
-            its = outlook(away_s=away_s, expected_s=self._expected_s, loading=loading(kind), failed=absence.failed)
+            its = outlook(
+                away_s=away_s,
+                expected_s=self._expected_s,
+                loading=loading(kind),
+                failed_s=None if absence.failed_at is None else now - absence.failed_at,
+                on_demand=kind[0] in self.on_demand,
+            )
             worst, longest_s = max(worst, its), max(longest_s, away_s)
             groups.append(kind[0])
         return Prospect(worst, tuple(groups), longest_s)

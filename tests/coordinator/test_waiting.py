@@ -188,3 +188,23 @@ async def test_those_who_need_the_missing_group_wait_and_the_others_are_served()
         assert (waiting(made), ids(made.submitted("f1"))) == (1, ["heard"])
         made.join("p1", "paper", edges=schemas["paper"])
         assert await came(lambda: ids(made.submitted("f1")) == ["heard", "written"])
+
+
+@pytest.mark.proves("starts-on-demand")
+async def test_requests_for_a_group_that_starts_on_demand_wait_for_its_first_instance() -> None:
+    async with coordinator_harness(joined=False, hold_s=0.1, hold_requests=2) as made:
+        made.join("f1", "front")
+        await asyncio.sleep(0.2)  # more than hold_s
+        with pytest.raises(RequestError, match="no ready instance of voice"):
+            made.manager.admit(new_request("before"))
+        assert made.manager.problem() is not None
+        made.coordinator.start_on_demand(["voice"])
+        assert (made.manager.problem(), made.manager.ready()) == (None, True)
+        for number in range(2):
+            made.manager.admit(new_request(f"r{number}"))
+        with pytest.raises(RequestError, match="and 2 requests wait for one") as caught:
+            made.manager.admit(new_request("third"))
+        assert caught.value.retry_after_s is not None
+        assert made.manager.status()["groups"]["voice"]["waiting"] == 2
+        made.join("v1", "voice")
+        assert ids(made.submitted("f1")) == ["r0", "r1"]

@@ -30,8 +30,40 @@ LIMITS = HoldLimits(requests=2, nbytes=100)
 def test_an_instance_is_expected_for_a_while_and_as_long_as_the_first_one_loads(
     away_s: float, expected_s: float, loading: bool, failed: bool, outlook: Outlook
 ) -> None:
-    found = absences.outlook(away_s=away_s, expected_s=expected_s, loading=loading, failed=failed)
+    failed_s = 1.0 if failed else None
+    found = absences.outlook(away_s=away_s, expected_s=expected_s, loading=loading, failed_s=failed_s)
     assert found is outlook
+
+
+@pytest.mark.parametrize(
+    ("expected_s", "failed_s", "outlook"),
+    [
+        (60.0, None, Outlook.COMING),
+        (60.0, 59.0, Outlook.COMING),  # a first start that fails is tried again
+        (60.0, 60.0, Outlook.GONE),
+        (60.0, 119.0, Outlook.GONE),
+        (60.0, 120.0, Outlook.COMING),  # and so is one of a program that was mended meanwhile
+        (0.0, None, Outlook.GONE),
+    ],
+)
+def test_of_a_group_that_starts_on_demand_an_instance_is_expected_unless_one_has_failed_to_start_lately(
+    expected_s: float, failed_s: float | None, outlook: Outlook
+) -> None:
+    away_s, loading = 86_400.0, False
+    found = absences.outlook(away_s=away_s, expected_s=expected_s, loading=loading, failed_s=failed_s, on_demand=True)
+    assert found is outlook
+
+
+def test_a_failed_start_on_demand_counts_from_the_first_failure_and_again_after_the_pause() -> None:
+    known = Absences(60.0)
+    known.on_demand = ("voice",)
+    known.observe({VOICE, FRONT}, 0.0)
+    assert known.prospect([FRONT], 1000.0, never).outlook is Outlook.GONE
+    found = []
+    for at in (1000.0, 1050.0, 1061.0, 1130.0):
+        known.start_failed("voice", "v1", at)
+        found.append(known.prospect([VOICE], at, always).outlook)
+    assert found == [Outlook.COMING, Outlook.COMING, Outlook.GONE, Outlook.COMING]
 
 
 def test_an_absence_counts_from_the_last_instance_and_is_over_with_the_next_one() -> None:
@@ -49,9 +81,9 @@ def test_an_absence_counts_from_the_last_instance_and_is_over_with_the_next_one(
 def test_one_that_fails_to_load_is_not_expected_for_ever_and_another_revision_is() -> None:
     known = Absences(60.0)
     known.observe({VOICE}, 0.0)
-    known.start_failed("voice", "v0")
+    known.start_failed("voice", "v0", 1.0)
     assert known.prospect([VOICE], 100.0, always).outlook is Outlook.COMING
-    known.start_failed("voice", "v1")
+    known.start_failed("voice", "v1", 1.0)
     assert known.prospect([VOICE], 100.0, always).outlook is Outlook.GONE
 
 

@@ -36,7 +36,8 @@ class ServiceHealth:
         stages = [stage for stage in revision.stages if stage in needed]
         prospect = membership.prospect_of(revision, stages)
         names = ", ".join(prospect.groups)
-        if not all(group in membership.groups_seen for group in prospect.groups):
+        seen = membership.groups_seen
+        if not all(group in seen or membership.starts_on_demand(group) for group in prospect.groups):
             return f"no instance of {names} has come yet"
         if prospect.outlook is Outlook.GONE:
             return f"no instance of {names} is left, and none is expected"
