@@ -15,6 +15,7 @@ import pytest
 from stage_runtime import cli
 from tests.cli import runtime_only
 from tests.cli.test_up import HELLO, PATIENCE_S, base, up
+from tests.thoroughness import rows
 
 __all__ = ["base"]
 
@@ -23,7 +24,7 @@ Calls = dict[str, list[tuple[str, ...]]]
 ALONE: Calls = {
     "init": [("{folder}/made",)],
     "validate": [("-f", "{hello}"), ("-f", "{hello}", "--imports")],
-    "plan": [("-f", "{hello}", "-o", form) for form in ("table", "mermaid", "svg", "json")],
+    "plan": [("-f", "{hello}", "-o", form) for form in rows(("table", "json", "svg", "mermaid"), each_run=2)],
     "convert": [("{hello}",)],
 }
 ASKING: Calls = {
@@ -31,7 +32,7 @@ ASKING: Calls = {
     "top": [("--once", "--every", "0.1")],
     "profile": [
         ("run", "--seconds", "0.1", "--format", form, "--out", "{folder}/out")
-        for form in ("table", "html", "perfetto", "tar")
+        for form in rows(("table", "tar", "html", "perfetto"), each_run=2)
     ]
     + [("list",), ("report",)],
     "scale": [("voice", "1")],
@@ -40,6 +41,8 @@ ASKING: Calls = {
 #: These are refused here, by one line: no stage of the example has an operation, and no pod has set an environment.
 REFUSED = {"call": ("shout", "reset"), "stage": (), "coordinator": ()}
 BY_SOCKET = {"scale", "restart"}  #: They ask an `omni up` by its socket, which needs no package.
+#: Each call is a process, which imports what its command needs and has `PATIENCE_S`; so has the pipeline's start.
+CALLS = sum(map(len, (*ALONE.values(), *ASKING.values()))) + len(REFUSED) + 1
 BODY = {"model": "hello", "messages": [{"role": "user", "content": "hello big world"}]}
 
 
@@ -80,6 +83,7 @@ def test_the_tables_of_these_tests_have_all_commands() -> None:
     assert {*ALONE, *ASKING, *REFUSED, "up"} == set(cli.COMMANDS)
 
 
+@pytest.mark.timeout(CALLS * PATIENCE_S)
 def test_every_command_runs_with_the_extra_runtime_alone(base: Path, tmp_path: Path) -> None:
     environ = runtime_only.environ(tmp_path)
     hidden = subprocess.run([sys.executable, "-c", "import kopf"], env=environ, capture_output=True, text=True)
@@ -107,6 +111,7 @@ def test_without_the_extra_a_command_runs_or_says_what_to_install(command: str, 
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(CALLS * PATIENCE_S + 600)  # pip downloads torch
 def test_every_command_runs_in_an_environment_that_pip_made_of_the_extra(base: Path, tmp_path: Path) -> None:
     venv.create(tmp_path / "venv", with_pip=True)
     python = str(tmp_path / "venv" / "bin" / "python")
