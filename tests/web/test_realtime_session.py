@@ -245,6 +245,25 @@ def test_sound_appended_after_a_commit_is_the_next_message() -> None:
     assert lengths == [44 + 5 * WINDOW, 44 + 7 * WINDOW]
 
 
+@pytest.mark.parametrize("form", ["in lines", "url-safe", "without padding"])
+def test_sound_may_be_appended_in_every_form_of_base64(form: str) -> None:
+    one = Driven()
+    one.detection(type="none")
+    data = b"\xfb\xff" * 2401
+    of_form = {
+        "in lines": base64.encodebytes(data),
+        "url-safe": base64.urlsafe_b64encode(data),
+        "without padding": base64.b64encode(data).rstrip(b"="),
+    }
+    assert one.tell("input_audio_buffer.append", audio=of_form[form].decode()) == []
+    one.tell("input_audio_buffer.commit")
+    one.tell("response.create")
+    [message] = one.answers[one.key].request.inputs["messages"]
+    assert message["content"][0]["data"][44:] == data
+    assert one.tell("input_audio_buffer.append", audio="QUI?") == ["error"]
+    assert one.last("error")["error"]["message"].startswith("audio: expected base64, got the character '?'")
+
+
 def test_detection_off_for_a_minute_and_on_again_hears_what_follows_alone() -> None:
     one = Driven()
     one.detection(type="none")

@@ -5,12 +5,11 @@ Positions are milliseconds of all sound that the session was given: clients comp
 
 from __future__ import annotations
 
-import base64
-import binascii
 from typing import Final
 
 from stage_runtime.errors import InvalidRequest, RequestError
 from stage_runtime.web.realtime.formats import SoundFormat
+from stage_runtime.web.translating import media
 
 MAX_NBYTES: Final = 15 << 20  # of one append, as OpenAI's; and of what waits for its commit
 MIN_COMMIT_MS: Final = 100
@@ -43,10 +42,7 @@ class InputBuffer:
         """
         if not isinstance(audio, str):
             raise InvalidRequest("audio: expected a string of base64", param="audio")
-        try:
-            data = base64.b64decode(audio, validate=True)
-        except (binascii.Error, ValueError) as error:
-            raise InvalidRequest(f"audio: expected base64: {error}", param="audio") from None
+        data = media.from_base64(audio, "audio")
         if len(data) % self.format.width:
             problem = f"expected whole samples of {self.format.width} bytes, got {len(data)} bytes"
             raise InvalidRequest(f"audio: {problem}", param="audio")

@@ -92,7 +92,7 @@ def data_url(url: str, type: str, param: str) -> Media:
     if not _MIME.fullmatch(mime):
         raise InvalidRequest(f"{param}: {mime!r} is no media type", param=param)
     if in_base64:
-        return Media(type, mime, _base64(data, param))
+        return Media(type, mime, from_base64(data, param))
     if len(data) > _PERCENT:
         raise InvalidRequest(f"{param}: a data URL of more than {_PERCENT} characters must be base64", param=param)
     return Media(type, mime, urllib.parse.unquote_to_bytes(data))
@@ -101,13 +101,13 @@ def data_url(url: str, type: str, param: str) -> Media:
 def sound(text: str, param: str) -> bytes:
     """Base64, or a data URL of it, whose type may be missing: the part's own format counts."""
     if not _is_data(text):
-        return _base64(text, param)
+        return from_base64(text, param)
     mime, in_base64, data = _parsed(text, "audio", param)
     if mime and not mime.startswith("audio/"):
         raise _wrong_type(mime, "audio", param)
     if not in_base64:
         raise InvalidRequest(f"{param}: a data URL of sound must be base64", param=param)
-    return _base64(data, param)
+    return from_base64(data, param)
 
 
 def _is_data(url: str) -> bool:
@@ -127,7 +127,7 @@ def _wrong_type(mime: str, type: str, param: str) -> InvalidRequest:
     return InvalidRequest(f"{param}: a data URL of type {mime or 'text/plain'!r}, not {type}/…", param=param)
 
 
-def _base64(text: str, param: str) -> bytes:
+def from_base64(text: str, param: str) -> bytes:
     """Base64 in any form that a common program writes: in lines, with the url-safe alphabet, without padding,
     in a URL with the signs escaped.
 
