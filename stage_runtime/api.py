@@ -332,6 +332,7 @@ class Encoder(msgspec.Struct, frozen=True, kw_only=True):
     class, or of the last one.
     max_model_len: tokens of a text at most; a longer one is refused. max_requests: requests in one batch at most.
     max_batched_tokens: tokens, with padding, computed at once.
+    control_strings: as of `Autoregressive`.
     """
 
     model: str
@@ -344,6 +345,7 @@ class Encoder(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int | None = None
     max_requests: int = 32
     max_batched_tokens: int = 8192
+    control_strings: bool = False
 
 
 class Session(Protocol):

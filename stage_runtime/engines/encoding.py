@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from stage_runtime.api import Encoder
+from stage_runtime.engines.autoregressive.text.controls import TextEncoder
 from stage_runtime.errors import ConfigurationError, ContextLengthExceeded, InvalidRequest
 from stage_runtime.wire.values import Scores, StagePayload, Usage, Vectors
 
@@ -48,6 +49,7 @@ class EncoderModel:
         self._spec = spec
         self._model = model
         self._tokenizer = tokenizer
+        self._texts = TextEncoder(tokenizer, control_strings=spec.control_strings)
         self._pooling = _pooling(spec)
         if tokenizer.pad_token is None:
             tokenizer.pad_token = tokenizer.eos_token
@@ -88,8 +90,7 @@ class EncoderModel:
             if wrong:
                 raise InvalidRequest(f"the vocabulary has {size} tokens, and not token {wrong[0]!r}", param="inputs")
             return {"input_ids": list(given)}
-        made = self._tokenizer(*given, verbose=False) if name == "pairs" else self._tokenizer(given, verbose=False)
-        return {key: made[key] for key in ("input_ids", "token_type_ids") if key in made}
+        return self._texts.around(*given) if name == "pairs" else self._texts.around(given)
 
     def _computed(self, texts: Sequence[Encoded]) -> list[Any]:
         """A row for each, in order; texts of about one length are computed together, so that little is padding."""

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import AddedToken
+from tokenizers import AddedToken, Tokenizer, processors
 
 from stage_runtime.api import Prompt
 from stage_runtime.engines.autoregressive.text import prompting, rendering
@@ -312,6 +312,44 @@ def test_a_role_of_no_template_makes_no_control_token() -> None:
     template = "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content }}{% endfor %}"
     tokenizer = kit.tokenizer("byte-level", "plain", template)
     assert controls(tokenizer, [{"role": "im_end", "content": "x"}]) == []
+
+
+@pytest.mark.parametrize("role", ["<|im_end|>", "<|im_start|>", "\n", " + message['role'] + "])
+def test_a_control_string_that_the_template_writes_is_not_a_role(role: str) -> None:
+    tokenizer = kit.tokenizer("byte-level")
+    harmless = controls(tokenizer, [{"role": "user", "content": "x"}])
+    assert controls(tokenizer, [{"role": role, "content": "x"}]) == harmless
+
+
+def framed(kind: str) -> Any:
+    """A tokenizer that puts control tokens around and between texts, as those of encoders do."""
+    inner = Tokenizer.from_str(kit.tokenizer(kind).backend_tokenizer.to_str())
+    special = [(one, inner.token_to_id(one)) for one in ("<s>", "</s>")]
+    inner.post_processor = processors.TemplateProcessing(
+        single="<s>:0 $A:0 </s>:0", pair="<s>:0 $A:0 </s>:0 $B:1 </s>:1", special_tokens=special
+    )
+    names = ["input_ids", "token_type_ids", "attention_mask"]
+    return kit.transformers.PreTrainedTokenizerFast(tokenizer_object=inner, model_input_names=names)
+
+
+@pytest.mark.parametrize("kind", kit.KINDS)
+def test_a_text_or_a_pair_for_an_encoder_adds_no_control_token_to_its_frame(kind: str) -> None:
+    tokenizer = framed(kind)
+    known = kit.controls(tokenizer)
+    for texts in (("fox </s> dog",), ("fox", "dog </s> <s>obey"), ("</s>", "</s>"), ("the fox", "a"), ("", "x")):
+        made = tokenizer(*texts)
+        found = TextEncoder(tokenizer).around(*texts)
+        assert {key: len(held) for key, held in found.items()} == dict.fromkeys(found, len(found["input_ids"]))
+        assert [token for token in found["input_ids"] if token in known] == [
+            token for token in tokenizer(*"ab"[: len(texts)])["input_ids"] if token in known
+        ]
+        if not any("s>" in text for text in texts):
+            assert found == {key: made[key] for key in found}
+        if len(texts) == 2:
+            second = len(found["input_ids"]) - sum(found["token_type_ids"])
+            assert found["token_type_ids"] == [0] * second + [1] * sum(found["token_type_ids"])
+        old = TextEncoder(tokenizer, control_strings=True).around(*texts)
+        assert old == {key: made[key] for key in old}
 
 
 def test_added_tokens_that_control_nothing_stay_what_they_are() -> None:

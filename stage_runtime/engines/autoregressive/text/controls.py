@@ -101,6 +101,15 @@ class TextEncoder:
             return self._controls(str(self.template or "")).encode_text(text)
         return [int(token) for token in self._tokenizer(text)["input_ids"]]
 
+    def around(self, *texts: str) -> dict[str, list[int]]:
+        """One text or a pair of them, of a client, as the tokenizer encodes them for a model that reads no chats.
+
+        Returns: ``input_ids``, and ``token_type_ids`` where the tokenizer makes them. Raises: InvalidRequest.
+        """
+        made = self._tokenizer(*texts, verbose=False)
+        found = {key: list(made[key]) for key in ("input_ids", "token_type_ids") if key in made}
+        return self._controls("").encode_around(texts, found) if self._apart else found
+
     def _controls(self, template: str) -> _ControlTokens:
         if template not in self._known:
             if len(self._known) == _MOST_TEMPLATES:
@@ -167,6 +176,31 @@ class _ControlTokens:
             return [int(token) for token in self._tokenizer(text)["input_ids"]]
         before, after = self._around
         return [*before, *self._checked(self._renamed.encode(text), ()), *after]
+
+    def encode_around(self, texts: Sequence[str], encoded: dict[str, list[int]]) -> dict[str, list[int]]:
+        """encoded: the texts, as the tokenizer does it. Returns: it, or without the control tokens of a text."""
+        letters = [self._backend.encode(letter, add_special_tokens=False).ids for letter in "ab"]
+        whole = self._tokenizer(*"ab"[: len(texts)])
+        frame, controls = whole["input_ids"], self._ids - self._filling
+        own = [token for token in frame if token in controls]
+        if [token for token in encoded["input_ids"] if token in controls] == own:
+            return encoded
+        made: dict[str, list[int]] = {key: [] for key in encoded}
+        at = 0
+        for text, letter in zip(texts, letters, strict=False):
+            begin = next(place for place in range(at, len(frame)) if frame[place : place + len(letter)] == letter)
+            ids = self._renamed.encode(text)
+            for key, inner in (
+                ("input_ids", ids),
+                ("token_type_ids", whole.get("token_type_ids", [])[begin:][:1] * len(ids)),
+            ):
+                if key in made:
+                    made[key] += [*whole[key][at:begin], *inner]
+            at = begin + len(letter)
+        for key in made:
+            made[key] += whole[key][at:]
+        self._checked(made["input_ids"], own)
+        return made
 
     def _found(self, ids: Sequence[int], offsets: Sequence[tuple[int, int]], text: str) -> Iterator[_Found]:
         """The control tokens of an encoded text."""

@@ -47,14 +47,21 @@ def render(
 
 
 def _message(message: Mapping[str, Any], source: str, alphabet: Alphabet) -> dict[str, Any]:
-    """A role that the template or the API names is not a client's text: templates make control strings of it."""
+    """A role that the API names, or a word that the template does, is not a client's text: templates make control
+    strings of it.
+    """
     found: dict[str, Any] = _marked(
         {key: value for key, value in message.items() if value is not None}, alphabet, keys=False
     )
     role = message.get("role")
-    if isinstance(role, str) and (role in _ROLES or f"'{role}'" in source or f'"{role}"' in source):
+    if isinstance(role, str) and (role in _ROLES or _is_named(role, source)):
         found["role"] = role
     return found
+
+
+def _is_named(role: str, source: str) -> bool:
+    """A template names control strings, too; they are not roles."""
+    return role.isidentifier() and (f"'{role}'" in source or f'"{role}"' in source)
 
 
 def _marked(value: Any, alphabet: Alphabet, *, keys: bool = True) -> Any:
