@@ -10,7 +10,10 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 class KVPage(msgspec.Struct, frozen=True, array_like=True):
-    """K or V of a layer, or rows that are kept of it. shape: of one block, ``[block_size, heads, dim]``."""
+    """K or V of a layer, or rows that are kept of it. shape: of one block, ``[block_size, heads, dim]``.
+
+    heads: of all tensor-parallel ranks, so engines of different numbers of ranks have the same layout.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -24,7 +27,6 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
     weights: str
     dtype: str
     block_size: int
-    tp_size: int
     pages: tuple[KVPage, ...]
     order: str = "block, token, head, dim"
 

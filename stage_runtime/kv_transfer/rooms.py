@@ -33,9 +33,12 @@ class KVTransferFailed(Exception):
 
 
 class KVArgs(msgspec.Struct, frozen=True, kw_only=True):
-    """One engine's pages, as bytes. kv_data_ptrs, kv_data_lens, kv_item_lens: of each page its address, its bytes, and
-    the bytes of a block. num_receivers: rooms at once, 0 for as many as come. max_inflight: copies of pieces that wait
-    to be sent, in bytes. max_sge: pages of a piece that are copied with one call. ib_device: "" lets the relay choose.
+    """One engine's pages, as bytes.
+
+    engine_rank: 0, which speaks for all ranks. kv_data_ptrs, kv_data_lens: of each page of this rank its address and
+    its bytes. kv_item_lens: of each page the bytes of a block as it crosses, with the heads of all ranks.
+    num_receivers: rooms at once, 0 for as many as come. max_inflight: copies of pieces that wait to be sent, in bytes.
+    max_sge: pages of a piece that are copied with one call. ib_device: "" lets the relay choose.
     """
 
     engine_rank: int

@@ -13,12 +13,13 @@ from stage_runtime.engines.autoregressive.connectors import layouts
 from stage_runtime.engines.autoregressive.connectors.decode import DecodeConnector
 from stage_runtime.engines.autoregressive.connectors.prefill import PrefillConnector
 from stage_runtime.engines.autoregressive.core.engine_core import EngineCore
+from stage_runtime.engines.autoregressive.model.digests import weights_digest
 from stage_runtime.engines.autoregressive.sampling.parameters import SamplingParams
 from stage_runtime.kv_transfer import records
 from stage_runtime.kv_transfer.interface import KVSink, Piece, Room
 from stage_runtime.kv_transfer.records import PieceHeader
 from stage_runtime.kv_transfer.rooms import KVManager
-from tests.engines.generation_kit import GREEDY, Answers, core
+from tests.engines.generation_kit import GREEDY, Answers, core, tiny_model
 
 Ship = Callable[[Room, bytes, Sequence[Any]], None]
 
@@ -109,9 +110,10 @@ class Pair:
         prefilling: dict[str, Any] | None = None,
         max_inflight: int = 1 << 20,
         layout: dict[str, Any] | None = None,
+        cores: tuple[EngineCore, EngineCore] | None = None,
         **limits: Any,
     ) -> None:
-        """layout: what differs in that of prefill."""
+        """layout: what differs in that of prefill. cores: of decode and prefill, instead of new ones."""
         self.bound, self.takes, self.now = True, True, 0.0
         self.untaken: list[Piece] = []
         self.asks: list[tuple[Room, bytes, Sequence[Any]]] = []
@@ -120,8 +122,9 @@ class Pair:
         self.asking: Callable[[Room], bool] = lambda room: True
         self.shipping: Ship = self.deliver
         self.decode, self.prefill = Side(self, "decode"), Side(self, "prefill")
-        self.d = Engine(core(kind, **{**limits, **(decoding or {})}))
-        self.p = Engine(core(kind, **{**limits, **(prefilling or {})}))
+        d, p = cores or (core(kind, **{**limits, **(decoding or {})}), core(kind, **{**limits, **(prefilling or {})}))
+        self.d, self.p = Engine(d), Engine(p)
+        self._weights = weights_digest(tiny_model(kind))
         self.decoder = DecodeConnector(
             self.d.engine,
             self._manager(self.d.engine, self.decode, max_inflight),
@@ -138,7 +141,7 @@ class Pair:
     def _manager(self, engine: EngineCore, side: Side, max_inflight: int) -> KVManager:
         runner: Any = engine.executor.call(lambda one: one).result()
         size = engine.scheduler.limits.block_size
-        layout = layouts.layout_of(runner, model="tiny", revision="", block_size=size)
+        layout = layouts.layout_of(runner, model="tiny", revision="", weights=self._weights, block_size=size)
         args = msgspec.structs.replace(layouts.args_of(runner), max_inflight=max_inflight)
         return KVManager(args, side, layout)
 

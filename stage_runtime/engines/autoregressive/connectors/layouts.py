@@ -2,39 +2,20 @@
 
 from __future__ import annotations
 
-from hashlib import blake2b
-from typing import Any
-
-import torch
-
 from stage_runtime.engines.autoregressive.model.model_runner import ModelRunner
 from stage_runtime.kv_transfer.layout import KVLayout, KVPage
 from stage_runtime.kv_transfer.rooms import KVArgs
 
-SAMPLED = 64  # values of each vector that go into the digest of the weights
 
-
-def weights_digest(model: Any) -> str:
-    """Of a transformers model: its configuration, and the first values of its vectors (norms, biases).
-
-    Those are as they were loaded, also where matrices have been packed for this machine.
-    """
-    digest = blake2b(model.config.to_json_string(use_diff=False).encode(), digest_size=8)
-    for _name, one in sorted(model.named_parameters()):
-        if one.ndim == 1:
-            digest.update(one.detach()[:SAMPLED].to("cpu", torch.float32).numpy().tobytes())
-    return digest.hexdigest()
-
-
-def layout_of(runner: ModelRunner, *, model: str, revision: str, block_size: int, tp_size: int = 1) -> KVLayout:
+def layout_of(runner: ModelRunner, *, model: str, revision: str, weights: str, block_size: int) -> KVLayout:
+    """weights: `model.digests.weights_digest`, of a tensor-parallel rank before its model was cut."""
     return KVLayout(
         model=model,
         revision=revision,
-        weights=weights_digest(runner.model.model),
+        weights=weights,
         dtype=str(runner.model.dtype).removeprefix("torch."),
         block_size=block_size,
-        tp_size=tp_size,
-        pages=tuple(KVPage(one.name, tuple(one.values.shape[1:])) for one in runner.pages.pages),
+        pages=tuple(KVPage(name, shape) for name, shape in runner.pages.shapes),
     )
 
 
@@ -44,5 +25,5 @@ def args_of(runner: ModelRunner) -> KVArgs:
         engine_rank=0,
         kv_data_ptrs=[one.data_ptr() for one in pages],
         kv_data_lens=[one.nbytes for one in pages],
-        kv_item_lens=[one.nbytes // len(one) for one in pages],
+        kv_item_lens=runner.pages.item_nbytes,
     )

@@ -15,7 +15,7 @@ from stage_runtime.engines.autoregressive.core.executors import InlineExecutor, 
 from stage_runtime.engines.autoregressive.core.step_dumps import StepDumps
 from stage_runtime.engines.autoregressive.kernels import attention_pages, linears
 from stage_runtime.engines.autoregressive.loading import compiling, decoders, preparing
-from stage_runtime.engines.autoregressive.model import attention_guests, dtypes
+from stage_runtime.engines.autoregressive.model import attention_guests, digests, dtypes
 from stage_runtime.engines.autoregressive.model.attention import AttentionBackend, GatherAttention, LayerShape
 from stage_runtime.engines.autoregressive.model.embeddings import ModelEmbeddings
 from stage_runtime.engines.autoregressive.model.kept_rows import KeptRows
@@ -49,6 +49,7 @@ class Loaded(NamedTuple):
     num_blocks: int
     linears: dict[linears.LinearsBackend, int]
     runner: ModelRunner
+    weights: str = ""  #: `digests.weights_digest` of the whole model, as it was loaded.
 
 
 def load(
@@ -57,8 +58,9 @@ def load(
     device: str = "cpu",
     progress: Callable[[str], None] = lambda text: None,
     ranks: Ranks | None = None,
+    digest: bool = False,
 ) -> Loaded:
-    """ranks: of a tensor-parallel engine; each of them loads.
+    """ranks: of a tensor-parallel engine; each of them loads. digest: `Loaded.weights` is wanted.
 
     Raises: ConfigurationError: transformers is missing, or the values or the model do not fit."""
     check(spec)
@@ -69,11 +71,11 @@ def load(
     tokenizer = decoders.tokenizer_of(spec)
     if spec.decoder is None:
         model = load_model(spec.model, dtype=dtype, revision=spec.revision, device=device)
-        return assemble(spec, model, tokenizer, progress=progress, ranks=ranks)
+        return assemble(spec, model, tokenizer, progress=progress, ranks=ranks, digest=digest)
     decoder = decoders.made(spec.decoder)
     model = decoder.load(spec.model, revision=spec.revision, dtype=getattr(torch, dtype), device=device).eval()
     after_step = getattr(decoder, "after_step", None)
-    return assemble(spec, model, tokenizer, progress=progress, ranks=ranks, after_step=after_step)
+    return assemble(spec, model, tokenizer, progress=progress, ranks=ranks, after_step=after_step, digest=digest)
 
 
 def assemble(
@@ -84,11 +86,13 @@ def assemble(
     progress: Callable[[str], None] = lambda text: None,
     ranks: Ranks | None = None,
     after_step: Callable[[Step], NextRows] | None = None,
+    digest: bool = False,
 ) -> Loaded:
     """As `load`, of a model at hand, whose linear layers are replaced. after_step: of its `Decoder`."""
     check(spec)
     if ranks is not None and spec.overlap is True:
         raise ConfigurationError("omni.Autoregressive(overlap=True): tpSize goes without it")
+    weights = digests.weights_digest(model) if digest else ""  # before anything is cut or packed
     if ranks is not None:
         with torch.inference_mode():
             sharding.shard(model, ranks)
@@ -152,7 +156,7 @@ def assemble(
         if grammars is not None:
             progress("preparing grammars")
             grammars.prepare()
-    return Loaded(core, tokenizer, num_blocks, used, runner)
+    return Loaded(core, tokenizer, num_blocks, used, runner, weights)
 
 
 def _attention(spec: Autoregressive, paged: PagedModel) -> AttentionBackend:

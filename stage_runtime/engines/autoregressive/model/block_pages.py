@@ -29,9 +29,19 @@ class BlockPages:
         self._rows = [one.values.view(len(one.values), -1).view(torch.uint8) for one in self.pages]
 
     @property
+    def shapes(self) -> list[tuple[str, tuple[int, ...]]]:
+        """Name of each page, and the shape of one block as it crosses."""
+        return [(one.name, tuple(one.values.shape[1:])) for one in self.pages]
+
+    @property
+    def item_nbytes(self) -> list[int]:
+        """Of one block as it crosses, in each page."""
+        return [rows.shape[1] for rows in self._rows]
+
+    @property
     def block_nbytes(self) -> int:
-        """Of one block in all pages."""
-        return sum(rows.shape[1] for rows in self._rows)
+        """Of one block in all pages, as it crosses."""
+        return sum(self.item_nbytes)
 
     def export(self, blocks: Sequence[int]) -> Tensor:
         """A copy of their bytes on the host: uint8 ``[blocks x block_nbytes]``."""
@@ -43,11 +53,15 @@ class BlockPages:
 
     def load(self, blocks: Sequence[int], flat: Tensor) -> None:
         """Write what `export` of another engine gave. Raises: ValueError: it has another size."""
-        if flat.dtype is not torch.uint8 or flat.numel() != len(blocks) * self.block_nbytes:
-            raise ValueError(f"{flat.numel()} values for {len(blocks)} blocks of {self.block_nbytes} bytes")
+        self._check(blocks, flat)
         for rows, part in self._parts(flat, len(blocks)):
             for at, start, end in _runs(blocks):
                 rows[start:end].copy_(part[at : at + end - start])
+
+    def _check(self, blocks: Sequence[int], flat: Tensor) -> None:
+        """Raises: ValueError: it has another size."""
+        if flat.dtype is not torch.uint8 or flat.numel() != len(blocks) * self.block_nbytes:
+            raise ValueError(f"{flat.numel()} values for {len(blocks)} blocks of {self.block_nbytes} bytes")
 
     def _parts(self, flat: Tensor, count: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Each page's rows, and its part of a flat buffer as ``[count, bytes]``."""

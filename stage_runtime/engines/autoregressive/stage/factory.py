@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from stage_runtime.api import Autoregressive, StageContext
 from stage_runtime.engines import gpumemory
@@ -13,6 +13,10 @@ from stage_runtime.engines.autoregressive.process.launching import EngineLaunch
 from stage_runtime.engines.autoregressive.stage.process_engine import MOST_ENGINES, EngineClient, ProcessEngine
 from stage_runtime.engines.base import Engine
 from stage_runtime.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from stage_runtime.engines.autoregressive.loading.loader import Loaded
+    from stage_runtime.engines.autoregressive.stage.thread_engine import AutoregressiveEngine
 
 FACTORY: Final = "stage_runtime.engines.autoregressive.loading.served:autoregressive"
 #: What an engine process needs not know: functions of the author, and what its client does.
@@ -46,7 +50,7 @@ def make(spec: Autoregressive, context: StageContext | None, sources: Sequence[s
 
     loader.check(spec)
     if context is not None and context.kv_role:
-        pairing.check(spec, tp_size=context.tp_size)
+        pairing.check(spec)
     device = "cpu" if context is None else context.device
     progress = (lambda text: None) if context is None else context.progress
     if not 1 <= spec.data_parallel_size <= MOST_ENGINES:
@@ -58,19 +62,28 @@ def make(spec: Autoregressive, context: StageContext | None, sources: Sequence[s
     if context is not None and context.tp_size > 1:
         return _rank(spec, context, sources)
     if not spec.own_process and spec.data_parallel_size == 1:
-        from stage_runtime.engines.autoregressive.stage.thread_engine import AutoregressiveEngine
-
-        loaded = loader.load(spec, device=device, progress=progress)
-        engine = AutoregressiveEngine(spec, loaded.core, loaded.tokenizer, context, sources)
-        if context is not None and context.kv_role:
-            pairing.connect(spec, loaded, context, post=engine.post, origin=engine.origin)
-        return engine
+        apart = context is not None and bool(context.kv_role)
+        loaded = loader.load(spec, device=device, progress=progress, digest=apart)
+        return _answering(spec, loaded, context, sources)
     tokenizer = decoders.tokenizer_of(spec)
     progress(f"starting {spec.data_parallel_size} engine processes with {spec.model}")
     client = making.make_client(
         launch_of(spec, device, name="" if context is None else context.name), engines=spec.data_parallel_size
     )
     return ProcessEngine(spec, client, tokenizer, context, sources)
+
+
+def _answering(
+    spec: Autoregressive, loaded: Loaded, context: StageContext | None, sources: Sequence[str]
+) -> AutoregressiveEngine:
+    """The engine in the stage's thread: of the only rank, or of rank 0."""
+    from stage_runtime.engines.autoregressive.stage import pairing
+    from stage_runtime.engines.autoregressive.stage.thread_engine import AutoregressiveEngine
+
+    engine = AutoregressiveEngine(spec, loaded.core, loaded.tokenizer, context, sources)
+    if context is not None and context.kv_role:
+        pairing.connect(spec, loaded, context, post=engine.post, origin=engine.origin)
+    return engine
 
 
 def _external(spec: Autoregressive, context: StageContext | None) -> Engine:
@@ -91,16 +104,16 @@ def _rank(spec: Autoregressive, context: StageContext, sources: Sequence[str]) -
     """One rank of a TP stage (``tpSize``); the other ranks are processes of the same instance."""
     from stage_runtime.engines.autoregressive.loading import loader
     from stage_runtime.engines.autoregressive.stage.following import FollowingEngine
-    from stage_runtime.engines.autoregressive.stage.thread_engine import AutoregressiveEngine
     from stage_runtime.engines.autoregressive.tensor_parallel.ranks import Ranks
 
     if spec.own_process or spec.data_parallel_size > 1:
         raise ConfigurationError("omni.Autoregressive: tpSize goes with neither own_process nor data_parallel_size")
     ranks = Ranks(context.tp_rank, context.tp_size)
-    loaded = loader.load(spec, device=context.device, progress=context.progress, ranks=ranks)
+    apart = bool(context.kv_role)
+    loaded = loader.load(spec, device=context.device, progress=context.progress, ranks=ranks, digest=apart)
     if context.tp_rank > 0:
         return FollowingEngine(loaded.runner, ranks, takes_chunks=spec.stream is not None)
-    return AutoregressiveEngine(spec, loaded.core, loaded.tokenizer, context, sources)
+    return _answering(spec, loaded, context, sources)
 
 
 def launch_of(spec: Autoregressive, device: str, *, name: str = "") -> EngineLaunch:

@@ -20,7 +20,7 @@ HOP_S: Final = 0.010  # an ask and its first piece, beside the computing: a shor
 WHERE: Final = "disaggregation: omni.Autoregressive"
 
 
-def check(spec: Autoregressive, *, tp_size: int = 1) -> None:
+def check(spec: Autoregressive) -> None:
     """Raises: ConfigurationError: this engine could not give or take blocks, so its prefill group would be idle."""
     refused = (
         (spec.engine != "own", f"(engine={spec.engine!r}): engine='own' alone transfers KV"),
@@ -29,7 +29,6 @@ def check(spec: Autoregressive, *, tp_size: int = 1) -> None:
             spec.data_parallel_size > 1,
             f"(data_parallel_size={spec.data_parallel_size}): scale the stage's group instead",
         ),
-        (tp_size > 1, f": tpSize {tp_size}: ranks do not transfer KV"),
         (not spec.prefix_caching, "(prefix_caching=False): blocks that come are found as a prefix"),
     )
     for wrong, what in refused:
@@ -61,7 +60,11 @@ def connect(
         what = "keeps state beside attention" if model.state_layers else "makes its own next rows"
         raise ConfigurationError(f"{WHERE}: {type(model.model).__name__} {what}, which does not cross")
     layout = layouts.layout_of(
-        loaded.runner, model=spec.model, revision=spec.revision or "", block_size=spec.block_size
+        loaded.runner,
+        model=spec.model,
+        revision=spec.revision or "",
+        weights=loaded.weights,
+        block_size=spec.block_size,
     )
     manager = KVManager(layouts.args_of(loaded.runner), context.kv, layout, checksum=spec.kv_checksum)
     if context.kv_role == "prefill":

@@ -1,7 +1,8 @@
 """The tensor-parallel ranks of one engine: what they reduce together, and what rank 0 sends the others.
 
 Rank 0 schedules and samples. It sends each pass to the others (`Leading`), which compute their share of it
-(`follow`). Two groups of torch.distributed: orders wait for as long as nothing is to be computed, sums do not.
+(`follow`). Groups of torch.distributed: orders wait for as long as nothing is to be computed, sums and moves of blocks
+do not.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from stage_runtime.engines.autoregressive.model.block_pages import BlockPages
 from stage_runtime.engines.autoregressive.model.model_runner import ModelRunner, Pass
 from stage_runtime.engines.autoregressive.model.models import Computed
+from stage_runtime.engines.autoregressive.tensor_parallel import shares
 from stage_runtime.errors import describe
 
 log = logging.getLogger(__name__)
@@ -38,11 +41,23 @@ class Clear(msgspec.Struct, frozen=True, tag="clear", array_like=True):
     blocks: list[int]
 
 
+class Export(msgspec.Struct, frozen=True, tag="export", array_like=True):
+    """Give rank 0 these blocks."""
+
+    blocks: list[int]
+
+
+class Import(msgspec.Struct, frozen=True, tag="import", array_like=True):
+    """Take these blocks from rank 0."""
+
+    blocks: list[int]
+
+
 class End(msgspec.Struct, frozen=True, tag="end", array_like=True):
     """No more passes."""
 
 
-RankOrder = ComputePass | Clear | End
+RankOrder = ComputePass | Clear | Export | Import | End
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(RankOrder).decode
 
@@ -58,7 +73,9 @@ class Ranks:
             dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=size)
         on_gpu = torch.cuda.is_available() and dist.is_nccl_available()
         self._orders = dist.new_group(backend="gloo", timeout=IDLE)
-        self._sums = dist.new_group(backend="nccl" if on_gpu else "gloo", timeout=timedelta(seconds=sum_timeout_s))
+        patience = timedelta(seconds=sum_timeout_s)
+        self._sums = dist.new_group(backend="nccl" if on_gpu else "gloo", timeout=patience)
+        self._moves = dist.new_group(backend="gloo", timeout=patience) if on_gpu else self._sums  # of host memory
 
     def add_up(self, part: Tensor) -> Tensor:
         """The sum of all ranks' parts, in place of ours."""
@@ -71,6 +88,18 @@ class Ranks:
         parts = [torch.empty_like(part) for _ in range(self.size)]
         dist.all_gather(parts, part.contiguous(), group=self._sums)
         return torch.cat(parts, dim=-1)
+
+    def gather(self, part: Tensor) -> list[Tensor]:
+        """All ranks' parts, of one size, on the host. Of ranks other than 0: none."""
+        parts = [torch.empty_like(part) for _ in range(self.size)] if self.rank == 0 else []
+        dist.gather(part, parts or None, dst=0, group=self._moves)
+        return parts
+
+    def scatter(self, parts: Sequence[Tensor], nbytes: int) -> Tensor:
+        """This rank's part, of ``nbytes``, of those that rank 0 gives."""
+        part = torch.empty(nbytes, dtype=torch.uint8)
+        dist.scatter(part, list(parts) if self.rank == 0 else None, src=0, group=self._moves)
+        return part
 
     def least(self, value: int) -> int:
         """The smallest of all ranks' values."""
@@ -95,12 +124,59 @@ class Ranks:
 
     def close(self) -> None:
         """Ends gloo's threads, too: one that still holds a tensor when the interpreter ends would abort the process."""
-        groups = [self._orders, self._sums]
-        del self._orders, self._sums
+        groups = [self._orders, self._sums, *([] if self._moves is self._sums else [self._moves])]
+        del self._orders, self._sums, self._moves
         while groups:
             dist.destroy_process_group(groups.pop())
         if self._owns:
             dist.destroy_process_group()
+
+
+class RankPages(BlockPages):
+    """Rank 0's: a block that crosses has the heads of all ranks, and the rows that rank 0 alone keeps."""
+
+    def __init__(self, own: BlockPages, ranks: Ranks) -> None:
+        super().__init__(own.pages)
+        self._own = own
+        self._ranks = ranks
+        whole = [shape for _name, shape in own.shapes if len(shape) == 3]  # with heads: they come first
+        nbytes = own.item_nbytes[: len(whole)]
+        self._shared = [(shape[0], nbytes // shape[0]) for shape, nbytes in zip(whole, nbytes, strict=True)]
+        self._shared_nbytes = sum(nbytes)
+
+    @property
+    def shapes(self) -> list[tuple[str, tuple[int, ...]]]:
+        ranks, shared = self._ranks.size, len(self._shared)
+        found = self._own.shapes
+        heads = [(name, (size, heads * ranks, dim)) for name, (size, heads, dim) in found[:shared]]
+        return [*heads, *found[shared:]]
+
+    @property
+    def item_nbytes(self) -> list[int]:
+        shared, found = len(self._shared), self._own.item_nbytes
+        return [*(one * self._ranks.size for one in found[:shared]), *found[shared:]]
+
+    def export(self, blocks: Sequence[int]) -> Tensor:
+        """Raises: RankLost: another rank does not give its part."""
+        try:
+            self._ranks.send(Export(list(blocks)))
+            own, shared = self._own.export(blocks), len(blocks) * self._shared_nbytes
+            parts = self._ranks.gather(own[:shared])
+        except Exception as error:
+            raise RankLost(f"tensor-parallel rank 0: blocks were not given out: {describe(error)}") from error
+        return torch.cat([shares.join(parts, self._shared, len(blocks)), own[shared:]])
+
+    def load(self, blocks: Sequence[int], flat: Tensor) -> None:
+        """Raises: ValueError: it has another size. RankLost: another rank does not take its part."""
+        self._check(blocks, flat)
+        shared, count = len(blocks) * self._shared_nbytes, len(blocks)
+        parts = shares.split(flat[: shared * self._ranks.size], self._ranks.size, self._shared, count)
+        try:
+            self._ranks.send(Import(list(blocks)))
+            own = self._ranks.scatter(parts, shared)
+            self._own.load(blocks, torch.cat([own, flat[shared * self._ranks.size :]]))
+        except Exception as error:
+            raise RankLost(f"tensor-parallel rank 0: blocks were not taken in: {describe(error)}") from error
 
 
 class Leading(ModelRunner):
@@ -109,6 +185,7 @@ class Leading(ModelRunner):
     def __init__(self, model: Any, backend: Any, ranks: Ranks, **options: Any) -> None:
         """options: of `ModelRunner`."""
         super().__init__(model, backend, **options)
+        self.pages = RankPages(self.pages, ranks)
         self._ranks = ranks
         self._ended = False
 
@@ -152,6 +229,11 @@ def follow(runner: ModelRunner, ranks: Ranks) -> None:
                         runner.compute(batch)
                     case Clear(blocks):
                         runner.clear(blocks)
+                    case Export(blocks):
+                        ranks.gather(runner.pages.export(blocks))
+                    case Import(blocks):
+                        nbytes = len(blocks) * runner.pages.block_nbytes
+                        runner.pages.load(blocks, ranks.scatter((), nbytes))
                     case End():
                         ranks.close()
                         return
