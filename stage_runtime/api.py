@@ -143,6 +143,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     whole now; their text is not in ``text``. hidden_rows: ``[tokens, hidden]``, where the stage has ``hidden_rows``:
     the last hidden state from which each token was chosen, on the CPU in the model's dtype.
     echo: the prompt, in the first part of an answer that is to begin with it; it is not in ``text``.
+    prompt_token_ids: in the first part of each answer, with ``return_token_ids``; -1 for a row of embeddings.
     rows: by the names of the stage's ``keep_rows``, ``[tokens, hidden]`` of these tokens; prompt_rows: as that, of the
     prompt's tokens, in the part with the first token. emitted: what the stage's decoder gave for these tokens, one
     after the other; None: nothing.
@@ -162,6 +163,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     shown_logprobs: list[Any] | None = None
     prompt_logprobs: tuple[tuple[float, tuple[tuple[int, float], ...]], ...] = ()
     echo: Text | None = None
+    prompt_token_ids: tuple[int, ...] = ()
     choice: int = 0
     ends: bool = False
     tool_calls: tuple[ToolCall, ...] = ()

@@ -63,6 +63,14 @@ ChatParameter = Literal[
     "stop_token_ids",
     "ignore_eos",
     "echo",
+    "continue_final_message",
+    "include_stop_str_in_output",
+    "skip_special_tokens",
+    "cache_salt",
+    "priority",
+    "structured_outputs",
+    "return_token_ids",
+    "mm_processor_kwargs",
 ]
 
 
@@ -245,7 +253,7 @@ class PipelineConfig(Spec, frozen=True, kw_only=True):
         doc("OpenAI routes to serve; /v1/pipeline is always served."),
     ] = ()
     accepts: Annotated[
-        Annotated[Sequence[ChatParameter], Meta(max_length=16, extra={"unique": True})],
+        Annotated[Sequence[ChatParameter], Meta(max_length=32, extra={"unique": True})],
         doc("Parameters of a chat that the stages honour; others of this list are refused by name."),
     ] = ()
     entry_stage: Annotated[Name | None, doc("Stage that gets new requests; unset is the first.")] = None

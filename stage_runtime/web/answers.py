@@ -112,6 +112,7 @@ class ChatChoice(msgspec.Struct):
     message: ChatMessage
     logprobs: ChatLogprobs | None
     finish_reason: Reason
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class ChatCompletion(msgspec.Struct):
@@ -122,6 +123,7 @@ class ChatCompletion(msgspec.Struct):
     choices: list[ChatChoice]
     usage: ChatUsage
     notes: list[ShownNote] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
 
 
 class ChatDelta(msgspec.Struct):
@@ -138,6 +140,7 @@ class ChatChunkChoice(msgspec.Struct):
     delta: ChatDelta
     logprobs: ChatLogprobs | None
     finish_reason: Reason | None
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class ChatCompletionChunk(msgspec.Struct):
@@ -147,6 +150,7 @@ class ChatCompletionChunk(msgspec.Struct):
     model: str
     choices: list[ChatChunkChoice]
     usage: ChatUsage | UnsetType | None = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
     notes: list[ShownNote] | UnsetType = UNSET
 
 
@@ -164,6 +168,8 @@ class CompletionChoice(msgspec.Struct):
     text: str
     logprobs: LegacyLogprobs | None
     finish_reason: Reason | None
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class TextCompletion(msgspec.Struct):

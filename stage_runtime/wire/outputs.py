@@ -22,6 +22,9 @@ CHANNELS_MOST: Final = 8
 TOKENS_MOST: Final = 2**53  # JSON readers in other languages are exact up to here
 #: In the metadata of a chunk for a client: tokens of the request at that stage so far, as of `Usage`. Not shown.
 USAGE_SO_FAR: Final = "omni.usage"
+#: Names of notes with tokens of a prompt and of a part of an answer: ``{"choice": …, "token_ids": […]}``.
+PROMPT_TOKEN_IDS: Final = "prompt_token_ids"
+TOKEN_IDS: Final = "token_ids"
 SHOWN: Final = (Text, Reasoning, Audio, Usage, Finish, Note, ToolCall, Vectors, Scores)
 #: What an answer is made of, and what may stand beside that, by kind of request; `_TOLD` for those that are not here.
 _TOLD: Final = (

@@ -32,6 +32,9 @@ SET_BY: dict[str, dict[str, Any]] = {
     "logprobs": {"logprobs": True, "top_logprobs": 2},
     "prompt_logprobs": {"prompt_logprobs": 1},
     "n": {"n": 2},
+    "include_stop_str_in_output": {"include_stop_str_in_output": True},
+    "skip_special_tokens": {"skip_special_tokens": False},
+    "return_token_ids": {"return_token_ids": True},
     "grammar": {"response_format": {"type": "json_object"}},
 }
 #: field -> why no chat sets it.

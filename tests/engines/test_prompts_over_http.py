@@ -30,6 +30,8 @@ async def test_prompts_errors_and_usage_reach_a_client_as_documented() -> None:
                 await odd_histories_are_taken(http)
                 await whole_pipelines_hold_their_text(http)
                 await usage_comes_as_it_grows(http)
+                await last_messages_are_continued(http)
+                await token_ids_come_as_vllms(http)
                 await completions_continue_texts_and_tokens(http)
                 await usage_of_a_stream_that_was_cancelled_is_kept(http)
 
@@ -76,6 +78,42 @@ async def prompts_that_are_too_long_are_named(http: httpx.AsyncClient) -> None:
 async def odd_histories_are_taken(http: httpx.AsyncClient) -> None:
     stopped = await prompt_tokens(http, user("a"), {"role": "assistant", "content": None}, user("b"))
     assert stopped == await prompt_tokens(http, user("a"), {"role": "assistant", "content": ""}, user("b"))
+
+
+async def last_messages_are_continued(http: httpx.AsyncClient) -> None:
+    begun = {"role": "assistant", "content": "I am"}
+    whole = await prompt_tokens(http, user("hi"), begun)
+    assert await prompt_tokens(http, user("hi"), begun, continue_final_message=True) == whole - 1
+    assert await prompt_tokens(http, user("hi"), begun, add_generation_prompt=False) == whole - 1
+    more = {"continue_final_message": True}
+    for messages, fields, problem in [
+        ([user("hi")], {}, "expected the last message to be an assistant's text, got one of the role 'user'"),
+        ([user("hi"), {"role": "assistant", "content": ""}], {}, "got one without text or with calls"),
+        ([user("hi"), begun], {"add_generation_prompt": True}, "expected add_generation_prompt to be false"),
+    ]:
+        error = (await ask(http, *messages, **more, **fields)).json()["error"]
+        assert (error["param"], problem in error["message"]) == ("continue_final_message", True), error
+
+
+async def token_ids_come_as_vllms(http: httpx.AsyncClient) -> None:
+    asked: dict[str, Any] = {"return_token_ids": True, "temperature": 0, "n": 2, "cache_salt": "a", "priority": 1}
+    whole = (await ask(http, user("hi"), **asked)).json()
+    prompt = tiny_tokenizer().apply_chat_template([user("hi")], add_generation_prompt=True, return_dict=True)
+    assert whole["prompt_token_ids"] == prompt["input_ids"] and "notes" not in whole
+    assert [len(one["token_ids"]) for one in whole["choices"]] == [4, 4]
+    answer = await ask(http, user("hi"), **asked, stream=True)
+    events = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
+    assert [one["prompt_token_ids"] for one in events if "prompt_token_ids" in one] == [prompt["input_ids"]]
+    for index in range(2):
+        choices = [one["choices"][0] for one in events if one["choices"][0]["index"] == index]
+        ids = [token for one in choices for token in one.get("token_ids", ())]
+        assert ids == whole["choices"][index]["token_ids"]
+    body = {"prompt": ["a", [98]], "max_tokens": 2, "return_token_ids": True, "ignore_eos": True}
+    found = (await http.post("/v1/completions", json=body)).json()["choices"]
+    assert [(one["prompt_token_ids"], len(one["token_ids"])) for one in found] == [
+        (tiny_tokenizer()("a")["input_ids"], 2),
+        ([98], 2),
+    ]
 
 
 async def completions_continue_texts_and_tokens(http: httpx.AsyncClient) -> None:

@@ -24,6 +24,7 @@ async def answered(body: dict[str, Any], path: str = "/v1/chat/completions") -> 
     [
         {"add_generation_prompt": True, "skip_special_tokens": True, "echo": False, "best_of": 1},
         {"length_penalty": 1.0, "priority": 0, "bad_words": [], "use_beam_search": False, "include_reasoning": True},
+        {"continue_final_message": False, "structured_outputs": {}, "return_token_ids": False, "guided_regex": None},
         {"guided_json": None, "whatever": None, "documents": None},
         {"stream_options": {"include_usage": True}},
         {"stream_options": {"include_usage": True, "continuous_usage_stats": True}},
@@ -44,8 +45,10 @@ async def test_what_asks_for_nothing_is_accepted(more: dict[str, Any]) -> None:
         (
             {"guided_json": {}},
             "guided_json",
-            "guided_json: unknown parameter; here it is response_format of the type json_schema",
+            "guided_json: stages follow no grammars of this form; see response_format",
         ),
+        ({"cache_salt": "a"}, "cache_salt", "cache_salt: stages do not divide their caches"),
+        ({"skip_special_tokens": False}, "skip_special_tokens", "skip_special_tokens: stages leave special tokens out"),
         ({"max_new_tokens": 5}, "max_new_tokens", "max_new_tokens: unknown parameter; here it is max_tokens"),
         ({"best_of": 2, "echo": False}, "best_of", "best_of: unknown parameter; here it is n"),
         ({"temprature": 1, "echo": None}, "temprature", "temprature: unknown parameter; did you mean 'temperature'?"),

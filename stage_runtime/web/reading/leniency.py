@@ -31,20 +31,15 @@ COUNTERPARTS: Final[dict[str, str]] = {
     "allowed_token_ids": "logit_bias",
     "bad_words": "logit_bias",
     "best_of": "n",
-    "cache_salt": "omni.Prompt(cache_salt=…) in the stage",
     "chat_template": "omni.Prompt(template=…) in the stage",
     "documents": "messages",
     "enable_thinking": "chat_template_kwargs.enable_thinking",
-    "guided_choice": "response_format with an enum in its json_schema",
-    "guided_json": "response_format of the type json_schema",
     "max_new_tokens": "max_tokens",
     "max_output_tokens": "max_tokens",
     "min_new_tokens": "min_tokens",
-    "priority": "omni.Prompt(priority=…) in the stage",
     "random_seed": "seed",
     "request_id": "the header X-Request-Id",
     "stop_sequences": "stop",
-    "structured_outputs": "response_format of the type json_schema",
 }
 
 

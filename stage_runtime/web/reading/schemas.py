@@ -143,6 +143,19 @@ class ChatBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     min_tokens: Annotated[int, Meta(ge=0)] | None = None
     stop_token_ids: list[Annotated[int, Meta(ge=0)]] | None = None
     ignore_eos: bool | None = None
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=1024)] | None = None
+    priority: int | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    return_token_ids: bool | None = None
+    mm_processor_kwargs: dict[str, Any] | None = None
     # accepted only with their default value: see `translating.chat.REFUSED`
     store: bool | None = None
     functions: list[Any] | None = None
@@ -182,6 +195,16 @@ class CompletionBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     min_tokens: Annotated[int, Meta(ge=0)] | None = None
     stop_token_ids: list[Annotated[int, Meta(ge=0)]] | None = None
     ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=1024)] | None = None
+    priority: int | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    return_token_ids: bool | None = None
     metadata: dict[str, Any] | None = None
     user: str | None = None
 

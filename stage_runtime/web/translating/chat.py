@@ -35,6 +35,7 @@ class ChatCall(msgspec.Struct, frozen=True, kw_only=True):
     text: bool  #: Text is shown as ``content``; else only as the audio's transcript.
     choices: int = 1
     logprobs: bool = False  #: They were asked for.
+    token_ids: bool = False  #: They were asked for.
     reasoning: bool = True  #: What the model thinks is shown.
     audio: str | None  #: The format of the requested audio; None: none was requested.
 
@@ -69,6 +70,7 @@ def call(body: schemas.ChatBody, accepts: Set[str] = frozenset()) -> ChatCall:
         text="text" in modalities,
         choices=body.n or 1,
         logprobs=bool(body.logprobs),
+        token_ids=bool(body.return_token_ids),
         reasoning=body.include_reasoning is not False,
         audio=_audio_format(body) if "audio" in modalities else None,
     )

@@ -8,7 +8,7 @@ what `Completion.audio` holds, and what `CompletionChunks.add` yields as `Audio`
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -18,6 +18,8 @@ from stage_runtime.web.translating import jsonable
 from stage_runtime.web.translating.base64pieces import Base64Pieces
 from stage_runtime.web.translating.chat import ChatCall
 from stage_runtime.web.translating.outputs import Outputs, no_sound
+from stage_runtime.web.translating.token_ids import TokenIds
+from stage_runtime.wire.outputs import PROMPT_TOKEN_IDS
 from stage_runtime.wire.values import Audio, Note, Reasoning, Text, ToolCall, Usage
 
 AUDIO_LIFE_S = 3600  # OpenAI keeps an answer's audio for an hour; this server keeps none, clients read the field
@@ -36,6 +38,7 @@ class Completion:
         self._logprobs: dict[int, list[Any]] = {}  #: By choice.
         self.audio: list[tuple[str, Audio]] = []  #: (stage, sound), if the client requested sound.
         self._notes: list[dict[str, Any]] = []
+        self._ids = TokenIds()
 
     def add(self, event: AnswerEvent) -> None:
         for shown in self._outputs.take(event):
@@ -50,6 +53,8 @@ class Completion:
                 case Audio():
                     if self._call.audio is not None:
                         self.audio.append((event.stage, shown))
+                case Note() if self._call.token_ids and self._ids.take(shown):
+                    pass
                 case Note():
                     self._notes.append(note(event.stage, shown))
 
@@ -63,6 +68,9 @@ class Completion:
         """The `chat.completion`. sound: the file made of `audio`; None: there is none."""
         choices = [self._choice(index, sound) for index in range(self._call.choices)]
         answer = {**self._base, "object": "chat.completion", "choices": choices, "usage": usage(self._outputs)}
+        if self._call.token_ids:  # of the prompt: once for all choices
+            for choice in choices:
+                answer.update({name: choice.pop(name) for name in [PROMPT_TOKEN_IDS] if name in choice})
         return {**answer, "notes": self._notes} if self._notes else answer
 
     def _choice(self, index: int, sound: bytes | None) -> dict[str, Any]:
@@ -78,7 +86,8 @@ class Completion:
             message["audio"] = self._sound(sound, text)
         logprobs = {"content": self._logprobs.get(index, []), "refusal": None} if self._call.logprobs else None
         reason = self._outputs.reason(index)
-        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
+        choice = {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
+        return {**choice, **self._ids.whole(index)} if self._call.token_ids else choice
 
     def _sound(self, sound: bytes, transcript: str) -> dict[str, Any]:
         return {
@@ -102,12 +111,20 @@ class CompletionChunks:
         self._begun: set[int] = set()  #: Choices whose role was sent.
         self._has_sound = self._has_calls = False
         self._sound = Base64Pieces()
+        self._ids = TokenIds()
         self._audio_named = False  #: The audio's id was sent.
 
     def add(self, event: AnswerEvent) -> Iterator[dict[str, Any] | Audio]:
         """The event's chunks. An `Audio` among them is replaced by those of `sound`, once it is encoded."""
+        yield from self._shown(event)
+        for choice in self._ids.waiting():  # tokens without text
+            yield from self._delta({}, choice=choice)
+
+    def _shown(self, event: AnswerEvent) -> Iterator[dict[str, Any] | Audio]:
         for shown in self._outputs.take(event):
             match shown:
+                case Note() if self._call.token_ids and self._ids.take(shown):
+                    pass
                 case Text():
                     yield from self._text(shown)
                 case Reasoning() if self._call.reasoning and shown.text:
@@ -174,15 +191,27 @@ class CompletionChunks:
         logprobs: dict[str, Any] | None = None,
         **extra: Any,
     ) -> Iterator[dict[str, Any]]:
+        ids = self._ids.next(choice)
+        if PROMPT_TOKEN_IDS in ids and not self._begun:  # once for all choices
+            extra[PROMPT_TOKEN_IDS] = ids[PROMPT_TOKEN_IDS]
+        ids.pop(PROMPT_TOKEN_IDS, None)
         if choice not in self._begun:
             self._begun.add(choice)
-            yield self._chunk(choice, {"role": "assistant", "content": "" if self._call.text else None}, None, None, {})
-        yield self._chunk(choice, delta, reason, logprobs, extra)
+            role = {"role": "assistant", "content": "" if self._call.text else None}
+            prompt = {name: extra.pop(name) for name in [PROMPT_TOKEN_IDS] if name in extra}
+            yield self._chunk(choice, role, None, None, prompt)
+        yield self._chunk(choice, delta, reason, logprobs, extra, ids)
 
     def _chunk(
-        self, index: int, delta: dict[str, Any], reason: str | None, logprobs: Any, extra: dict[str, Any]
+        self,
+        index: int,
+        delta: dict[str, Any],
+        reason: str | None,
+        logprobs: Any,
+        extra: dict[str, Any],
+        ids: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
-        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason, **(ids or {})}
         chunk = {**self._base, "choices": [choice], **extra}
         if self._call.include_usage:  # as OpenAI: every chunk has the field, only the last one a value
             chunk["usage"] = usage(self._outputs) if self._call.continuous_usage else None

@@ -13,6 +13,8 @@ import msgspec
 
 from stage_runtime.errors import InvalidRequest
 
+_UNGUIDED: Final = "stages follow no grammars of this form; see response_format"
+
 
 class Accepted(msgspec.Struct, frozen=True):
     """A parameter that the stages of a pipeline honour, or do not."""
@@ -55,7 +57,18 @@ ACCEPTED: Final[dict[str, Accepted]] = {
     "stop_token_ids": Accepted("stop_token_ids", ([],), "stages take no ids of tokens"),
     "ignore_eos": Accepted("ignore_eos", (False,), "stages end where their model does"),
     "echo": Accepted("echo", (False,), "stages do not repeat prompts"),
+    "continue_final_message": Accepted("continue_final_message", (False,), "stages begin a message of their own"),
+    "add_generation_prompt": Accepted("continue_final_message", (True,), "stages begin a message of their own"),
+    "include_stop_str_in_output": Accepted("include_stop_str_in_output", (False,), "stages cut stop strings off"),
+    "skip_special_tokens": Accepted("skip_special_tokens", (True,), "stages leave special tokens out"),
+    "cache_salt": Accepted("cache_salt", (), "stages do not divide their caches"),
+    "priority": Accepted("priority", (0,), "stages serve requests in their order"),
+    "structured_outputs": Accepted("structured_outputs", ({},), _UNGUIDED),
+    "return_token_ids": Accepted("return_token_ids", (False,), "stages give no ids of tokens"),
+    "mm_processor_kwargs": Accepted("mm_processor_kwargs", ({},), "stages take no arguments of a processor"),
 }
+#: vLLM's older names of what ``structured_outputs`` holds.
+GUIDED: Final = {f"guided_{name}": name for name in ("json", "regex", "choice", "grammar")}
 
 
 def check(body: msgspec.Struct, accepts: Set[str]) -> None:
@@ -64,6 +77,12 @@ def check(body: msgspec.Struct, accepts: Set[str]) -> None:
         value = getattr(body, name, None)
         if value is not None and value not in known.idle and known.needs not in accepts:
             raise InvalidRequest(f"{name}: {known.problem}", param=name)
+    guided = [name for name in GUIDED if getattr(body, name, None) is not None]
+    if guided and "structured_outputs" not in accepts:
+        raise InvalidRequest(f"{guided[0]}: {_UNGUIDED}", param=guided[0])
+    if guided and (len(guided) > 1 or getattr(body, "structured_outputs", None)):
+        other = guided[1] if len(guided) > 1 else "structured_outputs"
+        raise InvalidRequest(f"{guided[0]}: only one form of an answer can be asked for, got {other}", param=guided[0])
 
 
 def refuse(body: msgspec.Struct, refused: Mapping[str, tuple[tuple[Any, ...], str]]) -> None:
@@ -77,4 +96,8 @@ def refuse(body: msgspec.Struct, refused: Mapping[str, tuple[tuple[Any, ...], st
 def handed_on(body: msgspec.Struct, accepts: Set[str]) -> dict[str, Any]:
     """`OmniRequest.params` of a body that `check` has taken."""
     names = (*ALWAYS, *(name for name, known in ACCEPTED.items() if known.needs in accepts))
-    return {name: value for name in names if (value := getattr(body, name, None)) is not None}
+    found = {name: value for name in names if (value := getattr(body, name, None)) is not None}
+    for name, form in GUIDED.items():
+        if (value := getattr(body, name, None)) is not None:
+            found["structured_outputs"] = {form: value}
+    return found

@@ -16,6 +16,7 @@ from stage_runtime.errors import InvalidRequest
 from stage_runtime.web.reading import schemas
 from stage_runtime.web.translating import completions, parameters
 from stage_runtime.web.translating.outputs import Outputs
+from stage_runtime.web.translating.token_ids import TokenIds
 from stage_runtime.wire.values import Note, OmniRequest, Text
 
 DECODER: Final = msgspec.json.Decoder(schemas.CompletionBody)
@@ -33,6 +34,7 @@ class CompletionCall(msgspec.Struct, frozen=True, kw_only=True):
     choices: int
     stream: bool
     logprobs: bool
+    token_ids: bool
     include_usage: bool
     continuous_usage: bool
     notes: bool  #: Log probabilities of the prompt were asked for, which are notes.
@@ -60,6 +62,7 @@ def call(body: schemas.CompletionBody, accepts: Set[str]) -> CompletionCall:
         choices=body.n or 1,
         stream=bool(body.stream),
         logprobs=body.logprobs is not None,
+        token_ids=bool(body.return_token_ids),
         include_usage=bool(options.include_usage),
         continuous_usage=bool(options.include_usage and options.continuous_usage_stats),
         notes=body.prompt_logprobs is not None,
@@ -117,10 +120,16 @@ class TextCompletion:
         self._texts: dict[int, list[str]] = {}  #: By choice.
         self._logprobs: dict[int, list[Any]] = {}  #: By choice.
         self._notes: list[dict[str, Any]] = []
+        self._ids = TokenIds()  #: By choice of the whole answer.
         self._sizes: dict[int, int] = {}  #: By choice: characters so far, for the offsets of tokens.
 
     def add(self, prompt: int, event: AnswerEvent) -> Iterator[dict[str, Any]]:
         """The chunks of an event of one prompt."""
+        yield from self._shown(prompt, event)
+        for index in self._ids.waiting():  # tokens without text
+            yield self._chunk(index, "", [])
+
+    def _shown(self, prompt: int, event: AnswerEvent) -> Iterator[dict[str, Any]]:
         for shown in self._outputs[prompt].take(event):
             match shown:
                 case Text():
@@ -129,6 +138,8 @@ class TextCompletion:
                     entries = shown.logprobs or []
                     self._logprobs.setdefault(index, []).extend(entries)
                     yield self._chunk(index, shown.text, entries)
+                case Note() if self._call.token_ids and self._ids.take(shown, prompt * self._call.choices):
+                    pass
                 case Note() if self._call.notes:
                     self._notes.append(completions.note(event.stage, shown))
 
@@ -155,7 +166,8 @@ class TextCompletion:
     def _choice(self, index: int) -> dict[str, Any]:
         logprobs = legacy_logprobs(self._logprobs.get(index, []), 0) if self._call.logprobs else None
         text = "".join(self._texts.get(index, ()))
-        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": self._reason(index)}
+        choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": self._reason(index)}
+        return {**choice, **self._ids.whole(index)} if self._call.token_ids else choice
 
     def _reason(self, index: int) -> str:
         prompt, choice = divmod(index, self._call.choices)
@@ -167,7 +179,7 @@ class TextCompletion:
             offset = self._sizes.get(index, 0)
             logprobs = legacy_logprobs(entries, offset)
             self._sizes[index] = offset + sum(len(one["token"]) for one in entries)
-        choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+        choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason, **self._ids.next(index)}
         chunk = {**self._base, "choices": [choice]}
         if self._call.include_usage:
             chunk["usage"] = self._usage() if self._call.continuous_usage else None

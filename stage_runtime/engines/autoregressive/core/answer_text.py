@@ -59,17 +59,20 @@ class AnswerText:
         decode: Callable[[Sequence[int]], str],
         *,
         stops: Sequence[str] = (),
+        shows_stop: bool = False,
         min_tokens: int = 0,
         parser: Parser | None = None,
         spelling: Spelling | None = None,
         splitter: ThoughtSplitter | None = None,
     ) -> None:
-        """min_tokens: stop strings that are complete before more are there end nothing. parser: None: no calls.
+        """shows_stop: the stop string is a part of the text.
+
+        min_tokens: stop strings that are complete before more are there end nothing. parser: None: no calls.
 
         spelling: for `Piece.shown`; None: it is not asked for. splitter: None: thinking is text.
         """
         self._detokenizer = Detokenizer(decode)
-        self._stops = StopStrings(stops)
+        self._stops = StopStrings(stops, shown=shows_stop)
         self._min_tokens = min_tokens
         self._parser = parser
         self._splitter = splitter

@@ -36,10 +36,16 @@ class Choice:
     """``n`` answers to a request are ``n`` requests of the engine."""
 
     def __init__(
-        self, index: int, params: parameters.SamplingParams, spelling: Spelling, echo: Echo | None = None
+        self,
+        index: int,
+        params: parameters.SamplingParams,
+        spelling: Spelling,
+        echo: Echo | None = None,
+        prompt: Sequence[int] = (),
     ) -> None:
-        """echo: the prompt that the answer begins with."""
+        """echo: the prompt that the answer begins with. prompt: its tokens, if they are asked for."""
         self.index = index
+        self._prompt = tuple(prompt)
         self._echo = echo
         self.collector = RequestOutputCollector(parameters.OutputKind.DELTA)
         self.over = False
@@ -51,6 +57,7 @@ class Choice:
     def part(self, output: RequestOutput, *, last: bool) -> Generation:
         """last: the request's other answers are over."""
         echo, self._echo = self._echo, None
+        prompt, self._prompt = self._prompt, ()
         self._text += output.text
         calls = tuple(map(self._numbered, output.calls))
         finish = None if output.finish is None else output.finish.value
@@ -75,6 +82,7 @@ class Choice:
             shown_logprobs=self._shown(output) if self._shows else None,
             prompt_logprobs=tuple((one.logprob, one.top) for one in output.prompt_logprobs),
             echo=None if echo is None else self._echoed(echo, output.prompt_logprobs),
+            prompt_token_ids=prompt,
             hidden_rows=_stacked(output.hidden_rows),
             rows={} if given is None else {name: _stacked(rows) for name, rows in given.kept.items()},
             prompt_rows={} if given is None else given.prompt,

@@ -100,6 +100,7 @@ class _RequestState:
     def __init__(
         self,
         decode: Callable[[Sequence[int]], str] | None,
+        whole: Callable[[Sequence[int]], str] | None,
         params: SamplingParams,
         prompt_tokens: int,
         collector: RequestOutputCollector | None,
@@ -111,11 +112,14 @@ class _RequestState:
         self.prompt_tokens = prompt_tokens
         self.collector = collector
         self.answer = None
+        if not params.skip_special_tokens and whole is not None:
+            decode = whole
         if decode is not None:
             shows = spelling if params.logprobs is not None else None
             self.answer = AnswerText(
                 decode,
                 stops=params.stop,
+                shows_stop=params.include_stop_str_in_output,
                 min_tokens=params.min_tokens,
                 parser=parser,
                 spelling=shows,
@@ -135,11 +139,13 @@ class _RequestState:
 class OutputProcessor:
     """Keeps the text of every request. ``decode``: tokens to text, special tokens left out; None: no text.
 
-    spelling: of tokens whose log probabilities are asked for; None: they are not shown with their texts.
+    spelling: of tokens whose log probabilities are asked for, and of all tokens of answers that show special ones;
+    None: neither is done.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str] | None, spelling: Spelling | None = None) -> None:
         self._decode = decode
+        self._whole = None if spelling is None else spelling.text_of_all
         self._spelling = spelling
         self._states: dict[str, _RequestState] = {}
 
@@ -157,7 +163,7 @@ class OutputProcessor:
     ) -> None:
         """parser: takes calls of tools out of the text; None: there are no tools. splitter: as of `AnswerText`."""
         self._states[request_id] = _RequestState(
-            self._decode, params, prompt_tokens, collector, parser, self._spelling, splitter
+            self._decode, self._whole, params, prompt_tokens, collector, parser, self._spelling, splitter
         )
 
     def extend_request(self, request_id: str, prompt_tokens: int) -> None:
@@ -240,7 +246,8 @@ class OutputProcessor:
             return Piece("")
         # The token that ended the answer is not part of its text, unless a grammar ended with it.
         ended = output.finish is FinishReason.STOP and output.reason != GRAMMAR_END
-        piece = state.answer.feed(output.new_token_ids, output.logprobs, silent=int(ended))
+        silent = int(ended and not state.params.include_stop_str_in_output)
+        piece = state.answer.feed(output.new_token_ids, output.logprobs, silent=silent)
         if output.finish is None or piece.ends:
             return piece
         return piece.joined(state.answer.flush(cut=output.finish is FinishReason.LENGTH))

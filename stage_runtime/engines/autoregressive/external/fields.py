@@ -18,7 +18,9 @@ COMMON: Final = frozenset(
      "control_strings"}
 )  # fmt: skip
 #: Fields that the stage computes itself, from the engine's tokens.
-_OF_THE_STAGE: Final = frozenset({"stop", "n", "echo", "output_kind"})
+_OF_THE_STAGE: Final = frozenset(
+    {"stop", "n", "echo", "output_kind", "include_stop_str_in_output", "skip_special_tokens", "return_token_ids"}
+)
 #: As clients name them.
 _NAMES: Final = {"grammar": "response_format"}
 

@@ -169,6 +169,8 @@ def _grammar(grammar: Grammar) -> dict[str, Any]:
         raise GrammarRefused(grammar.place, f"a grammar of {grammar.size} characters; at most {MOST}")
     if grammar.kind == "lark":
         return {"grammar": grammar.lark({part.rule: prepared_schema(part.text, part.place) for part in grammar.parts})}
+    if grammar.kind == "regex":
+        return {"regex": grammar.text}
     return {"json": {**prepared_schema(grammar.text, grammar.place), "x-guidance": WRITTEN}}
 
 

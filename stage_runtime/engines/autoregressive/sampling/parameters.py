@@ -32,6 +32,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """temperature: 0 is greedy, as is anything below 1e-5. top_k: 0 is no bound. seed: None draws one. stop: strings,
     cut off the text.
 
+    include_stop_str_in_output: what ends the answer, a stop string or token, is a part of its text.
+    skip_special_tokens: special tokens are not. return_token_ids: the ids of prompt and answer are given out.
     min_tokens: an end comes after as many others at least. logprobs: how many of the likeliest tokens to report beside
     the chosen one's; None: none.
     logit_bias: token id -> what is added to its logit. n: answers, each with a seed of its own. prompt_logprobs: as
@@ -57,6 +59,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: int | None = None
     n: int = 1
     echo: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    return_token_ids: bool = False
     grammar: Grammar | None = None
     hidden_rows: bool = False
     output_kind: OutputKind = OutputKind.DELTA
@@ -81,6 +86,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         return bool(self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty)
 
 
+_FLAGS: Final = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "return_token_ids")
 #: field -> (lowest, highest). Integers where both are.
 _BOUNDS: Final[dict[str, tuple[float, float]]] = {
     "max_tokens": (1, 10**9),
@@ -118,8 +124,9 @@ def from_params(
         found["top_k"] = 0
     if params.get("seed") is not None:
         found["seed"] = _integer(params["seed"], "seed") % 2**63
-    if params.get("ignore_eos") is not None:
-        found["ignore_eos"] = params["ignore_eos"] is True
+    for name in _FLAGS:
+        if params.get(name) is not None:
+            found[name] = params[name] is True
     if params.get("echo") is True:
         found["echo"] = True
         if "logprobs" in found:

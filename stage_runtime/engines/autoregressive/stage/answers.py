@@ -254,7 +254,8 @@ class GenerationAnswers:
             asked = msgspec.structs.replace(asked, thinking=begun and not thinks)
         echo = self._echo(pending, tokens) if pending.params.echo else None
         for index, (request, _prepared) in enumerate(entered):
-            choice = Choice(index, pending.params, self._spelling, echo)
+            given = tokens if pending.params.return_token_ids else ()
+            choice = Choice(index, pending.params, self._spelling, echo, given)
             parser = None if asked is None else self._form.parser(asked)
             answer.choices[request.request_id] = choice
             self._of[request.request_id] = answer

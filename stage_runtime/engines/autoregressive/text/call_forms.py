@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final, NamedTuple
 
-from stage_runtime.engines.autoregressive.text import grammars, schemas, tools
+from stage_runtime.engines.autoregressive.text import grammars, schemas, structured, tools
 from stage_runtime.engines.autoregressive.text.call_parsers import (
     BEGIN,
     END,
@@ -103,13 +103,16 @@ def grammar(params: Mapping[str, Any], form: CallForm) -> Grammar | None:
     forced = tools.forced(params, offered)
     if forced:
         return _grammar(form, [_call(form, offered, index, needed=True) for index in forced], place="tools")
-    answer = _answer(params.get("response_format"))
-    if answer is None or not offered:
-        return None if answer is None else Grammar("json_schema", answer)
+    wanted = structured.wanted(params)
+    if wanted is None or not offered:
+        return wanted
+    if wanted.kind != "json_schema":
+        raise InvalidRequest(f"{wanted.place}: no form but JSON goes with tools that may be called", param=wanted.place)
+    answer = wanted.text
     calls = [_call(form, offered, index, needed=False) for index in range(len(offered))]
     if sum(len(part.text) for _text, part in calls) + len(answer) > MOST:
         calls = [(text, SchemaPart(part.rule, part.place, ANY_OBJECT)) for text, part in calls]
-    return _grammar(form, calls, answer=answer, several=_parallel(params))
+    return _grammar(form, calls, answer=answer, place=wanted.place, several=_parallel(params))
 
 
 def _grammar(
@@ -130,7 +133,7 @@ def _grammar(
     ]
     parts = [part for _text, part in calls]
     if answer is not None:
-        parts.append(SchemaPart("answer", "response_format", answer))
+        parts.append(SchemaPart("answer", place, answer))
     return Grammar("lark", "\n".join(rules), place, tuple(parts), form.mark if mark else "")
 
 
@@ -154,27 +157,6 @@ def _call(form: CallForm, offered: Sequence[Any], index: int, *, needed: bool) -
     return f'{" ".join(map(json.dumps, words))} {rule} "}}"', SchemaPart(rule, place, text, needed)
 
 
-def _answer(wanted: Any) -> str | None:
-    """The schema of ``response_format``; None: any text will do. Raises: InvalidRequest."""
-    if wanted is None or wanted == {"type": "text"}:
-        return None
-    kind = wanted.get("type") if isinstance(wanted, Mapping) else None
-    if kind == "json_object":
-        return ANY_OBJECT
-    if kind != "json_schema":
-        raise InvalidRequest(
-            "response_format.type must be 'text', 'json_object' or 'json_schema'", param="response_format"
-        )
-    named = wanted.get("json_schema")
-    schema = named.get("schema") if isinstance(named, Mapping) else None
-    if not isinstance(schema, Mapping):
-        raise InvalidRequest("response_format.json_schema.schema: required", param="response_format")
-    try:
-        return json.dumps(schema)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise InvalidRequest(f"response_format: not JSON: {error}", param="response_format") from error
-
-
 # --- parsers ------------------------------------------------------------------------------------------------------
 
 
@@ -192,7 +174,8 @@ def asked(params: Mapping[str, Any], given: Any, form: CallForm, *, thinking: bo
     if not names:
         return None
     forced = bool(tools.forced(params, offered))
-    answer = None if forced or not offered else _answer(params.get("response_format"))
+    wanted = None if forced or not offered else structured.wanted(params)
+    answer = None if wanted is None else wanted.text
     ambiguous = answer is not None and not form.tagged and schemas.declares(answer, ("name", "parameters"))
     return Asked(
         names=names,

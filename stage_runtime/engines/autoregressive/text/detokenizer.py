@@ -104,7 +104,9 @@ class Detokenizer:
 class StopStrings:
     """Ends a text at the first stop string; holds back what may be the beginning of one."""
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    def __init__(self, stops: Sequence[str], *, shown: bool = False) -> None:
+        """shown: the stop string that was reached is a part of the text."""
+        self._shown = shown
         self._stops = tuple(stop for stop in stops if stop)
         self._held = ""
         self._after = ""
@@ -121,7 +123,8 @@ class StopStrings:
         found = [(at, stop) for stop in self._stops if (at := self._held.find(stop)) >= 0]
         if found:
             at, stop = min(found)
-            given, self._after, self._held = self._held[:at], self._held[at + len(stop) :], ""
+            end = at + len(stop)
+            given, self._after, self._held = self._held[: end if self._shown else at], self._held[end:], ""
             return given, stop
         return self._safe(), None
 

@@ -30,14 +30,15 @@ class SchemaPart(msgspec.Struct, frozen=True):
 
 
 class Grammar(msgspec.Struct, frozen=True):
-    """What an answer must follow. text: a JSON schema, or rules in Lark's form, to which those of ``parts`` belong.
+    """What an answer must follow. text: a JSON schema, a regular expression, or rules in Lark's form, to which those of
+    ``parts`` belong.
 
     place: of what asks for it in the request, for errors. mark: a text in the rule ``mark``, which may be one special
     token. thinking: the model ``may`` think before the answer, or the prompt has ``begun`` its thinking; see
     `reasoning`.
     """
 
-    kind: Literal["json_schema", "lark"]
+    kind: Literal["json_schema", "lark", "regex"]
     text: str
     place: str = "response_format"
     parts: tuple[SchemaPart, ...] = ()

@@ -82,6 +82,8 @@ class Grammars:
     def _compile(self, compiler: _Compiler, grammar: Grammar) -> Matcher:
         if grammar.kind == "lark":
             return _Guided(self._of_rules(compiler, grammar), self._vocab_size, grammar.place)
+        if grammar.kind == "regex":
+            return _Guided(compiler.regex(grammar.text, grammar.place), self._vocab_size, grammar.place)
         schema = prepared_schema(grammar.text, grammar.place, self._number_digits)
         made = compiler.schema(schema, grammar.place)
         return _Guided(made, self._vocab_size, grammar.place)
@@ -163,6 +165,9 @@ class _Compiler:
 
     def rules(self, text: str, place: str) -> Any:
         return self.matcher(self._library.LLMatcher.grammar_from_lark(text), place)
+
+    def regex(self, text: str, place: str) -> Any:
+        return self.matcher(self._library.LLMatcher.grammar_from_regex(text), place)
 
     def matcher(self, grammar: str, place: str) -> Any:
         """Raises: GrammarRefused: it is not a grammar, or nothing follows it."""

@@ -11,6 +11,7 @@ from stage_runtime.engines.autoregressive.text.call_forms import FORMS, CallForm
 from stage_runtime.engines.autoregressive.text.controls import TextEncoder
 from stage_runtime.engines.autoregressive.text.prompt_rows import ROW
 from stage_runtime.errors import InvalidRequest, RequestError
+from stage_runtime.wire.outputs import PROMPT_TOKEN_IDS, TOKEN_IDS
 from stage_runtime.wire.values import Chunk, Finish, Note, Reasoning, Result, StagePayload, Text, Usage
 
 _ALWAYS: Final[dict[str, Any]] = {"add_generation_prompt": True}
@@ -32,17 +33,17 @@ def default_prompt(payload: StagePayload) -> Prompt:
     if chat:
         tools.check_arguments(chat)
         spoken = [_spoken(index, item) for index, item in enumerate(chat)]
-        template = dict(_template(request.params))
+        template = {**_template(request.params), **_continuing(request.params, spoken)}
         if offered := tools.offered(request.params):
             template["tools"] = offered
-        return Prompt(messages=spoken, params=request.params, template=template)
+        return Prompt(messages=spoken, params=request.params, template=template, **_served(request.params))
     if isinstance(request.inputs, Mapping) and isinstance(request.inputs.get("tokens"), list):
-        return Prompt(tokens=request.inputs["tokens"], params=request.params)
+        return Prompt(tokens=request.inputs["tokens"], params=request.params, **_served(request.params))
     text = request.last_text()
     if not text:
         raise InvalidRequest("inputs must be a text, or hold text, tokens or messages", param="inputs")
     # A completion's client writes the whole prompt, and could as well send its tokens.
-    return Prompt(text=text, literal=request.kind != "completion", params=request.params)
+    return Prompt(text=text, literal=request.kind != "completion", params=request.params, **_served(request.params))
 
 
 def no_prompt(payload: StagePayload) -> Prompt:
@@ -86,6 +87,31 @@ def _template(params: Mapping[str, Any]) -> Mapping[str, Any]:
     return given
 
 
+def _continuing(params: Mapping[str, Any], chat: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What the template is told of the last message: the answer continues it, or no answer is begun."""
+    begins = params.get("add_generation_prompt")
+    if params.get("continue_final_message") is not True:
+        return {} if begins is None else {"add_generation_prompt": begins is True}
+    place = "continue_final_message"
+    if begins is True:
+        raise InvalidRequest(f"{place}: expected add_generation_prompt to be false beside it, got true", param=place)
+    last = chat[-1]
+    if last["role"] != "assistant" or last.get("tool_calls") or not last["content"]:
+        problem = f"expected the last message to be an assistant's text, got one of the role {last['role']!r}"
+        if last["role"] == "assistant":
+            problem = "expected the last message to be an assistant's text, got one without text or with calls"
+        raise InvalidRequest(f"{place}: {problem}", param=place)
+    return {"continue_final_message": True, "add_generation_prompt": False}
+
+
+def _served(params: Mapping[str, Any]) -> dict[str, Any]:
+    """How the engine is to serve the request: fields of `Prompt`."""
+    found = {name: params[name] for name in ("cache_salt", "priority") if params.get(name) is not None}
+    if not isinstance(found.get("cache_salt", ""), str):
+        raise InvalidRequest("cache_salt: expected a text", param="cache_salt")
+    return found
+
+
 def default_deliver(payload: StagePayload, generation: Generation) -> Iterator[Chunk | Result]:
     """Text in pieces and calls of tools, then token counts and why it ended."""
     choice = generation.choice
@@ -93,10 +119,14 @@ def default_deliver(payload: StagePayload, generation: Generation) -> Iterator[C
         yield Chunk(Note("prompt_logprobs", [_shown(one) for one in generation.prompt_logprobs]))
     if generation.echo is not None:
         yield Chunk(generation.echo)
+    ids = list(_token_ids(payload, generation))
     if generation.reasoning:
         yield Chunk(Reasoning(generation.reasoning, choice))
     if generation.text or generation.shown_logprobs:
-        yield Chunk(Text(generation.text, choice, generation.shown_logprobs))
+        text = Text(generation.text, choice, generation.shown_logprobs)
+        yield Chunk([*ids, text] if ids else text)
+    elif ids:
+        yield Chunk(ids)
     for call in generation.tool_calls:
         yield Chunk(call)
     if generation.finish is not None:
@@ -105,6 +135,16 @@ def default_deliver(payload: StagePayload, generation: Generation) -> Iterator[C
         counts = (prompt_tokens, generation.completion_tokens, cached_tokens)
         end = [Usage(*counts, reasoning_tokens=generation.reasoning_tokens), Finish(generation.finish, choice)]
         yield Result(end) if generation.ends else Chunk(end)
+
+
+def _token_ids(payload: StagePayload, generation: Generation) -> Iterator[Note]:
+    """vLLM's ``return_token_ids``, as notes that routes give their places."""
+    if payload.request.params.get("return_token_ids") is not True:
+        return
+    if generation.prompt_token_ids:
+        yield Note(PROMPT_TOKEN_IDS, {"choice": generation.choice, "token_ids": list(generation.prompt_token_ids)})
+    if generation.tokens:
+        yield Note(TOKEN_IDS, {"choice": generation.choice, "token_ids": list(generation.tokens)})
 
 
 def _shown(one: tuple[float, tuple[tuple[int, float], ...]]) -> dict[str, Any]:
