@@ -1,13 +1,16 @@
 """Fixtures that several rooms' tests share; they live in modules beside this one."""
 
 import os
+from typing import Any
 
 import hypothesis
 import pytest
+import pytest_timeout as timeouts
 
 from tests import debian
 from tests.cluster_kit import api_server, cluster_kit, node_cluster
 from tests.engines.overlap_kit import each_way
+from tests.patience import patience
 from tests.thoroughness import THOROUGH, examples
 
 hypothesis.settings.register_profile(
@@ -28,6 +31,11 @@ __all__ = ["api_server", "cluster_kit", "each_way", "node_cluster"]
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Before its fixtures: they may need the same."""
     debian.require(item, ci=bool(os.environ.get("CI")))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> Any:
+    return timeouts.pytest_timeout_set_timer(item, settings._replace(timeout=patience(settings.timeout)))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -18,6 +18,7 @@ import httpx
 import psutil
 import pytest
 
+from tests.patience import patience
 from tests.ports import free_port
 
 HELLO = Path(__file__).parents[2] / "examples" / "hello" / "pipeline.yaml"
@@ -30,7 +31,7 @@ code:
       def create():
           return lambda payload: time.sleep(3600)
 """
-PATIENCE_S = 100.0  # how long a test waits before it fails, on a machine that others use
+PATIENCE_S = patience(100.0)  # how long a test waits before it fails, on a machine that others use
 PROGRAM = ("-P", "-m", "stage_runtime")
 OMNI = (sys.executable, *PROGRAM)
 

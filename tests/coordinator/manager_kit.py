@@ -25,10 +25,11 @@ from stage_runtime.wire.frames import PROTOCOL, Frame
 from stage_runtime.wire.messages import Abort, Complete, Hello, Message, Ready, Rejected, Stream, Submit
 from stage_runtime.wire.parts import Body, Failure, Member, Timing
 from stage_runtime.wire.values import OmniRequest
+from tests.patience import patience
 from tests.transfers.memory_relays import MemoryRelays
 
 ME = "cc"
-PATIENCE_S = 60.0
+PATIENCE_S = patience(60.0)
 
 
 class MemoryChannels:

@@ -18,12 +18,13 @@ from prometheus_client.parser import text_string_to_metric_families
 from omnipipeline_spec.cluster import Control, Coordinator, ProcessGroup
 from omnipipeline_spec.pipeline import EndpointsConfig, PipelineConfig, StageConfig
 from stage_runtime.processes.one_machine.local import LocalOptions, LocalPipeline
+from tests.patience import patience
 
 HERE = Path(__file__).parent
 HELLO = HERE.parents[1] / "examples" / "hello" / "pipeline.yaml"
 
 HEARTBEAT_S = 0.25
-PATIENCE_S = 100.0  # how long a test waits before it fails, on a machine that others use
+PATIENCE_S = patience(100.0)  # how long a test waits before it fails, on a machine that others use
 APART = {"take": "front", "left": "side", "right": "front", "join": "joiner", "write": "joiner", "speak": "voice"}
 TOGETHER = dict.fromkeys(APART, "all")
 SPREAD = {name: name for name in APART}

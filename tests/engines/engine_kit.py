@@ -12,8 +12,9 @@ from stage_runtime.engines import events
 from stage_runtime.engines.base import Engine, Gate, Inbox, Work
 from stage_runtime.errors import RequestError
 from stage_runtime.wire.values import Chunk, OmniRequest, RequestKind, StagePayload
+from tests.patience import patience
 
-PATIENCE_S = 100.0  # how long a test waits before it fails, on a machine that others use
+PATIENCE_S = patience(100.0)  # how long a test waits before it fails, on a machine that others use
 
 
 class OneWork:

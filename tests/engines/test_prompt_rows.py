@@ -28,11 +28,12 @@ from tests.engines.generation_kit import (
     scripted_core,
     tiny_model,
 )
+from tests.patience import patience
 from tests.thoroughness import crossed
 
 pytestmark = pytest.mark.usefixtures("each_way")
 
-PATIENCE_S = 100.0
+PATIENCE_S = patience(100.0)
 
 
 def prompts(lengths: list[int], seed: int = 5) -> list[list[int]]:

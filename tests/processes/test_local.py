@@ -24,10 +24,11 @@ from stage_runtime.processes import coordinator, rundir
 from stage_runtime.processes.one_machine.local import LocalOptions, LocalPipeline
 from stage_runtime.processes.supervision.instances import ProcessView
 from stage_runtime.processes.supervision.startup_failures import StartupFailed
+from tests.patience import patience
 
 HELLO = Path(__file__).parents[2] / "examples" / "hello" / "pipeline.yaml"
 ANY_PORT = LocalOptions(port=0)
-PATIENCE_S = 60.0
+PATIENCE_S = patience(60.0)
 RAISING = ["stages.shout.factory=json:loads", "stages.shout.factoryArgs={s: '{'}"]
 
 

@@ -30,9 +30,10 @@ from omnipipeline_spec.types import metrics
 from stage_runtime.metrics import catalog
 from stage_runtime.processes import probes
 from stage_runtime.processes.probes import ProbeServer, Reply
+from tests.patience import patience
 from tests.ports import free_port
 
-PATIENCE_S = 200.0  # a stage that imports torch takes a minute where 30 programs share two cores
+PATIENCE_S = patience(200.0)  # a stage that imports torch takes a minute where 30 programs share two cores
 pytestmark = pytest.mark.timeout(3 * PATIENCE_S)
 ECHO = """
     import subprocess

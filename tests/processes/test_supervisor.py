@@ -23,9 +23,10 @@ from stage_runtime.processes.supervision.children import Command, recent
 from stage_runtime.processes.supervision.instances import InstanceSpec, ProcessView, RestartPolicy
 from stage_runtime.processes.supervision.startup_failures import StartupFailed
 from stage_runtime.processes.supervision.supervisor import Supervisor
+from tests.patience import patience
 
 ACTOR = Path(__file__).with_name("acting_child.py")
-PATIENCE_S = 60.0
+PATIENCE_S = patience(60.0)
 POLICY = RestartPolicy(startup_s=PATIENCE_S, grace_s=PATIENCE_S)
 SHORT_S = 5.0  # without progress: longer than a busy machine lets a process wait for a core
 IMPATIENT = RestartPolicy(startup_s=SHORT_S, grace_s=PATIENCE_S)

@@ -21,10 +21,11 @@ from stage_runtime.relays.context import RelaySettings
 from stage_runtime.relays.dispatch import Relays
 from stage_runtime.relays.named import Put
 from stage_runtime.sockets.endpoints.addresses import CurveSecurity
+from tests.patience import patience
 from tests.relays.stand_in_gpu import TABLE
 
 MIB = 1 << 20
-PATIENCE_S = 60.0  # far more than anything takes, also on a busy machine
+PATIENCE_S = patience(60.0)  # far more than anything takes, also on a busy machine
 SMALL = RelaySettings(arena_bytes=64 * MIB, prefault_bytes=0, piece_bytes=MIB, whole_bytes=2 * MIB)
 
 

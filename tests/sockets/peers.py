@@ -20,9 +20,10 @@ from stage_runtime.sockets.endpoints.addresses import CurveSecurity
 from stage_runtime.wire.frames import RequestRef
 from stage_runtime.wire.messages import Deregister, Hello, Message
 from stage_runtime.wire.parts import Member
+from tests.patience import patience
 
 SECRET = bytes(range(32))
-PATIENCE_S = 60.0
+PATIENCE_S = patience(60.0)
 
 
 class Listener:

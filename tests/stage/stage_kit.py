@@ -28,10 +28,11 @@ from stage_runtime.wire.frames import PROTOCOL, Frame
 from stage_runtime.wire.messages import Abort, Complete, Message, Stream, Submit
 from stage_runtime.wire.parts import Body, Failure, Header
 from stage_runtime.wire.values import OmniRequest
+from tests.patience import patience
 from tests.transfers.memory_relays import MemoryRelays
 
 OWNER = "cc"
-PATIENCE_S = 60.0
+PATIENCE_S = patience(60.0)
 
 
 class Got:

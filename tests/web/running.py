@@ -14,9 +14,10 @@ from stage_runtime.web.listening import server
 from stage_runtime.web.listening.connection_limits import ConnectionLimits
 from stage_runtime.web.settings import WebSettings
 from stage_runtime.web.sound.pool import CodecPool
+from tests.patience import patience
 from tests.web.scripted_manager import Script, ScriptedManager
 
-PATIENCE_S = 60.0  # far more than anything takes, also on a busy machine
+PATIENCE_S = patience(60.0)  # far more than anything takes, also on a busy machine
 ALL = WebSettings(model="org/hello", serves=typing.get_args(Served), created=1700000000)
 
 
