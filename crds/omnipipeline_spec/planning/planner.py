@@ -87,7 +87,7 @@ def without_gpus(plan: PipelinePlan) -> PipelinePlan:
 
 
 def _backend_without_gpus(backend: str) -> str:
-    named = RELAYS.get(backend)  # type: ignore[call-overload]
+    named = RELAYS.get(backend)
     return "auto" if named is not None and named.of_gpus else backend
 
 
@@ -322,21 +322,13 @@ def _edge_relay(spec: PipelineConfig, transport: str, *, one_gpu: bool) -> str:
 
 
 def _edge_medium(spec: PipelineConfig, relay: str) -> str:
-    """The operator gives every pipeline a control key, so the tcp relay encrypts."""
-    by_rdma = spec.data_plane.rdma is not None and spec.data_plane.mooncake_protocol != "tcp"
-    match relay:
-        case "in_process":
-            return "reference"
-        case "cuda_ipc":
-            return "gpu"
-        case "shm":
-            return "memory"
-        case "nixl" | "mooncake" | "nccl" if by_rdma:
-            return "rdma"
-        case "tcp":
-            return "tcp+curve"
-        case _:
-            return "tcp"
+    """What the bytes of an edge go through on a cluster. relay: as of `_edge_relay`."""
+    if relay == "in_process":
+        return "reference"
+    traits = RELAYS[relay]
+    kept_from_rdma = traits.protocol_chosen and spec.data_plane.mooncake_protocol == "tcp"
+    by_rdma = traits.by_rdma and spec.data_plane.rdma is not None and not kept_from_rdma
+    return "rdma" if by_rdma else traits.medium
 
 
 def _replicas(members: Sequence[str], refined: Mapping[str, ProcessGroup]) -> int:

@@ -19,13 +19,17 @@ class RelayTraits(msgspec.Struct, frozen=True, kw_only=True):
     one_pod: bool = False  #: It never crosses pods.
     by_rdma: bool = False  #: It uses RDMA devices where there are some.
     of_gpus: bool = False  #: Both ends need a GPU.
+    #: What its bytes go through between pods without RDMA, or within one. The operator gives every pipeline a key, so the
+    #: one relay that can encrypts.
+    medium: Literal["memory", "gpu", "tcp", "tcp+curve"] = "tcp"
+    protocol_chosen: bool = False  #: ``dataPlane.mooncakeProtocol`` may keep it from RDMA devices.
 
 
-RELAYS: dict[RelayBackend, RelayTraits] = {
-    "shm": RelayTraits(one_pod=True),
-    "tcp": RelayTraits(),
+RELAYS: dict[str, RelayTraits] = {
+    "shm": RelayTraits(one_pod=True, medium="memory"),
+    "tcp": RelayTraits(medium="tcp+curve"),
     "nccl": RelayTraits(by_rdma=True),
     "nixl": RelayTraits(by_rdma=True),
-    "mooncake": RelayTraits(by_rdma=True),
-    "cuda_ipc": RelayTraits(one_pod=True, of_gpus=True),
+    "mooncake": RelayTraits(by_rdma=True, protocol_chosen=True),
+    "cuda_ipc": RelayTraits(one_pod=True, of_gpus=True, medium="gpu"),
 }
