@@ -236,7 +236,7 @@ class _EnvironmentReader:
             return default
         if not value.isdecimal() or int(value) < least or (most is not None and int(value) > most):
             bound = f"{least}..{most}" if most is not None else f"{least} or more"
-            raise ConfigurationError(f"{name}: {value!r} is no whole number of {bound}")
+            raise ConfigurationError(f"{name}: {value!r} is not a whole number of {bound}")
         return int(value)
 
     def port(self, name: str, default: int) -> int:
@@ -264,7 +264,7 @@ def _plan(read: _EnvironmentReader, kind: type[Plan]) -> Plan:
     try:
         plan = msgspec.json.decode(read.content("OMNI_PLAN"), type=kind)
     except msgspec.MsgspecError as error:
-        raise ConfigurationError(f"OMNI_PLAN: {path} is no {kind.__name__}: {error}") from error
+        raise ConfigurationError(f"OMNI_PLAN: {path} is not a {kind.__name__}: {error}") from error
     if plan.version > PLAN_VERSION:
         raise ConfigurationError(
             f"OMNI_PLAN: {path} is of plan version {plan.version}, this program knows {PLAN_VERSION}: use a newer image"
@@ -277,7 +277,7 @@ def _group(plan: UnitPlan, name: str) -> GroupPlan:
         if group.name == name:
             return group
     known = ", ".join(group.name for group in plan.groups)
-    raise ConfigurationError(f"OMNI_GROUP: {name!r} is no process group of unit {plan.name}, which has {known}")
+    raise ConfigurationError(f"OMNI_GROUP: {name!r} is not a process group of unit {plan.name}, which has {known}")
 
 
 def _tp_endpoints(read: _EnvironmentReader, group: GroupPlan) -> tuple[str, ...]:

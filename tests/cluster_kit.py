@@ -92,7 +92,7 @@ class _Kit:
             "PATH": f"{state}/bin:{os.environ['PATH']}",
         }
         if self._unfinished.exists():
-            _run(self.program, "wipe")  # pods of nodes that are no more would never end, nor would their namespace
+            _run(self.program, "wipe")  # pods of nodes that are gone would never end, nor would their namespace
         self.was_up = _answers(state / "admin.conf", environment)
         self._unfinished.touch()
 

@@ -24,7 +24,7 @@ class Line(NamedTuple):
 
 
 def arguments(text: str) -> dict[str, Any]:
-    """What an operation takes, as JSON. Raises: ValueError: it is no JSON object, or no request can carry it."""
+    """What an operation takes, as JSON. Raises: ValueError: it is not JSON object, or no request can carry it."""
     try:
         given = json.loads(text, parse_constant=_no_json)
         json.dumps(given, allow_nan=False, ensure_ascii=False).encode()
@@ -41,7 +41,7 @@ def body(stage: str, operation: str, given: Mapping[str, Any], *, timeout_s: flo
 
 
 def lines(answer: Mapping[str, Any]) -> Iterator[Line]:
-    """An answer, a line for each process. Raises: LookupError, TypeError: it is no coordinator's."""
+    """An answer, a line for each process. Raises: LookupError, TypeError: it is not a coordinator's."""
     for one in answer["results"]:
         failed = one["error"] is not None
         rank = f" rank {one['rank']}" if one["rank"] else ""
@@ -50,4 +50,4 @@ def lines(answer: Mapping[str, Any]) -> Iterator[Line]:
 
 
 def _no_json(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is no number of JSON's")
+    raise ValueError(f"{constant} is not a number of JSON's")

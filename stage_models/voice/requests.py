@@ -47,7 +47,7 @@ def _script(request: omni.OmniRequest) -> Script:
 
 
 def _dictation(request: omni.OmniRequest, read_speech: ReadSpeech) -> Heard:
-    """A recording to write down. Silence is no fault here: its transcript is empty."""
+    """A recording to write down. Silence is not a fault here: its transcript is empty."""
     language = request.inputs.get("language")
     if language and str(language).lower() not in ("en", "english"):
         raise omni.InvalidRequest(f"this pipeline understands English, not {language!r}", param="language")

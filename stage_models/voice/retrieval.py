@@ -22,7 +22,7 @@ Embed = Callable[[Sequence[str]], Vectors]
 
 
 class FactBook:
-    """The lines of a file, found by meaning. Blank lines and those that begin with ``#`` are no facts."""
+    """The lines of a file, found by meaning. Blank lines and those that begin with ``#`` are not facts."""
 
     def __init__(self, path: Path, embed: Embed) -> None:
         self._path = path

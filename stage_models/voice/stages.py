@@ -127,7 +127,7 @@ def chat(
     """Answer, token by token: to `write`, and to `speak` when it is to be heard.
 
     weights: a GGUF file (converted once, then kept) or a transformers checkpoint folder. max_tokens: the most that a
-    request may ask for, and what it gets when it asks for nothing. temperature: when a request names none. engine: as
+    request may ask for, and what it gets by default. temperature: when a request names none. engine: as
     of `omni.Autoregressive`.
     """
     source = checkpoints.locate(weights)

@@ -18,7 +18,7 @@ from stage_models.voice.audio import Samples
 MIN_SPEED, MAX_SPEED = 0.25, 4.0  # what OpenAI's speech route takes
 
 
-_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")  # espeak-ng ends at a NUL; half a surrogate is no UTF-8
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")  # espeak-ng ends at a NUL; half a surrogate is not UTF-8
 
 
 class Voice:

@@ -133,7 +133,7 @@ class Output:
 
 
 def standard() -> Output | None:
-    """Standard output; None where it is no file of the system's."""
+    """Standard output; None where it is not a file of the system's."""
     try:
         sys.stdout.flush()
         return Output(sys.stdout.fileno(), encoding=sys.stdout.encoding)

@@ -89,7 +89,7 @@ def run(seconds: float, torch: bool, form: str, out: Path | None, **which: Any) 
 def _check_out(out: Path | None) -> None:
     """Before anything is recorded, not after."""
     if out is not None and not out.parent.is_dir():
-        raise click.BadParameter(f"{out.parent} is no folder", param_hint="--out")
+        raise click.BadParameter(f"{out.parent} is not a folder", param_hint="--out")
 
 
 def _start_body(run_id: str | None, torch: bool, max_seconds: int | None) -> dict[str, Any]:

@@ -68,7 +68,7 @@ class CoordinatorClient:
 
     def foreign(self, path: str) -> ConfigurationError:
         """The error for an answer that no coordinator gives."""
-        return ConfigurationError(f"{self._url}{path}: this is no coordinator of a pipeline")
+        return ConfigurationError(f"{self._url}{path}: this is not a coordinator of a pipeline")
 
 
 def _reason(content: bytes, status: int) -> str:

@@ -62,7 +62,7 @@ def command(
     """
     options.need("zmq", "uvloop", "uvicorn", "fastapi")  # of the extra `runtime`, in the processes that are started
     if math.isnan(startup_timeout):
-        raise click.BadParameter("nan is no number of seconds", param_hint="--startup-timeout")
+        raise click.BadParameter("nan is not a number of seconds", param_hint="--startup-timeout")
     if no_auth and api_key_file is not None:
         raise click.UsageError("--no-auth and --api-key-file exclude each other: give one")
     local_options = LocalOptions(

@@ -45,7 +45,7 @@ FENCED: Final = "this incarnation was declared dead"
 class Joined(NamedTuple):
     """What a Hello has changed."""
 
-    new: bool  #: It was no member before.
+    new: bool  #: It was not a member before.
     replaced: list[str]  #: Members that this proves gone: they were at the same endpoint.
 
 
@@ -161,8 +161,8 @@ class Membership:
         self._watch_for(sender, [one.incarnation for one in message.joined])
 
     def _watch_for(self, sender: str, peers: Iterable[str]) -> None:
-        """Report those that are no members to ``sender``: at once where they were declared dead here, else if they have
-        not registered by `REGISTERED_BY_S`.
+        """Report those that are not members to ``sender``: at once where they were declared dead here, else if they
+        have not registered by `REGISTERED_BY_S`.
         """
         unknown = [one for one in peers if one not in self.state.instances]
         gone = tuple(one for one in unknown if one in self._fenced)
@@ -225,7 +225,7 @@ class Membership:
         """Remove the member: messages of this incarnation are ignored until it says Hello again, which it does when it
         has dropped all requests of this coordinator. replaced: another process has its endpoint, so it has ended.
 
-        Returns: False when it was no member.
+        Returns: False when it was not a member.
         """
         instance = self.state.leave(incarnation)
         if instance is None:

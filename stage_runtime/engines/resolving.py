@@ -33,7 +33,7 @@ HOOKS: Final[Mapping[str, tuple[str, ...]]] = {
 def resolve(name: str, *, field: str) -> Callable[..., Any]:
     """The function that ``pkg.mod:fn`` or ``pkg.mod.fn`` names.
 
-    field: what to blame (``stages.thinker.factory``).
+    field: what the error names (``stages.thinker.factory``).
     Raises: ConfigurationError: no such module or attribute, or nothing callable. An error inside the module itself
         passes through, with its own traceback.
     """

@@ -294,7 +294,7 @@ RELAY: Final[Mapping[str, Metric]] = {
     "unclaimed_bytes": _of_relay("unclaimed_bytes", "Bytes received before they were announced", kind="gauge"),
     "awaited_transfers": _of_relay("awaited_transfers", "Payloads announced and not yet received", kind="gauge"),
     "dropped_transfers": _of_relay("dropped_transfers_total", "Payloads received and dropped"),
-    "malformed_messages": _of_relay("malformed_messages_total", "Messages dropped because they are no relay's"),
+    "malformed_messages": _of_relay("malformed_messages_total", "Messages dropped because they are not a relay's"),
     "failovers": _of_relay("failovers_total", "Peers that another relay serves since this one failed"),
     "handshake_failures": _of_relay("handshake_failures_total", "Connections refused for a wrong key or protocol"),
 }

@@ -76,7 +76,7 @@ def restore(
     buffer: the flat buffer, None or empty when ``refs`` are. Tensors and arrays are views of it and keep it alive.
     on_device: its end, when that lies on a GPU.
     torch:  False gives tensors and arrays as `RawTensor` and imports nothing.
-    Raises: ProtocolError: the bytes are no such value. Nothing from outside raises anything else.
+    Raises: ProtocolError: the bytes are not such a value. Nothing from outside raises anything else.
     """
     try:
         if not refs:

@@ -76,7 +76,7 @@ class Pack(msgspec.Struct, frozen=True):
         return self if there is None else Pack(self.parts, self.offsets, there.start, self.private)
 
 
-#: Up to here bytes and encoded values are no part of their own.
+#: Up to here bytes and encoded values are not part of their own.
 INLINE_NBYTES: Final = 16 * 1024
 
 

@@ -16,7 +16,7 @@ from stage_runtime.errors import ConfigurationError
 
 
 def write(path: Path | None, cause: str, details: str = "") -> None:
-    """Write the message; None: nothing is written. A file that cannot be written is logged, and is no error."""
+    """Write the message; None: nothing is written. A file that cannot be written is logged, and is not an error."""
     if path is None:
         return
     try:

@@ -71,7 +71,7 @@ def check_template(root: Path, template: str) -> str:
             continue
         if name not in PLACEHOLDERS or form or conversion:
             known = ", ".join(f"{{{each}}}" for each in PLACEHOLDERS)
-            raise ConfigurationError(f"trace_path_template: {{{name[:80]}}} is no placeholder; there are {known}")
+            raise ConfigurationError(f"trace_path_template: {{{name[:80]}}} is not a placeholder; there are {known}")
         names.append(name)
     path = template.removesuffix(TRACE_SUFFIX)
     if "pid" not in names and "incarnation" not in names:
@@ -105,7 +105,7 @@ def trace_path(root: Path, template: str, facts: Mapping[str, object], own_folde
 def _below(root: Path, given: str, field: str) -> Path:
     """Raises: ConfigurationError: ``given``, relative to the root or absolute, leaves it, by links too."""
     if not given or "\0" in given or len(given) > 4096:
-        raise ConfigurationError(f"{field}: {given[:80]!r} is no path")
+        raise ConfigurationError(f"{field}: {given[:80]!r} is not a path")
     try:
         base = root.resolve()
         path = (base / given).resolve()

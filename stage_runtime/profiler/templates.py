@@ -77,7 +77,7 @@ class Definition(msgspec.Struct, frozen=True):
     attempts: bool
 
     def pieces(self) -> _Pieces:
-        """Raises: MsgspecError: metadata that are no mapping."""
+        """Raises: MsgspecError: metadata that is not a mapping."""
         pairs = []
         for name, raw in self.events[:MAX_EVENTS]:
             metadata = msgspec.json.decode(raw, type=dict[str, Any])
@@ -105,7 +105,7 @@ _decode = msgspec.json.Decoder(TemplateNote | Definition).decode
 def expand(lines: Iterable[bytes], unreadable: Callable[[], None]) -> Iterator[bytes]:
     """The lines of events, as `recorder` writes them, of the notes in a file; of each note together.
 
-    unreadable: called for each line that is no note of a template that was defined before it.
+    unreadable: called for each line that is not a note of a template that was defined before it.
     """
     known: dict[int, _Pieces] = {}
     for line in lines:

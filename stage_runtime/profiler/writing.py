@@ -217,7 +217,7 @@ class RunWriter:
                 self._dropped += 1
 
     def _alone(self, line: EventLine) -> bytes:
-        """As it is; or with its metadata made plain; or with little of them. Nothing: its names are no text."""
+        """As it is; or with its metadata made plain; or with little of them. Nothing: its names are not text."""
         problem = ""
         for make in (_as_it_is, summaries.plain, summaries.brief):
             try:
@@ -246,7 +246,7 @@ class RunWriter:
         self._expected += nbytes
         try:
             encoded = _encoder.encode_lines(notes)
-        except UnicodeEncodeError as error:  # a request id that is no text
+        except UnicodeEncodeError as error:  # a request id that is not text
             self._log(error)
             encoded = b"".join(self._one_by_one(notes))
         new = used.keys() - self._defined

@@ -250,7 +250,7 @@ class AbstractRelay(ABC, Generic[Connection, Metadata]):
         return connection
 
     def _incoming(self, metadata: bytes, peer: Peer) -> tuple[Metadata, Connection]:
-        """For a get. Raises: TransferError: that is no metadata of this relay's, or ``peer`` is not open."""
+        """For a get. Raises: TransferError: that is not metadata of this relay's, or ``peer`` is not open."""
         announced = self._decoded(metadata, peer)
         connection = self._connections.get(peer)
         if connection is None:

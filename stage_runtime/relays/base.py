@@ -127,7 +127,7 @@ class Relay(Protocol):
         """Fetch what ``peer`` put; on the I/O thread.
 
         holder: who will look at the buffer, for `pins`.
-        Raises: TransferError: the metadata is no transfer of that peer's.
+        Raises: TransferError: the metadata is not a transfer of that peer's.
         """
 
     async def get_async(self, metadata: bytes, *, request_id: str, peer: Peer) -> Fetch:
@@ -136,7 +136,7 @@ class Relay(Protocol):
     def decline(self, metadata: bytes, *, peer: Peer) -> None:
         """Let go of an announced transfer that is not wanted, without a `get`: it is released at once.
 
-        Raises: TransferError: the metadata is no transfer of that peer's.
+        Raises: TransferError: the metadata is not a transfer of that peer's.
         """
 
     def released(self, peer: Peer, transfer: TransferId) -> bool:

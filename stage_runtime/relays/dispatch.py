@@ -276,7 +276,7 @@ class Relays:
     def get(self, metadata: bytes, *, request_id: str, peer: str, holder: str = "") -> Fetch:
         """Fetch what ``peer`` put. holder: the stage that will look at it, for `pins`.
 
-        Raises: TransferError: it is no transfer of that peer's.
+        Raises: TransferError: it is not a transfer of that peer's.
         """
         relay, rest = self._announced(metadata, peer)
         if rest.startswith(pieces.MARK):
@@ -292,7 +292,7 @@ class Relays:
     def decline(self, metadata: bytes, *, peer: str) -> None:
         """Let go of what ``peer`` has announced without fetching it: its request is not known here, or over.
 
-        Raises: TransferError: it is no transfer of that peer's.
+        Raises: TransferError: it is not a transfer of that peer's.
         """
         relay, rest = self._announced(metadata, peer)
         if rest.startswith(pieces.MARK):

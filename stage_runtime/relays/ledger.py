@@ -48,7 +48,7 @@ class Ledger:
             self._nbytes -= nbytes
 
     def released(self, peer: Peer, transfer: TransferId) -> PutOperation | None:
-        """The put that ``peer`` has released, now forgotten here; None when it is no such put."""
+        """The put that ``peer`` has released, now forgotten here; None when it is not such a put."""
         with self._lock:
             put = self._puts.get(transfer)
             if put is None or put.peer != peer:

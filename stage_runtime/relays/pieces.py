@@ -141,7 +141,7 @@ class GetPieces:
 def announced(rest: bytes, limit: int) -> PiecesAnnouncement:
     """What a `PutPieces` of a peer has announced.
 
-    Raises: TransferError: it is no announcement of pieces, or of more than ``limit`` bytes."""
+    Raises: TransferError: it is not an announcement of pieces, or of more than ``limit`` bytes."""
     try:
         found = msgspec.msgpack.decode(rest[len(MARK) :], type=PiecesAnnouncement)
     except msgspec.DecodeError as error:
@@ -160,6 +160,6 @@ def put(relay: Relay, pack: Pack, most: int, *, request_id: str, peer: Peer) -> 
 def get(
     relay: Relay, announced: PiecesAnnouncement, metadata: bytes, *, request_id: str, peer: Peer, holder: str
 ) -> GetPieces:
-    """Fetch all pieces. Raises: TransferError: one is no transfer of that peer's; those before it let go."""
+    """Fetch all pieces. Raises: TransferError: one is not a transfer of that peer's; those before it let go."""
     gets = [relay.get(piece, request_id=request_id, peer=peer, holder=holder) for piece in announced.pieces]
     return GetPieces(gets, announced, metadata, relay.release_now)

@@ -132,5 +132,5 @@ def is_idle(one: Load) -> bool:
 
 
 def overloaded(partner: Load, other: Load) -> bool:
-    """Whether load requires that a request goes to ``other``, which is no partner."""
+    """Whether load requires that a request goes to ``other``, which is not a partner."""
     return partner.score > SPILL_FACTOR * other.score + SPILL_REQUESTS

@@ -115,7 +115,7 @@ class Gathering:
 
 
 def names_of(returned: object) -> list[str] | None:
-    """A hook's answer as a list of names; None when it is no list (or tuple, or set) of strings."""
+    """A hook's answer as a list of names; None when it is not a list (or tuple, or set) of strings."""
     if not isinstance(returned, list | tuple | set | frozenset):
         return None
     names = list(returned)

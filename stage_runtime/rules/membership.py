@@ -369,7 +369,7 @@ class MembershipState:
         return partners
 
     def _forget_links(self, source: Instance, pool: Pool[Instance], partners: Collection[str]) -> None:
-        """Those of ``source`` to instances of ``pool`` that are no partners now, and to instances that are gone."""
+        """Those of ``source`` to instances of ``pool`` that are not partners now, and to instances that are gone."""
         for name in source.linked.difference(partners):
             if name in pool or name not in self.instances:
                 source.linked.discard(name)

@@ -62,7 +62,7 @@ def done_targets(stage: str, declared: Sequence[str], returned: object) -> tuple
 def terminals(declared: Sequence[str], returned: object) -> tuple[str, ...]:
     """The terminal stages that a request waits for. None: all of them.
 
-    Raises: RequestError: a string, an empty answer, or a name that is no terminal stage. Nothing has been sent yet.
+    Raises: RequestError: a string, an empty answer, or a name that is not a terminal stage. Nothing has been sent yet.
     """
     if returned is None:
         return tuple(declared)

@@ -1,4 +1,4 @@
-"""Which request is to blame when instances end again and again: one that was under way at more than one of them. Pure.
+"""Which request ends instances again and again: one that was under way at more than one of them. Pure.
 
 A request that ends its process takes its neighbours along, and all of them are sent again. Those go one at a time to an
 instance (a few at a time where they are many), until they have streamed or run for longer than they had run before: so

@@ -105,7 +105,7 @@ class SocketContext:
         socket.maxmsgsize = FRAME_MOST
         if kind == "ROUTER":
             socket.router_mandatory = True  # else frames to a peer that is gone are dropped silently
-            socket.router_handover = True  # a peer that takes the place of one that was killed is no duplicate of it
+            socket.router_handover = True  # a peer that takes the place of one that was killed is not a duplicate of it
         if kind == "XPUB":
             socket.xpub_verbose = True  # reports each subscriber, not only the first one
         return socket

@@ -38,7 +38,7 @@ def read(environ: Mapping[str, str]) -> TelemetrySettings | None:
     name = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT" if endpoint else "OTEL_EXPORTER_OTLP_ENDPOINT"
     url = endpoint or f"{general.rstrip('/')}/v1/traces"
     if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
-        raise ConfigurationError(f"{name}: {(endpoint or general)[:200]!r} is no http:// or https:// URL")
+        raise ConfigurationError(f"{name}: {(endpoint or general)[:200]!r} is not an http:// or https:// URL")
     headers = _pairs(environ, "OTEL_EXPORTER_OTLP_HEADERS") | _pairs(environ, "OTEL_EXPORTER_OTLP_TRACES_HEADERS")
     resource = _pairs(environ, "OTEL_RESOURCE_ATTRIBUTES")
     if environ.get("OTEL_SERVICE_NAME"):
@@ -59,7 +59,7 @@ def _ratio(environ: Mapping[str, str]) -> float:
     except ValueError:
         ratio = -1.0
     if not 0 <= ratio <= 1:
-        raise ConfigurationError(f"OTEL_TRACES_SAMPLER_ARG: {given[:80]!r} is no number from 0 to 1")
+        raise ConfigurationError(f"OTEL_TRACES_SAMPLER_ARG: {given[:80]!r} is not a number from 0 to 1")
     return ratio
 
 
@@ -69,6 +69,6 @@ def _pairs(environ: Mapping[str, str], name: str) -> dict[str, str]:
     for pair in filter(None, environ.get(name, "").split(",")):
         key, equals, value = pair.partition("=")
         if not equals or not key.strip():
-            raise ConfigurationError(f"{name}: {pair[:80]!r} is no key=value")
+            raise ConfigurationError(f"{name}: {pair[:80]!r} is not key=value")
         found[key.strip()] = unquote(value.strip())
     return found

@@ -97,5 +97,5 @@ def _put(attributes: Any, values: Mapping[str, Value]) -> None:
 
 
 def _text(given: str) -> str:
-    """Half a surrogate pair, which a client may have sent, is no text in protobuf."""
+    """Half a surrogate pair, which a client may have sent, is not text in protobuf."""
     return given.encode("utf-8", "replace").decode()

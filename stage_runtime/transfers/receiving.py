@@ -34,7 +34,7 @@ class Fetched(msgspec.Struct, eq=False):
     _on_device: Arrived | None = None  #: The buffer's end, when it lies on a GPU.
 
     def open(self, *, torch: bool = True) -> Any:
-        """Decode it, once. Raises: ProtocolError: it is no payload."""
+        """Decode it, once. Raises: ProtocolError: it is not a payload."""
         body, buffer, on_device = self._body, self._buffer, self._on_device
         self._buffer = self._on_device = None
         if body.inline and buffer is None:

@@ -24,7 +24,7 @@ def message(cls: StructType) -> StructType:
     """Register a ``msgspec.Struct`` type, so that its instances may stand in data and metadata.
 
     The wire carries ``module:qualname`` and the fields. A process that has not imported the type sees a dict.
-    Raises: TypeError: ``cls`` is no Struct type. ValueError: another type has the name already.
+    Raises: TypeError: ``cls`` is not a Struct type. ValueError: another type has the name already.
     """
     if not (isinstance(cls, type) and issubclass(cls, msgspec.Struct)):
         raise TypeError(f"@omni.message needs a msgspec.Struct type, not {cls!r}")

@@ -187,8 +187,8 @@ def test_the_pages_example_of_explain_is_what_it_prints(monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("path", "explanation"),
     [
-        ("stages.aa.gpu", "--explain stages.aa.gpu: 'aa' is no stage; did you mean a?"),
-        ("relayBackand", "--explain relayBackand: 'relayBackand' is no key of the spec; did you mean relayBackend?"),
+        ("stages.aa.gpu", "--explain stages.aa.gpu: 'aa' is not a stage; did you mean a?"),
+        ("relayBackand", "--explain relayBackand: 'relayBackand' is not a key of the spec; did you mean relayBackend?"),
         ("stages[", "--explain stages[: cannot parse the path from '[' on"),
         ("stages.a.factoryArgs.dpth", "--explain stages.a.factoryArgs.dpth: nothing is there"),
         ("processGroups.p.replicas", "--explain processGroups.p.replicas: nothing is there"),

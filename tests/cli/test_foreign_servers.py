@@ -71,11 +71,11 @@ def error_line(done: Result) -> str:
 @pytest.mark.parametrize(
     ("status", "content", "problem"),
     [
-        (200, b"<html>hello</html>", "this is no coordinator of a pipeline"),
-        (200, b"\xff\xfe", "this is no coordinator of a pipeline"),
-        (200, b"[" * 100_000, "this is no coordinator of a pipeline"),
-        (200, b"[1]", "this is no coordinator of a pipeline"),
-        (200, b"{}", "this is no coordinator of a pipeline"),
+        (200, b"<html>hello</html>", "this is not a coordinator of a pipeline"),
+        (200, b"\xff\xfe", "this is not a coordinator of a pipeline"),
+        (200, b"[" * 100_000, "this is not a coordinator of a pipeline"),
+        (200, b"[1]", "this is not a coordinator of a pipeline"),
+        (200, b"{}", "this is not a coordinator of a pipeline"),
         (302, b"", "status 302"),
         (404, b"[" * 100_000, "status 404"),
     ],

@@ -79,7 +79,7 @@ def test_a_file_without_an_end_is_read_only_so_far(device: str) -> None:
 @pytest.mark.parametrize(
     ("override", "problem"),
     [
-        ("nowhere=1", "'nowhere' is no key of the spec"),
+        ("nowhere=1", "'nowhere' is not a key of the spec"),
         ("stages.split", "write it as path=value"),
         ("stages[7].gpu=0", "stages has 2 entries; [7] is out of range"),
         ('envDefaults={A: "a\\0b"}', "envDefaults.A: 'a\\x00b' contains NUL or half of a surrogate pair"),
@@ -101,7 +101,7 @@ def test_an_override_that_cannot_be_is_named(override: str, problem: str) -> Non
         (("--host", "192.0.2.1", "--no-auth"), "error: cannot listen on 192.0.2.1:8000: "),
         (("--host", ""), "error: --host ''"),
         (("--host", "a..b"), "error: --host 'a..b'"),
-        (("--startup-timeout", "nan"), "nan is no number of seconds"),
+        (("--startup-timeout", "nan"), "nan is not a number of seconds"),
         (("--set", "endpoints.basePath=/proc"), "error: endpoints.basePath: "),
     ],
 )

@@ -283,7 +283,7 @@ def test_commands_reach_a_running_pipeline(base: Path) -> None:
         assert omni("restart", "front", "--base-path", str(base), "--pipeline", "hello").returncode == 0
         assert len(before - {child.pid for child in run.children()}) == 1
         wrong = omni("scale", "vioce", "2", "--base-path", str(base))
-        assert (wrong.returncode, wrong.stderr) == (1, "error: 'vioce' is no process group of hello: front, voice\n")
+        assert (wrong.returncode, wrong.stderr) == (1, "error: 'vioce' is not a process group of hello: front, voice\n")
 
 
 def test_a_terminal_gets_a_table_and_its_cursor_back(base: Path) -> None:

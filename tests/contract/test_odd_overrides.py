@@ -13,9 +13,9 @@ STAGE = "name: a\nstages:\n- {name: a, process: a, factory: 'w:m', terminal: tru
 @pytest.mark.parametrize(
     ("text", "overrides", "message"),
     [
-        (STAGE, ["stages[0]=foo", "stages.a.process=x"], "'a' is no stage"),
+        (STAGE, ["stages[0]=foo", "stages.a.process=x"], "'a' is not a stage"),
         (STAGE, ["stages=foo", "stages.a.process=x"], "stages is 'foo', which is neither a map nor a list"),
-        ("stages: [null]", ["stages.a.process=x"], "'a' is no stage"),
+        ("stages: [null]", ["stages.a.process=x"], "'a' is not a stage"),
         ("stages: [null]", ["stages[0].process=x"], "stages[0].name: is required"),
         ("stages: [1, [2]]", ["stages.*.process=x"], "stages[0] is 1, which is neither a map nor a list"),
         ("stages: {a: 1}", ["stages.a.process=x"], "stages.a is 1, which is neither a map nor a list"),

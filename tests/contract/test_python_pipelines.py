@@ -265,7 +265,7 @@ def test_a_resource_never_imports_a_class(tmp_path: Path, monkeypatch: pytest.Mo
         assert document(loading.from_resource(resource).spec) == document(PLAIN)
         in_spec = {**resource, "spec": {**resource["spec"], "configCls": note}}
         if note is not None:
-            with pytest.raises(InvalidPipeline, match="configCls: is no field of the resource"):
+            with pytest.raises(InvalidPipeline, match="configCls: is not a field of the resource"):
                 loading.from_resource(in_spec)
         file = written(tmp_path, json.dumps(resource), "r.yaml")
         assert document(loading.load(file).spec) == document(PLAIN)

@@ -213,7 +213,7 @@ def test_one_key_in_two_spellings_is_refused() -> None:
 def test_the_resource_holds_lists_and_its_name_in_the_metadata() -> None:
     text = RESOURCE.replace("next: [b]", "next: b").replace("  modelPath", "  name: x\n  modelPath")
     assert refused(text) == [
-        "line 5: name: is no field of the resource: in the resource the name is metadata.name",
+        "line 5: name: is not a field of the resource: in the resource the name is metadata.name",
         "line 12: stages[0].next: is a single value; the resource takes a list: write [b]",
     ]
 
@@ -333,9 +333,9 @@ def test_an_override_reaches_the_place_its_path_names(
         (["stages.a.gpu=1", "stages[0].gpu=2"], f"{GPU}: is set twice: --set stages.a.gpu=1 and --set {GPU}=2"),
         (["modelPath=x", "model_path=x"], "modelPath: is set twice: --set modelPath=x and --set model_path=x"),
         (["modelPath=x", "modelPath=x"], "modelPath: is set twice: --set modelPath=x and --set modelPath=x"),
-        (["stages.aa.gpu=1"], "stages.aa.gpu: --set stages.aa.gpu=1: 'aa' is no stage; did you mean a?"),
+        (["stages.aa.gpu=1"], "stages.aa.gpu: --set stages.aa.gpu=1: 'aa' is not a stage; did you mean a?"),
         (["stages[7].gpu=1"], "stages[7].gpu: --set stages[7].gpu=1: stages has 2 entries; [7] is out of range"),
-        (["stges.a.gpu=1"], "stges.a.gpu: --set stges.a.gpu=1: 'stges' is no key of the spec; did you mean stages?"),
+        (["stges.a.gpu=1"], "stges.a.gpu: --set stges.a.gpu=1: 'stges' is not a key of the spec; did you mean stages?"),
         (
             ["modelPath.x=1"],
             "modelPath.x: --set modelPath.x=1: modelPath is 'org/model', which is neither a map nor a list",

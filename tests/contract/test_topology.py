@@ -205,9 +205,9 @@ CASES: dict[str, tuple[Document, list[str]]] = {
     "unknown names are listed sorted": (
         pair({"next": ["zz", "b", "yy"], "waitFor": ["gone"], "mergeFn": "w:m", "streamTo": ["b", "xx"]}),
         [
-            "stages[0].next: 'yy', 'zz' are no stages",
-            "stages[0].waitFor: 'gone' is no stage",
-            "stages[0].streamTo: 'xx' is no stage",
+            "stages[0].next: 'yy', 'zz' are not stages",
+            "stages[0].waitFor: 'gone' is not a stage",
+            "stages[0].streamTo: 'xx' is not a stage",
             "stages[0].waitFor: 'a' is the entry: new requests come from no stage, so its fan-in is never complete",
         ],
     ),
@@ -256,9 +256,9 @@ CASES: dict[str, tuple[Document, list[str]]] = {
     "names of the pipeline": (
         pair(entryStage="x", runtimeOverrides={"y": {}}, fusedStages=[["a", "z"]]),
         [
-            "entryStage: 'x' is no stage",
-            "runtimeOverrides.y: 'y' is no stage",
-            "fusedStages[0]: 'z' is no stage",
+            "entryStage: 'x' is not a stage",
+            "runtimeOverrides.y: 'y' is not a stage",
+            "fusedStages[0]: 'z' is not a stage",
         ],
     ),
     "no terminal, and a cycle with its way": (
@@ -312,7 +312,7 @@ CASES: dict[str, tuple[Document, list[str]]] = {
         pair({"process": None}, {"process": None}),
         [
             f"stages[{index}].process: of '{name}' is required: stages with the same value share an OS process, there "
-            "is no default"
+            "is not a default"
             for index, name in enumerate("ab")
         ],
     ),
@@ -434,7 +434,7 @@ CASES: dict[str, tuple[Document, list[str]]] = {
         pair(fusedStages=[["a", "b"]], processGroups=[{"name": "b"}, {"name": "x"}]),
         [
             "processGroups[0].name: 'b' was fused into process group 'a': configure that one",
-            "processGroups[1].name: 'x' is no process group; there are 'a'",
+            "processGroups[1].name: 'x' is not a process group; there are 'a'",
         ],
     ),
     "one pod, two replica counts": (
@@ -736,7 +736,7 @@ CASES: dict[str, tuple[Document, list[str]]] = {
             "stages[0].contextLength: unknown key; known are disaggregation, factory, factoryArgs, gpu, gpuMemory, "
             "mergeFn, name, next, process, projectPayload, relay, routeFn, streamAtEnd, streamDoneToFn, streamTo, "
             "terminal, tpSize, waitFor, waitForFn",
-            "stages[0].next: 'ghost' is no stage",
+            "stages[0].next: 'ghost' is not a stage",
             "stages[1]: 'b' cannot be reached from the entry 'a'",
         ],
     ),

@@ -34,7 +34,7 @@ def ranked(first: Any, second: Any, **spec: Any) -> list[str]:
         (ranked({"worldSize": 2}, {}), ["stages[0].relay.worldSize: needs rank, too"]),
         (
             ranked({"rank": 2, "worldSize": 2}, {}),
-            ["stages[0].relay.rank: 2 is no rank of a world of 2: use 0 to 1"],
+            ["stages[0].relay.rank: 2 is not a rank of a world of 2: use 0 to 1"],
         ),
         (
             ranked({"rank": 0, "worldSize": 2}, {"rank": 0, "worldSize": 2}),

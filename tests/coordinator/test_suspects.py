@@ -138,4 +138,4 @@ async def test_of_many_suspects_several_go_at_once_and_after_a_second_end_one_at
         made.coordinator.lost("v2")
         made.join("v3", "voice")
         assert len(at(made, "v3")) == 1, "two were at both ends"
-        assert made.manager.in_flight == 16, "and none is to blame yet"
+        assert made.manager.in_flight == 16, "and none is suspected yet"

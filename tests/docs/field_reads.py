@@ -29,7 +29,9 @@ ignore_missing_imports = true
 python_version = 3.11
 enable_error_code = deprecated
 [mypy-torch.*,numpy.*,kubernetes.*,aiohttp.*,fastapi.*,starlette.*,pydantic.*,uvicorn.*,kopf.*,httpx.*,rich.*,\
-cryptography.*,zmq.*,soundfile.*,huggingface_hub.*,prometheus_client.*,av.*,soxr.*,click.*,uvloop.*,httptools.*]
+cryptography.*,zmq.*,soundfile.*,huggingface_hub.*,prometheus_client.*,av.*,soxr.*,click.*,uvloop.*,httptools.*,\
+transformers.*,tokenizers.*,safetensors.*,numba.*,llvmlite.*,llguidance.*,onnxruntime.*,opentelemetry.*,websockets.*,\
+jinja2.*,huggingface_hub.*,psutil.*,tqdm.*]
 follow_imports = skip
 """
 READ = re.compile(r"(\S+?):\d+: .*function omnipipeline_spec\.(?:\w+\.)+?(\w+)\.(\w+) is deprecated: read")

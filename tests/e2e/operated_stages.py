@@ -10,7 +10,7 @@ from stage_runtime.engines import events
 
 
 class Operated:
-    """Answers operations: `echo`, `rank`, `odd` (with what cannot travel), `numbered` (a map whose keys are no text),
+    """Answers operations: `echo`, `rank`, `odd` (with what cannot travel), `numbered` (a map whose keys are not text),
     `refuse`, `die`.
     """
 

@@ -84,7 +84,7 @@ async def pouring(pipeline: LocalPipeline, client: Client, count: int, **inputs:
     tasks = [asyncio.create_task(client.ask("", **inputs)) for _ in range(count)]
     try:
         yield
-        assert not any(one.done() for one in tasks), "the slow one cannot be through: it was no backpressure"
+        assert not any(one.done() for one in tasks), "the slow one cannot be through: it was not back-pressure"
     finally:
         for one in tasks:
             one.cancel()

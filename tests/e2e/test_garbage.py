@@ -86,7 +86,7 @@ async def test_garbage_at_every_control_socket_is_counted_and_dropped(
     await client.answer("a b")
     await asyncio.sleep(0.5)
     assert set((await counted(client, "malformed")).values()) == {0.0}, (
-        "the positive control: honest frames are no garbage"
+        "the positive control: honest frames are not garbage"
     )
     before = shared.pids()
     endpoints = control(shared)
@@ -178,7 +178,7 @@ def another_key(push: zmq.Socket[Any]) -> None:
 
 
 def half_a_key(push: zmq.Socket[Any]) -> None:
-    """Knows the servers' public key, and is no member: what the ZAP handler alone turns away."""
+    """Knows the servers' public key, and is not a member: what the ZAP handler alone turns away."""
     CurveSecurity(KEY).client(push)
     push.curve_publickey, push.curve_secretkey = zmq.curve_keypair()
 

@@ -149,4 +149,4 @@ async def test_requests_are_served_while_the_collector_is_away_or_its_address_is
     lines = [line for line in (base / "log").read_text().splitlines() if "traces" in line]
     assert sum("no traces reach" in line for line in lines) <= 1
     [wrong] = [line for line in lines if "no traces are sent" in line]
-    assert "OTEL_EXPORTER_OTLP_ENDPOINT: 'collector:4317' is no http:// or https:// URL" in wrong
+    assert "OTEL_EXPORTER_OTLP_ENDPOINT: 'collector:4317' is not an http:// or https:// URL" in wrong

@@ -43,7 +43,7 @@ def test_undo_goes_back_to_what_served_and_keeps_the_scale(kube: Kube, operator:
     assert "envDefaults" in finished.stdout and finished.stdout.count("(current)") == 1, (
         finished.stdout + finished.stderr
     )
-    assert len(recorded(kube)) == 2, "scaling is no revision"
+    assert len(recorded(kube)) == 2, "scaling is not a revision"
 
     went = omni(kube, "undo", "duo")
     assert went.returncode == 0, went.stderr

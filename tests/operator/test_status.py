@@ -256,7 +256,7 @@ def test_the_serving_revision_changes_when_the_roll_has_finished() -> None:
 
 def test_a_refused_spec_keeps_the_rest_of_the_status() -> None:
     before, _ = status.summarise(inputs(*RUNNING), {}, generation=1, now=NOW)
-    refusal = Refusal(reason="InvalidSpec", message="stages[0].next: 'nobody' is no stage")
+    refusal = Refusal(reason="InvalidSpec", message="stages[0].next: 'nobody' is not a stage")
     made, found = status.refused(refusal, before, generation=2, available=True, now=NOW + 5)
     assert made["units"] == before["units"]
     assert made["observedGeneration"] == 2

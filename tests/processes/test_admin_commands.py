@@ -104,7 +104,7 @@ async def test_a_restart_that_fails_leaves_what_ran_and_the_next_one_with_a_cure
     async with fickle(base) as pipeline:
         before = pipeline.voices()
         pipeline.becomes("bad")
-        for _ in range(2):  # the second is no heir of the first
+        for _ in range(2):  # the second is not an heir of the first
             with pytest.raises(StartupFailed, match=r"voice\.1: RuntimeError: in a bad mood"):
                 await pipeline.running.restart("voice")
             assert pipeline.voices() == before

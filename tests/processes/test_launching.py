@@ -130,15 +130,15 @@ def test_a_device_that_the_user_has_hidden_is_named() -> None:
     [
         ({"OMNI_PLAN": ""}, "OMNI_PLAN is not set"),
         ({"OMNI_PLAN": "/nowhere"}, "OMNI_PLAN: /nowhere: No such file"),
-        ({"OMNI_GROUP": "thinkr"}, "OMNI_GROUP: 'thinkr' is no process group of unit thinker, which has thinker, voc"),
+        ({"OMNI_GROUP": "thinkr"}, "OMNI_GROUP: 'thinkr' is not a process group of unit thinker, which has thinker"),
         ({"OMNI_TP_RANK": "2"}, "OMNI_TP_RANK: 2, but thinker has ranks 0..1"),
-        ({"OMNI_TP_RANK": "one"}, "OMNI_TP_RANK: 'one' is no whole number"),
+        ({"OMNI_TP_RANK": "one"}, "OMNI_TP_RANK: 'one' is not a whole number"),
         ({"OMNI_RENDEZVOUS": ""}, "OMNI_RENDEZVOUS is not set, and thinker has 2 ranks"),
         ({"OMNI_TP_ENDPOINTS": "a,b,c"}, "OMNI_TP_ENDPOINTS: 3 endpoints for ranks 1..1"),
         ({"OMNI_COORDINATOR": ""}, "OMNI_COORDINATOR is not set"),
         ({"OMNI_LOG_FORMAT": "xml"}, "OMNI_LOG_FORMAT: 'xml' is neither text nor json"),
         ({"OMNI_DEBUG_VALUES": "yes"}, "OMNI_DEBUG_VALUES: 'yes' is neither 0 nor 1"),
-        ({"OMNI_ARENA_MB": "0"}, "OMNI_ARENA_MB: '0' is no whole number of 1 or more"),
+        ({"OMNI_ARENA_MB": "0"}, "OMNI_ARENA_MB: '0' is not a whole number of 1 or more"),
     ],
 )
 def test_a_wrong_variable_is_named(tmp_path: Path, change: dict[str, str], message: str) -> None:

@@ -163,7 +163,7 @@ async def test_replicas_of_the_spec_are_started(base: Path) -> None:
 
 
 async def test_an_order_for_a_group_that_is_not_there_names_those_that_are(base: Path) -> None:
-    with pytest.raises(ConfigurationError, match=r"'vioce' is no process group of hello: front, voice"):
+    with pytest.raises(ConfigurationError, match=r"'vioce' is not a process group of hello: front, voice"):
         await pipeline(base).scale("vioce", 2)
 
 

@@ -100,10 +100,10 @@ def test_what_one_machine_has_not_is_named_with_the_cure_and_where_it_comes_from
             secret("hub", token="x"),
             "env.T: Secret 'hub' has no key 'tokn'; it has token",
         ),
-        ("", secret("hub") | {"data": {"token": "not base64!"}}, "Secret 'hub': data.token is no base64"),
-        ("", secret("hub") | {"data": {"token": "/w=="}}, "Secret 'hub': data.token is no UTF-8 text"),
-        ("", secret("hub") | {"stringData": {"token": 5}}, "Secret 'hub': stringData is no map of strings"),
-        ("", config_map("c") | {"data": ["x"]}, "ConfigMap 'c': data is no map of strings"),
+        ("", secret("hub") | {"data": {"token": "not base64!"}}, "Secret 'hub': data.token is not base64"),
+        ("", secret("hub") | {"data": {"token": "/w=="}}, "Secret 'hub': data.token is not UTF-8 text"),
+        ("", secret("hub") | {"stringData": {"token": 5}}, "Secret 'hub': stringData is not a map of strings"),
+        ("", config_map("c") | {"data": ["x"]}, "ConfigMap 'c': data is not a map of strings"),
         (
             "  env: [{name: T, valueFrom: {secretKeyRef: {name: hub, key: token}}}]\n",
             secret("hub", token="a\0b"),
@@ -112,7 +112,7 @@ def test_what_one_machine_has_not_is_named_with_the_cure_and_where_it_comes_from
         (
             "  code: {configMapRef: {name: c}}\n",
             config_map("c", **{"../up.py": "x"}),
-            "code.configMapRef: ConfigMap 'c': '../up.py' is no file name",
+            "code.configMapRef: ConfigMap 'c': '../up.py' is not a file name",
         ),
         (
             "  coordinator: {http: {apiKeySecretRef: {name: k, key: key}}}\n",

@@ -48,7 +48,7 @@ def test_nothing_follows_the_end_and_every_other_state_may_end() -> None:
         ([7], TokenLimits(max_tokens=2, stop_ids=frozenset({7})), (FinishReason.STOP, 7)),
         ([9], TokenLimits(max_tokens=4, min_tokens=2, end_ids=frozenset({9})), None),
         ([5, 9], TokenLimits(max_tokens=4, min_tokens=2, end_ids=frozenset({9})), (FinishReason.STOP, None)),
-        ([5, 9], TokenLimits(max_tokens=2, end_ids=frozenset({9})), (FinishReason.STOP, None)),  # an end is no cut
+        ([5, 9], TokenLimits(max_tokens=2, end_ids=frozenset({9})), (FinishReason.STOP, None)),  # an end is not a cut
     ],
 )
 def test_the_last_token_ends_a_request(

@@ -1,4 +1,4 @@
-"""Which request is to blame when instances end again and again."""
+"""Which request ends instances again and again."""
 
 from __future__ import annotations
 

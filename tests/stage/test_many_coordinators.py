@@ -48,7 +48,7 @@ async def test_what_a_coordinator_asked_for_is_forgotten_with_it(instance: Light
     instance.lost("old")
     assert instance.beat_s == 2.0
     instance.received("old", Members(beat_s=16.0))
-    assert instance.beat_s == 2.0, "it is no coordinator of this process now"
+    assert instance.beat_s == 2.0, "it is not a coordinator of this process now"
     instance.lost("new")
     assert instance.beat_s == 0.0
 

@@ -72,7 +72,7 @@ def test_what_phones_and_browsers_record_is_understood(container: str, codec: st
     ("data", "problem"),
     [
         (b"", "0 bytes"),
-        (b"This is no sound at all." * 10, "not audio that can be read"),
+        (b"This is not sound at all." * 10, "not audio that can be read"),
         (b"\0\0\0\x18ftypM4A " + bytes(100), "not audio that can be read"),
         (b"\x1a\x45\xdf\xa3" + bytes(100), "not audio that can be read"),
         (b"#EXTM3U\n#EXTINF:1,\nfile:///etc/passwd\n", "not audio that can be read"),

@@ -245,7 +245,7 @@ def test_a_pipeline_request_gets_everything_in_one_object(pipeline: Pipeline, pu
 @pytest.mark.parametrize(
     ("sound", "problem"),
     [
-        (b"This is no sound.", "not audio that can be read"),
+        (b"This is not a sound.", "not audio that can be read"),
         (audio.wav(np.zeros(32_000, np.float32), 16_000), "nobody speaks"),
         (audio.wav(np.zeros(121 * 16_000, np.float32), 16_000), "longer than the 120 s"),
     ],

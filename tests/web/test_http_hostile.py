@@ -281,7 +281,7 @@ def is_whole(answer: bytes, raw: bytes) -> bool:
 
 
 def judge(answer: bytes, raw: bytes) -> int:
-    """The answer's status; 0: there is none, as what was sent is no whole request."""
+    """The answer's status; 0: there is none, as what was sent is not a whole request."""
     while answer.startswith(b"HTTP/1.1 100"):
         answer = answer.partition(b"\r\n\r\n")[2]
     if not answer:

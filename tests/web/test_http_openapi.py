@@ -60,7 +60,7 @@ def fits(value: Any, schema: dict[str, Any], whole: dict[str, Any], where: str =
     named = schema.get("type")
     if named is not None:
         names = named if isinstance(named, list) else [named]
-        assert any(isinstance(value, kinds[name]) for name in names), f"{where}: {value!r} is no {named}"  # type: ignore[arg-type]
+        assert any(isinstance(value, kinds[name]) for name in names), f"{where}: {value!r} is not a {named}"  # type: ignore[arg-type]
     if isinstance(value, dict) and "properties" in schema:
         missing = set(schema.get("required", ())) - set(value)
         assert not missing, f"{where}: lacks {missing}"

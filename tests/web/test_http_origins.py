@@ -1,4 +1,4 @@
-"""Browsers that ask for pages of other sites, and pages that were given our address; and who is no browser."""
+"""Browsers that ask for pages of other sites, and pages that were given our address; and who is not a browser."""
 
 from __future__ import annotations
 

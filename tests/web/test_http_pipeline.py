@@ -160,14 +160,14 @@ async def test_files_of_a_form_are_bytes_in_inputs() -> None:
 @pytest.mark.parametrize(
     ("send", "message"),
     [
-        ({"content": b"{"}, "the body is no JSON: Input data was truncated"),
-        ({"content": b""}, "the body is no JSON: Input data was truncated"),
+        ({"content": b"{"}, "the body is not JSON: Input data was truncated"),
+        ({"content": b""}, "the body is not JSON: Input data was truncated"),
         ({"content": b"[]"}, "body: expected `object`, got `array`"),
-        ({"content": b'{"inputs": "\xff"}'}, "the body is no JSON: "),
+        ({"content": b'{"inputs": "\xff"}'}, "the body is not JSON: "),
         ({"json": {}}, "inputs: required"),
         ({"json": {"inputs": 1, "imputs": 2}}, "imputs: unknown parameter; did you mean 'inputs'?"),
         ({"json": {"inputs": 1, "params": 2}}, "params: expected `object | null`, got `int`"),
-        ({"files": {"a": b"x"}, "data": {"inputs": "hi"}}, "inputs is no JSON: "),
+        ({"files": {"a": b"x"}, "data": {"inputs": "hi"}}, "inputs is not JSON: "),
         ({"files": {"a": b"x"}, "data": {"inputs": "1"}}, "inputs: must be an object where files come with it"),
         ({"files": {"a": b"x"}, "data": {"inputs": '{"a": 1}'}}, "inputs.a: given in inputs and as a file"),
         ({"files": {"a": b"x"}, "data": {"steam": "true"}}, "steam: unknown parameter; did you mean 'stream'?"),
@@ -176,7 +176,7 @@ async def test_files_of_a_form_are_bytes_in_inputs() -> None:
             "question: unknown parameter; a value for the stages goes into the field inputs, a JSON object",
         ),
         ({"content": b"x", "headers": {"content-type": "multipart/form-data"}}, "content-type: "),
-        ({"content": b"x", "headers": {"content-type": "multipart/form-data; boundary=b"}}, "the body is no multipart"),
+        ({"content": b"x", "headers": {"content-type": "multipart/form-data; boundary=b"}}, "the body is not multi"),
     ],
 )
 async def test_a_body_that_is_wrong_is_refused_with_the_place(send: dict[str, Any], message: str) -> None:

@@ -159,7 +159,7 @@ def test_samples_of_any_dtype_are_read_as_floats(value: object, expected: list[f
         (Audio(np.zeros(2, np.float32), None), "sample_rate NoneType"),  # type: ignore[arg-type]
         (Audio(np.zeros((2, 0), np.float32), 16_000), "shape [2, 0]"),
         (Audio(np.zeros((), np.float32), 16_000), "shape []"),
-        (Audio(RawTensor("float32", (3,), b"12345678"), 16_000), "8 bytes are no float32 of shape [3]"),
+        (Audio(RawTensor("float32", (3,), b"12345678"), 16_000), "8 bytes are not float32 of shape [3]"),
         (Audio("hello", 16_000), "dtype str"),
         (Audio(None, 16_000), "dtype object"),
         (Audio({"a": 1}, 16_000), "dtype object"),

@@ -1,4 +1,4 @@
-"""Keys that clients of other servers send: taken where they ask for nothing, else refused by a useful name."""
+"""Keys that clients of other servers send: taken with their default value, else refused by a useful name."""
 
 from __future__ import annotations
 

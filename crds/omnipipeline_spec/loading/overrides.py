@@ -79,7 +79,7 @@ def apply(document: dict[str, Any], given: Sequence[str], sources: layering.Sour
 def select(document: dict[str, Any], path: str, label: str) -> tuple[str, ...]:
     """The places that a path names in a complete document, as ``stages[0].gpu``. label: how a message calls the path.
 
-    Raises: UnreadableSpec: it is no path, or it names nothing.
+    Raises: UnreadableSpec: it is not a path, or it names nothing.
     """
     try:
         return tuple(place.path for place in _places(_steps(path, label), copy.deepcopy(document)))
@@ -148,7 +148,7 @@ def _step(
         if step not in fields:
             near = shapes.nearest(step, [field.encode_name for field in fields_of(plain.cls)])
             raise _NowhereError(
-                f"{step!r} is no key of {path or 'the spec'}" + (f"; did you mean {near}?" if near else "")
+                f"{step!r} is not a key of {path or 'the spec'}" + (f"; did you mean {near}?" if near else "")
             )
         field = fields[step]
         return [(field.encode_name, field.type, join(path, field.encode_name))]
@@ -169,13 +169,13 @@ def _indices(items: list[Any], step: str | int, map_key: str | None, path: str) 
     if path == "stages":
         known = [str(_name(item, map_key)) for item in items]
         near = shapes.nearest(step, known)
-        raise _NowhereError(f"{step!r} is no stage" + (f"; did you mean {near}?" if near else ""))
+        raise _NowhereError(f"{step!r} is not a stage" + (f"; did you mean {near}?" if near else ""))
     items.append({map_key: step})  # settings of a process group that had none
     return [len(items) - 1]
 
 
 def _name(item: Any, map_key: str) -> Any:
-    return item.get(map_key) if isinstance(item, dict) else None  # what is no map is refused by `shapes`
+    return item.get(map_key) if isinstance(item, dict) else None  # what is not a map is refused by `shapes`
 
 
 def _no_name(step: str, path: str) -> list[int]:

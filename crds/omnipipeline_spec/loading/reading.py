@@ -144,7 +144,7 @@ def _only(documents: Sequence[goyaml.Document], source: str) -> goyaml.Document:
 def _document(spec: PipelineConfig, source: str) -> Any:
     """A Python value as a document. A name derived from the model path is left out: it follows an override.
 
-    Raises: InvalidPipeline: it holds what no document can, such as a key that is no string. Merging needs documents.
+    Raises: InvalidPipeline: it holds what no document can, such as a key that is not a string. Merging needs documents.
     """
     try:
         check_bounds(spec)

@@ -186,7 +186,7 @@ def _normaliser(field: inspect.Field) -> Callable[[Any], Any] | None:
 
 
 def _is_empty(given: Any) -> bool:
-    return isinstance(given, str) and not given  # to compare what is no text may raise
+    return isinstance(given, str) and not given  # to compare what is not text may raise
 
 
 def _as_quantity(given: Any) -> Any:

@@ -65,7 +65,7 @@ def _unknown_targets(stage: StageConfig, path: str, names: frozenset[str]) -> It
     for field, targets in (("next", stage.next), ("waitFor", stage.wait_for), ("streamTo", stage.stream_to)):
         unknown = sorted(set(targets) - names)
         if unknown:
-            verb = "is no stage" if len(unknown) == 1 else "are no stages"
+            verb = "is not a stage" if len(unknown) == 1 else "are not stages"
             yield Fault(path=f"{path}.{field}", message=f"{quoted(unknown)} {verb}", names=tuple(unknown))
         if stage.name in targets:
             yield Fault(path=f"{path}.{field}", message=f"{stage.name!r} names itself", names=(stage.name,))
@@ -105,15 +105,15 @@ def _hooks(stage: StageConfig, path: str) -> Iterator[Fault]:
 
 def _pipeline_names(spec: PipelineConfig, names: frozenset[str]) -> Iterator[Fault]:
     if spec.entry_stage and spec.entry_stage not in names:
-        yield Fault(path="entryStage", message=f"{spec.entry_stage!r} is no stage", names=(spec.entry_stage,))
+        yield Fault(path="entryStage", message=f"{spec.entry_stage!r} is not a stage", names=(spec.entry_stage,))
     if not spec.terminal_stages:
         yield Fault(path="stages", message="no stage is terminal, so no request would ever end")
     for name in sorted(set(spec.runtime_overrides) - names):
-        yield Fault(path=f"runtimeOverrides.{name}", message=f"{name!r} is no stage", names=(name,))
+        yield Fault(path=f"runtimeOverrides.{name}", message=f"{name!r} is not a stage", names=(name,))
     for index, fused in enumerate(spec.fused_stages):
         unknown = sorted(set(fused) - names)
         if unknown:
-            verb = "is no stage" if len(unknown) == 1 else "are no stages"
+            verb = "is not a stage" if len(unknown) == 1 else "are not stages"
             yield Fault(path=f"fusedStages[{index}]", message=f"{quoted(unknown)} {verb}", names=tuple(unknown))
 
 

@@ -203,7 +203,7 @@ def _refinements(spec: PipelineConfig, groups: Grouping) -> Iterator[Fault]:
             message = f"{refined.name!r} was fused into process group {into!r}: configure that one"
             yield Fault(path=f"{path}.name", message=message, names=(refined.name, into))
         elif refined.name not in groups.groups:
-            message = f"{refined.name!r} is no process group; there are {quoted(list(groups.groups))}"
+            message = f"{refined.name!r} is not a process group; there are {quoted(list(groups.groups))}"
             yield Fault(path=f"{path}.name", message=message, names=(refined.name,))
         else:
             yield from _devices(refined, groups, path)

@@ -120,7 +120,7 @@ class _ShapeWalk:
             cure = (
                 "in the resource the name is metadata.name" if key == "name" else "only Python and plain files have it"
             )
-            return self.refuse(join(path, key), f"is no field of the resource: {cure}", key)
+            return self.refuse(join(path, key), f"is not a field of the resource: {cure}", key)
         near = nearest(key, [field.encode_name for field in fields])
         meant = f"; did you mean {near}?" if near else f"; known are {', '.join(sorted(f.encode_name for f in fields))}"
         self.refuse(join(path, key), f"unknown key{meant}", key)

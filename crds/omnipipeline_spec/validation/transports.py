@@ -80,7 +80,7 @@ def _ranks(spec: PipelineConfig) -> Iterator[Fault]:
             message = f"is of an NCCL world, and relayBackend is {spec.relay_backend}: remove it, or set nccl"
             yield Fault(path=f"{path}.rank", message=message, names=(stage.name,))
         if rank >= world:
-            message = f"{rank} is no rank of a world of {world}: use 0 to {world - 1}"
+            message = f"{rank} is not a rank of a world of {world}: use 0 to {world - 1}"
             yield Fault(path=f"{path}.rank", message=message, names=(stage.name,))
         other = worlds.setdefault(world, stage.name)
         if len(worlds) > 1:

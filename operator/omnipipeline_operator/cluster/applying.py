@@ -178,7 +178,7 @@ class Applier:
         return True
 
     async def annotate_pod(self, name: str, annotations: Mapping[str, str]) -> None:
-        """Annotate a pod; a pod that no longer exists is no error."""
+        """Annotate a pod; a pod that no longer exists is not an error."""
         await self._annotate(POD, name, annotations)
 
     async def annotate_deployment(self, name: str, annotations: Mapping[str, str]) -> None:

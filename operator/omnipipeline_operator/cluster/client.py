@@ -140,7 +140,7 @@ class Client:
         return await self._ask("PUT", path, body=manifest, timeout_s=timeout_s)
 
     async def delete(self, kind: Kind, namespace: str, name: str, *, uid: str) -> None:
-        """Delete the object with this uid; one that does not exist is no error.
+        """Delete the object with this uid; one that does not exist is not an error.
 
         Raises: Conflict: another object has the name now.
         """

@@ -102,7 +102,7 @@ def _key(manifest: Mapping[str, Any]) -> PipelineKey:
 
 
 def _is_edit(before: Mapping[str, Any] | None, now: Mapping[str, Any]) -> bool:
-    """Whether a pipeline is new or its spec was edited; a write of our own status is no edit."""
+    """Whether a pipeline is new or its spec was edited; a write of our own status is not an edit."""
     return before is None or before["metadata"].get("generation") != now["metadata"].get("generation")
 
 

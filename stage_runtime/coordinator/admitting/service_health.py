@@ -15,7 +15,7 @@ from stage_runtime.rules.absences import Outlook
 
 
 class ServiceHealth:
-    """Looks at the stages that every request needs. One that is expected back is no reason to send clients away."""
+    """Looks at the stages that every request needs. One that is expected back is not a reason to send clients away."""
 
     def __init__(self, membership: Membership, loop: asyncio.AbstractEventLoop, *, chosen: bool) -> None:
         """chosen: a hook chooses the terminals of each request."""

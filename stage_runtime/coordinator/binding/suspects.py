@@ -1,4 +1,4 @@
-"""Requests that were under way at an instance when it ended: which instances they are at now, and who is to blame.
+"""Requests that were under way at an instance when it ended: which instances they are at now, and which ends them.
 
 The rules are `rules.suspicion`'s. Called by `request_manager` and `waiting`.
 """

@@ -41,7 +41,7 @@ class OperationResults(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Target(NamedTuple):
-    """One process, for one of its stages. Rank 0 passes the operation on to ranks 1.., which are no members."""
+    """One process, for one of its stages. Rank 0 passes the operation on to ranks 1.., which are not members."""
 
     instance: str
     stage: str

@@ -48,7 +48,7 @@ class StageState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AskedProcess(NamedTuple):
-    """Which one is asked. Ranks 1.. of a TP stage are no members: rank 0 passes on what they are asked and answer."""
+    """Which one is asked. Ranks 1.. of a TP stage are not members: rank 0 passes on what they are asked and answer."""
 
     instance: str
     rank: int = 0

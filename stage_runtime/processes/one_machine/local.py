@@ -319,7 +319,7 @@ class LocalPipeline:
     def _find(self, group: str) -> tuple[UnitPlan, GroupPlan]:
         groups = {plan.name: (unit, plan) for unit in self.plan.units for plan in unit.groups}
         if group not in groups:
-            raise ConfigurationError(f"{group!r} is no process group of {self.plan.pipeline}: {', '.join(groups)}")
+            raise ConfigurationError(f"{group!r} is not a process group of {self.plan.pipeline}: {', '.join(groups)}")
         return groups[group]
 
     def _port(self) -> int:

@@ -94,7 +94,7 @@ def _secret(name: str, document: Mapping[str, Any]) -> dict[str, str]:
             # In lines, too, as the API server takes it.
             held[key] = base64.b64decode(value.translate(_LINE_BREAKS), validate=True).decode()
         except (binascii.Error, ValueError) as error:
-            problem = "is no UTF-8 text" if isinstance(error, UnicodeDecodeError) else "is no base64; see stringData"
+            problem = "is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else "is not base64; see stringData"
             raise ConfigurationError(f"Secret {name!r}: data.{key} {problem}") from error
     return held | _strings("Secret", name, document, "stringData")
 
@@ -106,7 +106,9 @@ def _config_map(name: str, document: Mapping[str, Any]) -> dict[str, str]:
 def _strings(kind: ReferencedKind, name: str, document: Mapping[str, Any], field: str) -> dict[str, str]:
     given = document.get(field) or {}
     if not isinstance(given, Mapping) or any(type(value) is not str for value in given.values()):
-        raise ConfigurationError(f"{kind} {name!r}: {field} is no map of strings; put numbers and booleans in quotes")
+        raise ConfigurationError(
+            f"{kind} {name!r}: {field} is not a map of strings; put numbers and booleans in quotes"
+        )
     return dict(given)
 
 
@@ -183,7 +185,7 @@ def _code(spec: PipelineConfig, objects: _Objects, notices: list[str]) -> dict[s
         return {}
     wrong = [name for name in held if not _FILE_NAME.fullmatch(name)]
     if wrong:
-        raise ConfigurationError(f"code.configMapRef: ConfigMap {reference.name!r}: {wrong[0]!r} is no file name")
+        raise ConfigurationError(f"code.configMapRef: ConfigMap {reference.name!r}: {wrong[0]!r} is not a file name")
     return dict(held)
 
 

@@ -52,7 +52,7 @@ class Serving(StatusEvent, frozen=True, kw_only=True):
 class StartFailed(StatusEvent, frozen=True, kw_only=True):
     """A factory or the configuration raised; the process ends with exit code 1 after this."""
 
-    stage: str = ""  #: Empty when no stage is to blame.
+    stage: str = ""  #: Empty when no stage has caused it.
     error: str  #: One line.
     traceback: str = ""
 

@@ -90,7 +90,7 @@ def send(connection: socket.socket, message: Any) -> None:
 def receive(connection: socket.socket) -> bytes:
     """Wait for a message.
 
-    Raises: OSError: the other end is gone, nothing came in time, or what came is no message.
+    Raises: OSError: the other end is gone, nothing came in time, or what came is not a message.
     """
     nbytes = int.from_bytes(_exactly(connection, 4), "big")
     if nbytes > MOST_MESSAGE_NBYTES:

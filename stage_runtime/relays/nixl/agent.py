@@ -83,7 +83,7 @@ class Agent:
     def load(self, name: str, metadata: bytes) -> None:
         """Learn of a peer.
 
-        Raises: Unreachable: it is no metadata of that peer's.
+        Raises: Unreachable: it is not metadata of that peer's.
         """
         try:
             found = bytes(self._agent.loadRemoteMD(metadata)).decode("utf-8", "replace")

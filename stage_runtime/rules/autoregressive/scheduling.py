@@ -122,7 +122,7 @@ class Scheduler:
     def release(self, request_id: str) -> None:
         """What a held request waited for is there.
 
-        Raises: IllegalEvent: it is not held. A request that has finished meanwhile is no fault.
+        Raises: IllegalEvent: it is not held. A request that has finished meanwhile is not a fault.
         """
         request = self._requests.get(request_id)
         if request is None:
@@ -138,7 +138,7 @@ class Scheduler:
         """More of an open request's prompt has come. last: it is whole.
 
         Raises: IllegalEvent: it is whole already. ValueError: it becomes too long, or is whole and empty. Nothing is
-        changed then. A request that has finished meanwhile is no fault.
+        changed then. A request that has finished meanwhile is not a fault.
         """
         request = self._requests.get(request_id)
         if request is None:
@@ -154,7 +154,7 @@ class Scheduler:
     def feed(self, request_id: str, rows: int, *, last: bool) -> None:
         """More rows of a request's stream have come, one for each token that it generates. last: it waits for none.
 
-        Raises: IllegalEvent: it waits for none. A request that has finished meanwhile is no fault.
+        Raises: IllegalEvent: it waits for none. A request that has finished meanwhile is not a fault.
         """
         request = self._requests.get(request_id)
         if request is None:

@@ -104,7 +104,7 @@ class Dialers:
         """The connection to ``endpoint``, made if need be. watcher: called when it is connected or broken.
 
         factor: how many times as long as usual a new one waits between heartbeats, at least.
-        Raises: ZMQError: no socket can be opened. ConfigurationError: that is no endpoint.
+        Raises: ZMQError: no socket can be opened. ConfigurationError: that is not an endpoint.
         """
         identifier = canonical(endpoint)
         if identifier is None:

@@ -25,7 +25,7 @@ ACK_SOON_S: Final = 0.02
 ACK_LATE_S: Final = 1.0
 ACK_TICK_S: Final = 0.04
 STALL_RETRY_S: Final = 0.002
-#: Without an acknowledgement; doubles up to RESEND_MOST_S, a busy receiver is no loss.
+#: Without an acknowledgement; doubles up to RESEND_MOST_S, a busy receiver is not a loss.
 RESEND_FIRST_S: Final = 0.25  # while the peer has acknowledged nothing
 RESEND_LATER_S: Final = 3.0
 RESEND_MOST_S: Final = 6.0

@@ -82,7 +82,7 @@ class ProcessProfiling:
 
     def _stop(self, message: ProfilerStop) -> dict[str, Any]:
         stages = self._session.stop(message.run_id)
-        if NOT_RECORDING not in stages.values():  # a trace that cannot be written is no run that goes on
+        if NOT_RECORDING not in stages.values():  # a trace that cannot be written is not a run that goes on
             self._loop.call_soon_threadsafe(self._notify, message)
         return {"stages": stages}
 

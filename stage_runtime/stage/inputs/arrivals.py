@@ -48,7 +48,7 @@ class Passed:
 
 
 def open_payload(work: RequestWork, sealed: Sealed) -> StagePayload:
-    """Raises: ProtocolError: it is no payload."""
+    """Raises: ProtocolError: it is not a payload."""
     fields = sealed.open()
     request = fields.get("request") if type(fields) is dict else None
     if type(request) is not OmniRequest:
@@ -136,7 +136,7 @@ class ChunkArrival:
     def open(self) -> events.ChunkIn:
         fields = self.sealed.open()
         if not isinstance(fields, dict):
-            raise ProtocolError("a chunk that is no chunk")
+            raise ProtocolError(f"expected the fields of a chunk, got {type(fields).__name__}")
         request = fields.get("request")
         if isinstance(request, OmniRequest):
             self.work.know(request)

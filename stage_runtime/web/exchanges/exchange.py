@@ -148,14 +148,14 @@ class Exchange:
     def timeout_s(self, in_body: float | None) -> float | None:
         """The deadline that the client sets: the shorter of header and body field.
 
-        Raises: InvalidRequest: the header is no number of seconds, or is there twice.
+        Raises: InvalidRequest: the header is not a number of seconds, or is there twice.
         """
         given = self.only_header(b"x-request-timeout")
         if given is None:
             return in_body
         seconds = float(given) if _SECONDS.fullmatch(given) else -1.0
         if not 0 < seconds < float("inf"):
-            raise InvalidRequest(f"x-request-timeout: {given!r} is no number of seconds", param="x-request-timeout")
+            raise InvalidRequest(f"x-request-timeout: {given!r} is not a number of seconds", param="x-request-timeout")
         return seconds if in_body is None else min(seconds, in_body)
 
     async def body(self, limit: int) -> bytes:

@@ -57,7 +57,7 @@ class Origins:
             self._check_origin(exchange, host)
 
     def cors(self, exchange: Exchange) -> Headers:
-        """Headers of every answer to a page of a named host; none: it is no such page."""
+        """Headers of every answer to a page of a named host; none: it is not such a page."""
         origin = exchange.header(b"origin")
         if origin is None or _origin(origin)[0] not in self._hosts:
             return []

@@ -50,4 +50,4 @@ def _in_json(result: OperationResult) -> OperationResult:
     try:
         return msgspec.structs.replace(result, value=msgspec.Raw(msgspec.json.encode(result.value)))
     except (TypeError, ValueError, RecursionError) as error:
-        return msgspec.structs.replace(result, value=None, error=f"its value is no JSON: {describe(error)}")
+        return msgspec.structs.replace(result, value=None, error=f"its value is not JSON: {describe(error)}")

@@ -244,7 +244,7 @@ class HttpConnection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         if self.parser.should_upgrade():
             if self.parser.get_method() == b"CONNECT":
-                self._end_parser(RequestError("invalid_request", "this is no proxy"), 400)
+                self._end_parser(RequestError("invalid_request", "this is not a proxy"), 400)
             return  # it is read again: see `_feed`
         if len(self.pipeline) >= self.limits.pipelined:
             problem = f"{self.limits.pipelined} requests of this connection wait for the answer to another one"

@@ -1,4 +1,4 @@
-"""Keys that other servers of this API know: those that ask for nothing are dropped, others name a counterpart.
+"""Keys that other servers of this API know: those with their default value are dropped, others name a counterpart.
 
 Clients of vLLM send its extra keys with their defaults. Pure; called by `schemas`.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-#: vLLM's extra keys of a chat, with their defaults there. Any unknown key that is null asks for nothing, too.
+#: vLLM's extra keys of a chat, with their defaults there. Any unknown key that is null counts as a default, too.
 DEFAULTS: Final[dict[str, tuple[Any, ...]]] = {
     "add_generation_prompt": (True,),
     "add_special_tokens": (False,),

@@ -52,9 +52,9 @@ def parse(body: bytes, content_type: str) -> list[FormPart]:
         parser.write(body)
         parser.finalize()
     except FormParserError as error:
-        raise InvalidRequest(f"the body is no multipart/form-data: {error}") from None
+        raise InvalidRequest(f"the body is not multipart/form-data: {error}") from None
     if not collector.ended:
-        raise InvalidRequest("the body is no multipart/form-data: its last boundary is missing")
+        raise InvalidRequest("the body is not multipart/form-data: its last boundary is missing")
     return collector.parts
 
 
@@ -121,7 +121,7 @@ class _Collector:
         try:
             text = raw.decode()
         except UnicodeDecodeError:
-            raise InvalidRequest(f"{place}: a {what} that is no UTF-8") from None
+            raise InvalidRequest(f"{place}: a {what} that is not UTF-8") from None
         if len(raw) > most or _CONTROL.search(text):
             raise InvalidRequest(f"{place}: a {what} has at most {most} bytes, no control characters")
         return text

@@ -293,7 +293,7 @@ class PipelineBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 def decode(raw: bytes, body: type[Body], decoder: msgspec.json.Decoder[Body]) -> Body:
-    """A JSON body as its type. Unknown keys that ask for nothing are dropped, see `leniency`.
+    """A JSON body as its type. Unknown keys with default values are dropped, see `leniency`.
 
     Raises: InvalidRequest: what is wrong and where: ``messages[1].content[0].type: …``.
     """

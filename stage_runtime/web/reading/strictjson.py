@@ -69,13 +69,13 @@ def _decoded(
         raise
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         hint = "; \\u escapes of surrogates come in pairs" if _SURROGATE.search(raw) else ""
-        raise InvalidRequest(f"{where} is no JSON: {error}{hint}", param=param) from None
+        raise InvalidRequest(f"{where} is not JSON: {error}{hint}", param=param) from None
     except RecursionError:
         raise InvalidRequest(f"{where} is nested too deeply", param=param) from None
     except _KeyTwice:
         _refuse_key(skeleton, where, param)
     except json.JSONDecodeError as error:
-        raise InvalidRequest(f"{where} is no JSON: {error.msg}", param=param) from None
+        raise InvalidRequest(f"{where} is not JSON: {error.msg}", param=param) from None
     return decoded
 
 

@@ -252,7 +252,7 @@ class Session:
         yield from self._committed(item_id, self._buffer.take(at_ms), respond=detection.create_response)
 
     def _listen_anew(self) -> Iterator[Effect]:
-        """What was heard so far is no part of a turn that follows."""
+        """What was heard so far is not part of a turn that follows."""
         self._turn_item = None
         self._turn.restart(round(self._buffer.end_ms))
         yield StopListening()

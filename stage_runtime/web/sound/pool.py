@@ -215,7 +215,7 @@ class EncodingSession:
         except OSError:
             raise self._died("died") from None
         except msgspec.MsgspecError:
-            raise self._died("answers what is no reply") from None
+            raise self._died("answers what is not a reply") from None
         if isinstance(reply, Unencodable):
             raise RequestError("stage_failed", f"omni.Audio: {reply.problem}", stage=self._stage)
         if not isinstance(reply, expected):

@@ -51,7 +51,7 @@ def flat(audio: Audio, *, stage: str | None = None) -> Flat:
     """
     rate = audio.sample_rate
     if type(rate) not in (int, float) or not MIN_RATE <= rate <= MAX_RATE or rate != int(rate):
-        raise _refused(stage, f"sample_rate {_shown(rate)} is no whole number of {MIN_RATE}..{MAX_RATE}")
+        raise _refused(stage, f"sample_rate {_shown(rate)} is not a whole number of {MIN_RATE}..{MAX_RATE}")
     raw = _raw(audio.samples, stage)
     if raw.dtype not in _WIDTHS:
         raise _refused(stage, f"dtype {raw.dtype[:80]}")
@@ -60,7 +60,7 @@ def flat(audio: Audio, *, stage: str | None = None) -> Flat:
         raise _refused(stage, f"shape {_shown(list(raw.shape))} is neither [n] nor [n, channels]")
     data = memoryview(raw.data).cast("B") if len(raw.data) else memoryview(b"")
     if len(data) != shape[0] * shape[1] * _WIDTHS[raw.dtype]:
-        raise _refused(stage, f"{len(data)} bytes are no {raw.dtype} of shape {_shown(list(raw.shape))}")
+        raise _refused(stage, f"{len(data)} bytes are not {raw.dtype} of shape {_shown(list(raw.shape))}")
     return Flat(raw.dtype, shape[0], shape[1], int(rate), data)
 
 

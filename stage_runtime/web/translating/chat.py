@@ -15,7 +15,7 @@ from stage_runtime.wire.values import Media, OmniRequest
 
 DECODER: Final = msgspec.json.Decoder(schemas.ChatBody)
 
-#: name -> (values that ask for nothing, why anything else is refused)
+#: name -> (default values, why anything else is refused)
 REFUSED: Final[dict[str, tuple[tuple[Any, ...], str]]] = {
     "store": ((False,), "nothing is stored"),
     "functions": (([],), "functions cannot be called"),
@@ -61,7 +61,7 @@ def call(body: schemas.ChatBody, accepts: Set[str] = frozenset()) -> ChatCall:
     parameters.refuse(body, REFUSED)
     for index, message in enumerate(body.messages):
         _check_message(message, f"messages[{index}]", tools="tools" in accepts)
-    options = body.stream_options or schemas.StreamOptions()  # without a stream they ask for nothing
+    options = body.stream_options or schemas.StreamOptions()  # without a stream they are ignored
     modalities = body.modalities or ["text"]
     return ChatCall(
         stream=bool(body.stream),

@@ -45,7 +45,7 @@ def to_fetch(messages: list[schemas.Message]) -> Iterator[MediaUrl]:
 def content(message: schemas.Message, index: int, fetched: Mapping[str, Media]) -> list[dict[str, Any]]:
     """One message's content as a list of parts, as stages get them. Of an answer that was spoken or refused, its words.
 
-    Raises: InvalidRequest: a part's data is no base64, or its URL no data URL.
+    Raises: InvalidRequest: a part's data is not base64, or its URL is not a data URL.
     """
     if not message.content and (words := spoken_or_refused(message)) is not None:
         return [{"type": "text", "text": words}]
@@ -90,7 +90,7 @@ def data_url(url: str, type: str, param: str) -> Media:
     if not mime.startswith(f"{type}/"):
         raise _wrong_type(mime, type, param)
     if not _MIME.fullmatch(mime):
-        raise InvalidRequest(f"{param}: {mime!r} is no media type", param=param)
+        raise InvalidRequest(f"{param}: {mime!r} is not a media type", param=param)
     if in_base64:
         return Media(type, mime, from_base64(data, param))
     if len(data) > _PERCENT:

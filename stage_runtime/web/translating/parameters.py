@@ -20,7 +20,7 @@ class Accepted(msgspec.Struct, frozen=True):
     """A parameter that the stages of a pipeline honour, or do not."""
 
     needs: str  #: What the pipeline's ``accepts`` must name.
-    idle: tuple[Any, ...]  #: Values that ask for nothing.
+    idle: tuple[Any, ...]  #: Default values, which are dropped.
     problem: str  #: Why any other value is refused where the pipeline does not accept it.
 
 
@@ -86,7 +86,7 @@ def check(body: msgspec.Struct, accepts: Set[str]) -> None:
 
 
 def refuse(body: msgspec.Struct, refused: Mapping[str, tuple[tuple[Any, ...], str]]) -> None:
-    """refused: name -> (values that ask for nothing, why any other is refused). Raises: InvalidRequest."""
+    """refused: name -> (default values, why any other is refused). Raises: InvalidRequest."""
     for name, (idle, reason) in refused.items():
         value = getattr(body, name)
         if value is not None and value not in idle:

@@ -30,7 +30,7 @@ def from_form(parts: Iterable[FormPart]) -> schemas.PipelineBody:
     """Fields are the JSON body's, each as JSON; files go into ``inputs`` by their name, as bytes.
 
     Several files of one name become a list. What is known of a file (name, media type) is ``metadata["files"]``.
-    Raises: InvalidRequest: a field is no JSON or unknown, or ``inputs`` is no object beside files.
+    Raises: InvalidRequest: a field is not JSON or unknown, or ``inputs`` is not an object beside files.
     """
     given: dict[str, bytes] = {}
     files: dict[str, list[FormPart]] = {}

@@ -30,7 +30,7 @@ def format_name(body: schemas.SpeechBody) -> str:
 
 
 def without_sound(body: schemas.SpeechBody) -> RequestError:
-    """Why no stage gave any sound: of a text without a word or a number the text is to blame."""
+    """Why no stage gave any sound: a text without a word or a number has none."""
     if any(character.isalnum() for character in body.input):
         return no_sound()
     return InvalidRequest(

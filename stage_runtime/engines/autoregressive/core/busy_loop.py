@@ -72,7 +72,7 @@ class BusyLoop:
         self.shutdown_state = ShutdownState.RUNNING
 
     def run_busy_loop(self) -> None:
-        """Until shutdown is completed. Raises: what no single request is to blame for."""
+        """Until shutdown is completed. Raises: an error that no single request has caused."""
         try:
             while self._handle_shutdown():
                 self._process_input_queue()
@@ -159,7 +159,7 @@ class BusyLoop:
             self._core.abort_requests(self._deliver(outputs))
         self.post_step(executed)
         if not executed and self._core.has_work():
-            # Others hold what this step waits for: let them run. Held requests are no work, so this is rare.
+            # Others hold what this step waits for: let them run. Held requests are not work, so this is rare.
             threading.Event().wait(0.001)
 
     def post_step(self, executed: bool) -> None:

@@ -68,7 +68,7 @@ class EngineCoreRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineCoreOutput(msgspec.Struct, frozen=True, kw_only=True):
-    """What one step gave one request. reason: the stop token, or what failed. refused: the client's field to blame."""
+    """What one step gave one request. reason: the stop token, or what failed. refused: the wrong field."""
 
     request_id: str
     new_token_ids: tuple[int, ...] = ()
@@ -131,7 +131,7 @@ class EngineCore:
         self.steps = 0
         self.on_scheduled: Callable[[SchedulerOutput], None] = lambda step: None  #: Called before a step is executed.
         self._end_ids = end_ids
-        self._ends = end_ids | ends  #: Tokens that are no text.
+        self._ends = end_ids | ends  #: Tokens that are not text.
         self._vocab_size = vocab_size
         self._unmasked: dict[str, Exception] = {}  #: Requests of steps under way whose grammars have failed, and why.
         self._masks: ThreadPoolExecutor | None = None  #: Makes masks while this thread executes the model.

@@ -27,7 +27,7 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True):
     """A part of an answer, or all of it. ``generated``: tokens so far. text: without ``calls`` and ``reasoning``.
 
     reasoning_tokens: so far, of those that were generated.
-    refused: the field of the client that is to blame for an error.
+    refused: the field of the client that has caused an error.
     """
 
     request_id: str

@@ -271,7 +271,7 @@ class _Code:
         return self.builder.call(self._added, [ir.Constant(_F32, 0.0), vector], fastmath=("reassoc",))
 
     def top(self, vector: Any) -> Any:
-        """Of lanes that are no NaN."""
+        """Of lanes that are not NaN."""
         return self.builder.call(self._top, [vector], fastmath=("nnan",))
 
     def store(self, value: Any, address: Any, align: int = 4) -> None:

@@ -45,7 +45,7 @@ def prepare(spec: Autoregressive, paged: PagedModel, *, loops: bool) -> dict[lin
 
 
 def _why_apart(spec: Autoregressive, paged: PagedModel, could: bool) -> str:
-    """Why layers that compiled loops compute are no program. could: their sizes and classes fit."""
+    """Why layers that compiled loops compute are not one program. could: their sizes and classes fit."""
     if could:
         return "products of other forms are faster" if spec.linears == "auto" else f"linears={spec.linears!r}"
     if paged.dtype is not torch.float32:

@@ -210,7 +210,7 @@ class PagedModel:
         """
         self.after_step = after_step
         if not hasattr(model.config, "_attn_implementation"):
-            raise UnsupportedModel(f"{type(model).__name__} is no model of transformers")
+            raise UnsupportedModel(f"{type(model).__name__} is not a model of transformers")
         transformers()
         refusals.check_config(type(model).__name__, model.config)
         model.set_attn_implementation(ATTENTION)

@@ -84,7 +84,7 @@ class SchedulerStats(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Refused(msgspec.Struct, frozen=True, array_like=True):
-    """A request that the engine does not compute, with a code of `errors.CODES`. param: the field to blame."""
+    """A request that the engine does not compute, with a code of `errors.CODES`. param: the field that is wrong."""
 
     request_id: str
     code: str

@@ -29,7 +29,7 @@ class OutputKind(Enum):
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """temperature: 0 is greedy, as is anything below 1e-5. top_k: 0 is no bound. seed: None draws one. stop: strings,
+    """temperature: 0 is greedy, as is anything below 1e-5. top_k: 0 sets no bound. seed: None draws one. stop: strings,
     cut off the text.
 
     include_stop_str_in_output: what ends the answer, a stop string or token, is a part of its text.

@@ -81,7 +81,7 @@ class Arguments(dict[str, Any]):
 def arguments_of(given: Any, place: str) -> Arguments:
     """The arguments of an earlier call, as a client sends them.
 
-    Raises: InvalidRequest: they are not a JSON object; it names ``place``.
+    Raises: InvalidRequest: they are not JSON object; it names ``place``.
     """
     if given is None or (isinstance(given, str) and not given.strip()):
         return Arguments({}, "{}")
@@ -101,7 +101,7 @@ def arguments_of(given: Any, place: str) -> Arguments:
 
 
 def _not_json(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a JSON value")
+    raise ValueError(f"{name} is not JSON value")
 
 
 def _broken(place: str, got: str) -> InvalidRequest:

@@ -1,0 +1,48 @@
+"""Phrases that code, pages and errors do not use, because a reader who does not know the house stumbles over them."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+#: What is not used, and what is written instead. Messages to clients and bytes of tests count, too.
+AVOIDED = {
+    r"(?<![Tt]here )\b(is|are|was|were) no (?!longer|(more|less|later) than|newer|older|(one|way|use)\b)": "is not a",
+    r"\bto blame\b": "caused by",
+    r"\bhas no ear\b": "does not receive",
+    r"\basks? for nothing\b": "has its default",
+    r"\bWhat it holds to\b": "Guarantees",
+}
+#: Made by a program, or of words that somebody else wrote.
+OTHERS = ("CHANGELOG.md", "tests/docs/test_words.py", "benchmarks/RESULTS.md")
+
+
+def found(text: str) -> list[tuple[int, str]]:
+    return [
+        (number, f"{line.strip()[:100]!r}: write {better!r}")
+        for number, line in enumerate(text.split("\n"), 1)
+        for phrase, better in AVOIDED.items()
+        if re.search(phrase, line)
+    ]
+
+
+def test_no_file_has_a_phrase_that_is_avoided() -> None:
+    listed = subprocess.run(["git", "ls-files", "*.py", "*.md", "*.yaml"], cwd=ROOT, capture_output=True, text=True)
+    names = [name for name in listed.stdout.split() if name not in OTHERS and (ROOT / name).exists()]
+    assert len(names) > 500
+    texts = ((name, (ROOT / name).read_text()) for name in names)
+    assert [f"{name}:{number}: {what}" for name, text in texts for number, what in found(text)] == []
+
+
+@pytest.mark.parametrize("text", ["5 is no number", "they are no members", "that is to blame"])
+def test_an_avoided_phrase_is_found(text: str) -> None:
+    assert len(found(text)) == 1
+
+
+@pytest.mark.parametrize("text", ["there is no room", "it is no longer here", "5 is not a number"])
+def test_other_words_are_not(text: str) -> None:
+    assert found(text) == []
