@@ -62,7 +62,7 @@ BODY: Final = json.dumps({"inputs": "hello"}).encode()
 
 
 class Cost(NamedTuple):
-    """Of one side in one block. Microseconds of processor time per request."""
+    """What one side costs in one block, in microseconds of processor time per request."""
 
     pipeline_us: float
     client_us: float
@@ -121,7 +121,7 @@ class Connection(asyncio.Protocol):
             self._end(None)
 
     def _end(self, error: BaseException | None) -> None:
-        """Of the block. Between two blocks the server may close a connection: it is made anew."""
+        """End the block. Between two blocks the server may close a connection: it is made anew."""
         ended, self._ended = self._ended, None
         if ended is None:
             return

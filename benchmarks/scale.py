@@ -47,7 +47,7 @@ class Simulated(msgspec.Struct, frozen=True):
 
 
 class Figures(msgspec.Struct):
-    """Of one run."""
+    """The figures of one run."""
 
     machine: str
     joined: list[Joined] = []

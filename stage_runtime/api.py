@@ -390,7 +390,7 @@ class StageContext(Protocol):
 
     @property
     def kv_role(self) -> str:
-        """Of a stage with ``disaggregation``: ``prefill`` or ``decode``; else empty."""
+        """``prefill`` or ``decode`` in a stage with ``disaggregation``; else empty."""
 
     @property
     def kv(self) -> Any:

@@ -41,7 +41,7 @@ def enable() -> None:
 
 
 def print_stacks() -> None:
-    """Of all threads, now."""
+    """Print the stacks of all threads now."""
     faulthandler.dump_traceback(file=descriptor())
 
 

@@ -117,7 +117,7 @@ def vllm(settings: dict[str, Any]) -> tuple[str, Steps]:
 
 
 def processor_s() -> float:
-    """Of this process, and of those that it has started: vLLM's core and worker."""
+    """Processor time of this process and of those that it has started, such as vLLM's core and worker."""
     used = time.process_time()
     if "psutil" in sys.modules:  # vLLM needs it; openvino-genai has no other process
         for child in sys.modules["psutil"].Process().children(recursive=True):

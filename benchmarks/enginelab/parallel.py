@@ -69,7 +69,7 @@ class Engines:
 
 
 def processor_s() -> float:
-    """Of this process, and of those that it has started."""
+    """Processor time of this process and of those that it has started."""
     used = time.process_time()
     for child in psutil.Process().children(recursive=True):
         times = child.cpu_times()

@@ -264,7 +264,7 @@ async def _observe(
 
 
 def _pid(pipeline: Hurtable, member: str) -> int:
-    """Of one of its processes: the first, whatever its number."""
+    """The pid of one of its processes: the first, whatever its number."""
     return next(pid for name, pid in pipeline.pids().items() if _group(name) == member)
 
 
@@ -284,7 +284,7 @@ async def _rest(http: httpx.AsyncClient, within_s: float = 15.0) -> dict[str, fl
 
 
 def _held(pipeline: Hurtable) -> Counter[tuple[str, looking.Held]]:
-    """Of every process, by its group: another life may bear another number."""
+    """What every process holds, by its group, because a restarted process may have another number."""
     return Counter((_group(name), held) for name, held in looking.held(pipeline.pids()).items())
 
 

@@ -65,7 +65,7 @@ async def under_way(http: httpx.AsyncClient) -> dict[str, float]:
 
 
 def held(pids: Mapping[str, int]) -> dict[str, Held]:
-    """Of each process, by its name."""
+    """What each process holds, by its name."""
     return {name: Held(len(_descriptors(pid)[0]), len(os.listdir(f"/proc/{pid}/task"))) for name, pid in pids.items()}
 
 

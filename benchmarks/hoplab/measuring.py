@@ -24,7 +24,7 @@ class Used(msgspec.Struct, frozen=True):
 
 
 def used(pids: Sequence[int]) -> Used:
-    """Of all these processes and their threads, since they began."""
+    """What all these processes and their threads have used since they began."""
     return Used(sum(map(_cpu_s, pids)), sum(map(_waits, pids)))
 
 

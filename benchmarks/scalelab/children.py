@@ -86,7 +86,7 @@ def raise_limits() -> None:
 
 
 def own_usage() -> dict[str, float]:
-    """Of this process: resident memory without garbage, descriptors, processor time before and after looking."""
+    """This process's resident memory without garbage, descriptors, processor time before and after looking."""
     spent_s = time.process_time()
     gc.collect()
     pages = int(Path("/proc/self/statm").read_text().split()[1])

@@ -205,7 +205,7 @@ async def _balance(fleet: Fleet, coordinators: list[Child], seconds: float) -> f
 
 
 async def restart_coordinator(fleet: Fleet) -> Restarted:
-    """Of a fleet with one."""
+    """Restart the coordinator of a fleet that has one."""
     (old,) = fleet.coordinators
     await old.kill()
     begun = time.perf_counter()

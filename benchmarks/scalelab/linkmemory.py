@@ -29,7 +29,7 @@ MESSAGE: Final = Deregister("x" * 64)
 
 
 class LinkMemory(msgspec.Struct, frozen=True):
-    """Of one link at an end that sends, receives or does both; on average."""
+    """What one link takes at an end that sends, receives or does both; on average."""
 
     sends: bool
     receives: bool

@@ -53,7 +53,7 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """Of the measured part. A load is the number of requests at one instance, waiting or running."""
+    """The result of the measured part. A load is the number of requests at one instance, waiting or running."""
 
     mean: float
     worst_average: float  #: The load of the worst instance, averaged over time, divided by the mean.

@@ -36,7 +36,7 @@ def arguments(text: str) -> dict[str, Any]:
 
 
 def body(stage: str, operation: str, given: Mapping[str, Any], *, timeout_s: float) -> dict[str, Any]:
-    """Of the request. given: its arguments."""
+    """The body of the request. given: its arguments."""
     return {"operation": operation, "stages": [stage], "arguments": given, "timeout_seconds": timeout_s}
 
 

@@ -151,7 +151,7 @@ def _late(limits: Limits, load: Load) -> float:
 
 
 def _growth(loads: Mapping[str, Load], edges: Sequence[tuple[str, str]]) -> dict[str, float]:
-    """By how much each group's arrivals grow once its sources keep up with theirs; 1: not at all."""
+    """The factor by which each group's arrivals grow once its sources keep up with theirs; 1: not at all."""
     growth = dict.fromkeys(loads, 1.0)
     for _ in loads:  # along the longest path
         for source, target in edges:

@@ -38,7 +38,7 @@ def accept_any_text() -> None:
     """Let the standard streams take any text: what their encoding lacks is written in ASCII."""
     codecs.register_error("omni-plain", _plainly)
     for stream in (sys.stdout, sys.stderr):
-        # Of the C locale Python makes streams that take halves of surrogate pairs, and refuse all other letters.
+        # Python's streams of the C locale take halves of surrogate pairs and refuse all other letters.
         if isinstance(stream, io.TextIOWrapper) and stream.errors in ("strict", "surrogateescape"):
             stream.reconfigure(errors="omni-plain")
 

@@ -48,7 +48,7 @@ class Batches:
                     own.set_result(samples)
 
     def _decoded(self, pieces: Sequence[tuple[State, Tensor]]) -> list[Tensor | Exception]:
-        """Of each piece its samples, or what went wrong. Only pieces that are computed as one fail together."""
+        """Each piece's samples, or its error. Only pieces that are computed as one fail together."""
         found: list[Tensor | Exception] = []
         for some in [list(pieces)] if self._vocoder.batched else [[one] for one in pieces]:
             try:

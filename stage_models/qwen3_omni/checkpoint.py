@@ -151,7 +151,7 @@ def rows(model: str, name: str, wanted: list[int], *, dtype: str = "float32", re
 
 
 def _names(model: str, revision: str | None) -> list[str]:
-    """Of all weights of a checkpoint in several files."""
+    """The names of all weights of a checkpoint in several files."""
     index = _file(model, "model.safetensors.index.json", revision)
     return [] if index is None else list(json.loads(index.read_text())["weight_map"])
 

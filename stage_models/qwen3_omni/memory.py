@@ -17,7 +17,7 @@ BYTES = 2  # bfloat16
 
 
 def table(model: str) -> list[tuple[str, int, int]]:
-    """Of each part: its name, its parameters, and the bytes of keys and values of one token in bfloat16."""
+    """Each part's name, its parameters, and the bytes of keys and values of one token in bfloat16."""
     from transformers.models.qwen3_omni_moe import modeling_qwen3_omni_moe as modeling
 
     whole = checkpoint.config_of(model)

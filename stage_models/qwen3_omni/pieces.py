@@ -23,7 +23,7 @@ def opening(speaking: int) -> int:
 
 
 class Pieces:
-    """Of one request."""
+    """The pieces of one request."""
 
     def __init__(self, initial: int, steady: int, merged: int = 1) -> None:
         """merged: pieces that are given out as one, first of all."""

@@ -13,7 +13,7 @@ Positions = npt.NDArray[np.int64]
 def positions(
     tokens: Sequence[int], image_token: int, grids: Sequence[Sequence[int]], merge: int
 ) -> tuple[Positions, int]:
-    """Of each token ``[3, tokens]``; and what is added to the index of a generated token.
+    """Each token's positions ``[3, tokens]``, and what is added to the index of a generated token.
 
     Text and sound go on by one in all three. An image begins after what is before it and spans its height and width;
     what follows begins after the larger side. grids: of each image ``[t, h, w]`` in patches, ``merge`` a row and side.

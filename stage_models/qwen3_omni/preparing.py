@@ -186,7 +186,7 @@ def _messages(request: omni.OmniRequest) -> list[dict[str, Any]]:
 
 
 def _check_messages(messages: Any) -> None:
-    """Of a pipeline request they may be anything. Raises: InvalidRequest: they are not messages; says where."""
+    """A pipeline request may have anything here. Raises: InvalidRequest: they are not messages; says where."""
     if not isinstance(messages, list) or not messages:
         raise omni.InvalidRequest("messages: expected a list of messages", param="messages")
     for index, item in enumerate(messages):

@@ -23,7 +23,7 @@ PADS: Final = 4  #: Text rows of the tokens that choose language and voice.
 
 
 class Speaking:
-    """Of one checkpoint."""
+    """What speaking needs of one checkpoint."""
 
     def __init__(self, model: str, *, dtype: str = "float32", revision: str | None = None) -> None:
         config = checkpoint.config_of(model, revision)
@@ -90,7 +90,7 @@ class Speaking:
         return found
 
     def _grids(self, opening: values.Opening, users: Tensor) -> list[list[int]]:
-        """Of the images in users' messages."""
+        """The grids of the images in users' messages."""
         found = []
         at = 0
         tokens = opening.tokens

@@ -25,7 +25,7 @@ from stage_runtime.profiler import span
 SAMPLE_RATE: Final = 24_000
 CACHE_MIB: Final = 256
 MOST_FRAMES: Final = 4096  # of one piece
-#: Of the talker, as the checkpoint's own generation does: where a request is greedy, the talker is, too.
+#: The talker's parameters, as the checkpoint's own generation has them: where a request is greedy, the talker is, too.
 TALKER_PARAMS: Final[dict[str, Any]] = {"max_tokens": 4096, "temperature": 0.9, "top_k": 50, "repetition_penalty": 1.05}
 
 

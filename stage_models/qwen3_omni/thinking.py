@@ -13,13 +13,13 @@ import stage_runtime as omni
 from stage_models.qwen3_omni import values
 from stage_models.qwen3_omni.positions import positions
 
-#: Of `omni.Autoregressive.keep_rows`: what the talker needs of the thinker.
+#: Names of `omni.Autoregressive.keep_rows`: what the talker needs of the thinker.
 INPUT: Final = "input"
 ACCEPTED: Final = "accepted"
 
 
 class Thinking:
-    """Of one checkpoint. Called by the thinker's stage."""
+    """The thinker of one checkpoint. Called by its stage."""
 
     def __init__(self, config: Any) -> None:
         thinker, talker = config.thinker_config, config.talker_config

@@ -73,7 +73,9 @@ def _samples(client: CoordinatorClient, every: float) -> Iterator[Sample]:
 
 
 def parse(text: str) -> Series:
-    """Of Prometheus' text what is shown here: samples with at most a stage or an outcome as label, summed."""
+    """The samples of Prometheus' text that are shown here: those with at most a stage or an outcome as label,
+    summed.
+    """
     from prometheus_client.parser import text_string_to_metric_families
 
     found: Series = {}
@@ -152,7 +154,7 @@ def draw(before: Sample, now: Sample, *, width: int) -> RenderableType:
 
 
 def _numbers(before: Sample, now: Sample, stage: str, bar: int) -> dict[str, Text]:
-    """By heading, in the order of `NUMBERS`."""
+    """The numbers by heading, in the order of `NUMBERS`."""
     done = _grown(before, now, "stage_run_seconds_count", stage)
     run_s = _grown(before, now, "stage_run_seconds_sum", stage)
     queue_s = _grown(before, now, "stage_queue_seconds_sum", stage)

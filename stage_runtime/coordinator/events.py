@@ -155,7 +155,7 @@ class RequestManagerApi(Protocol):
         """Why no request can be served now, nor soon: what load balancers must know. None: they are served or wait."""
 
     def metrics(self) -> Samples:
-        """Of requests, stages and the coordinator's planes."""
+        """Samples of requests, stages and the coordinator's planes."""
 
     def member_gauges(self) -> Mapping[str, planes.Gauges]:
         """The planes' numbers of each member, by the name of its process, as of its last beat."""

@@ -140,7 +140,7 @@ _ROBERTA: Final = ("roberta", "xlm-roberta", "camembert")
 
 
 def _as_scores(logits: Any) -> Any:
-    """Of one class: its probability, as cross-encoders are trained; of two: that of the second."""
+    """The probability of the one class, as cross-encoders are trained, or of the second of two."""
     return logits[:, 0].sigmoid() if logits.shape[1] == 1 else logits.softmax(-1)[:, -1]
 
 

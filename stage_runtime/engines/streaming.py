@@ -153,7 +153,7 @@ class RequestSession:
         self._no_payload = False  #: None will come.
         self._open = set(sources)  #: Sources that may still send.
         self._chunks: deque[Chunk] = deque()  #: In order of arrival.
-        #: Of ``_chunks``: per source those that count against its window; the others were taken early, before these.
+        #: Per source, the ones of ``_chunks`` that count against its window; the others were taken early, before these.
         self._fresh: dict[str, deque[Chunk]] = {source: deque() for source in sources}
         self._taken_early: dict[int, int] = {}  #: id of a chunk that was taken early -> its weight
         self._changed = asyncio.Event()

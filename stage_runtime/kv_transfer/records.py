@@ -98,7 +98,7 @@ def decode_header(header: bytes) -> PieceHeader:
 
 
 def prompt_digest(ask: PromptAsk, tensors: Sequence[Tensor]) -> bytes:
-    """Of all that the keys and values depend on, as both sides have it."""
+    """A digest of all that the keys and values depend on, as both sides have it."""
     digest = blake2b(_encode((ask.position_delta, ask.added, ask.cache_salt)), digest_size=16)
     for one in tensors:
         digest.update(_encode((str(one.dtype), list(one.shape))))
@@ -107,7 +107,7 @@ def prompt_digest(ask: PromptAsk, tensors: Sequence[Tensor]) -> bytes:
 
 
 def checksum(header: PieceHeader, flat: Tensor) -> int:
-    """Of a piece's bytes and of what its header says of them."""
+    """A checksum of a piece's bytes and of what its header says of them."""
     said = msgspec.structs.replace(header, checksum=None)
     return zlib.crc32(_bytes(flat), zlib.crc32(_encode(said)))
 

@@ -304,7 +304,7 @@ def _of_engine(short: str, help: str, *, kind: Literal["counter", "gauge"] = "ga
     return Metric(name=f"omnipipeline_engine_{short}", kind=kind, help=help, labels=(*_OF_PROCESS, "stage"))
 
 
-#: By the names in `Inbox.gauges` of an `omni.Autoregressive` stage.
+#: Metrics by the names in `Inbox.gauges` of an `omni.Autoregressive` stage.
 ENGINE: Final[Mapping[str, Metric]] = {
     "waiting": _of_engine("requests_waiting", "Requests in the engine's queue"),
     "running": _of_engine("requests_running", "Requests of which each step computes tokens"),
@@ -347,7 +347,7 @@ def _of_cache(short: str, help: str, *, kind: Literal["counter", "gauge"] = "cou
     return Metric(name=f"omnipipeline_stage_cache_{short}", kind=kind, help=help, labels=(*_OF_PROCESS, "stage"))
 
 
-#: By the names that `omni.Batched.gauges` may give.
+#: Metrics by the names that `omni.Batched.gauges` may give.
 CACHE: Final[Mapping[str, Metric]] = {
     "cache_hits_total": _of_cache("hits_total", "Values that the stage's cache had"),
     "cache_misses_total": _of_cache("misses_total", "Values that it had not, and that were computed"),
@@ -399,7 +399,7 @@ PROCESS_CPU: Final = Metric(
     labels=_OF_PROCESS,
 )
 
-#: Of requests, stages and HTTP, served by coordinators.
+#: Metrics of requests, stages and HTTP, served by coordinators.
 COORDINATOR: Final = (
     REQUESTS,
     REQUESTS_IN_FLIGHT,
@@ -435,7 +435,7 @@ SERVICE: Final = (
     AUDIO_SECONDS,
     AUDIO_UNDERRUNS,
 )
-#: Of the edges of a process, all but the last once they have sent something by relay; among `PLANES`.
+#: Metrics of the edges of a process, all but the last once they have sent something by relay; among `PLANES`.
 EDGES: Final = (
     EDGE_TRANSFER_BYTES,
     EDGE_TRANSFERS_IN_FLIGHT,
@@ -446,7 +446,7 @@ EDGES: Final = (
     EDGE_RETRIES,
     EDGE_INSTANCES,
 )
-#: Of a process's planes, served by its pod. A coordinator serves its own, and in `omni up` those of all processes.
+#: Metrics of a process's planes, served by its pod. A coordinator serves its own; in `omni up`, those of all processes.
 PLANES: Final = (
     TRANSFERS_IN_FLIGHT,
     SENDS_QUEUED,
@@ -459,11 +459,11 @@ PLANES: Final = (
     LATE_RELEASES,
     *RELAY.values(),
 )
-#: Of stages that generate tokens; served as `PLANES`.
+#: Metrics of stages that generate tokens; served as `PLANES`.
 ENGINES: Final = (*ENGINE.values(), *KV.values())
 #: Those of stages that report a cache.
 CACHES: Final = tuple(CACHE.values())
-#: Of processes that have opened the relay nixl, mooncake, nccl or cuda_ipc, beside `PLANES`.
+#: Metrics of processes that have opened the relay nixl, mooncake, nccl or cuda_ipc, beside `PLANES`.
 PLANES_WITH_NIXL: Final = tuple(NIXL.values())
-#: Of the operating system's processes in a stage's pod, served by the pod.
+#: Metrics of the operating system's processes in a stage's pod, served by the pod.
 PROCESSES: Final = (PROCESS_READY, PROCESS_RESTARTS, PROCESS_RESIDENT_MEMORY, PROCESS_CPU)

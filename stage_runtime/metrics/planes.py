@@ -96,7 +96,7 @@ def gauges(
 
 
 def busy(gauges: Gauges) -> dict[str, float]:
-    """By stage, as `gauges` was given it."""
+    """The busy shares by stage, as `gauges` was given them."""
     return {name.removeprefix(_BUSY): share for name, share in gauges.items() if name.startswith(_BUSY)}
 
 
@@ -157,7 +157,9 @@ def _of_edge(numbers: EdgeGauges) -> tuple[float, ...]:
 
 
 def samples(processes: Mapping[str, Gauges]) -> Samples:
-    """By process. A name without a metric is left out: a process of another version may have more of them."""
+    """Samples of each process. A name without a metric is left out: a process of another version may have more of
+    them.
+    """
     found: dict[Metric, dict[Labels, float]] = {
         metric: {} for metric in (*catalog.PLANES, *catalog.ENGINES, *catalog.CACHES)
     }

@@ -234,7 +234,9 @@ def _restore_parts(
 def _restore_with_device(
     value_bytes: bytes | memoryview, refs: Sequence[TensorRef], view: memoryview, on_device: Arrived, torch: bool
 ) -> Any:
-    """Of a buffer whose end lies on a GPU. A request with tensors is not kept as it came: they go on as tensors."""
+    """Restore a buffer whose end lies on a GPU. A request with tensors is not kept as it came: they go on as
+    tensors.
+    """
     tensorrefs.validated(refs, on_device.start + len(on_device.flat))
     restored = []
     for ref in refs:

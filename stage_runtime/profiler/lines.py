@@ -45,7 +45,9 @@ def of_record(stages: Mapping[str, Mapping[str, Any]], hops: Iterable[Mapping[st
 
 
 def of_events(moments: Sequence[Moment], hops: Iterable[views.Hop]) -> list[Line]:
-    """Of one request. hops: of the same events (`views.paired`). A stage without an end lasts until the request's."""
+    """The lines of one request. hops: of the same events (`views.paired`). A stage without an end lasts until the
+    request's.
+    """
     start = views.anchor_ns(moments)
     stages = {_name(key, end): _stay(times, start) for key, times, end in _stays(moments)}
     return of_record(stages, [_hop(*each, start) for each in (*_first_hops(hops), *_outer_hops(moments))])
@@ -91,7 +93,7 @@ def _stay(times: tuple[int, int, int], start: int) -> dict[str, float]:
 
 
 def _first_hops(hops: Iterable[views.Hop]) -> Iterator[tuple[str, str, str, int, int]]:
-    """Of a stream its first chunk."""
+    """The hops, and of a stream only that of its first chunk."""
     first: dict[tuple[str, str], views.Hop] = {}
     for hop in hops:
         if hop.kind != "stream":

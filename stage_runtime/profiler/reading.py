@@ -131,7 +131,7 @@ def _read_file(path: Path, found: Events, shared: dict[Any, Any], clocks: dict[s
 
 
 def _events(path: Path, process: Process) -> Iterator[events.Event]:
-    """Of its lines; of a process that was killed or still records, of the notes beside them, too."""
+    """The events of a file's lines, and of the notes beside them where the process was killed or still records."""
     if path.name.endswith(NOTES):  # alone
         yield from _decoded(_noted(path, process), process)
         return

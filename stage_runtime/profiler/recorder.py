@@ -153,7 +153,7 @@ class Recorder:
             run.refused += len(template)
 
 
-#: Of this process.
+#: This process's recorder.
 recorder: Final = Recorder()
 
 _by_task: contextvars.ContextVar[str | None] = contextvars.ContextVar("omni_active_stage", default=None)

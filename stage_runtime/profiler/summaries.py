@@ -36,7 +36,7 @@ def plain(metadata: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def brief(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Of metadata that are too long what pairs an event with others."""
+    """The part of too long metadata that pairs an event with others."""
     kept = {key: _summary(metadata[key], MAX_DEPTH) for key in events.DISTINCT_BY if key in metadata}
     short = {
         key: value

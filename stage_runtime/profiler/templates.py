@@ -95,7 +95,7 @@ class Definition(msgspec.Struct, frozen=True):
         return tuple(pairs), self.attempts, separator + _encode(self.number) + b":", self.numbered
 
 
-#: Of each event what is between the request's id and the time, and between the time and the attempt, as JSON; whether
+#: For each event, what is between the request's id and the time, and between the time and the attempt, as JSON; whether
 #: there is an attempt; what is between it and the further number, and in which event.
 _Pieces = tuple[tuple[tuple[bytes, bytes], ...], bool, bytes | None, int]
 

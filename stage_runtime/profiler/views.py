@@ -166,7 +166,9 @@ def _distinction(pair: tuple[str, str], facts: Mapping[str, Any], attempt: str |
 
 
 def _hops(moments: Sequence[Moment]) -> tuple[list[Hop], Counter[str]]:
-    """By (source, destination, kind, chunk, attempt). A reception may be seen before its sending: clocks differ."""
+    """Hops are paired by (source, destination, kind, chunk, attempt). A reception may be seen before its sending:
+    clocks differ.
+    """
     sent: dict[tuple[Any, ...], list[Moment]] = defaultdict(list)
     received: dict[tuple[Any, ...], list[Moment]] = defaultdict(list)
     for moment in moments:

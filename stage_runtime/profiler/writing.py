@@ -120,7 +120,7 @@ class AppendedFile:
 
 
 class RunWriter:
-    """Of one run: its files, its queues, its counters. Those who record append to ``lines`` and ``notes``."""
+    """The files, queues and counters of one run. Those who record append to ``lines`` and ``notes``."""
 
     def __init__(self, run_id: str, path: Path, max_bytes: int = MAX_BYTES) -> None:
         self.run_id = run_id

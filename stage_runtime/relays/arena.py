@@ -70,7 +70,7 @@ class Arena:
         #: Slots whose author's tensor died. Weak references fill it: at any moment, in any thread, without the lock.
         self._orphans: collections.deque[Slot] = collections.deque()
         self._unread: collections.deque[tuple[int, Slot]] = collections.deque()  #: As that, of `read_region`.
-        #: By start of its slot, what an author (or the tcp relay) has allocated: keeps the weak references alive.
+        #: What an author (or the tcp relay) has allocated, by the start of its slot: keeps the weak references alive.
         self._regions: dict[int, weakref.ref[Any]] = {}
         self._reading: dict[int, weakref.ref[Any]] = {}  #: What `read_region` has given, by number.
         self._numbers = itertools.count()

@@ -72,7 +72,7 @@ class Fetch(RelayOperation, Protocol):
     """A get under way."""
 
     def take_device(self) -> Arrived | None:
-        """Of a get that is done: the end of the flat buffer, where that lies on a GPU. Once; None: nothing does."""
+        """The end of the flat buffer of a get that is done, where that lies on a GPU. Once; None: nothing does."""
 
 
 class Relay(Protocol):

@@ -58,7 +58,7 @@ class RelayChoice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def process_facts(facts: Mapping[str, Any]) -> ProcessFacts:
-    """Of a peer, from what it announced; what cannot be read counts as not announced."""
+    """The facts of a peer, from what it announced; what cannot be read counts as not announced."""
     try:
         return msgspec.convert(facts.get(PROCESS, {}), ProcessFacts)
     except msgspec.ValidationError:

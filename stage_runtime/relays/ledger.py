@@ -56,7 +56,7 @@ class Ledger:
             return self._pop(put)
 
     def aborted(self, request_id: str) -> tuple[list[PutOperation], list[PutOperation]]:
-        """Of a request: the puts that were not announced, now forgotten here, and those that a receiver may know."""
+        """A request's puts that were not announced, now forgotten here, and those that a receiver may know."""
         with self._lock:
             puts = [self._puts[transfer] for transfer in self._by_request.get(request_id, ())]
             return [self._pop(put) for put in puts if not put.announced], [put for put in puts if put.announced]

@@ -30,7 +30,7 @@ class MemoryLock(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def most_nbytes(self) -> int | None:
-        """Of one relay; None: as much as it likes."""
+        """The most that one relay may lock; None: as much as it likes."""
         if self.capable or self.limit_nbytes is None:
             return None
         return max(self.limit_nbytes - RESERVE_NBYTES, 0) // max(self.relays, 1)

@@ -16,7 +16,7 @@ PIECE_S: Final = 1.0  # that a piece is to take, at most: far below the time aft
 
 
 class Pace:
-    """Of one route."""
+    """The size of pieces on one route."""
 
     def __init__(self, most_nbytes: int) -> None:
         """most_nbytes: of a piece, however fast the route is."""

@@ -73,7 +73,7 @@ class Placing:
         return self._arena.allocate(pack.nbytes, source=pack.parts[0] if pack.parts else None)
 
     def _in_place(self, pack: Pack) -> Placed | None:
-        """Of a pack whose largest part is an author's tensor in our arena: its slot, the rest copied behind it."""
+        """The slot of a pack whose largest part is an author's tensor in our arena; the rest is copied behind it."""
         found = self._found(pack)
         if found is None:
             return None

@@ -89,7 +89,7 @@ class Absences:
                     absence.failed_at = now
 
     def prospect(self, missing: Iterable[UnitKind], now: float, loading: Callable[[UnitKind], bool]) -> Prospect:
-        """Of what needs these kinds, which have no instance. loading: whether an instance of it loads."""
+        """The prospect of what needs these kinds, which have no instance. loading: whether an instance of it loads."""
         worst, groups, longest_s = Outlook.HERE, [], 0.0
         for kind in missing:
             absence = self._absences.get(kind) or Absence(now)

@@ -52,7 +52,7 @@ class _Arrivals:
 
 
 class _Mean:
-    """Of the first few all, later of about the last `SERVICES`."""
+    """The mean of the first few values, later of about the last `SERVICES`."""
 
     def __init__(self) -> None:
         self.value: float | None = None

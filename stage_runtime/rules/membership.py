@@ -26,8 +26,8 @@ from stage_runtime.wire.parts import Member
 
 CHOICES_KEPT: Final = 256  # sets of terminals whose complete sets are remembered; an author's hook chooses them
 OFFSETS: Final = 1 << 20  # far more than a group has instances
-#: Of an instance's bindings: in so many all partners are compared, and links count for nothing. So those that joined
-#: later get their share, and a binding costs hardly more than without it.
+#: The share of an instance's bindings in which all partners are compared, and links count for nothing. So those that
+#: joined later get their share, and a binding costs hardly more than without it.
 COMPARED: Final = 1 / 16
 NO_REVISION: Final = "(no pipeline revision known)"
 WELL_LINKED: Final = 0.75  # of the partners: with so many links, requests are spread well enough without a comparison

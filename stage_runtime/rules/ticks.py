@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Final
 
-#: Of the time between two beats: so many members beat at different ticks that no tick has all of them.
+#: Ticks in the time between two beats: members beat at different ones, so that no tick has all of them.
 BEAT_TICKS: Final = 32
 
 

@@ -56,7 +56,7 @@ class FrameSocket:
             raise PeerError("the other process reads nothing") from error
         except zmq.ZMQError as error:
             raise PeerError(f"the other process is gone: {error}") from error
-        # Of each shared frame: that of the message alone would be the last frame's.
+        # A tracker of each shared frame: that of the message alone would be the last frame's.
         return zmq.MessageTracker(*shared) if track and shared else None
 
     def receive(self) -> list[memoryview] | None:
@@ -71,7 +71,7 @@ class FrameSocket:
         return int(self.raw.getsockopt(zmq.FD))
 
     def subscribe(self) -> None:
-        """Of an XSUB: all that is published."""
+        """Subscribe an XSUB to all that is published."""
         self.raw.send(b"\x01")
 
     def close(self, *, linger_ms: int = 0) -> None:

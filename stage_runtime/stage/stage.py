@@ -122,7 +122,7 @@ class Stage:
         return self.input.engine.places if self.input.engine is not None else 0
 
     def busy_share(self) -> float:
-        """Of the time since the last call, what it computed at least one request."""
+        """The share of the time since the last call that it computed at least one request."""
         return self.input.busy.share()
 
     def _queued(self, work: RequestWork) -> bool:

@@ -22,7 +22,7 @@ from stage_runtime.wire.parts import Header, Member, Timing
 from stage_runtime.wire.values import Chunk, OmniRequest, detached
 
 _NO_STREAMS: Final = Merge(())
-#: Of all works: held for a few steps at a time, so one lock serves as well as one for each, which is made per visit.
+#: The lock of all works: held for a few steps at a time, so it serves as well as one made for each visit.
 _lock: Final = Lock()
 
 

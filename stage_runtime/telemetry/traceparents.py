@@ -54,7 +54,9 @@ def new_span_id() -> str:
 
 
 def stage_span_id(request_span_id: str, stage: str) -> str:
-    """Of a stage's stay. The stage's process gives it to its author's spans as parent, the coordinator sends it."""
+    """The id of the span of a stage's stay. The stage's process gives it to its author's spans as parent, the
+    coordinator sends it.
+    """
     return hashlib.blake2b(f"{request_span_id}/{stage}".encode("utf-8", "replace"), digest_size=8).hexdigest()
 
 

@@ -45,7 +45,7 @@ class Fetched(msgspec.Struct, eq=False):
 
     @property
     def nbytes(self) -> int:
-        """Of its buffer, before it is opened."""
+        """The size of its buffer, before it is opened."""
         here = 0 if self._buffer is None else len(self._buffer)
         return here if self._on_device is None else self._on_device.start + len(self._on_device.flat)
 

@@ -26,7 +26,7 @@ class ResponseType(msgspec.Struct, frozen=True):
 
 
 SOUND: Final = tuple(ResponseType(media=one.mime) for one in formats.FORMATS.values())
-#: Of `/readyz`: ready, and not yet.
+#: The answers of `/readyz`: ready, and not yet.
 READY: Final = (ResponseType(media=TEXT), ResponseType(media=TEXT, status=503))
 
 Reason = Literal["stop", "length", "tool_calls", "content_filter"]
@@ -155,7 +155,7 @@ class ChatCompletionChunk(msgspec.Struct):
 
 
 class LegacyLogprobs(msgspec.Struct):
-    """Of completions: a list for each field, as long as ``tokens``."""
+    """The log probabilities of completions: a list for each field, as long as ``tokens``."""
 
     tokens: list[str]
     token_logprobs: list[float | None]

@@ -77,7 +77,7 @@ CODE: Final[dict[str, RouteCode]] = {
         file="file",
     ),
 }
-#: By path of `SOCKETS`.
+#: The code of each path of `SOCKETS`.
 SOCKET_CODE: Final[dict[str, Callable[[HandlerContext], Realtime]]] = {"/v1/realtime": Realtime}
 
 

@@ -16,7 +16,9 @@ _REF = "#/components/schemas/{name}"
 
 
 def document(title: str, routes: Sequence[Route], *, keyed: bool, without_key: Collection[str]) -> dict[str, Any]:
-    """Of an application that serves ``routes``. keyed: an API key is needed, but for the paths ``without_key``."""
+    """The document of an application that serves ``routes``. keyed: an API key is needed, but for the paths
+    ``without_key``.
+    """
     types = list(dict.fromkeys(kind for one in routes for kind in _types(one)))
     made, components = msgspec.json.schema_components(types, ref_template=_REF)
     schemas = dict(zip(types, made, strict=True))
@@ -60,7 +62,7 @@ _ERROR: dict[str, Any] = {
 }
 
 
-#: Of a request to the stages. docs/http-api.md has what they mean.
+#: Headers of a request to the stages. docs/http-api.md has what they mean.
 _HEADERS: list[dict[str, Any]] = [
     {
         "name": "X-Request-Id",
@@ -104,7 +106,7 @@ def _operation(route: Route, schemas: Mapping[Any, dict[str, Any]]) -> dict[str,
 
 
 def _schema(answer: ResponseType, schemas: Mapping[Any, dict[str, Any]]) -> dict[str, Any]:
-    """Of a stream: the schema of its events' data; OpenAPI 3.1 has no other place for it."""
+    """The schema of an answer, or of the data of a stream's events; OpenAPI 3.1 has no other place for it."""
     if not answer.types:
         text = answer.media.startswith("text/")
         return {"type": "string"} if text else {"type": "string", "format": "binary"}

@@ -36,7 +36,7 @@ class Member(msgspec.Struct, frozen=True, array_like=True):
     stages: tuple[str, ...]
     ready: bool = False
     ranks: Count = 1  #: Of a TP stage: the processes of which this one is rank 0.
-    #: Of a coordinator, in Welcome: its attempts up to this one are over at the process that it welcomes.
+    #: In a coordinator's Welcome: its attempts up to this one are over at the process that it welcomes.
     attempts_over: Count = 0
 
 

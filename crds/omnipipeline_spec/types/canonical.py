@@ -132,7 +132,7 @@ def short_hash(value: Any) -> str:
     return hashlib.sha256(encode(value)).hexdigest()[:8]
 
 
-# Of subclasses (an enum's member, a scalar of numpy) the plain value is taken, without calling what they define.
+# A subclass (an enum's member, a scalar of numpy) gives its plain value, without a call of what it defines.
 
 
 def _text(value: str, place: str, steps: Steps) -> str:

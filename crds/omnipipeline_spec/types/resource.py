@@ -12,5 +12,5 @@ VERSION: Final = "v1alpha1"
 API_VERSION: Final = f"{GROUP}/{VERSION}"
 KIND: Final = "OmniPipeline"
 PLURAL: Final = "omnipipelines"
-#: Of a resource that was made from a subclass of `PipelineConfig`: which one. A note; nothing imports it.
+#: Names the subclass of `PipelineConfig` that a resource was made from. A note; nothing imports it.
 CLASS_ANNOTATION: Final = f"{GROUP}/config-cls"

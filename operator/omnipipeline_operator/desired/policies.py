@@ -52,7 +52,7 @@ def _pods(extra_egress: Sequence[Any], owner: Owner, scrapers: Sequence[Mapping[
 
 
 def _http(sources: Sequence[Any], owner: Owner) -> Manifest:
-    # By its name: in a roll-out to another number, old and new coordinators listen on different ones.
+    # The port is named: in a roll-out to another number, old and new coordinators listen on different ones.
     rule: Manifest = {"ports": [_port("http")]}
     if sources:
         rule["from"] = list(sources)

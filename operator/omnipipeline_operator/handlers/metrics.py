@@ -101,7 +101,7 @@ UNIT_STATUS_REPLICAS_READY: Final = Metric(
     labels=(*_OF_PIPELINE, "unit"),
 )
 
-#: Of the operator itself.
+#: Metrics of the operator itself.
 OPERATOR: Final = (
     RECONCILE_TIME,
     RECONCILE_ERRORS,
@@ -115,7 +115,7 @@ OPERATOR: Final = (
     REST_CLIENT_REQUESTS,
     LEADER,
 )
-#: Of pipelines, read from their status by the operator that leads: a standby would count each twice.
+#: Metrics of pipelines, read from their status by the operator that leads: a standby would count each twice.
 STATUS: Final = (
     STATUS_CONDITION,
     UNIT_STATUS_REASON,

@@ -125,7 +125,7 @@ class Kubectl(msgspec.Struct, frozen=True, kw_only=True):
         self._patch(name, "json", patch)
 
     def _patch(self, name: str, kind: str, patch: Any) -> None:
-        """By a file: a whole spec can be longer than an argument may be. kubectl reads it as YAML."""
+        """Patch by a file: a whole spec can be longer than an argument may be. kubectl reads it as YAML."""
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "patch.yaml"
             file.write_text(bodies.encode(patch), encoding="utf-8")

@@ -21,7 +21,7 @@ def shown(handle: RequestHandle, failure: Failure, membership: Membership) -> Fa
 
 
 def _name_of(handle: RequestHandle, incarnation: str, membership: Membership) -> str | None:
-    """Of an instance, for a client."""
+    """The name of an instance, for a client."""
     if incarnation == membership.incarnation:
         return "the coordinator"
     for stage, bound in handle.bindings.items():

@@ -55,7 +55,7 @@ class TokenCounts:
 
     @property
     def total(self) -> Usage:
-        """Of all stages. A stage's report counts, once it is not behind what its chunks have carried."""
+        """The counts of all stages. A stage's report counts once it is not behind what its chunks have carried."""
         stages = self._carried.keys() | self._reported.keys()
         both = [(self._carried.get(one, _NONE), self._reported.get(one, _NONE)) for one in stages]
         most = [tuple(map(max, *pair)) for pair in both]

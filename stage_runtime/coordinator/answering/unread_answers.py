@@ -37,7 +37,7 @@ def nbytes_of(fetched: Fetched | None) -> int:
 
 
 class UnreadAnswers:
-    """Of one coordinator's requests."""
+    """The unread answers of one coordinator's requests."""
 
     def __init__(
         self,

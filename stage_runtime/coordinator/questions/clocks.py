@@ -16,7 +16,7 @@ KEPT: Final = 10_000  # instances; records of requests outlive those that served
 
 
 class Distance(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one process's clock, in nanoseconds."""
+    """The distance of one process's clock, in nanoseconds."""
 
     offset_ns: int  #: To be added to the process's times; 0 when the way there and back can explain it.
     uncertainty_ns: int
@@ -24,7 +24,7 @@ class Distance(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Clocks:
-    """Of all processes that this coordinator has met."""
+    """The clocks of all processes that this coordinator has met."""
 
     def __init__(self) -> None:
         #: instance -> to be added to its times, in microseconds. Records of requests hold this very mapping.

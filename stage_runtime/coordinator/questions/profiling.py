@@ -315,7 +315,7 @@ class PipelineProfiling:
         self._settings = self._ends_at = None
 
     def _fresh_id(self) -> str:
-        """Of the time, and different from all that are known."""
+        """A run id made from the time, unique among the known runs."""
         name = time.strftime("run-%Y%m%d-%H%M%S")
         names = (name, *(f"{name}-{number}" for number in range(2, RUNS_KEPT + 2)))
         return next(each for each in names if each not in self._runs)
@@ -376,6 +376,6 @@ def _read(path: Path, offset: int) -> bytes:
 
 
 def _name(owner: str, path: str) -> str:
-    """Of a file in an archive: where it comes from, and its own name. Safe, whatever a process reports of itself."""
+    """The name of a file in an archive: its origin and its own name. Safe, whatever a process reports of itself."""
     parts = (owner, *(part for part in Path(path).parts[-2:] if part != "events"))
     return "/".join(_UNSAFE.sub("_", part).lstrip(".") or "_" for part in parts if part)

@@ -21,7 +21,7 @@ from stage_runtime.wire.parts import Timing
 
 
 class GroupDemand:
-    """Of all groups of the newest pipeline revision."""
+    """The demand for all groups of the newest pipeline revision."""
 
     def __init__(self, membership: Membership, loop: asyncio.AbstractEventLoop) -> None:
         self._membership = membership

@@ -10,12 +10,12 @@ from stage_runtime.profiler.templates import Template
 from stage_runtime.rules.requests import RequestState
 from stage_runtime.wire.values import RequestKind
 
-#: By the request's kind.
+#: Events by the request's kind.
 ADMISSION: Final = {
     kind: Template(COORDINATOR, (events.REQUEST_ADMISSION, {"kind": kind}), attempts=False)
     for kind in get_args(RequestKind)
 }
-#: By the state that the request ended in.
+#: Events by the state that the request ended in.
 RESPONSE: Final = {
     state: Template(COORDINATOR, (events.TERMINAL_RESPONSE, {"state": state}), attempts=False)
     for state in ("running", *(state.value for state in RequestState))

@@ -32,7 +32,7 @@ EXTRAS: Final = ("runtime", "otel", "engine", "numba")  #: What processes of a p
 
 
 def of(source: str) -> Path | None:
-    """Of ``pipeline.yaml``, ``pipeline.py`` and ``pipeline.py:name``; a module's name has none of its own."""
+    """The folder of ``pipeline.yaml``, ``pipeline.py`` or ``pipeline.py:name``; None for a module's name."""
     file = Path(source if os.path.exists(source) else source.rpartition(":")[0])
     return file.resolve().parent if file.is_file() else None
 

@@ -34,7 +34,7 @@ class Activity(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def of_session(leader: int) -> Activity:
-    """Of the process ``leader`` and all that it has started and that has not left its session."""
+    """The activity of the process ``leader`` and of what it has started and has not left its session."""
     cpu, nbytes = 0.0, 0
     for entry in os.listdir("/proc"):
         if not entry.isdecimal():

@@ -171,7 +171,7 @@ class Child:
 
 
 def recent(lines: Iterable[str], printed_at: Iterable[float], *, until: float) -> list[str]:
-    """Of lines and the times at which they were printed those of the last `RECENT_S` seconds."""
+    """The lines that were printed in the last `RECENT_S` seconds."""
     return [line for line, at in zip(lines, printed_at, strict=True) if at >= until - RECENT_S]
 
 

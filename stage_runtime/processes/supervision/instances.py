@@ -189,7 +189,7 @@ class SupervisedInstance:
                     await self._drain()
                     break
                 if any(child.exited.done() for child in self.children):
-                    # Of several: its siblings were killed for it.
+                    # The one of several whose siblings were killed for it.
                     self._death = startup_failures.failure_of(
                         startup_failures.to_blame([child for child in self.children if child.exited.done()])
                     )

@@ -59,7 +59,7 @@ class StartupFailed(Exception):
 
 
 def to_blame(dead: Sequence[Child]) -> Child:
-    """Of processes that ended together: the one that reported a failure."""
+    """The one of the processes that ended together that reported a failure."""
     return next((child for child in dead if child.failure is not None), dead[0])
 
 

@@ -79,7 +79,7 @@ class _Threads:
         return self._number(interval.process, interval.stage, queue + 1)
 
     def touch(self, process: int, stage: str, time_ns: int) -> int:
-        """Of a slice of `TOUCH_US` at one end of a hop."""
+        """The id of a slice of `TOUCH_US` at one end of a hop."""
         name = f"{stage}: hops"
         touch = views.Interval(name, "", "", time_ns, time_ns + int(TOUCH_US * 1e3), process)
         return self.of(touch)

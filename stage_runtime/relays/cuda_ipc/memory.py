@@ -45,7 +45,7 @@ class DeviceMemory(Protocol):
     """Chunks are flat tensors of ``uint8``. From any thread."""
 
     def uuid(self, gpu: int) -> str:
-        """Of the GPU with that number in this process."""
+        """The UUID of the GPU with that number in this process."""
 
     def allocate(self, device: str, nbytes: int) -> Any:
         """A chunk. Raises: Unshared: there is no such memory."""

@@ -175,8 +175,8 @@ class CudaIpcRelay(AbstractRelay[CudaIpcRoute, CudaIpcMetadata]):
             self._looked_at.pop(key, None)
 
     def _marked(self) -> Iterator[tuple[str, GpuProbe]]:
-        """Of each GPU, memory with the token for peers to open. Not a chunk's: all peers get the same handle, and torch
-        counts one user of each.
+        """For each GPU, memory with the token for peers to open. Not a chunk's: all peers get the same handle, and
+        torch counts one user of each.
         """
         for uuid, device in self._devices.items():
             try:

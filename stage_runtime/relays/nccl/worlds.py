@@ -336,7 +336,7 @@ class World:
         work.wait(datetime.timedelta(seconds=STALL_S))
 
     def _poll(self, work: Any) -> None:
-        """Of NCCL, whose `wait` makes a stream wait, not this thread."""
+        """Poll a work of NCCL, whose `wait` makes a stream wait, not this thread."""
         end = time.monotonic() + self._stall_s
         while not work.is_completed():
             if time.monotonic() > end or self._is_over:

@@ -13,7 +13,7 @@ WAITING_WEIGHT: Final = 4  # as in the coordinator's bindings: rather a busy eng
 
 
 def check_only(rank: int | None) -> None:
-    """Of a stage with one engine. Raises: ValueError: ``rank`` names another one."""
+    """Check the rank at a stage with one engine. Raises: ValueError: ``rank`` names another one."""
     if rank not in (None, 0):
         raise ValueError(f"data_parallel_rank is {rank}; the only engine is 0")
 

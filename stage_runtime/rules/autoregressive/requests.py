@@ -152,7 +152,7 @@ class Request:
         return self.prompt_tokens if self.feeds_itself else len(self.tokens)
 
     def hash(self, block_size: int) -> list[bytes]:
-        """Of its full blocks, as far as others may share them; those that are known already are not computed again."""
+        """The hashes of its full blocks, as far as others may share them; known ones are not computed again."""
         if (len(self.hashes) + 1) * block_size <= self.shareable:
             also = None if self.rows is None else self.rows.key
             tokens = self.tokens[: self.shareable] if self.feeds_itself else self.tokens

@@ -436,6 +436,6 @@ class Scheduler:
         self._filled(request, filled)
 
     def _hashes(self, request: Request, blocks: int) -> list[bytes]:
-        """Of the request's first ``blocks`` full blocks, as far as others may share them."""
+        """The hashes of the request's first ``blocks`` full blocks, as far as others may share them."""
         known = request.hashes if blocks <= len(request.hashes) else request.hash(self.limits.block_size)
         return known[:blocks]

@@ -16,7 +16,7 @@ from stage_runtime.sockets.connections.dialing import Connection, Dialers
 from stage_runtime.sockets.connections.links import Link
 from stage_runtime.sockets.endpoints.refusals import Refusals
 
-#: Of links to coordinators. Each of its members checks it, so that it costs it most; and nothing of a frozen one waits
+#: For links to coordinators. Each of its members checks it, so that it costs it most; and nothing of a frozen one waits
 #: for its members to notice it.
 COORDINATOR_FACTOR: Final = 8.0
 RECONNECT_GRACE_S: Final = 0.3  # a connection that is not back by then is a dead peer

@@ -40,7 +40,7 @@ def send(link: Link, coordinators: Mapping[str, Link], counters: Counter[str]) -
 
 
 def choose(owner: str | None, peer: str, coordinators: Sequence[str]) -> str:
-    """By which of them a frame to ``peer`` goes: the owner of its request, which has bound it to both ends.
+    """The coordinator by which a frame to ``peer`` goes: the owner of its request, which has bound it to both ends.
 
     owner: None, or none of them: all frames to one peer by the same coordinator, those to different ones by all.
     """

@@ -54,8 +54,8 @@ class Dismissals:
         """All that was sent on the link is with its connection."""
         timer = self._links.get(link)
         if timer is not None:
-            # By that, not by an ack: a new process at that endpoint would never acknowledge a frame for the old
-            # incarnation. If the connection breaks now, the process asks again.
+            # The link ends by that, not by an ack: a new process at that endpoint would never acknowledge a frame for
+            # the old incarnation. If the connection breaks now, the process asks again.
             self._loop.call_soon(self._give_up, link)
 
     def keep(self, link: Link) -> None:

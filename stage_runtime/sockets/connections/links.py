@@ -124,7 +124,9 @@ class Link:
                     self.connection.send(self._frame(0, message))
 
     def acknowledge(self, *, gap: bool = False) -> bool:
-        """By our connection, or by the peer's. False: none is known. If it is lost, the peer sends its frames again."""
+        """Acknowledge by our connection, or by the peer's. False: none is known. If it is lost, the peer sends its
+        frames again.
+        """
         with self._lock:
             if self.closed:
                 return True

@@ -31,15 +31,15 @@ BUFFERED: Final = 2000  # frames on either side of a socket
 #: Connections that wait to be accepted, at most; the kernel has a bound of its own (net.core.somaxconn). With libzmq's
 #: 100, of a thousand processes that connect at once most are turned away, and each waits before it tries again.
 ACCEPTING: Final = 4096
-#: Of a context, as libzmq numbers it; pyzmq has no name for it. With it, a message stays in the buffer of 18 KiB that
-#: it was read into, and keeps it, though pyzmq copies it all the same.
+#: An option of a context, as libzmq numbers it; pyzmq has no name for it. With it, a message stays in the buffer of
+#: 18 KiB that it was read into, and keeps it, though pyzmq copies it all the same.
 ZERO_COPY_RECV: Final = 10
 #: How late libzmq's threads may be for their timers. Connections whose heartbeats are due within it are checked
 #: together from then on, in one wake-up.
 TIMER_SLACK_S: Final = 0.02
 ABANDONED_S: Final = (60, 20, 3)  # of a connection that others made: before the first probe, between them; how many
-#: Of who connects, to prove that it is a member, or to speak ZeroMQ at all; libzmq's own 30 s let idle connections hold
-#: a descriptor each for as long. A busy machine takes a second for CURVE.
+#: The time that a peer has to prove that it is a member, or to speak ZeroMQ at all; libzmq's own 30 s let idle
+#: connections hold a descriptor each for as long. A busy machine takes a second for CURVE.
 HANDSHAKE_MS: Final = 4000
 #: Why a peer that connected failed the handshake.
 HANDSHAKE_FAILURES: Final[dict[int, str]] = {

@@ -20,13 +20,13 @@ _prctl.restype = ctypes.c_int
 
 
 def current_s() -> float:
-    """Of this thread; 0: unknown."""
+    """The slack of this thread; 0: unknown."""
     return max(int(_prctl(_GET_SLACK, 0, 0, 0, 0)), 0) / _NS
 
 
 @contextlib.contextmanager
 def slack(seconds: float) -> Iterator[None]:
-    """Of the threads that this thread starts meanwhile, where the system allows it."""
+    """Set the slack of the threads that this thread starts meanwhile, where the system allows it."""
     before = int(_prctl(_GET_SLACK, 0, 0, 0, 0))
     _prctl(_SET_SLACK, round(seconds * _NS), 0, 0, 0)
     try:

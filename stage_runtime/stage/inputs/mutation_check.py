@@ -22,7 +22,7 @@ from stage_runtime.wire.values import detached
 
 log = logging.getLogger(__name__)
 
-#: Of what a stage gave, and of what it received of one request: a buffer is used again soon, or never.
+#: How much of what a stage gave, and received of one request, is remembered: a buffer is used again soon, or never.
 REMEMBERED: Final = 16
 REQUESTS: Final = 1024  # the end of an aborted one is not reported
 

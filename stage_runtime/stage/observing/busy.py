@@ -32,7 +32,7 @@ class Busy:
             self._busy_s += self._clock() - self._since
 
     def share(self) -> float:
-        """Of the time since the last call, what the stage was busy: 0 to 1."""
+        """The share of the time since the last call that the stage was busy: 0 to 1."""
         now = self._clock()
         busy_s = self._busy_s + (now - self._since if self._running else 0.0)
         passed_s, spent_s = now - self._seen_at, busy_s - self._seen_s

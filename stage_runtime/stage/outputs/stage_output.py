@@ -29,7 +29,7 @@ from stage_runtime.wire.messages import Complete
 from stage_runtime.wire.parts import Failure, Header, Timing
 from stage_runtime.wire.values import Chunk, StagePayload
 
-#: Of a terminal stage that gives an OpenAI route nothing but what that cannot show.
+#: The error of a terminal stage that gives an OpenAI route nothing but what that cannot show.
 UNSHOWN: Final = "{kind}: this request's route shows {shown}: wrap it, or ask by /v1/pipeline"
 
 

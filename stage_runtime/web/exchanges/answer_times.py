@@ -18,7 +18,7 @@ _KINDS: Final[dict[str, type[Any]]] = {"text": Text, "audio": Audio}
 
 
 class AnswerTimes:
-    """Of one answer. Seconds; ``begun_at`` and every ``now`` are on one clock."""
+    """The times of one answer, in seconds; ``begun_at`` and every ``now`` are on one clock."""
 
     def __init__(self, begun_at: float, request: OmniRequest) -> None:
         self.streamed = request.stream

@@ -16,7 +16,7 @@ Name = Annotated[str, msgspec.Meta(min_length=1, max_length=NAME_LIMIT)]
 
 
 class OperationBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Of POST /operations."""
+    """The body of POST /operations."""
 
     operation: Name
     stages: Annotated[list[Name], msgspec.Meta(min_length=1, max_length=1000)]

@@ -42,7 +42,7 @@ FORMATS: Final = {
 
 
 class StartBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Of POST /start_profile."""
+    """The body of POST /start_profile."""
 
     run_id: str | None = None
     trace_path_template: str | None = None
@@ -53,7 +53,7 @@ class StartBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class StartRequestBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Of POST /start_request_profile."""
+    """The body of POST /start_request_profile."""
 
     run_id: str | None = None
     event_dir: str | None = None
@@ -61,7 +61,7 @@ class StartRequestBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
 
 class StopBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Of POST /stop_profile and /stop_request_profile."""
+    """The body of POST /stop_profile and /stop_request_profile."""
 
     run_id: str | None = None
 

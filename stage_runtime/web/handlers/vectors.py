@@ -17,7 +17,7 @@ from stage_runtime.wire.values import OmniRequest, Scores, Vectors
 
 
 class Encoders:
-    """Of stages that compute vectors of texts, or how well two texts go together."""
+    """Routes of stages that compute vectors of texts, or how well two texts go together."""
 
     def __init__(self, context: HandlerContext) -> None:
         self._context = context

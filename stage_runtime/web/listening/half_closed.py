@@ -57,7 +57,7 @@ class HalfClosed:
         return sock is not None and sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == _TCP_CLOSE
 
     def _keep_alive(self) -> None:
-        """By HTTP/1.0 there are no interim answers: the kernel asks, and is answered until the other end forgets it."""
+        """HTTP/1.0 has no interim answers: the kernel asks, and is answered until the other end forgets it."""
         sock = self._transport.get_extra_info("socket")
         if sock is not None:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

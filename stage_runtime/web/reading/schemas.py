@@ -62,7 +62,9 @@ ContentPart = TextPart | RefusalPart | AudioPart | ImageUrlPart | AudioUrlPart |
 
 
 class SpokenAudio(msgspec.Struct):
-    """Of an earlier answer. Its ``data`` and ``expires_at`` are skipped as unknown keys are: the words are enough."""
+    """The sound of an earlier answer. Its ``data`` and ``expires_at`` are skipped as unknown keys are: the words
+    are enough.
+    """
 
     id: str | None = None
     transcript: str | None = None
@@ -378,7 +380,7 @@ def _nearest(name: str, body: Any, path: str = "") -> str:
 
 
 def _allowed(path: str, body: Any) -> str:
-    """Of a place that takes some values only, these."""
+    """The values of a place that takes some values only."""
     if re.search(r"content\[[^\]]*\]\.type$", path):
         return "; known are text, input_audio, image_url, audio_url, video_url"
     values = _values(msgspec.inspect.type_info(body), _STEP.findall(path))

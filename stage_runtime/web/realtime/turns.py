@@ -29,7 +29,7 @@ class SpeechStopped(msgspec.Struct, frozen=True):
 
 
 class TurnState(msgspec.Struct):
-    """Of one buffer. Times are milliseconds of all sound that was appended."""
+    """The turns of one buffer. Times are milliseconds of all sound that was appended."""
 
     now_ms: int = 0  #: Up to here it was scored.
     speaking: bool = False

@@ -145,7 +145,7 @@ def _boxes(data: bytes) -> Iterator[Part]:
 
 
 def _read_times(track: _Track, data: bytes, begin: int) -> None:
-    """Of a box ``mdhd``: version 1 has wider numbers."""
+    """Read a box ``mdhd``: version 1 has wider numbers."""
     if data[begin]:
         track.rate, track.ticks = _uint(data, begin + 20), struct.unpack_from(">Q", data, begin + 24)[0]
         unknown = (1 << 64) - 1
@@ -157,14 +157,14 @@ def _read_times(track: _Track, data: bytes, begin: int) -> None:
 
 
 def _usual_ticks(data: bytes, begin: int, of_track: int) -> int:
-    """Of a box ``tfhd``: how long its samples are unless each says so."""
+    """How long the samples of a box ``tfhd`` are unless each says so."""
     flags = _uint(data, begin) & 0xFFFFFF
     at = begin + 8 + (8 if flags & 0x1 else 0) + (4 if flags & 0x2 else 0)
     return _uint(data, at) if flags & 0x8 else of_track
 
 
 def _run_ticks(data: bytes, begin: int, usual: int) -> int:
-    """Of a box ``trun``: all its samples together."""
+    """How long all samples of a box ``trun`` are together."""
     flags, count = _uint(data, begin) & 0xFFFFFF, _uint(data, begin + 4)
     if not flags & 0x100:
         return count * usual

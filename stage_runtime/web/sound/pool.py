@@ -83,7 +83,7 @@ class CodecPool:
 
     @property
     def pid(self) -> int | None:
-        """Of the fork server, while it is thought to run."""
+        """The pid of the fork server, while it is thought to run."""
         return None if self._server is None else self._server.pid
 
     @contextlib.contextmanager

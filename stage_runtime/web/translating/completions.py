@@ -224,7 +224,7 @@ def usage(outputs: Outputs) -> dict[str, Any]:
 
 
 def usage_of(counts: Sequence[Usage]) -> dict[str, Any]:
-    """Of several requests that have one answer."""
+    """The usage of several requests that have one answer."""
     found = Usage(*map(sum, zip(*map(msgspec.structs.astuple, counts), strict=True)))
     prompt, completion = found.prompt_tokens, found.completion_tokens
     return {
@@ -252,7 +252,9 @@ def _of_answer(found: Usage) -> dict[str, int]:
 
 
 def thought(text: str) -> dict[str, str]:
-    """By both names that clients read: DeepSeek's, which came first, and the one that vLLM gives today."""
+    """The thinking, by both names that clients read: DeepSeek's, which came first, and the one that vLLM gives
+    today.
+    """
     return {"reasoning_content": text, "reasoning": text}
 
 

@@ -205,7 +205,7 @@ def legacy_logprobs(entries: Sequence[Any], offset: int) -> dict[str, Any]:
 
 
 def _top(entry: Any) -> dict[str, float] | None:
-    """By token; the chosen one is among them. None: of the first token of a prompt, which nothing predicts."""
+    """The likeliest tokens; the chosen one is among them. None for a prompt's first token, which nothing predicts."""
     if entry["logprob"] is None:
         return None
     found = {one["token"]: one["logprob"] for one in reversed(entry["top_logprobs"])}

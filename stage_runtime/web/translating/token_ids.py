@@ -9,7 +9,7 @@ from stage_runtime.wire.values import Note
 
 
 class TokenIds:
-    """Of all choices of one answer."""
+    """The token ids of all choices of one answer."""
 
     def __init__(self) -> None:
         self._prompts: dict[int, list[int]] = {}

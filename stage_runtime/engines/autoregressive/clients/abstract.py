@@ -112,7 +112,7 @@ class MPClient:
 
     @property
     def pids(self) -> list[int]:
-        """Of the engines that are not known to have ended."""
+        """The pids of the engines that are not known to have ended."""
         return [one.pid for one in self._engines.values()]
 
     @property

@@ -82,7 +82,7 @@ class DPAsyncMPClient(AsyncMPClient):
                 self._on_counts(state.counts)
 
     def _on_counts(self, counts: Sequence[tuple[int, int]]) -> None:
-        """Of all engines, by rank."""
+        """Take the counts of all engines, by rank."""
 
     async def add_request_async(
         self, request: EngineCoreRequest, *, data_parallel_rank: int | None = None, pin: str | None = None

@@ -30,12 +30,12 @@ log = logging.getLogger(__name__)
 
 
 def default_folder() -> Path:
-    """Of this user: others must not read what requests were."""
+    """A folder of this user's: others must not read what requests were."""
     return Path(os.environ.get(FOLDER) or Path(tempfile.gettempdir(), f"omnipipeline-steps-{os.getuid()}"))
 
 
 class StepDumps:
-    """Of one engine core."""
+    """The dumps of one engine core."""
 
     def __init__(self, folder: Path | None = None, *, tokens: bool = False) -> None:
         """folder: None: `default_folder`. tokens: token ids are written, too."""

@@ -217,7 +217,7 @@ def _arguments(package: Any, spec: Autoregressive, text: Any, longest: int) -> A
 
 
 def cache_bytes(text: Any, longest: int, requests: int, dtype: str) -> int:
-    """Of the KV cache, where a stage has no budget: vLLM would take nine tenths of the machine's memory.
+    """The size of the KV cache where a stage has no budget: vLLM would take nine tenths of the machine's memory.
 
     text: the model's config. As much as the own engine takes, and at least one request of full length.
     """

@@ -47,7 +47,7 @@ class _Chunks(NamedTuple):
 
 
 class AttentionShape(NamedTuple):
-    """Of a layer. group: query heads that share a KV head."""
+    """The shape of a layer's attention. group: query heads that share a KV head."""
 
     kv_heads: int
     group: int

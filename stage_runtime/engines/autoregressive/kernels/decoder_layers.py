@@ -112,7 +112,8 @@ class DecoderLayers(nn.Module):
     def __init__(self, layers: Sequence[Any]) -> None:
         super().__init__()
         self.layers = nn.ModuleList(layers)
-        #: Of each engine that computes with this decoder, as long as its cache: they may do so at the same time.
+        #: The program of each engine that computes with this decoder, as long as its cache: several may do so at the
+        #: same time.
         self.programs: weakref.WeakKeyDictionary[PageAttention, DecoderProgram] = weakref.WeakKeyDictionary()
 
     def forward(self, hidden_states: Tensor, **given: Any) -> Tensor:
@@ -225,7 +226,7 @@ class DecoderProgram:
         return buffers["sums"][:count].to(self._dtype)
 
     def _parts(self, rows: int) -> dict[str, int]:
-        """Of the loops."""
+        """How many parts each loop has."""
         found: dict[str, int] = {}
         for name, linear in zip(("qkv", "o", "gate_up", "down"), _linears(self._first), strict=True):
             found |= {f"copy_{name}": linear.product.copy_parts(rows), f"multiply_{name}": linear.product.parts()}

@@ -172,7 +172,8 @@ def _windowed_attention(module: Any) -> nn.Module:
     return FusedAttention(module, getattr(module.config, "sliding_window", None))
 
 
-#: By the name of transformers' class. Each was compared with its source: same arguments, same order of operations.
+#: Modules by the name of transformers' class. Each was compared with its source: same arguments, same order of
+#: operations.
 FUSED: Final[dict[str, Callable[[Any], nn.Module | None]]] = {
     "LlamaRMSNorm": _norm,
     "MistralRMSNorm": _norm,

@@ -124,15 +124,15 @@ class TiledLinear:
 
     @property
     def addresses(self) -> tuple[int, int]:
-        """Of the weight and the bias."""
+        """The addresses of the weight and the bias."""
         return self._weight.data_ptr(), self._bias.data_ptr()
 
     def copy_parts(self, rows: int) -> int:
-        """Of `interleave`."""
+        """How many parts `interleave` has."""
         return min(native.parts_for(rows * self.inputs, LEAST_COPIED), self.words)
 
     def parts(self) -> int:
-        """Of `multiply`."""
+        """How many parts `multiply` has."""
         return min(native.parts_for(self._weight.numel(), LEAST_READ), self._most_parts)
 
 

@@ -85,7 +85,7 @@ def _key(name: str, source: bytes) -> str:
 
 
 def features() -> str:
-    """Of the processor that code is made for, as LLVM lists them."""
+    """The features of the processor that code is made for, as LLVM lists them."""
     _triple, _name, found = _codegen().magic_tuple()
     return str(found)
 

@@ -168,7 +168,7 @@ def weighted(bf16: bool, dim: int, wide: int, group: int) -> Any:
 
 @intrinsic
 def largest(typing_context, values, count):
-    """Of ``count`` f32, a multiple of `LANES` and not 0. NaN is passed over."""
+    """The largest of ``count`` f32, a multiple of `LANES` and not 0. NaN is passed over."""
 
     def build(context, builder, signature, given):
         code = _Code(builder)
@@ -271,7 +271,7 @@ class _Code:
         return self.builder.call(self._added, [ir.Constant(_F32, 0.0), vector], fastmath=("reassoc",))
 
     def top(self, vector: Any) -> Any:
-        """Of lanes that are not NaN."""
+        """The largest of the lanes that are not NaN."""
         return self.builder.call(self._top, [vector], fastmath=("nnan",))
 
     def store(self, value: Any, address: Any, align: int = 4) -> None:

@@ -11,7 +11,7 @@ from stage_runtime.errors import ConfigurationError, InvalidRequest, describe
 
 
 def made(path: str) -> Decoder:
-    """Of the class that ``path`` names. Raises: ConfigurationError: there is none, or it cannot be made."""
+    """A decoder of the class that ``path`` names. Raises: ConfigurationError: there is none, or it cannot be made."""
     kind = resolving.resolve(path, field="omni.Autoregressive(decoder)")
     try:
         found: Any = kind()
@@ -23,7 +23,7 @@ def made(path: str) -> Decoder:
 
 
 def tokenizer_of(spec: Autoregressive) -> Any:
-    """Of the model; `TokensOnly` where its decoder says that its tokens are not text (``text = False``)."""
+    """The model's tokenizer; `TokensOnly` where its decoder says that its tokens are not text (``text = False``)."""
     if spec.decoder is not None:
         kind = resolving.resolve(spec.decoder, field="omni.Autoregressive(decoder)")
         if not getattr(kind, "text", True):

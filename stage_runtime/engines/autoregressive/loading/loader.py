@@ -192,7 +192,7 @@ def _blocks(spec: Autoregressive, paged: PagedModel, length: int) -> int:
 
 
 def token_bytes(layers: Any, dtype: torch.dtype) -> int:
-    """Of K and V of one token, in all layers."""
+    """The bytes of K and V of one token, in all layers."""
     values = sum(shape.kv_heads * (shape.key_dim + shape.value_dim) for shape in cast(Sequence[LayerShape], layers))
     return int(values * dtype.itemsize)
 

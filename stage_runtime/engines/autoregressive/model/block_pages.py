@@ -35,12 +35,12 @@ class BlockPages:
 
     @property
     def item_nbytes(self) -> list[int]:
-        """Of one block as it crosses, in each page."""
+        """The bytes of one block as it crosses, in each page."""
         return [rows.shape[1] for rows in self._rows]
 
     @property
     def block_nbytes(self) -> int:
-        """Of one block in all pages, as it crosses."""
+        """The bytes of one block in all pages, as it crosses."""
         return sum(self.item_nbytes)
 
     def export(self, blocks: Sequence[int]) -> Tensor:

@@ -11,7 +11,7 @@ SAMPLED: Final = 64  # values of each vector that go into the digest
 
 
 def weights_digest(model: Any) -> str:
-    """Of a transformers model: its configuration, and the first values of its vectors (norms, biases).
+    """A digest of a transformers model: its configuration, and the first values of its vectors (norms, biases).
 
     Those are as they were loaded, also where matrices have been packed for this machine. A model that was cut for a
     tensor-parallel rank has other vectors.

@@ -23,7 +23,7 @@ ANSWER = ("answer", "all")
 
 
 class OwnRows:
-    """Of one request whose decoder computes each next row."""
+    """The rows of one request whose decoder computes each next row."""
 
     def __init__(self) -> None:
         self.rows: list[Tensor] = []  #: ``[hidden]`` of each generated token but the last, on the host.
@@ -53,12 +53,12 @@ class KeptRows:
         self._pages = {layer: torch.zeros(shape, dtype=model.dtype, device=model.device) for layer in paged}
 
     def regions(self) -> Sequence[Page]:
-        """Of prompts: they cross with the keys and values."""
+        """The rows of prompts, which cross with the keys and values."""
         return [Page(f"{layer}.rows", self._pages[layer]) for layer in sorted(self._pages)]
 
     @staticmethod
     def token_bytes(names: Mapping[str, Sequence[Any]], model: PagedModel) -> int:
-        """Of one token in the buffers."""
+        """The bytes of one token in the buffers."""
         layers = {int(layer) for layer, of in names.values() if layer and of in PROMPT}
         return int(len(layers) * (model.row_size or 0) * model.dtype.itemsize)
 
@@ -68,7 +68,7 @@ class KeptRows:
             pages.view(-1, pages.shape[-1]).index_copy_(0, slots, kept[layer])
 
     def of_token(self, token: int, at: int, computed: Computed) -> GivenRows:
-        """Of a new token, which was chosen from the row ``at`` of the pass."""
+        """The rows of a new token, which was chosen from the row ``at`` of the pass."""
         kept: dict[str, tuple[Any, ...]] = {}
         for name, (layer, of) in self._names.items():
             if of in ANSWER:
@@ -77,7 +77,7 @@ class KeptRows:
         return GivenRows(kept=kept)
 
     def of_prompt(self, request: Request, blocks: Sequence[int]) -> GivenRows:
-        """Of a prompt that is computed to its end."""
+        """The rows of a prompt that is computed to its end."""
         found: dict[str, Any] = {}
         for name, (layer, of) in self._names.items():
             if of in PROMPT:

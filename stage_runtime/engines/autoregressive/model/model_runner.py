@@ -155,7 +155,7 @@ class ModelRunner:
             self.clear([0])
 
     def compute(self, batch: Pass) -> Computed:
-        """Of the rows' last tokens; the cache is written."""
+        """Compute the logits of the rows' last tokens and write the cache."""
         device = self.model.device
         meta = BatchMeta(batch.starts, batch.computed, batch.tables, torch.tensor(batch.slots, device=device))
         return self._compute(batch, self._backend.plan(meta))
@@ -221,7 +221,7 @@ class ModelRunner:
                 self._execute([row], output, masks)
 
     def _forward(self, rows: Sequence[Row]) -> Computed:
-        """Of each row's last token, then of the prompts' tokens whose probabilities are asked for.
+        """The logits of each row's last token, then of the prompts' tokens whose probabilities are asked for.
 
         NaN anywhere in a row reaches its last token, so a prompt's chunk is checked, too.
         """
@@ -280,7 +280,7 @@ class ModelRunner:
         return found
 
     def _positions(self, row: Row) -> Sequence[Sequence[int]]:
-        """Of one request's tokens in a step, on each axis."""
+        """The positions of one request's tokens in a step, on each axis."""
         end = row.start + row.count
         if self.model.axes > 1 and row.request.rows is not None:
             found: list[list[int]] = row.request.rows.positions(row.start, end)

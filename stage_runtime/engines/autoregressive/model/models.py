@@ -229,7 +229,7 @@ class PagedModel:
             self.row_size = None
         #: `decoder_pass.DecoderPass.run`, where the model has one: what it does not compute, transformers' class does.
         self.shorter: Callable[[FlatBatch], Tensor | None] = lambda batch: None
-        #: Of a token's position: 3 where rotary embedding turns by time, height and width.
+        #: Axes of a token's position: 3 where rotary embedding turns by time, height and width.
         self.axes = MROPE_AXES if _has_mrope(text) else 1
         #: Its layers in order, where rows can be taken and added; empty: it has none that we know.
         self.decoder_layers = _decoder_layers(model, int(text.num_hidden_layers))

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from stage_runtime.errors import ConfigurationError
 
-#: Of transformers' ``layer_types``: what `models` and `states` compute. The last two are kinds of MLP.
+#: The ``layer_types`` of transformers that `models` and `states` compute. The last two are kinds of MLP.
 COMPUTED: Final = frozenset(
     {
         "full_attention",

@@ -118,7 +118,7 @@ class StatePass:
         return _first(one.forward(hidden[:, token], **{**cut, one.cache: cache}))
 
     def _pick(self, value: Any) -> Any:
-        """Of the rows that decode, ``[rows, 1, …]``."""
+        """The part of the rows that decode, ``[rows, 1, …]``."""
         if isinstance(value, tuple):
             return tuple(self._pick(one) for one in value)
         return value[0, self._places][:, None] if _by_token(value, self._tokens) else value

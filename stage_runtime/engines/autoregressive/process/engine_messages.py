@@ -24,7 +24,7 @@ Natural: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
 
 
 def identity(engine_index: int) -> bytes:
-    """By which a client's socket addresses an engine."""
+    """The identity by which a client's socket addresses an engine."""
     return engine_index.to_bytes(2, "little")
 
 

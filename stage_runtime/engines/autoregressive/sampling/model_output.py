@@ -8,7 +8,7 @@ import msgspec
 
 
 class TokenLogprobs(NamedTuple):
-    """Of one generated token, before temperature and penalties."""
+    """The log probabilities of one generated token, before temperature and penalties."""
 
     logprob: float
     top: tuple[tuple[int, float], ...]  #: (token, logprob), likeliest first
@@ -40,7 +40,8 @@ def joined(first: GivenRows | None, later: GivenRows | None) -> GivenRows | None
 
 
 class ModelOutput(NamedTuple):
-    """By request id. ``failed``: why. ``prompt_logprobs``: of prompts that are computed to their ends.
+    """What a step gave, by request id. ``failed``: why. ``prompt_logprobs``: of prompts that are computed to their
+    ends.
 
     hidden_rows: ``[hidden]``, the last hidden state from which the token was chosen. ended: requests that their decoder
     ends with this token.

@@ -130,7 +130,7 @@ class GenerationAnswers:
         return len(self._answers) + len(self._encoding)
 
     def names(self, work: Work) -> Sequence[str]:
-        """By which the engine knows a request. In any thread."""
+        """The names by which the engine knows a request. In any thread."""
         return self._names.get(work, ())
 
     def origin(self, name: str) -> str | None:

@@ -16,7 +16,7 @@ from stage_runtime.wire.values import Chunk, Finish, Result, Usage
 
 
 class ClientReport:
-    """Of one request."""
+    """The reports of one request."""
 
     def __init__(self, *, completes: bool) -> None:
         """completes: what is missing at the end is added."""

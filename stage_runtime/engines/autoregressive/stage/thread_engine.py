@@ -196,7 +196,7 @@ class AutoregressiveEngine:
         }
 
     def _kv_gauges(self) -> dict[str, float]:
-        """Of an engine whose stage has ``disaggregation``."""
+        """Gauges of an engine whose stage has ``disaggregation``."""
         kv = self._core.kv
         if kv is None:
             return {}

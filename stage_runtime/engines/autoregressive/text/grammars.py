@@ -28,7 +28,7 @@ from stage_runtime.errors import describe
 
 log = logging.getLogger(__name__)
 
-#: Of a parser. An object with n properties that need not be there takes 4 n; a mask of 8,000 takes 0.08 s.
+#: A parser's bound. An object with n properties that need not be there takes 4 n; a mask of 8,000 takes 0.08 s.
 ITEMS_IN_ROW: Final = 8_000
 ITEMS_IN_STEP: Final = 400_000
 

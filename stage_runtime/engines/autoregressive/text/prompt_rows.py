@@ -94,7 +94,7 @@ class RequestRows:
         return found
 
     def added(self, start: int, end: int) -> list[tuple[int, list[int], Any]]:
-        """Of tokens ``start .. end``: layer, their positions, and the rows that are added there."""
+        """For tokens ``start .. end``: each layer, their positions, and the rows that are added there."""
         found = []
         for first, one in self._added:
             chosen = [index for index, place in enumerate(one.places) if start <= first + place < end]
@@ -114,7 +114,7 @@ class RequestRows:
 
 
 def _delta_key(delta: int) -> bytes:
-    """Of tokens that stand at their index and ``delta``."""
+    """The positions of tokens that stand at their index and ``delta``."""
     return delta.to_bytes(8, "little", signed=True)
 
 

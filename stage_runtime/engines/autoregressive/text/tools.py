@@ -110,6 +110,6 @@ def instructions(tools: Sequence[Mapping[str, Any]], sample: str) -> str:
 
 
 def names(tools: Any) -> frozenset[str]:
-    """Of what an author gives a chat template as tools: of functions, or of objects that have one each."""
+    """The tools among what an author gives a chat template: functions, or objects that have one each."""
     given = [tool.get("function", tool) for tool in tools if isinstance(tool, Mapping)]
     return frozenset(str(one["name"]) for one in given if isinstance(one, Mapping) and "name" in one)
