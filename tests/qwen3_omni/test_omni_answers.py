@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import httpx
 import numpy as np
 import pytest
+import pytest_asyncio
 import soundfile
 
 from stage_models.qwen3_omni import tiny
@@ -28,6 +29,11 @@ TOGETHER = [f"stages.{name}.process=all" for name in STAGES]
 #: A cache of 26 blocks, which one long prompt fills nearly: beside each other, requests are preempted.
 TOKEN_BYTES = 4 * (3 * 2 * 2 * 16 + 64)  # keys and values of three layers, and the kept row of one
 SCARCE = [f"stages.thinker.factoryArgs.kv_cache_bytes={26 * 16 * TOKEN_BYTES}"]
+
+
+#: Of the example, which serves chat alone, so that the model itself answers what it does not do.
+SPEAKING = ["serves=[chat, speech]"]
+ONE_FOR_ALL = pytest.mark.asyncio(loop_scope="module")
 
 
 class Answer(NamedTuple):
@@ -44,6 +50,13 @@ async def pipeline(checkpoint: str, *overrides: str, **options: Any) -> AsyncIte
         async with LocalPipeline(EXAMPLE, overrides=changed, options=LocalOptions(port=0, **options)) as running:
             async with httpx.AsyncClient(base_url=running.url, timeout=PATIENCE_S) as client:
                 yield client
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def together(tiny_omni: str) -> AsyncIterator[httpx.AsyncClient]:
+    """All stages in one process, with little memory."""
+    async with pipeline(tiny_omni, *TOGETHER, *SCARCE, *SPEAKING) as client:
+        yield client
 
 
 async def ask(client: httpx.AsyncClient, case: Case) -> Answer:
@@ -76,32 +89,32 @@ async def test_each_answer_in_six_processes_is_that_of_the_whole_model(tiny_omni
             check(tiny_omni, oracle, case, await ask(client, case))
 
 
+@ONE_FOR_ALL
 async def test_together_with_little_memory_and_aborts_beside_them_answers_are_the_same(
-    tiny_omni: str, oracle: dict[str, Any]
+    tiny_omni: str, oracle: dict[str, Any], together: httpx.AsyncClient
 ) -> None:
-    async with pipeline(tiny_omni, *TOGETHER, *SCARCE) as client:
-        alone = await ask(client, CASES[1])
-        answers = [asyncio.create_task(ask(client, case)) for case in CASES]
-        leaving = [asyncio.create_task(ask(client, case)) for case in CASES[:4]]
-        await asyncio.sleep(0)
-        for task in leaving:
-            task.cancel()
-        await asyncio.gather(*leaving, return_exceptions=True)
-        beside = await asyncio.gather(*answers)
-        for case, answer in zip(CASES, beside, strict=True):
-            check(tiny_omni, oracle, case, answer)
-        assert np.array_equal(beside[1].samples, alone.samples), "the same samples, alone and among others"
-        again = await ask(client, CASES[3])
-        check(tiny_omni, oracle, CASES[3], again)
-        of_prompt = again.usage["prompt_tokens_details"]
-        assert of_prompt["cached_tokens"] > 0, "equal pictures and sounds share a prefix"
-        assert (of_prompt["image_tokens"], of_prompt["audio_tokens"]) == (6, 30)  # 96 x 64 pixels, 2.3 s
-        assert of_prompt["text_tokens"] == again.usage["prompt_tokens"] - 36
-        frames = len(oracle[f"{CASES[3].name}.codes"])
-        assert again.usage["completion_tokens_details"]["audio_tokens"] == frames
-        metrics = [line for line in (await client.get("/metrics")).text.splitlines() if "cache_hits_total{" in line]
-        hits = {line.split('stage="')[1].split('"')[0]: float(line.split()[-1]) for line in metrics}
-        assert hits["image_encoder"] >= 1 and hits["audio_encoder"] >= 1
+    alone = await ask(together, CASES[1])
+    answers = [asyncio.create_task(ask(together, case)) for case in CASES]
+    leaving = [asyncio.create_task(ask(together, case)) for case in CASES[:4]]
+    await asyncio.sleep(0)
+    for task in leaving:
+        task.cancel()
+    await asyncio.gather(*leaving, return_exceptions=True)
+    beside = await asyncio.gather(*answers)
+    for case, answer in zip(CASES, beside, strict=True):
+        check(tiny_omni, oracle, case, answer)
+    assert np.array_equal(beside[1].samples, alone.samples), "the same samples, alone and among others"
+    again = await ask(together, CASES[3])
+    check(tiny_omni, oracle, CASES[3], again)
+    of_prompt = again.usage["prompt_tokens_details"]
+    assert of_prompt["cached_tokens"] > 0, "equal pictures and sounds share a prefix"
+    assert (of_prompt["image_tokens"], of_prompt["audio_tokens"]) == (6, 30)  # 96 x 64 pixels, 2.3 s
+    assert of_prompt["text_tokens"] == again.usage["prompt_tokens"] - 36
+    frames = len(oracle[f"{CASES[3].name}.codes"])
+    assert again.usage["completion_tokens_details"]["audio_tokens"] == frames
+    metrics = [line for line in (await together.get("/metrics")).text.splitlines() if "cache_hits_total{" in line]
+    hits = {line.split('stage="')[1].split('"')[0]: float(line.split()[-1]) for line in metrics}
+    assert hits["image_encoder"] >= 1 and hits["audio_encoder"] >= 1
 
 
 async def test_engines_in_processes_of_their_own_give_the_same(tiny_omni: str, oracle: dict[str, Any]) -> None:
@@ -111,55 +124,68 @@ async def test_engines_in_processes_of_their_own_give_the_same(tiny_omni: str, o
             check(tiny_omni, oracle, case, await ask(client, case))
 
 
-async def test_text_and_sound_are_streamed_while_they_are_made(tiny_omni: str, oracle: dict[str, Any]) -> None:
+@ONE_FOR_ALL
+async def test_text_and_sound_are_streamed_while_they_are_made(
+    tiny_omni: str, oracle: dict[str, Any], together: httpx.AsyncClient
+) -> None:
     case = CASES[1]
     more = {"stream": True, "audio": {"voice": case.voice, "format": "pcm16"}}
-    async with pipeline(tiny_omni, *TOGETHER) as client:
-        text, sound, pieces, order = "", b"", 0, ""
-        async with client.stream("POST", "/v1/chat/completions", json=body(case, **more)) as response:
-            async for line in response.aiter_lines():
-                if not line.startswith("data: {"):
-                    continue
-                for choice in json.loads(line.removeprefix("data: "))["choices"]:
-                    delta = choice["delta"]
-                    text += delta.get("content") or ""
-                    order += "t" * bool(delta.get("content"))
-                    if data := (delta.get("audio") or {}).get("data"):
-                        sound += base64.b64decode(data)
-                        pieces += 1
-                        order += "a"
+    text, sound, pieces, order = "", b"", 0, ""
+    async with together.stream("POST", "/v1/chat/completions", json=body(case, **more)) as response:
+        async for line in response.aiter_lines():
+            if not line.startswith("data: {"):
+                continue
+            for choice in json.loads(line.removeprefix("data: "))["choices"]:
+                delta = choice["delta"]
+                text += delta.get("content") or ""
+                order += "t" * bool(delta.get("content"))
+                if data := (delta.get("audio") or {}).get("data"):
+                    sound += base64.b64decode(data)
+                    pieces += 1
+                    order += "a"
     assert text == text_of(tiny_omni, oracle[f"{case.name}.tokens"])
     assert len(sound) == 2 * len(oracle[f"{case.name}.wave"])
     assert pieces > 1
     assert order[0] == "t" and order[-1] == "a"
 
 
-async def test_an_answer_that_is_only_read_needs_no_talker_and_no_vocoder(tiny_omni: str) -> None:
-    async with pipeline(tiny_omni, *TOGETHER) as client:
-        asked = {**body(CASES[0]), "modalities": ["text"]}
-        del asked["audio"]
-        response = await client.post("/v1/chat/completions", json=asked)
-        assert response.status_code == 200, response.text
-        assert "audio" not in response.json()["choices"][0]["message"]
-        record = await client.get("/v1/requests/" + response.json()["id"])
-        assert "talker" not in json.dumps(record.json().get("stages", {})), record.text
+@ONE_FOR_ALL
+async def test_an_answer_that_is_only_read_needs_no_talker_and_no_vocoder(together: httpx.AsyncClient) -> None:
+    asked = {**body(CASES[0]), "modalities": ["text"]}
+    del asked["audio"]
+    response = await together.post("/v1/chat/completions", json=asked)
+    assert response.status_code == 200, response.text
+    assert "audio" not in response.json()["choices"][0]["message"]
+    record = await together.get("/v1/requests/" + response.json()["id"])
+    assert "talker" not in json.dumps(record.json().get("stages", {})), record.text
 
 
+CHAT = "/v1/chat/completions"
+READ_ALOUD = {"model": "qwen3-omni", "input": "hello", "voice": "chelsie"}
+
+
+@ONE_FOR_ALL
 @pytest.mark.parametrize(
-    ("change", "named"),
+    ("path", "asked", "named"),
     [
-        ({"audio": {"voice": "nobody", "format": "wav"}}, "nobody"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}]}, ""),
-        ({"messages": [{"role": "user", "content": "x" * 40_000}]}, "context"),
+        (CHAT, {**body(CASES[0]), "audio": {"voice": "nobody", "format": "wav"}}, "nobody"),
+        (
+            CHAT,
+            body(CASES[0])
+            | {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}]},
+            "",
+        ),
+        (CHAT, {**body(CASES[0]), "messages": [{"role": "user", "content": "x" * 40_000}]}, "context"),
+        ("/v1/audio/speech", READ_ALOUD, "does not read a given text aloud"),
+        ("/v1/audio/speech", {**READ_ALOUD, "stream_format": "sse"}, "does not read a given text aloud"),
     ],
 )
 async def test_what_the_model_does_not_take_is_refused_and_the_next_is_served(
-    tiny_omni: str, change: dict[str, Any], named: str
+    together: httpx.AsyncClient, path: str, asked: dict[str, Any], named: str
 ) -> None:
-    async with pipeline(tiny_omni, *TOGETHER) as client:
-        refused = await client.post("/v1/chat/completions", json={**body(CASES[0]), **change})
-        assert (refused.status_code, named in refused.text) == (400, True), refused.text
-        assert (await ask(client, CASES[0])).text
+    refused = await together.post(path, json=asked)
+    assert (refused.status_code, named in refused.text) == (400, True), refused.text
+    assert (await ask(together, CASES[0])).text
 
 
 def test_the_tiny_checkpoint_is_made_once(tmp_path: Path) -> None:
