@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stage_runtime.engines.autoregressive.text.bounded_numbers import ANY_OBJECT, bounded
+from stage_runtime.engines.autoregressive.text.bounded_numbers import bounded
 from stage_runtime.engines.autoregressive.text.grammar_texts import WRITTEN, Grammar, SchemaPart
 from stage_runtime.engines.autoregressive.text.grammars import Grammars
 from tests.engines.generation_kit import END, VOCABULARY, tiny_tokenizer
@@ -57,13 +57,15 @@ def test_a_number_without_bounds_ends(schema: Any, some: list[str], none: list[s
         {"type": "string"},
         {"enum": [{"type": "integer"}]},
         {"properties": {"type": {"const": "integer"}}},
-        {"default": {"type": "number"}, "type": "object"},
+        {"default": {"type": "number"}, "type": "object", "additionalProperties": False},
+        {"type": "object", "allOf": [{"properties": {"a": {}}}, {"additionalProperties": True}]},
+        {"$id": "https://a.example/x.json", "properties": {"a": {}}},
+        {"$defs": [], "properties": {"a": {}}},
         {"type": "integer", "minimum": "odd"},
         {"type": 5},
         {"type": [["integer"]]},
         {"properties": [{"type": "integer"}]},
         True,
-        {},
     ],
 )
 def test_what_a_schema_sets_itself_or_cannot_mean_stays_as_it_is(schema: Any) -> None:
@@ -80,8 +82,41 @@ def test_a_stage_may_have_fewer_digits_or_no_bound() -> None:
     assert bounded({"type": "number"}, None) == {"type": "number"}
 
 
+OPEN_VALUES = ["5", "-2.5", '"x"', "null", "true", '[1, "a", {"b": 2.5}]', '{"b": {"c": []}}']
+
+
+@pytest.mark.parametrize(
+    ("schema", "form"),
+    [
+        ({}, "{}"),
+        ({"description": "any"}, "{}"),
+        ({"type": "object"}, '{{"a": {}}}'),
+        ({"type": ["object", "null"]}, '{{"a": {}}}'),
+        ({"type": "object", "properties": {"a": {}}}, '{{"a": {}}}'),
+        ({"type": "object", "properties": {"a": True}, "additionalProperties": False}, '{{"a": {}}}'),
+        ({"type": "object", "properties": {"a": {"title": "A"}}, "additionalProperties": False}, '{{"a": {}}}'),
+        ({"type": "object", "properties": {"a": {"type": "object"}}}, '{{"a": {{"b": {}}}}}'),
+        ({"type": "object", "properties": {"a": {"type": "string"}}}, '{{"a": "x", "c": {}}}'),
+        ({"type": "object", "additionalProperties": True}, '{{"a": {}}}'),
+        ({"type": "array"}, "[1, {}]"),
+        ({"type": "array", "items": {}}, "[{}]"),
+        ({"anyOf": [{"type": "null"}, {"type": "array"}]}, "[{}]"),
+        ({"$ref": "#/$defs/A", "$defs": {"A": {"type": "object"}}}, '{{"a": {}}}'),
+    ],
+)
+def test_where_a_schema_leaves_a_value_open_numbers_end(schema: Any, form: str) -> None:
+    made = bounded(schema)
+    assert [one for one in OPEN_VALUES if not follows(made, form.format(one))] == []
+    assert [one for one in (LONG, f"[{LONG}]", f'{{"z": [-{LONG}]}}') if follows(made, form.format(one))] == []
+
+
+def test_items_of_a_tuple_have_bounds() -> None:
+    made = bounded({"type": "array", "items": [{"type": "integer"}], "additionalItems": False})
+    assert follows(made, "[5]") and not follows(made, f"[{LONG}]")
+
+
 def test_any_object_has_numbers_that_end() -> None:
-    made = bounded(ANY_OBJECT)
+    made = bounded({"type": "object"})
     assert follows(made, '{"a": 1.5, "b": [1, {"c": null, "d": "x", "e": true}], "f": {}}')
     assert not follows(made, f'{{"a": [{LONG}]}}')
 

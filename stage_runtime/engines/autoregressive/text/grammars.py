@@ -144,10 +144,8 @@ def _part(part: SchemaPart, number_digits: int | None) -> dict[str, Any]:
 
 def prepared_schema(text: str, place: str, number_digits: int | None = bounded_numbers.MOST_DIGITS) -> dict[str, Any]:
     """A schema as the compiler takes it, with bounds of numbers. Raises: GrammarRefused: no finite value follows it."""
-    is_any = text == ANY_OBJECT and number_digits is not None
     try:
-        schema = bounded_numbers.ANY_OBJECT if is_any else json.loads(text)
-        return schemas.prepared(bounded_numbers.bounded(schema, number_digits))
+        return schemas.prepared(bounded_numbers.bounded(json.loads(text), number_digits))
     except (ValueError, RecursionError) as error:
         raise GrammarRefused(place, str(error)) from error
 
