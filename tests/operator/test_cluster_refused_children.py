@@ -11,6 +11,7 @@ import pytest
 
 from tests.operator.running import Audit, Kube, OperatorProcess, eventually, pipeline
 from tests.operator.test_cluster_children import SETTLE_S
+from tests.thoroughness import rows
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
 
@@ -61,7 +62,30 @@ def widen_policy(kube: Kube) -> Callable[[], object]:
     return lambda: "matchExpressions" not in kube.get("networkpolicy", "duo-pods")["spec"]["podSelector"]
 
 
-@pytest.mark.parametrize("edit", [edit_ports, add_to_selector, set_min_available, make_immutable, widen_policy])
+def remove_labels(kube: Kube) -> Callable[[], object]:
+    """Those by which the operator finds it."""
+    labels = kube.get("service", "duo")["metadata"]["labels"]
+    patched(kube, "service", "duo", {"metadata": {"labels": dict.fromkeys(labels)}})
+    return lambda: kube.get("service", "duo")["metadata"].get("labels") == labels
+
+
+def remove_owner(kube: Kube) -> Callable[[], object]:
+    patched(kube, "service", "duo", {"metadata": {"ownerReferences": None}})
+    return lambda: kube.get("service", "duo")["metadata"].get("ownerReferences")
+
+
+EDITS = (
+    edit_ports,
+    remove_labels,
+    add_to_selector,
+    set_min_available,
+    make_immutable,
+    remove_owner,
+    widen_policy,
+)
+
+
+@pytest.mark.parametrize("edit", rows(EDITS, each_run=5))
 def test_a_child_that_was_edited_by_hand_is_ours_again_and_later_edits_are_carried_out(
     kube: Kube, operator: OperatorProcess, audit: Audit, edit: Callable[[Kube], Callable[[], object]]
 ) -> None:

@@ -115,7 +115,11 @@ class FarEnd:
         )
         assert self.process.stdin is not None and self.process.stdout is not None
         self._commands, self._answers = self.process.stdin, self.process.stdout
-        self.facts = self.answer()
+        try:
+            self.facts = self.answer()
+        except BaseException:  # the test's time is over: it leaves no process
+            self.close()
+            raise
 
     def ask(self, **command: Any) -> Any:
         self.tell(**command)
