@@ -184,6 +184,38 @@ class TextCompletion(msgspec.Struct):
     notes: list[ShownNote] | UnsetType = UNSET
 
 
+class Response(msgspec.Struct):
+    """Of /v1/responses; the fields that are not here say again what was asked for."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    status: Literal["in_progress", "completed", "incomplete", "failed"]
+    model: str
+    output: list[dict[str, Any]]
+    error: dict[str, Any] | None
+    incomplete_details: dict[str, Any] | None
+    usage: dict[str, Any] | None
+
+
+class ResponseEvent(msgspec.Struct):
+    """Each is named by its type in the stream, too. The others' fields are OpenAI's."""
+
+    type: str
+    sequence_number: int
+    response: Response | UnsetType = UNSET
+    output_index: int | UnsetType = UNSET
+    content_index: int | UnsetType = UNSET
+    item_id: str | UnsetType = UNSET
+    item: dict[str, Any] | UnsetType = UNSET
+    part: dict[str, Any] | UnsetType = UNSET
+    delta: str | UnsetType = UNSET
+    text: str | UnsetType = UNSET
+    arguments: str | UnsetType = UNSET
+    name: str | UnsetType = UNSET
+    logprobs: list[Any] | UnsetType = UNSET
+
+
 class InputTokens(msgspec.Struct):
     prompt_tokens: int
     total_tokens: int
@@ -238,6 +270,17 @@ class PairScores(msgspec.Struct):
     usage: InputTokens
 
 
+class Tokens(msgspec.Struct):
+    count: int
+    max_model_len: int | None
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class Detokenized(msgspec.Struct):
+    prompt: str
+
+
 class AudioTokens(msgspec.Struct):
     input_tokens: int
     output_tokens: int
@@ -268,7 +311,7 @@ class Transcription(msgspec.Struct):
 class VerboseTranscription(Transcription, kw_only=True):
     """Values that stages give as notes are as they gave them."""
 
-    task: Literal["transcribe"]
+    task: Literal["transcribe", "translate"]
     language: Any
     duration: Any
     segments: Any = UNSET

@@ -16,10 +16,13 @@ from stage_runtime.web.answers import EVENTS, JSON, SOUND, TEXT, ResponseType
 from stage_runtime.web.endpoints import HandlerContext
 from stage_runtime.web.handlers.chat import Chat
 from stage_runtime.web.handlers.completions import Completions
+from stage_runtime.web.handlers.responses import Responses
 from stage_runtime.web.handlers.speech import Speech
+from stage_runtime.web.handlers.tokens import Tokens
 from stage_runtime.web.handlers.transcriptions import Transcriptions
 from stage_runtime.web.handlers.vectors import Encoders
 from stage_runtime.web.reading import schemas
+from stage_runtime.web.reading.responses_body import ResponsesBody
 from stage_runtime.web.realtime.room import Realtime
 from stage_runtime.web.routing import FORM, Route, RouteHandler
 
@@ -39,6 +42,11 @@ CODE: Final[dict[str, RouteCode]] = {
         handler=lambda context: Chat(context).complete,
         body=schemas.ChatBody,
         answers=(ResponseType((answers.ChatCompletion,)), ResponseType((answers.ChatCompletionChunk,), EVENTS)),
+    ),
+    "/v1/responses": RouteCode(
+        handler=lambda context: Responses(context).respond,
+        body=ResponsesBody,
+        answers=(ResponseType((answers.Response,)), ResponseType((answers.ResponseEvent,), EVENTS)),
     ),
     "/v1/completions": RouteCode(
         handler=lambda context: Completions(context).complete,
@@ -75,6 +83,27 @@ CODE: Final[dict[str, RouteCode]] = {
         ),
         media=(FORM,),
         file="file",
+    ),
+    "/v1/audio/translations": RouteCode(
+        handler=lambda context: Transcriptions(context).translate,
+        body=schemas.TranscriptionFields,
+        answers=(
+            ResponseType((answers.Transcription, answers.VerboseTranscription)),
+            ResponseType((answers.TranscriptDelta, answers.TranscriptDone), EVENTS),
+            ResponseType(media=TEXT),
+        ),
+        media=(FORM,),
+        file="file",
+    ),
+    "/tokenize": RouteCode(
+        handler=lambda context: Tokens(context).tokenize,
+        body=schemas.TokenizeBody,
+        answers=(ResponseType((answers.Tokens,)),),
+    ),
+    "/detokenize": RouteCode(
+        handler=lambda context: Tokens(context).detokenize,
+        body=schemas.DetokenizeBody,
+        answers=(ResponseType((answers.Detokenized,)),),
     ),
 }
 #: The code of each path of `SOCKETS`.

@@ -25,6 +25,8 @@ USAGE_SO_FAR: Final = "omni.usage"
 #: Names of notes with tokens of a prompt and of a part of an answer: ``{"choice": …, "token_ids": […]}``.
 PROMPT_TOKEN_IDS: Final = "prompt_token_ids"
 TOKEN_IDS: Final = "token_ids"
+#: Name of the note that answers a request of kind ``tokenize``: ``tokens``, ``token_strs``, ``max_model_len``.
+TOKENS: Final = "tokens"
 SHOWN: Final = (Text, Reasoning, Audio, Usage, Finish, Note, ToolCall, Vectors, Scores)
 #: What an answer is made of, and what may stand beside that, by kind of request; `_TOLD` for those that are not here.
 _TOLD: Final = (

@@ -13,7 +13,18 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
-RequestKind = Literal["chat", "completion", "embedding", "score", "speech", "transcription", "pipeline"]
+RequestKind = Literal[
+    "chat",
+    "completion",
+    "embedding",
+    "score",
+    "speech",
+    "transcription",
+    "translation",
+    "tokenize",
+    "detokenize",
+    "pipeline",
+]
 StructType = TypeVar("StructType", bound=type[msgspec.Struct])
 
 #: Struct types that may travel, by the name that goes over the wire. Filled by `message`, never by a peer.
@@ -202,7 +213,11 @@ class OmniRequest(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             for part in item["content"]:
                 if part.get("type") in ("audio", "image", "video") and "data" in part:
                     yield Media(part["type"], part.get("mime", ""), part["data"])
-        if self.kind == "transcription" and isinstance(self.inputs, Mapping) and "audio" in self.inputs:
+        if (
+            self.kind in ("transcription", "translation")
+            and isinstance(self.inputs, Mapping)
+            and "audio" in self.inputs
+        ):
             yield Media("audio", self.inputs.get("mime") or "", self.inputs["audio"])
 
 

@@ -30,6 +30,7 @@ async def test_prompts_errors_and_usage_reach_a_client_as_documented() -> None:
                 await odd_histories_are_taken(http)
                 await whole_pipelines_hold_their_text(http)
                 await usage_comes_as_it_grows(http)
+                await texts_and_chats_become_tokens(http)
                 await last_messages_are_continued(http)
                 await token_ids_come_as_vllms(http)
                 await completions_continue_texts_and_tokens(http)
@@ -80,17 +81,49 @@ async def odd_histories_are_taken(http: httpx.AsyncClient) -> None:
     assert stopped == await prompt_tokens(http, user("a"), {"role": "assistant", "content": ""}, user("b"))
 
 
+async def texts_and_chats_become_tokens(http: httpx.AsyncClient) -> None:
+    async def told(path: str, **body: Any) -> Any:
+        return (await http.post(path, json=body)).json()
+
+    letters = tiny_tokenizer()("h\u00e9<end>")["input_ids"]
+    whole = await told("/tokenize", prompt="h\u00e9<end>", return_token_strs=True)
+    assert (whole["tokens"], whole["count"], whole["token_strs"][-1]) == (letters, 4, "<end>")
+    assert (await told("/tokenize", prompt=""))["tokens"] == []
+    assert await told("/detokenize", tokens=letters) == {"prompt": "h\u00e9<end>"}
+    prompt = tiny_tokenizer().apply_chat_template([user("hi")], add_generation_prompt=True, return_dict=True)
+    of_chat = await told("/tokenize", messages=[user("hi")])
+    assert (of_chat["tokens"], of_chat["token_strs"]) == (prompt["input_ids"], None)
+    assert (await told("/tokenize", messages=[user("hi")], add_generation_prompt=False))["count"] == of_chat[
+        "count"
+    ] - 1
+    long = "a" * 50_000  # no bound of the model applies
+    assert (await told("/tokenize", prompt=long))["count"] == 50_000
+    wrong: list[tuple[str, dict[str, Any], str]] = [
+        ("/tokenize", {}, "prompt"),
+        ("/tokenize", {"prompt": "a", "messages": [user("hi")]}, "prompt"),
+        ("/tokenize", {"prompt": "a", "tools": []}, "tools"),
+        ("/tokenize", {"messages": [user("hi")], "add_special_tokens": True}, "add_special_tokens"),
+        ("/detokenize", {"tokens": [99999]}, "tokens"),
+        ("/detokenize", {"tokens": [-1]}, "tokens[0]"),
+        ("/detokenize", {}, "tokens"),
+    ]
+    for path, body, param in wrong:
+        error = (await told(path, **body))["error"]
+        assert (error["code"], error["param"]) == ("invalid_request", param), error
+
+
 async def last_messages_are_continued(http: httpx.AsyncClient) -> None:
     begun = {"role": "assistant", "content": "I am"}
     whole = await prompt_tokens(http, user("hi"), begun)
     assert await prompt_tokens(http, user("hi"), begun, continue_final_message=True) == whole - 1
     assert await prompt_tokens(http, user("hi"), begun, add_generation_prompt=False) == whole - 1
     more = {"continue_final_message": True}
-    for messages, fields, problem in [
+    refused: list[tuple[list[dict[str, Any]], dict[str, Any], str]] = [
         ([user("hi")], {}, "expected the last message to be an assistant's text, got one of the role 'user'"),
         ([user("hi"), {"role": "assistant", "content": ""}], {}, "got one without text or with calls"),
         ([user("hi"), begun], {"add_generation_prompt": True}, "expected add_generation_prompt to be false"),
-    ]:
+    ]
+    for messages, fields, problem in refused:
         error = (await ask(http, *messages, **more, **fields)).json()["error"]
         assert (error["param"], problem in error["message"]) == ("continue_final_message", True), error
 

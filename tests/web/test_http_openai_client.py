@@ -510,6 +510,31 @@ async def test_a_transcription_may_be_bare_text() -> None:
     assert answer == "hello you"
 
 
+@pytest.mark.parametrize(
+    ("format", "wanted"),
+    [
+        ("srt", "1\n00:00:00,000 --> 00:00:00,500\nhello you\n"),
+        ("vtt", "WEBVTT\n\n00:00:00.000 --> 00:00:00.500\nhello you\n"),
+    ],
+)
+async def test_a_transcription_may_be_subtitles(format: Any, wanted: str) -> None:
+    answer, manager = await transcribed(
+        lambda client: client.audio.transcriptions.create(model="any", file=FILE, response_format=format)
+    )
+    assert answer == wanted
+    assert manager.last.request.params == {"timestamp_granularities": ["segment"]}
+
+
+@pytest.mark.filterwarnings("ignore:deprecated:DeprecationWarning")  # by this client's newest versions
+async def test_a_translation_is_a_request_of_its_own_kind() -> None:
+    answer, manager = await transcribed(
+        lambda client: client.audio.translations.create(model="any", file=FILE, response_format="verbose_json")
+    )
+    assert (answer.text, answer.language, answer.duration) == ("hello you", "english", 0.5)
+    request = manager.last.request
+    assert (request.kind, request.media("audio")[0].data) == ("translation", WAV.getvalue())
+
+
 async def test_a_verbose_transcription_says_what_stages_know_and_no_more() -> None:
     answer, manager = await transcribed(
         lambda client: client.audio.transcriptions.create(
@@ -538,7 +563,8 @@ async def test_a_transcription_streams_deltas_and_ends_with_the_whole() -> None:
 @pytest.mark.parametrize(
     ("body", "param"),
     [
-        ({"response_format": "srt"}, "response_format"),
+        ({"response_format": "ass"}, "response_format"),
+        ({"response_format": "srt", "stream": True}, "response_format"),
         ({"temperature": 7}, "temperature"),
         ({"include": ["logprobs"]}, "include"),
         ({"extra_body": {"chunking_strategy": "server_vad"}}, "chunking_strategy"),

@@ -11,7 +11,9 @@ from typing import Any, Literal
 import msgspec
 
 #: Values of a pipeline's ``serves``.
-Served = Literal["chat", "completion", "embedding", "score", "speech", "transcription", "realtime"]
+Served = Literal[
+    "chat", "completion", "embedding", "score", "speech", "transcription", "translation", "realtime", "tokenize"
+]
 
 
 class Example(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,6 +45,14 @@ ROUTES: tuple[OpenAIRoute, ...] = (
         kind="chat",
         ids="chatcmpl",
         example=Example(body={"messages": [{"role": "user", "content": "hello there"}]}),
+    ),
+    OpenAIRoute(
+        path="/v1/responses",
+        serves="chat",
+        summary="OpenAI's responses, without those that need a store",
+        kind="chat",
+        ids="resp",
+        example=Example(body={"input": "hello there"}),
     ),
     OpenAIRoute(
         path="/v1/completions",
@@ -95,6 +105,31 @@ ROUTES: tuple[OpenAIRoute, ...] = (
         ids="transcription",
         example=Example(file=True),
         sound=True,
+    ),
+    OpenAIRoute(
+        path="/v1/audio/translations",
+        serves="translation",
+        summary="OpenAI's translations of speech to English",
+        kind="translation",
+        ids="translation",
+        example=Example(file=True),
+        sound=True,
+    ),
+    OpenAIRoute(
+        path="/tokenize",
+        serves="tokenize",
+        summary="Tokens of a text or of messages, as vLLM's",
+        kind="tokenize",
+        ids="tokenize",
+        example=Example(body={"prompt": "hello there"}),
+    ),
+    OpenAIRoute(
+        path="/detokenize",
+        serves="tokenize",
+        summary="The text of tokens, as vLLM's",
+        kind="detokenize",
+        ids="detokenize",
+        example=Example(body={"tokens": [1, 2, 3]}),
     ),
 )
 

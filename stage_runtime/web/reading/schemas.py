@@ -249,6 +249,31 @@ class ScoreBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     timeout: Seconds | None = None
 
 
+class TokenizeBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """POST /tokenize, as vLLM's: of a text or of a chat."""
+
+    prompt: str | None = None
+    messages: Annotated[list[Message], Meta(min_length=1)] | None = None
+    model: str | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    tools: list[Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    user: str | None = None
+    timeout: Seconds | None = None
+
+
+class DetokenizeBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """POST /detokenize, as vLLM's."""
+
+    tokens: Annotated[list[Annotated[int, Meta(ge=0, le=2**31 - 1)]], Meta(max_length=1 << 20)]
+    model: str | None = None
+    user: str | None = None
+    timeout: Seconds | None = None
+
+
 class SpeechBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """POST /v1/audio/speech."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from typing import Any, Final
 
 import msgspec
@@ -80,16 +80,22 @@ def request(
     body: schemas.ChatBody, request_id: str, fetched: Mapping[str, Media], accepts: Set[str] = frozenset()
 ) -> OmniRequest:
     """What the entry stage gets. ``fetched``: what the URLs of `media.to_fetch` hold. accepts: as of `call`."""
-    messages = [_message(item, index, fetched) for index, item in enumerate(body.messages)]
     return OmniRequest(
         id=request_id,
         kind="chat",
-        inputs={"messages": messages},
+        inputs={"messages": [_message(item, index, fetched) for index, item in enumerate(body.messages)]},
         params=_params(body, accepts),
         modalities=list(body.modalities or ("text",)),
         stream=bool(body.stream),
         metadata=body.metadata or {},
     )
+
+
+def spoken(messages: Sequence[schemas.Message], fetched: Mapping[str, Media], *, tools: bool) -> list[dict[str, Any]]:
+    """Messages as stages get them. tools: the pipeline can call them. Raises: InvalidRequest: names the place."""
+    for index, message in enumerate(messages):
+        _check_message(message, f"messages[{index}]", tools=tools)
+    return [_message(item, index, fetched) for index, item in enumerate(messages)]
 
 
 def _message(item: schemas.Message, index: int, fetched: Mapping[str, Media]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""POST /v1/audio/transcriptions: the form as an `OmniRequest`, events as OpenAI's answers and deltas. Pure.
+"""POST /v1/audio/transcriptions and translations: the form as an `OmniRequest`, events as OpenAI's answers. Pure.
 
 What only stages know reaches ``verbose_json`` as an `omni.Note` of that name: ``language``, ``duration``,
 ``segments``, ``words``. What no stage reported is left out, or null where OpenAI's type has it.
@@ -16,11 +16,11 @@ from stage_runtime.coordinator.events import AnswerEvent
 from stage_runtime.errors import InvalidRequest
 from stage_runtime.web.reading import schemas
 from stage_runtime.web.reading.multipart import FormPart
-from stage_runtime.web.translating import jsonable
+from stage_runtime.web.translating import jsonable, subtitles
 from stage_runtime.web.translating.outputs import Outputs
 from stage_runtime.wire.values import Note, OmniRequest, Text
 
-FORMATS: Final = ("json", "text", "verbose_json")
+FORMATS: Final = ("json", "text", "verbose_json", *subtitles.FORMATS)
 _LISTS: Final = ("timestamp_granularities", "include")
 _NOTES: Final = ("segments", "words")
 _NO_TYPE: Final = "application/octet-stream"
@@ -32,10 +32,11 @@ class TranscriptionCall(msgspec.Struct, frozen=True, kw_only=True):
     file: FormPart
     fields: schemas.TranscriptionFields
     format: str
+    translates: bool = False  #: The answer is English, whatever was said.
 
 
-def read(parts: Iterable[FormPart]) -> TranscriptionCall:
-    """The form's file and fields.
+def read(parts: Iterable[FormPart], *, translates: bool = False) -> TranscriptionCall:
+    """The form's file and fields. translates: as of `TranscriptionCall`.
 
     Raises: InvalidRequest: no file or several, or a field that is unknown, wrong, or asks for what is not there.
     """
@@ -54,7 +55,7 @@ def read(parts: Iterable[FormPart]) -> TranscriptionCall:
     if len(files) != 1 or not files[0].data:
         raise InvalidRequest("file: one audio file is required", param="file")
     fields = schemas.convert(given, schemas.TranscriptionFields)
-    return TranscriptionCall(file=files[0], fields=fields, format=_checked(fields))
+    return TranscriptionCall(file=files[0], fields=fields, format=_checked(fields), translates=translates)
 
 
 def request(call: TranscriptionCall, request_id: str) -> OmniRequest:
@@ -63,9 +64,11 @@ def request(call: TranscriptionCall, request_id: str) -> OmniRequest:
     params: dict[str, Any] = {"temperature": fields.temperature, "seed": fields.seed}
     if fields.timestamp_granularities:
         params["timestamp_granularities"] = list(fields.timestamp_granularities)
+    elif call.format in subtitles.FORMATS:
+        params["timestamp_granularities"] = ["segment"]
     return OmniRequest(
         id=request_id,
-        kind="transcription",
+        kind="translation" if call.translates else "transcription",
         inputs=inputs,
         params={name: value for name, value in params.items() if value is not None},
         modalities=["text"],
@@ -113,9 +116,21 @@ class Transcript:
             answer["usage"] = {"type": "duration", "seconds": duration}
         if call.format == "json":
             return answer
-        language = self._notes.get("language", call.fields.language)
+        language = "english" if call.translates else self._notes.get("language", call.fields.language)
         known: dict[str, Any] = {name: self._notes[name] for name in _NOTES if name in self._notes}
-        return {"task": "transcribe", "language": language, "duration": duration, **answer, **known}
+        task = "translate" if call.translates else "transcribe"
+        return {"task": task, "language": language, "duration": duration, **answer, **known}
+
+    def subtitles(self, call: TranscriptionCall, file_s: float | None) -> str:
+        """``srt`` or ``vtt``. Raises: RequestError: stage_failed: as of `subtitles.cues`."""
+        found = subtitles.cues(
+            segments=self._notes.get("segments"),
+            words=self._notes.get("words"),
+            text=self.text,
+            duration=self._notes.get("duration", file_s),
+            by_word="word" in (call.fields.timestamp_granularities or ()),
+        )
+        return subtitles.srt(found) if call.format == "srt" else subtitles.vtt(found)
 
     def _counted(self) -> bool:
         return self._outputs.tokens()["total_tokens"] > 0
@@ -128,8 +143,11 @@ def _checked(fields: schemas.TranscriptionFields) -> str:
         raise InvalidRequest(
             f"response_format: {format!r} is not available; there are {there}", param="response_format"
         )
-    if fields.timestamp_granularities and format != "verbose_json":
-        raise InvalidRequest("timestamp_granularities: only with verbose_json", param="timestamp_granularities")
+    if fields.timestamp_granularities and format not in ("verbose_json", *subtitles.FORMATS):
+        problem = "timestamp_granularities: only with verbose_json, srt and vtt"
+        raise InvalidRequest(problem, param="timestamp_granularities")
+    if fields.stream and format in subtitles.FORMATS:
+        raise InvalidRequest(f"response_format: a stream is json, not {format}", param="response_format")
     if fields.include:
         raise InvalidRequest("include: stages give no log probabilities", param="include")
     return format

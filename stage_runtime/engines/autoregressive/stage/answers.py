@@ -21,18 +21,19 @@ from stage_runtime.engines.autoregressive.core.engine_core import EngineCoreOutp
 from stage_runtime.engines.autoregressive.core.output_processor import OutputProcessor, RequestOutput
 from stage_runtime.engines.autoregressive.sampling import parameters
 from stage_runtime.engines.autoregressive.stage.client_reports import ClientReport
-from stage_runtime.engines.autoregressive.text import call_forms, decoding, prompting, reasoning
+from stage_runtime.engines.autoregressive.text import call_forms, decoding, prompting, reasoning, token_requests
 from stage_runtime.engines.autoregressive.text.controls import TextEncoder
 from stage_runtime.engines.autoregressive.text.detokenizer import Spelling
 from stage_runtime.engines.autoregressive.text.prompt_rows import AddedRows
 from stage_runtime.engines.autoregressive.text.reasoning import THINK, THOUGHT, ThoughtSplitter
+from stage_runtime.engines.autoregressive.text.token_requests import TokenRequests
 from stage_runtime.engines.base import Gate, Outbox, Work
 from stage_runtime.engines.custom import RequestIds
 from stage_runtime.engines.running import Yields
 from stage_runtime.errors import InvalidRequest, RequestError, refusal
 from stage_runtime.profiler import events as profile
 from stage_runtime.rules.autoregressive.requests import FinishReason, Request
-from stage_runtime.wire.values import StagePayload
+from stage_runtime.wire.values import Note, StagePayload, Text
 
 LONG: Final = 8_000  # characters of a prompt that is encoded apart: more would take milliseconds of a step
 
@@ -42,6 +43,8 @@ LONG_GRAMMAR: Final = 2_000  # as `LONG`: characters that are compiled, for each
 
 #: A request for the engine, and what its check has made of it.
 Entered: TypeAlias = tuple[EngineCoreRequest, Request | None]
+
+Told: TypeAlias = Note | Text  #: The answer to a request for tokens.
 
 
 class _Pending(NamedTuple):
@@ -114,9 +117,10 @@ class GenerationAnswers:
         self._own_texts = TextEncoder(own_tokenizer, control_strings=spec.control_strings)
         self._encoder = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
         self._encoding: dict[str, Work] = {}  #: Requests whose prompts are being encoded.
-        self._encoded: SimpleQueue[tuple[_Pending, list[Entered] | BaseException]] = SimpleQueue()
+        self._encoded: SimpleQueue[tuple[_Pending, list[Entered] | Told | BaseException]] = SimpleQueue()
         self._form = call_forms.form_of(spec.tool_calls, getattr(tokenizer, "chat_template", None))
         self._spelling = Spelling(tokenizer)
+        self._token_requests = TokenRequests(own_tokenizer, spec.max_model_len)
         self._splits = reasoning.splits(spec.reasoning, tokenizer)
         kept = (self._form.mark, *((THINK, THOUGHT) if self._splits else ()))
         self._processor = OutputProcessor(decoding.decoder(tokenizer, kept), self._spelling)
@@ -148,10 +152,11 @@ class GenerationAnswers:
         name = self._ids.of(work)
         try:
             self._emit(profile.SCHEDULER_REQUEST_BUILD_START, work)
-            prompt = self._prompt(payload)
+            asks_for_tokens = payload.request.kind in token_requests.KINDS
+            prompt = Prompt(text="") if asks_for_tokens and not payload.request.messages() else self._prompt(payload)
             params = self._params(prompt)
             pending = _Pending(name, work, payload.detach(), prompt, params, open)
-            if _is_long(prompt, params) and not open:
+            if asks_for_tokens or (_is_long(prompt, params) and not open):
                 self._encoding[name] = work
                 self._names[work] = (name,)
                 self._encoder.submit(self._encode_apart, pending)
@@ -178,6 +183,9 @@ class GenerationAnswers:
             try:
                 if isinstance(found, BaseException):
                     raise found
+                if isinstance(found, Note | Text):
+                    self._told(pending, found)
+                    continue
                 entered += self._enter(pending, found)
             except BaseException as error:
                 self._refuse(pending.name, pending.work, error)
@@ -233,11 +241,29 @@ class GenerationAnswers:
         if pending.work.cancelled:
             return
         try:
-            found: list[Entered] | BaseException = self._encode(pending, self._own_texts)
+            found: list[Entered] | Told | BaseException
+            if pending.payload.request.kind in token_requests.KINDS:
+                found = self._tell(pending)
+            else:
+                found = self._encode(pending, self._own_texts)
         except BaseException as error:
             found = error
         self._encoded.put((pending, found))
         self._wake()
+
+    def _tell(self, pending: _Pending) -> Told:
+        """The answer to a request for tokens. On the encoder's thread."""
+        request = pending.payload.request
+        tokens = self._token_requests.own_tokens(request)
+        if tokens is None:
+            tokens, _embeds = prompting.encode(pending.prompt, self._own_texts, form=self._form)
+        return self._token_requests.answer(request, tokens)
+
+    def _told(self, pending: _Pending, answer: Told) -> None:
+        self._names.pop(pending.work, None)
+        self._ids.end(pending.name)
+        self.outbox.began(pending.work)
+        self.outbox.done(pending.work, answer, has_data=True)
 
     def _enter(self, pending: _Pending, entered: list[Entered]) -> list[Entered]:
         name, work, count = pending.name, pending.work, len(entered[0][0].prompt_token_ids)
