@@ -27,6 +27,7 @@ COMMANDS = {
     "profile": ("stage_runtime.cli.profile", "Record where requests spend their time, and show it."),
     "call": ("stage_runtime.cli.call", "Have a stage's engine carry out an operation of its own."),
     "trace": ("stage_runtime.cli.trace", "Draw where the time of one request went."),
+    "bench": ("stage_runtime.cli.bench", "Measure how long the answers of a running pipeline take."),
     "top": ("stage_runtime.cli.top", "Show the graph of a running pipeline with its queues and rates."),
     "stage": ("stage_runtime.cli.stage", "Run one process of a process group, with its environment's settings."),
     "coordinator": ("stage_runtime.cli.coordinator", "Run the coordinator's process, with its environment's settings."),
