@@ -24,7 +24,7 @@ ENDPOINTS: Final = ("/v1/chat/completions", "/v1/completions", "/v1/audio/speech
 TIMEOUT_S: Final = 6 * 3600.0  # as vLLM's: a benchmark measures slow answers, too
 
 
-class _Rate(click.ParamType):
+class _Rate(click.ParamType[float]):
     name = "RATE"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:

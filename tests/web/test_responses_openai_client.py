@@ -80,8 +80,9 @@ async def test_thinking_a_message_and_calls_are_items_whole_and_streamed() -> No
     function = {name: value for name, value in TOOL.items() if name != "type"}
     assert request.params["tools"] == [{"type": "function", "function": function}]
     assert request.params["tool_choice"] == {"type": "function", "function": {"name": "f"}}
+    tool: Any = TOOL
     async with start(CALLED, SERVING) as running, client_of(running) as client:
-        stream = await client.responses.create(model="m", input="hi", tools=[TOOL], stream=True)  # type: ignore[list-item]
+        stream: Any = await client.responses.create(model="m", input="hi", tools=[tool], stream=True)
         events: list[Any] = [event async for event in stream]
     assert [one.sequence_number for one in events] == list(range(len(events)))
     text = ["content_part.added", "{}.delta", "{}.done", "content_part.done"]
@@ -195,12 +196,13 @@ async def test_what_cannot_be_had_is_refused_by_its_name(body: dict[str, Any], p
 
 async def test_tools_and_forms_need_a_pipeline_that_has_them() -> None:
     async with start(SAID, msgspec.structs.replace(ALL, accepts=frozenset())) as running, client_of(running) as client:
-        for body, param in [
+        wrong: list[tuple[dict[str, Any], str]] = [
             ({"tools": [TOOL]}, "tools"),
             ({"text": {"format": {"type": "json_object"}}}, "text.format"),
-        ]:
+        ]
+        for body, param in wrong:
             with pytest.raises(openai.BadRequestError) as caught:
-                await client.responses.create(**{"model": "m", "input": "hi", **body})  # type: ignore[call-overload]
+                await client.responses.create(**{"model": "m", "input": "hi", **body})
             assert caught.value.param == param
 
 

@@ -38,7 +38,7 @@ def test_segments_are_cues_on_one_line_and_never_end_before_they_begin() -> None
 def test_words_without_segments_are_joined_to_readable_cues() -> None:
     pause = [{"word": "late", "start": 60.0, "end": 60.5}]
     found = made(words=[*WORDS, *pause])
-    assert " ".join(one.text for one in found) == " ".join([*(one["word"] for one in WORDS), "late"])
+    assert " ".join(one.text for one in found) == " ".join(str(one["word"]) for one in [*WORDS, *pause])
     assert all(len(one.text) <= subtitles.LINE and one.end - one.start <= subtitles.LONG_S for one in found)
     assert found[-1] == Cue(60.0, 60.5, "late")
 

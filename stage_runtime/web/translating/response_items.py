@@ -104,14 +104,14 @@ class ResponseEvents:
             yield self._event("response.output_item.added", output_index=item.index, item=shown)
             yield self._of(item, "response.content_part.added", part=item.part())
         item.pieces.append(text)
-        logprobs = {} if thinks else {"logprobs": []}
+        logprobs: dict[str, Any] = {} if thinks else {"logprobs": []}
         yield self._of(item, f"response.{item.name}.delta", delta=text, **logprobs)
 
     def _close(self, stage: str, status: str) -> Iterator[Event]:
         item = self._open.pop(stage, None)
         if item is None:
             return
-        logprobs = {} if item.thinks else {"logprobs": []}
+        logprobs: dict[str, Any] = {} if item.thinks else {"logprobs": []}
         yield self._of(item, f"response.{item.name}.done", text="".join(item.pieces), **logprobs)
         yield self._of(item, "response.content_part.done", part=item.part())
         done = self._items[item.index] = item.item(status)

@@ -130,7 +130,8 @@ def _item(given: dict[str, Any], place: str) -> responses_body.Item:
         problem = f"{place}.type: {str(kind)[:80]!r} is not known here; known are {', '.join(_TYPES)}"
         raise InvalidRequest(problem, param=f"{place}.type")
     try:
-        return msgspec.convert({**given, "type": kind}, responses_body.Item)
+        found: responses_body.Item = msgspec.convert({**given, "type": kind}, responses_body.Item)
+        return found
     except msgspec.ValidationError as error:
         refused = schemas.refusal(str(error), responses_body.ResponsesBody)
         inner = refused.param or ""

@@ -79,11 +79,13 @@ def _cue(name: str, field: str, index: int, given: Any) -> Cue:
     place = f"omni.Note {name}[{index}]"
     if not isinstance(given, dict) or not isinstance(given.get(field), str):
         raise RequestError("stage_failed", f"{place}: expected an object with {field}, start and end")
-    start, end = given.get("start"), given.get("end")
+    start: Any = given.get("start")
+    end: Any = given.get("end")
     if not _is_time(start) or not _is_time(end):
         problem = f"{place}: expected start and end as seconds, got {start!r:.40} and {end!r:.40}"
         raise RequestError("stage_failed", problem)
-    return Cue(float(start), max(float(start), float(end)), _plain(given[field]))
+    begin = float(start)
+    return Cue(begin, max(begin, float(end)), _plain(given[field]))
 
 
 def _is_time(value: Any) -> bool:
