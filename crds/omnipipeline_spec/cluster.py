@@ -146,6 +146,30 @@ class Drain(Spec, frozen=True, kw_only=True):
     ] = 120
 
 
+class Autoscaling(Spec, frozen=True, kw_only=True):
+    """Replicas that follow the load of the group. See docs/scaling.md."""
+
+    min_replicas: Annotated[
+        Annotated[int, Meta(ge=0, le=1000)],
+        doc("The least. 0: none while no request needs the group; the first ones wait for it (coordinator.hold)."),
+    ] = 1
+    max_replicas: Annotated[Annotated[int, Meta(ge=1, le=1000)], doc("The most.")]
+    target_queue_seconds: Annotated[Seconds | None, doc("How long a request may wait for an instance; unset is 1.")] = (
+        None
+    )
+    target_utilization: Annotated[
+        Annotated[float, Meta(gt=0, le=0.95)] | None,
+        doc("Instead: the share of the instances' capacity that is used."),
+    ] = None
+    scale_up_delay_seconds: Annotated[
+        Annotated[float, Meta(ge=0, le=86_400)], doc("More are wanted for this long before they are started.")
+    ] = 0
+    scale_down_delay_seconds: Annotated[
+        Annotated[float, Meta(ge=0, le=86_400)],
+        doc("Fewer are wanted for this long, or for two cold starts where these take longer, before some are ended."),
+    ] = 60
+
+
 class ProcessGroup(Spec, frozen=True, kw_only=True):
     """Settings of one process group, by its name. Every other field is optional."""
 
@@ -156,6 +180,10 @@ class ProcessGroup(Spec, frozen=True, kw_only=True):
     replicas: Annotated[
         Annotated[int, Meta(ge=0, le=1000)] | None,
         doc("Instances of the group; unset is 1. Groups that share a pod have the same count. 0: of prefill only."),
+    ] = None
+    autoscaling: Annotated[
+        Autoscaling | None,
+        doc("Replicas that follow the load, instead of `replicas`. Groups that share a pod have the same."),
     ] = None
     resources: Annotated[Resources | None, doc("CPU, memory and others; those of the groups in one pod are added.")] = (
         None

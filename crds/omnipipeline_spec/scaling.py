@@ -26,23 +26,15 @@ from typing import Final, NamedTuple
 
 import msgspec
 
+from omnipipeline_spec.types.plan import Limits as Limits
+from omnipipeline_spec.types.plan import PipelinePlan
+
 STEADY: Final = 0.1  # of an instance: a smaller excess orders none
 COLD_STARTS: Final = 2.0
 BAND: Final = 0.1  # of the instances: a group is not made smaller by less
 FULLEST: Final = 0.95  # no group is planned to be busier, however long requests may wait
 MOST_GROWTH: Final = 8.0  # of what sources send, in one step
 MOST_SEEN: Final = 256  # changes of one group that are remembered
-
-
-class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """What the author asks of one group."""
-
-    least: int
-    most: int
-    target_queue_s: float = 1.0  #: How long a request may wait for an instance.
-    target_utilization: float | None = None  #: Instead: the share of the instances' capacity that is used.
-    up_delay_s: float = 0.0
-    down_delay_s: float = 60.0
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,6 +46,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     service_s: float | None = None  #: Mean time at work of one; None: none has ended yet.
     running: float = 0.0  #: Requests at work.
     waiting: float = 0.0  #: Requests that wait: at instances, and at the coordinator for this group.
+    held: float = 0.0  #: Of these, at the coordinator.
     per_instance: float = 1.0  #: How many requests one instance works on at once.
     cold_start_s: float | None = None  #: Measured, from order to ready; None: none was.
 
@@ -70,6 +63,55 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     replicas: int
     reason: str
     seen: Seen
+
+
+def shown(plan: PipelinePlan, unit: str) -> str:
+    """A unit's replicas, for people."""
+    limits = plan.autoscaling.get(unit)
+    return str(plan.replicas[unit]) if limits is None else f"{limits.least} to {limits.most}, by load"
+
+
+def joined(reports: Sequence[Mapping[str, Load]]) -> dict[str, Load]:
+    """What several coordinators report of the same groups, as one: each has its own requests, and all instances."""
+    found: dict[str, Load] = {}
+    for name in dict.fromkeys(name for report in reports for name in report):
+        loads = [report[name] for report in reports if name in report]
+        served = [one for one in loads if one.service_s is not None and one.arrivals_per_s is not None]
+        weights = [max(one.arrivals_per_s or 0.0, 1e-9) for one in served]
+        weighed = sum((one.service_s or 0.0) * weight for one, weight in zip(served, weights, strict=True))
+        found[name] = Load(
+            ready=max(one.ready for one in loads),
+            pending=max(one.pending for one in loads),
+            arrivals_per_s=sum(one.arrivals_per_s or 0.0 for one in loads),
+            service_s=weighed / sum(weights) if served else None,
+            running=max(one.running for one in loads),  # of instances, which beat to all coordinators
+            waiting=max(one.waiting - one.held for one in loads) + sum(one.held for one in loads),
+            held=sum(one.held for one in loads),
+            per_instance=max(one.per_instance for one in loads),
+        )
+    return found
+
+
+def of_units(loads: Mapping[str, Load], plan: PipelinePlan) -> dict[str, Load]:
+    """Of each pod unit the load of its group that needs most instances: a pod has one of each."""
+    found: dict[str, Load] = {}
+    for unit in plan.units:
+        its = [loads[group.name] for group in unit.groups if group.name in loads]
+        if its:
+            found[unit.name] = max(its, key=_instances)
+    return found
+
+
+def _instances(load: Load) -> float:
+    """That it needs, roughly."""
+    return max(_offered(load), load.running + load.waiting) / load.per_instance
+
+
+def unit_edges(plan: PipelinePlan) -> list[tuple[str, str]]:
+    """(unit, unit that it sends to), each once."""
+    unit_of = {stage.name: unit.name for unit in plan.units for stage in unit.stages}
+    pairs = ((unit_of[edge.source], unit_of[edge.target]) for edge in plan.edges if edge.kind != "kv")
+    return list(dict.fromkeys(pair for pair in pairs if pair[0] != pair[1]))
 
 
 class _Want(NamedTuple):
@@ -112,6 +154,8 @@ def _want(limits: Limits, load: Load, growth: float, *, woken: bool) -> _Want:
     offered, per = _offered(load) * growth, max(load.per_instance, 1e-9)
     if not offered and not load.waiting and not load.running:
         return _Want(1, "a neighbour starts") if woken else _Want(0, "no request")
+    if not load.ready and load.service_s is None:  # how much one does is not known before there was one
+        return _Want(1, f"{load.waiting:.0f} wait for the first instance")
     room = _with_room(limits, load, offered)
     late = _late(limits, load)
     wanted = max(1, ceil((room + late) / per - STEADY))

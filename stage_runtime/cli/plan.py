@@ -11,7 +11,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from omnipipeline_spec import consoles, loading, planning, terminal
+from omnipipeline_spec import consoles, loading, planning, scaling, terminal
 from omnipipeline_spec.types.plan import EdgePlan, GroupPlan, PipelinePlan, UnitPlan
 from omnipipeline_spec.validation import topology
 from stage_runtime.cli import options
@@ -90,7 +90,7 @@ def _processes(plan: PipelinePlan) -> Table:
                 "\n".join(group.processes),
                 ", ".join(group.stages),
                 _gpus(unit, group),
-                str(plan.replicas[unit.name]) if first else "",
+                scaling.shown(plan, unit.name) if first else "",
             )
     return drawn
 

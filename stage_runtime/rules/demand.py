@@ -116,6 +116,7 @@ class Demand:
                 service_s=service_s,
                 running=running[stage],
                 waiting=waiting[stage] + held.get(group, 0),
+                held=held.get(group, 0),
                 per_instance=max(1, self._places.get(stage, 0)),
             )
             if group not in found or _needs(load) > _needs(found[group]):

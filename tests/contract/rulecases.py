@@ -42,6 +42,11 @@ def _prefill(**placement: Any) -> Document:
     return {"disaggregation": {"prefill": {"process": "p", **placement}}}
 
 
+def _scaled(**limits: Any) -> Document:
+    """The process b with replicas by its load."""
+    return {"name": "b", "autoscaling": {"maxReplicas": 4, **limits}}
+
+
 _TP = {"tpSize": 2, "gpu": [0, 1], "process": None}
 _CLAIM = {"type": "PersistentVolumeClaim", "size": "10Gi"}
 
@@ -108,6 +113,25 @@ CASES: dict[tuple[str, str], tuple[Document, Document]] = {
     ("PipelineConfig", "only a process group of prefill may have 0 replicas"): (
         pair(second=_APART, processGroups=[{"name": "p", "replicas": 0}]),
         pair(second=_APART, processGroups=[{"name": "b", "replicas": 0}]),
+    ),
+    (
+        "PipelineConfig",
+        "minReplicas: 0 needs coordinator.hold.seconds: a request must wait for its first instance",
+    ): (
+        pair(processGroups=[_scaled(minReplicas=0)]),
+        pair(processGroups=[_scaled(minReplicas=0)], coordinator={"hold": {"seconds": 0}}),
+    ),
+    ("ProcessGroup", "must not have both replicas and autoscaling"): (
+        pair(processGroups=[_scaled()]),
+        pair(processGroups=[{**_scaled(), "replicas": 2}]),
+    ),
+    ("Autoscaling", "minReplicas must not be more than maxReplicas"): (
+        pair(processGroups=[_scaled(minReplicas=4)]),
+        pair(processGroups=[_scaled(minReplicas=5)]),
+    ),
+    ("Autoscaling", "must not have both targetQueueSeconds and targetUtilization"): (
+        pair(processGroups=[_scaled(targetQueueSeconds=2.0)]),
+        pair(processGroups=[_scaled(targetQueueSeconds=2.0, targetUtilization=0.5)]),
     ),
     ("Disaggregation", "the process of prefill must not be called coordinator"): (
         pair(second={"process": None, "disaggregation": {"prefill": {"process": "p"}, "decode": {"process": "d"}}}),

@@ -12,7 +12,7 @@ from omnipipeline_spec.loading import from_resource
 from omnipipeline_spec.pipeline import PipelineConfig, StageConfig
 from omnipipeline_spec.types import canonical
 from omnipipeline_spec.types.errors import InvalidPipeline
-from omnipipeline_spec.types.plan import EdgePlan, GroupPlan, PipelinePlan, RelayPlan, StagePlan, UnitPlan
+from omnipipeline_spec.types.plan import EdgePlan, GroupPlan, Limits, PipelinePlan, RelayPlan, StagePlan, UnitPlan
 from omnipipeline_spec.types.resource import API_VERSION, KIND
 from tests.contract.rulecases import Document, pair, spec, stage
 
@@ -241,6 +241,7 @@ BASE = pair(
 )
 REVISION_CASES: dict[str, tuple[Document, set[str]]] = {
     "replicas": ({"processGroups": [{"name": "front", "replicas": 3}]}, set()),
+    "replicas by the load": ({"processGroups": [{"name": "front", "autoscaling": {"maxReplicas": 3}}]}, set()),
     "local devices' absence": ({"processGroups": []}, set()),
     "exposure": ({"expose": {"service": {"type": "NodePort"}, "ingress": {"host": "x"}}}, set()),
     "rollout": ({"rollout": {"maxSurge": 2, "paused": True}}, set()),
@@ -376,6 +377,14 @@ def test_a_pair_is_two_stages_with_an_edge_that_carries_kv() -> None:
     assert plan.replicas == {"a": 1, "here": 2, "apart": 0}
     assert plan.local_gpus == {"a": ((),), "here": ((1, 2), (1, 2)), "apart": ()}
     assert [unit.pod.get("gpus") for unit in plan.units] == [None, 2, 1]
+
+
+def test_a_unit_that_is_scaled_by_its_load_starts_with_the_least_and_has_devices_for_the_most() -> None:
+    limits = {"minReplicas": 0, "maxReplicas": 3, "targetUtilization": 0.5, "scaleDownDelaySeconds": 5}
+    scaled = plan_of(pair({"gpu": [1]}, processGroups=[{"name": "a", "autoscaling": limits}]))
+    assert scaled.replicas == {"a": 0, "b": 1}
+    assert scaled.autoscaling == {"a": Limits(least=0, most=3, target_utilization=0.5, down_delay_s=5.0)}
+    assert scaled.local_gpus["a"] == ((1,), (1,), (1,))
 
 
 def test_replicas_of_prefill_are_in_no_revision() -> None:

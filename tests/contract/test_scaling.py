@@ -31,7 +31,8 @@ def one(load: Load, limits: Limits = LIMITS, *, seen: Seen | None = None, now: f
         # …and one at zero waits for a request.
         (load(ready=0), 0, "stays at 0: no request"),
         (load(ready=0, waiting=1, arrivals_per_s=0.1), 1, "up to 1: load 0.2, 4 at once each"),
-        (load(ready=0, waiting=2, arrivals_per_s=None, service_s=None), 1, "up to 1: load 2.0, 4 at once each"),
+        (load(ready=0, waiting=2, arrivals_per_s=None, service_s=None), 1, "up to 1: 2 wait for the first instance"),
+        (load(ready=0, waiting=50, service_s=None, per_instance=1), 1, "up to 1: 50 wait for the first instance"),
         # Instances on their way were ordered for what waits.
         (load(ready=1, pending=4, arrivals_per_s=8.0, waiting=200), 5, "stays at 5: load 16.0, 4 at once each"),
         (load(ready=5, arrivals_per_s=8.0, waiting=80), 8, "up to 8: 80 wait, too long for 1 s, 4 at once each"),
@@ -176,3 +177,20 @@ def test_the_memory_of_a_group_is_bounded() -> None:
         arrivals = 20.0 if now % 2 else 0.0
         seen = one(load(ready=3, arrivals_per_s=arrivals), LIMITS, seen=seen, now=now / 1000).seen
     assert len(seen.wanted) <= scaling.MOST_SEEN
+
+
+def test_several_coordinators_are_one_load_each_with_its_own_requests_and_all_instances() -> None:
+    first = load(ready=2, arrivals_per_s=3.0, service_s=2.0, running=4, waiting=5, held=2)
+    second = load(ready=2, pending=1, arrivals_per_s=1.0, service_s=6.0, running=5, waiting=3, held=0)
+    fresh = load(ready=1, arrivals_per_s=0.0, service_s=None)
+    assert scaling.joined([{"a": first}, {"a": second, "b": fresh}])["a"] == Load(
+        ready=2,
+        pending=1,
+        arrivals_per_s=4.0,
+        service_s=3.0,
+        running=5,
+        waiting=5,
+        held=2,
+        per_instance=4,
+    )
+    assert scaling.joined([{"b": fresh}])["b"].service_s is None

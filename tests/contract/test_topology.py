@@ -448,6 +448,39 @@ CASES: dict[str, tuple[Document, list[str]]] = {
             "replicas: 'a': 2, 'b': 3",
         ],
     ),
+    "one pod, one group by its load and one not": (
+        pair(
+            on_gpu(0, fraction=0.4),
+            on_gpu(0, fraction=0.4),
+            processGroups=[{"name": "a", "autoscaling": {"maxReplicas": 2}}, {"name": "b", "replicas": 2}],
+        ),
+        ["processGroups[1].replicas: 'b' shares a pod with 'a', which has autoscaling: leave replicas out"],
+    ),
+    "replicas by the load, wrong in every way": (
+        pair(
+            coordinator={"hold": {"seconds": 0}},
+            processGroups=[
+                {
+                    "name": "a",
+                    "replicas": 2,
+                    "autoscaling": {
+                        "minReplicas": 3,
+                        "maxReplicas": 2,
+                        "targetQueueSeconds": 1,
+                        "targetUtilization": 0.5,
+                    },
+                },
+                {"name": "b", "autoscaling": {"minReplicas": 0, "maxReplicas": 2}},
+            ],
+        ),
+        [
+            "processGroups[0].autoscaling: 'a' has both replicas and autoscaling: leave one out",
+            "processGroups[0].autoscaling.minReplicas: of 'a' must not be more than maxReplicas: 3 > 2",
+            "processGroups[0].autoscaling: 'a' has both targetQueueSeconds and targetUtilization: leave one out",
+            "processGroups[1].autoscaling.minReplicas: of 'b' is 0 and needs coordinator.hold.seconds: a request waits "
+            "for its first instance",
+        ],
+    ),
     "one pod, two places and two templates": (
         pair(
             on_gpu(0, fraction=0.4),

@@ -34,6 +34,7 @@ async def test_status_and_metrics_have_the_load_of_each_group() -> None:
             "service_s": 0.0,  # it has reported none
             "running": 3,
             "waiting": 2,
+            "held": 0,
             "per_instance": 4,
             "cold_start_s": None,
         }

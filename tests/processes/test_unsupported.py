@@ -159,6 +159,19 @@ CHANGES: Mapping[str, tuple[str, ...]] = {
     "envFrom[].configMapRef.optional": ("envFrom=[{configMapRef: {name: none, optional: true}}]",),
     "processGroups[].name": ("processGroups[0].name=back",),
     "processGroups[].replicas": ("processGroups[0].replicas=3",),
+    **{
+        f"processGroups[].autoscaling.{field}": (
+            f"processGroups=[{{name: end, autoscaling: {{maxReplicas: 2, {field}: {value}}}}}]",
+        )
+        for field, value in {
+            "minReplicas": 2,
+            "targetQueueSeconds": 7,
+            "targetUtilization": 0.5,
+            "scaleUpDelaySeconds": 7,
+            "scaleDownDelaySeconds": 7,
+        }.items()
+    },
+    "processGroups[].autoscaling.maxReplicas": ("processGroups=[{name: end, autoscaling: {maxReplicas: 2}}]",),
     "processGroups[].localGpus": ("processGroups=[{name: e, replicas: 2, localGpus: [[2, 3], [4, 5]]}]",),
     "processGroups[].drain.timeoutSeconds": ("processGroups[0].drain.timeoutSeconds=7",),
     "processGroups[].stuckAfterSeconds": ("processGroups[0].stuckAfterSeconds=7",),
@@ -205,6 +218,7 @@ def settings(*changes: str) -> object:
         (
             read,
             plan.replicas,
+            plan.autoscaling,
             plan.local_gpus,
             found,
             loaded.spec.endpoints,

@@ -81,7 +81,7 @@ def test_a_group_of_several_stages_is_as_loaded_as_the_one_that_needs_most_insta
 def test_all_instances_count_and_so_do_requests_that_wait_for_one() -> None:
     beats = (beat("think", running=3, waiting=1, places=4), beat("think", running=4, places=4))
     assert loads(Demand(0.0), *beats, held={"thinker": 5}, now=1.0)["thinker"] == Load(
-        ready=2, arrivals_per_s=0.0, running=7, waiting=6, per_instance=4
+        ready=2, arrivals_per_s=0.0, running=7, waiting=6, held=5, per_instance=4
     )
 
 

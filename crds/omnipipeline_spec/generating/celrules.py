@@ -136,6 +136,12 @@ _PIPELINE: Final = (
         "self.stages.exists(s, has(s.disaggregation) && s.disaggregation.prefill.process == g.name))",
         message="only a process group of prefill may have 0 replicas",
     ),
+    Rule(
+        rule="!has(self.processGroups) || self.processGroups.all(g, !has(g.autoscaling) || "
+        "g.autoscaling.minReplicas > 0 || !has(self.coordinator) || !has(self.coordinator.hold) || "
+        "!has(self.coordinator.hold.seconds) || self.coordinator.hold.seconds > 0)",
+        message="minReplicas: 0 needs coordinator.hold.seconds: a request must wait for its first instance",
+    ),
 )
 
 _STAGE: Final = (
@@ -203,7 +209,20 @@ RULES: Final[Mapping[type[msgspec.Struct], tuple[Rule, ...]]] = {
         Rule(rule="has(self.fraction) != has(self.bytes)", message="must have exactly one of fraction and bytes"),
         _is_positive("bytes"),
     ),
-    cluster.ProcessGroup: (_is_positive("sharedMemory"),),
+    cluster.ProcessGroup: (
+        _is_positive("sharedMemory"),
+        Rule(
+            rule="!has(self.replicas) || !has(self.autoscaling)",
+            message="must not have both replicas and autoscaling",
+        ),
+    ),
+    cluster.Autoscaling: (
+        Rule(rule="self.minReplicas <= self.maxReplicas", message="minReplicas must not be more than maxReplicas"),
+        Rule(
+            rule="!has(self.targetQueueSeconds) || !has(self.targetUtilization)",
+            message="must not have both targetQueueSeconds and targetUtilization",
+        ),
+    ),
     cluster.EnvVar: (
         Rule(
             rule="!(has(self.value) && self.value != '' && has(self.valueFrom))",

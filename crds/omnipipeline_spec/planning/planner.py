@@ -12,16 +12,18 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from omnipipeline_spec.cluster import Coordinator, Drain, ProcessGroup, Startup
+from omnipipeline_spec.cluster import Autoscaling, Coordinator, Drain, ProcessGroup, Startup
 from omnipipeline_spec.pipeline import PipelineConfig, RelayConfig, StageConfig
 from omnipipeline_spec.planning import inlinecode, podsettings
 from omnipipeline_spec.types import quantities
 from omnipipeline_spec.types.canonical import canonical, short_hash
 from omnipipeline_spec.types.errors import Fault, InvalidPipeline
 from omnipipeline_spec.types.plan import (
+    QUEUE_S,
     CoordinatorPlan,
     EdgePlan,
     GroupPlan,
+    Limits,
     PipelinePlan,
     PipelineRevision,
     RelayPlan,
@@ -62,6 +64,7 @@ def plan(spec: PipelineConfig, *, name: str | None = None) -> PipelinePlan:
         units=units,
         edges=edges,
         replicas={unit: _replicas(members, refined) for unit, members in groups.units.items()},
+        autoscaling=_autoscaling(groups, refined),
         local_gpus=_local_gpus(groups, refined),
         current=_revision(units, edges, spec),
     )
@@ -333,11 +336,36 @@ def _edge_medium(spec: PipelineConfig, relay: str) -> str:
 
 def _replicas(members: Sequence[str], refined: Mapping[str, ProcessGroup]) -> int:
     """Replicas of the groups in a pod; `placement` has refused different counts."""
+    limits = _limits(members, refined)
+    if limits is not None:
+        return limits.min_replicas
     return next((count for member in members if (count := _count(refined.get(member))) is not None), 1)
 
 
 def _count(refined: ProcessGroup | None) -> int | None:
     return refined.replicas if refined else None
+
+
+def _limits(members: Sequence[str], refined: Mapping[str, ProcessGroup]) -> Autoscaling | None:
+    """Of the groups in a pod; `placement` has refused different ones, and such beside replicas."""
+    given = (refined[member].autoscaling for member in members if member in refined)
+    return next((limits for limits in given if limits is not None), None)
+
+
+def _autoscaling(groups: Grouping, refined: Mapping[str, ProcessGroup]) -> dict[str, Limits]:
+    found = {unit: _limits(members, refined) for unit, members in groups.units.items()}
+    return {
+        unit: Limits(
+            least=limits.min_replicas,
+            most=limits.max_replicas,
+            target_queue_s=float(limits.target_queue_seconds or QUEUE_S),
+            target_utilization=limits.target_utilization,
+            up_delay_s=float(limits.scale_up_delay_seconds),
+            down_delay_s=float(limits.scale_down_delay_seconds),
+        )
+        for unit, limits in found.items()
+        if limits is not None
+    }
 
 
 def _local_gpus(groups: Grouping, refined: Mapping[str, ProcessGroup]) -> dict[str, tuple[tuple[int, ...], ...]]:
@@ -347,7 +375,9 @@ def _local_gpus(groups: Grouping, refined: Mapping[str, ProcessGroup]) -> dict[s
         for name in members:
             own = refined.get(name)
             given = tuple(tuple(ids) for ids in own.local_gpus) if own else ()
-            devices[name] = given or (grouping.gpus_of(groups.groups[name]),) * _replicas(members, refined)
+            limits = _limits(members, refined)
+            most = limits.max_replicas if limits is not None else _replicas(members, refined)
+            devices[name] = given or (grouping.gpus_of(groups.groups[name]),) * most
     return devices
 
 

@@ -14,6 +14,7 @@ import msgspec
 from omnipipeline_spec.types.pods import HTTP_PORT
 from omnipipeline_spec.types.relays import RelayBackend
 
+QUEUE_S = 1.0  # how long a request may wait for an instance, unless the author says
 PLAN_VERSION = 1  # raised when a process of version N could misread a plan of N-1
 
 
@@ -153,6 +154,17 @@ class CoordinatorPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     revision: str = ""
 
 
+class Limits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What the author asks of one unit's replicas (`omnipipeline_spec.scaling`)."""
+
+    least: int
+    most: int
+    target_queue_s: float = QUEUE_S  #: How long a request may wait for an instance.
+    target_utilization: float | None = None  #: Instead: the share of the instances' capacity that is used.
+    up_delay_s: float = 0.0
+    down_delay_s: float = 60.0
+
+
 class PipelinePlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Everything `plan(spec)` derives."""
 
@@ -160,6 +172,7 @@ class PipelinePlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     coordinator: CoordinatorPlan
     units: tuple[UnitPlan, ...]  #: In order of their first stage in the spec.
     edges: tuple[EdgePlan, ...]
-    replicas: dict[str, int]  #: unit -> replicas. Never part of a revision.
+    replicas: dict[str, int]  #: unit -> replicas; of one that is scaled by its load, the least. Never in a revision.
+    autoscaling: dict[str, Limits] = {}  #: Units whose replicas follow their load. Never part of a revision.
     local_gpus: dict[str, tuple[tuple[int, ...], ...]]  #: group -> device ids of each local replica.
     current: PipelineRevision

@@ -209,13 +209,37 @@ def _refinements(spec: PipelineConfig, groups: Grouping) -> Iterator[Fault]:
             yield from _devices(refined, groups, path)
             yield from _amounts_of_devices(spec, refined, groups, path)
             yield from _local_gpus(refined, _replicas(spec, groups, refined.name), groups, path)
+            yield from _autoscaling(spec, refined, path)
 
 
 def _replicas(spec: PipelineConfig, groups: Grouping, name: str) -> int:
-    """Replicas of a group: its own, or those of the groups in its pod."""
+    """The most replicas of a group: its own, or those of the groups in its pod."""
     beside = groups.units[groups.unit_of(name)]
-    given = (group.replicas for group in spec.process_groups if group.name in beside)
+    given = (
+        group.replicas if group.autoscaling is None else group.autoscaling.max_replicas
+        for group in spec.process_groups
+        if group.name in beside
+    )
     return next((count for count in given if count is not None), 1)
+
+
+def _autoscaling(spec: PipelineConfig, refined: ProcessGroup, path: str) -> Iterator[Fault]:
+    limits, name = refined.autoscaling, refined.name
+    if limits is None:
+        return
+    where = f"{path}.autoscaling"
+    if refined.replicas is not None:
+        message = f"{name!r} has both replicas and autoscaling: leave one out"
+        yield Fault(path=where, message=message, names=(name,))
+    if limits.min_replicas > limits.max_replicas:
+        message = f"of {name!r} must not be more than maxReplicas: {limits.min_replicas} > {limits.max_replicas}"
+        yield Fault(path=f"{where}.minReplicas", message=message, names=(name,))
+    if limits.target_queue_seconds is not None and limits.target_utilization is not None:
+        message = f"{name!r} has both targetQueueSeconds and targetUtilization: leave one out"
+        yield Fault(path=where, message=message, names=(name,))
+    if limits.min_replicas == 0 and not spec.coordinator.hold.seconds:
+        message = f"of {name!r} is 0 and needs coordinator.hold.seconds: a request waits for its first instance"
+        yield Fault(path=f"{where}.minReplicas", message=message, names=(name,))
 
 
 def _devices(refined: ProcessGroup, groups: Grouping, path: str) -> Iterator[Fault]:
@@ -269,6 +293,7 @@ def _units(spec: PipelineConfig, groups: Grouping) -> Iterator[Fault]:
     index_of = {refined.name: index for index, refined in enumerate(spec.process_groups)}
     once: tuple[tuple[str, Callable[[ProcessGroup], Any]], ...] = (
         ("replicas", lambda refined: refined.replicas),
+        ("autoscaling", lambda refined: refined.autoscaling),
         ("gpuResourceName", lambda refined: refined.gpu_resource_name),
         ("placement", lambda refined: refined.placement),
         ("podTemplate", lambda refined: refined.pod_template or None),
@@ -285,6 +310,16 @@ def _units(spec: PipelineConfig, groups: Grouping) -> Iterator[Fault]:
                 message = f"process groups that share a GPU share a pod and must have the same {field}: {both}"
                 path = f"processGroups[{index_of[odd[0][0]]}].{field}"
                 yield Fault(path=path, message=message, names=tuple(name for name, _ in stated))
+        yield from _one_in_charge(refined, index_of)
+
+
+def _one_in_charge(refined: Sequence[ProcessGroup], index_of: Mapping[str, int]) -> Iterator[Fault]:
+    """Of groups in one pod none may have replicas when another one has autoscaling."""
+    scaled = next((group.name for group in refined if group.autoscaling is not None), None)
+    for group in refined:
+        if scaled not in (None, group.name) and group.replicas is not None and group.autoscaling is None:
+            message = f"{group.name!r} shares a pod with {scaled!r}, which has autoscaling: leave replicas out"
+            yield Fault(path=f"processGroups[{index_of[group.name]}].replicas", message=message, names=(group.name,))
 
 
 def _index(spec: PipelineConfig, name: str) -> int:

@@ -6,6 +6,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from omnipipeline_spec import scaling
 from omnipipeline_spec.types.errors import Fault
 from omnipipeline_spec.types.plan import PipelinePlan, UnitPlan
 from omnipipeline_spec.types.pods import COORDINATOR
@@ -20,7 +21,7 @@ def plan(plan: PipelinePlan, *, coordinators: int) -> Group:
         units.add_row(
             unit.name,
             unit.revision,
-            str(plan.replicas[unit.name]),
+            scaling.shown(plan, unit.name),
             _gpus(unit),
             ", ".join(process for group in unit.groups for process in group.processes),
             ", ".join(stage.name for stage in unit.stages),

@@ -1,4 +1,4 @@
-"""Waits until a pipeline's coordinator knows the instances that are ready. Called by `local`."""
+"""Asks a local run's coordinator: its status, and whether it knows the instances that are ready. Called by `local`."""
 
 from __future__ import annotations
 
@@ -40,14 +40,17 @@ def _ready_instances(supervisor: Supervisor, group: str | None) -> Counter[str]:
     return Counter(one.spec.group for one in there if one.ready and one.spec.group != COORDINATOR)
 
 
+async def status(url: str, key: str | None) -> dict[str, Any]:
+    """The coordinator's `/status`; empty when it does not answer now."""
+    return await asyncio.to_thread(_status, url, key)
+
+
 async def _known_ready(url: str, key: str | None) -> Counter[str]:
-    status = await asyncio.to_thread(_status, url, key)
-    instances = status.get("instances", [])
+    instances = (await status(url, key)).get("instances", [])
     return Counter(one["group"] for one in instances if one["ready"] and not one["draining"])
 
 
 def _status(url: str, key: str | None) -> dict[str, Any]:
-    """The coordinator's `/status`; empty when it does not answer now."""
     where = urlsplit(url)
     connection = http.client.HTTPConnection(where.hostname or "", where.port, timeout=5)
     try:

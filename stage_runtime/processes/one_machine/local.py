@@ -10,9 +10,11 @@ import asyncio
 import functools
 import os
 import subprocess
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
@@ -25,13 +27,22 @@ from omnipipeline_spec.types.pods import COORDINATOR, PROFILING_FILE
 from omnipipeline_spec.validation import variables
 from stage_runtime.errors import ConfigurationError
 from stage_runtime.processes import codefiles, launching, rundir
-from stage_runtime.processes.one_machine import admitted, author_folder, client_keys, preflight, references, unsupported
+from stage_runtime.processes.one_machine import (
+    admitted,
+    author_folder,
+    autoscaling,
+    client_keys,
+    preflight,
+    references,
+    unsupported,
+)
 from stage_runtime.processes.one_machine.launcher import KEY_FILE, Launcher
 from stage_runtime.processes.supervision import reaper
 from stage_runtime.processes.supervision.instances import ProcessView
 from stage_runtime.processes.supervision.startup_failures import StartupFailed
 from stage_runtime.processes.supervision.supervisor import OnProcessChange, Printer, Supervisor
 
+AUTOSCALING = "autoscaling"  # what its lines are shown as
 STARTUP_S = 300.0  # without progress; `omni up --startup-timeout` changes it
 
 
@@ -90,7 +101,8 @@ class LocalPipeline:
         #: Fields of the spec without effect, one line each.
         self.notices = (*unsupported.notices(self.spec, local=True), *found.notices, *vain, *unkeyed)
         self._author_folder = folder
-        self._supervisor = Supervisor(on_change=self._changed, on_line=on_line or _drop)
+        self._on_line = on_line or _drop
+        self._supervisor = Supervisor(on_change=self._changed, on_line=self._on_line)
         self._on_change = on_change or _ignore
         self._url: str | None = None
         self._dir: rundir.RunDir | None = None
@@ -98,6 +110,9 @@ class LocalPipeline:
         self._stopping = False
         #: Group -> the instances that it should have.
         self._wanted = {group.name: self.plan.replicas[unit.name] for unit in self.plan.units for group in unit.groups}
+        self._autoscaler = autoscaling.Autoscaler(self.plan, self)
+        self._autoscaling: asyncio.Task[None] | None = None  #: While the run is up, if some unit follows its load.
+        self._orders: set[asyncio.Task[None]] = set()  #: Of the autoscaler, under way.
         self._launcher: Launcher  #: From `start` on.
         self._reaper: subprocess.Popen[bytes] | None = None
         self._living: int | None = None  #: Held open as long as the run lives.
@@ -169,6 +184,8 @@ class LocalPipeline:
             self._launch()
             await self.ready()
             self._supervisor.settle()
+            if self.plan.autoscaling:
+                self._autoscaling = asyncio.create_task(self._follow_load(), name=AUTOSCALING)
             self._dir.publish({"pipeline": self.plan.pipeline, "pid": os.getpid(), "url": self.url})
         except BaseException:
             await self.abandon()
@@ -183,6 +200,8 @@ class LocalPipeline:
 
     def ask_to_stop(self) -> None:
         """Begin to drain; a second time: cut it short."""
+        if self._autoscaling is not None:
+            self._autoscaling.cancel()
         self._stopping = True
         self._supervisor.ask_all_to_stop()
 
@@ -209,8 +228,12 @@ class LocalPipeline:
             raise cancelled
 
     async def _abandon(self) -> None:
+        ending = [*self._orders, *([] if self._autoscaling is None else [self._autoscaling])]
+        for task in ending:
+            task.cancel()
         try:
             await self._supervisor.close()
+            await asyncio.gather(*ending, return_exceptions=True)
             if self._living is not None and self._reaper is not None:
                 os.close(self._living)
                 self._living = None
@@ -226,6 +249,9 @@ class LocalPipeline:
             instance did not get ready; all that were added are gone again.
         """
         unit, plan = self._find(group)
+        in_charge = self._autoscaler.in_charge(unit.name)
+        if in_charge is not None:
+            raise ConfigurationError(f"{group}: {in_charge}")
         least = 0 if _is_prefill(unit, plan) else 1
         if replicas < least:
             raise ConfigurationError(f"{group}: {replicas} replicas would serve nothing; the least is {least}")
@@ -245,6 +271,7 @@ class LocalPipeline:
         """
         unit, plan = self._find(group)
         async with self._changing:
+            await asyncio.gather(*self._orders, return_exceptions=True)
             for old in self._supervisor.instances(group):
                 if unit.gpu_ids:
                     self._refuse_when_stopping()
@@ -254,6 +281,60 @@ class LocalPipeline:
                     await self._grow(unit, plan, 1)
                     await self._supervisor.stop(old.spec.name)
             await self._grow(unit, plan, self._wanted[group] - len(self._supervisor.instances(group)))
+
+    # --- autoscaling.Scaled -----------------------------------------------------------------------------------------
+
+    def instances(self, unit: str) -> autoscaling.Instances | None:
+        if self._changing.locked():
+            return None
+        groups = next(one.groups for one in self.plan.units if one.name == unit)
+        there = [[one for one in self._supervisor.instances(group.name) if not one.stopping] for group in groups]
+        ready = min(sum(one.ready for one in its) for its in there)
+        return autoscaling.Instances(ready, max(map(len, there)) - ready)
+
+    def order(self, unit: str, replicas: int) -> None:
+        plan = next(one for one in self.plan.units if one.name == unit)
+        for group in plan.groups:
+            self._wanted[group.name] = replicas
+            every = self._supervisor.instances(group.name)
+            there = sorted((one for one in every if not one.stopping), key=lambda one: not one.ready)
+            room = self.plan.autoscaling[unit].most - len(every)  # one that ends still has its GPU
+            for _ in range(min(replicas - len(there), room)):
+                self._begin(self._start_one(plan, group))
+            for one in there[replicas:]:
+                self._begin(self._supervisor.stop(one.spec.name))
+
+    def say(self, line: str) -> None:
+        self._on_line(AUTOSCALING, line)
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._orders.add(task)
+        task.add_done_callback(self._orders.discard)
+
+    async def _start_one(self, unit: UnitPlan, group: GroupPlan) -> None:
+        began = time.monotonic()
+        name = self._launcher.add_replica(unit, group)
+        try:
+            await self._admitted(functools.partial(self._supervisor.ready, [name]), group.name)
+            self._supervisor.settle([name])
+            self._autoscaler.started(unit.name, time.monotonic() - began)
+        except BaseException as error:
+            there = next((one for one in self._supervisor.instances(group.name) if one.spec.name == name), None)
+            if there is None or there.stopping:
+                return  # it was given up, or all is
+            await asyncio.shield(self._supervisor.take_back(name))
+            if not isinstance(error, StartupFailed):
+                raise
+            self._autoscaler.start_failed(unit.name, str(error), time.monotonic())
+
+    async def _follow_load(self) -> None:
+        key = next(iter(self._api_keys), None)
+        while True:
+            self._autoscaler.step(await admitted.status(self.url, key), time.monotonic())
+            await asyncio.sleep(autoscaling.STEP_S)
+
+    # --- inside -----------------------------------------------------------------------------------------------------
 
     async def _grow(self, unit: UnitPlan, group: GroupPlan, count: int, replica: int | None = None) -> None:
         """Add instances and wait until the coordinator gives them work; if one fails, take all of them back."""

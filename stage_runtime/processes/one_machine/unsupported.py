@@ -35,6 +35,9 @@ HONOURED: Final = frozenset(
     envFrom[].prefix envFrom[].secretRef.name envFrom[].secretRef.optional
     envFrom[].configMapRef.name envFrom[].configMapRef.optional
     processGroups[].name processGroups[].replicas processGroups[].localGpus
+    processGroups[].autoscaling.minReplicas processGroups[].autoscaling.maxReplicas
+    processGroups[].autoscaling.targetQueueSeconds processGroups[].autoscaling.targetUtilization
+    processGroups[].autoscaling.scaleUpDelaySeconds processGroups[].autoscaling.scaleDownDelaySeconds
     processGroups[].drain.timeoutSeconds processGroups[].stuckAfterSeconds
     coordinator.http.port coordinator.http.maxBodyBytes coordinator.http.requestTimeoutSeconds
     coordinator.http.maxInFlight coordinator.http.mediaHosts

@@ -1,0 +1,177 @@
+"""What `omni up` does about the load of its groups: steps by a clock of the test, and a run of real processes."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+
+from omnipipeline_spec import loading, planning
+from omnipipeline_spec.scaling import Load
+from stage_runtime.errors import ConfigurationError
+from stage_runtime.processes.one_machine.autoscaling import Autoscaler, Instances
+from stage_runtime.processes.one_machine.local import LocalOptions, LocalPipeline
+
+PATIENCE_S = 60.0
+SLEEPER = """\
+name: sleeper
+stages:
+- {name: hear, process: ear, factory: "sleeper_stages:hear", next: say}
+- {name: say, process: voice, factory: "sleeper_stages:say", terminal: true}
+processGroups:
+- name: voice
+  autoscaling: {minReplicas: 0, maxReplicas: 3, targetQueueSeconds: 0.2, scaleDownDelaySeconds: 2}
+code:
+  inline:
+    sleeper_stages.py: |
+      import time
+      def hear():
+          return lambda payload: payload.data
+      def say():
+          return lambda payload: (time.sleep(0.2), payload.data)[1]
+"""
+LOADED = loading.loads(SLEEPER)
+PLAN = planning.plan(LOADED.spec, name=LOADED.name)
+
+
+class Pipeline:
+    """Instances that are ready when the test says so."""
+
+    def __init__(self) -> None:
+        self.ready, self.pending = 0, 0
+        self.changing = False
+        self.orders: list[int] = []
+        self.lines: list[str] = []
+        self.autoscaler = Autoscaler(PLAN, self)
+
+    def instances(self, unit: str) -> Instances | None:
+        return None if self.changing else Instances(self.ready if unit == "voice" else 1, self.pending)
+
+    def order(self, unit: str, replicas: int) -> None:
+        self.orders.append(replicas)
+        self.pending = max(0, replicas - self.ready)
+        self.ready = min(self.ready, replicas)
+
+    def say(self, line: str) -> None:
+        self.lines.append(line)
+
+    def come(self, took_s: float = 1.0) -> None:
+        self.ready, self.pending = self.ready + self.pending, 0
+        self.autoscaler.started("voice", took_s)
+
+    def step(self, now: float, **load: Any) -> None:
+        groups = {"ear": Load(ready=1, arrivals_per_s=0.0), "voice": Load(ready=self.ready, **load)}
+        self.autoscaler.step({"groups": msgspec.to_builtins(groups)}, now)
+
+
+def test_from_none_to_one_to_three_and_back_to_none() -> None:
+    made = Pipeline()
+    made.step(0.0, arrivals_per_s=0.0)
+    made.step(1.0, arrivals_per_s=0.5, waiting=1, held=1)
+    made.step(2.0, arrivals_per_s=0.5, waiting=1, held=1)  # the one that loads was ordered for it
+    made.come()
+    made.step(3.0, arrivals_per_s=12.0, service_s=0.2, running=1, waiting=2)
+    made.come()
+    made.step(4.0, arrivals_per_s=12.0, service_s=0.2, running=3)
+    for now in range(5, 10):
+        made.step(float(now), arrivals_per_s=1.0, service_s=0.2)
+    for now in range(10, 15):
+        made.step(float(now), arrivals_per_s=0.0, service_s=0.2)
+    assert made.orders == [1, 3, 1, 0]
+    assert made.lines == [
+        "voice: up to 1: 1 wait for the first instance",
+        "voice: up to 3: load 2.4, 1 at once each; 4 would be wanted, maxReplicas is 3",
+        "voice: down to 1: load 0.2, 1 at once each for 2 s",
+        "voice: down to 0: no request for 2 s",
+    ]
+    assert made.autoscaler.in_charge("ear") is None
+    assert made.autoscaler.in_charge("voice") == (
+        "its load sets its replicas (autoscaling, 0 to 3); last: down to 0: no request for 2 s"
+    )
+
+
+def test_after_a_start_that_failed_no_other_is_ordered_for_a_while() -> None:
+    made = Pipeline()
+    for now in (0.0, 1.0, 4.0, 5.0, 6.0, 14.0, 15.0):
+        made.step(now, arrivals_per_s=0.5, waiting=1, held=1)
+        if made.pending:
+            made.pending = 0
+            made.autoscaler.start_failed("voice", "say did not start: out of memory", now)
+    assert made.orders == [1, 1, 1]
+    assert made.lines[1] == "voice: say did not start: out of memory; tried again in 5 s"
+    assert made.lines[-1].endswith("tried again in 20 s")
+
+
+def test_nothing_is_decided_without_the_coordinators_numbers_or_while_a_person_changes_the_group() -> None:
+    made = Pipeline()
+    made.autoscaler.step({}, 0.0)
+    made.autoscaler.step({"groups": {"voice": {"ready": "many"}}}, 0.0)
+    made.changing = True
+    made.step(1.0, arrivals_per_s=0.5, waiting=1)
+    assert made.orders == []
+
+
+@pytest.mark.proves("starts-on-demand")
+async def test_a_group_at_zero_starts_for_a_request_that_waits_and_ends_when_it_is_idle() -> None:
+    lines: list[str] = []
+    with tempfile.TemporaryDirectory(prefix="t-") as base:
+        pipeline = LocalPipeline(
+            _written(base),
+            overrides=[f"endpoints.basePath={base}/run"],
+            options=LocalOptions(port=0),
+            on_line=lambda name, line: lines.append(line) if name == "autoscaling" else None,
+        )
+        async with pipeline, httpx.AsyncClient(base_url=pipeline.url, timeout=PATIENCE_S) as client:
+            assert "voice" not in pipeline.pids()
+            assert (await client.get("/readyz")).status_code == 200
+            answers = await asyncio.gather(*(client.post("/v1/pipeline", json={"inputs": "a"}) for _ in range(3)))
+            assert [answer.status_code for answer in answers] == [200, 200, 200]
+            assert lines[0].startswith("voice: up to ")
+            with pytest.raises(ConfigurationError, match=r"voice: its load sets its replicas .*; last: "):
+                await pipeline.scale("voice", 2)
+            await pipeline.restart("voice")
+            assert (await client.post("/v1/pipeline", json={"inputs": "a"})).status_code == 200
+
+
+@pytest.mark.nightly
+@pytest.mark.proves("starts-on-demand")
+@pytest.mark.timeout(300)
+async def test_under_load_from_one_to_three_to_none_and_back_no_request_fails() -> None:
+    counts: list[int] = []
+    statuses: list[int] = []
+    with tempfile.TemporaryDirectory(prefix="t-") as base:
+        pipeline = LocalPipeline(
+            _written(base), overrides=[f"endpoints.basePath={base}/run"], options=LocalOptions(port=0)
+        )
+        async with pipeline, httpx.AsyncClient(base_url=pipeline.url, timeout=PATIENCE_S) as client:
+
+            async def ask() -> None:
+                statuses.append((await client.post("/v1/pipeline", json={"inputs": "a"})).status_code)
+
+            async def until(replicas: int, per_s: float) -> None:
+                """Requests at this rate until there are so many instances."""
+                asking: set[asyncio.Task[None]] = set()
+                async with asyncio.timeout(PATIENCE_S):
+                    while sum(one.ready for one in pipeline._supervisor.instances("voice")) != replicas:
+                        if per_s:
+                            asking.add(asyncio.create_task(ask()))
+                        await asyncio.sleep(1 / per_s if per_s else 0.1)
+                if asking:
+                    await asyncio.wait(asking)
+                counts.append(replicas)
+
+            for replicas, per_s in ((1, 1.0), (3, 14.0), (1, 1.0), (0, 0.0), (1, 1.0)):
+                await until(replicas, per_s)
+    assert counts == [1, 3, 1, 0, 1]
+    assert set(statuses) == {200}
+
+
+def _written(base: str) -> Path:
+    file = Path(base) / "sleeper.yaml"
+    file.write_text(SLEEPER)
+    return file
