@@ -93,7 +93,7 @@ def joined(reports: Sequence[Mapping[str, Load]]) -> dict[str, Load]:
 
 
 def of_units(loads: Mapping[str, Load], plan: PipelinePlan) -> dict[str, Load]:
-    """Of each pod unit the load of its group that needs most instances: a pod has one of each."""
+    """Each pod unit has the load of its group that needs most instances: a pod has one of each."""
     found: dict[str, Load] = {}
     for unit in plan.units:
         its = [loads[group.name] for group in unit.groups if group.name in loads]

@@ -347,7 +347,7 @@ def _count(refined: ProcessGroup | None) -> int | None:
 
 
 def _limits(members: Sequence[str], refined: Mapping[str, ProcessGroup]) -> Autoscaling | None:
-    """Of the groups in a pod; `placement` has refused different ones, and such beside replicas."""
+    """The limits of the groups in a pod; `placement` has refused different ones, and such beside replicas."""
     given = (refined[member].autoscaling for member in members if member in refined)
     return next((limits for limits in given if limits is not None), None)
 

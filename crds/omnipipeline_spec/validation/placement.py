@@ -314,7 +314,7 @@ def _units(spec: PipelineConfig, groups: Grouping) -> Iterator[Fault]:
 
 
 def _one_in_charge(refined: Sequence[ProcessGroup], index_of: Mapping[str, int]) -> Iterator[Fault]:
-    """Of groups in one pod none may have replicas when another one has autoscaling."""
+    """No group in a pod may have replicas when another one has autoscaling."""
     scaled = next((group.name for group in refined if group.autoscaling is not None), None)
     for group in refined:
         if scaled not in (None, group.name) and group.replicas is not None and group.autoscaling is None:

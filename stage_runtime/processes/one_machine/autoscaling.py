@@ -21,7 +21,7 @@ MOST_REST_S: Final = 60.0
 
 
 class Instances(msgspec.Struct, frozen=True):
-    """Of one unit, without those that are being ended."""
+    """Counts of one unit, without those that are being ended."""
 
     ready: int
     pending: int
@@ -41,7 +41,7 @@ class Scaled(Protocol):
 
 
 class Autoscaler:
-    """Of all units of one run that have limits."""
+    """Follows the load of all units of one run that have limits."""
 
     def __init__(self, plan: PipelinePlan, pipeline: Scaled) -> None:
         self._plan = plan
