@@ -27,6 +27,7 @@ _MOST_TEMPLATES: Final = 16  # authors may give one with a prompt
 _BYTE: Final = re.compile("<0x[0-9A-Fa-f]{2}>")  # sentencepiece's name of a token that is one byte
 _SUBSTITUTES: Final = re.compile("[\U000f0000-\U0010fffd]{2,}")  # of `marked`
 _UNKNOWN: Final = "\U0003134a \U000ffffd"  # characters that no vocabulary has
+_NOT_AS_TEXT: Final = "a text has a control string that the model's tokenizer cannot take as text"
 _MARKUP: Final = re.compile(r"[<>\[\]{}|\uff5c«»【】]")
 _TAG: Final = re.compile(r"<[^\s].*>|\[[^\s].*\]|[|\uff5c«【].+[|\uff5c»】]", re.DOTALL)
 #: Tags that models have as tokens because texts have them, as Gemma's do.
@@ -141,6 +142,14 @@ class _Found(NamedTuple):
     end: int
 
 
+class _Frame(NamedTuple):
+    """What a tokenizer writes around and between texts: one piece more than there are texts. of_texts: their types."""
+
+    ids: list[list[int]]
+    types: list[list[int]]
+    of_texts: list[int]
+
+
 class _ControlTokens:
     """Those of a tokenizer and a chat template."""
 
@@ -151,6 +160,7 @@ class _ControlTokens:
         self._added: dict[int, Any] = dict(sorted(tokenizer.added_tokens_decoder.items()))
         named = [*tokenizer.all_special_tokens, *(getattr(tokenizer, "chat_control_tokens", None) or ())]
         self._ids = frozenset(number for number, token in self._added.items() if is_control(token, template, named))
+        self._frames: dict[int, _Frame] = {}  #: By the number of texts.
         #: Tokens for characters outside the vocabulary control nothing.
         self._filling = frozenset(self._backend.encode(_UNKNOWN, add_special_tokens=False).ids)
 
@@ -179,28 +189,39 @@ class _ControlTokens:
 
     def encode_around(self, texts: Sequence[str], encoded: dict[str, list[int]]) -> dict[str, list[int]]:
         """encoded: the texts, as the tokenizer does it. Returns: it, or without the control tokens of a text."""
-        letters = [self._backend.encode(letter, add_special_tokens=False).ids for letter in "ab"]
-        whole = self._tokenizer(*"ab"[: len(texts)])
-        frame, controls = whole["input_ids"], self._ids - self._filling
-        own = [token for token in frame if token in controls]
+        if len(texts) not in self._frames:
+            self._frames[len(texts)] = self._frame(len(texts))
+        frame = self._frames[len(texts)]
+        controls = self._ids - self._filling
+        own = [token for piece in frame.ids for token in piece if token in controls]
         if [token for token in encoded["input_ids"] if token in controls] == own:
             return encoded
-        made: dict[str, list[int]] = {key: [] for key in encoded}
-        at = 0
-        for text, letter in zip(texts, letters, strict=False):
-            begin = next(place for place in range(at, len(frame)) if frame[place : place + len(letter)] == letter)
-            ids = self._renamed.encode(text)
-            for key, inner in (
-                ("input_ids", ids),
-                ("token_type_ids", whole.get("token_type_ids", [])[begin:][:1] * len(ids)),
-            ):
-                if key in made:
-                    made[key] += [*whole[key][at:begin], *inner]
-            at = begin + len(letter)
-        for key in made:
-            made[key] += whole[key][at:]
+        made: dict[str, list[int]] = {"input_ids": list(frame.ids[0]), "token_type_ids": list(frame.types[0])}
+        for text, of_text, ids, types in zip(texts, frame.of_texts, frame.ids[1:], frame.types[1:], strict=True):
+            inner = self._renamed.encode(text)
+            made["input_ids"] += [*inner, *ids]
+            made["token_type_ids"] += [*[of_text] * len(inner), *types]
         self._checked(made["input_ids"], own)
-        return made
+        return {key: made[key] for key in encoded}
+
+    def _frame(self, count: int) -> _Frame:
+        """Found by texts of one letter. Raises: InvalidRequest: these are not found again."""
+        whole = self._tokenizer(*"ab"[:count])
+        ids = list(whole["input_ids"])
+        types = list(whole["token_type_ids"]) if "token_type_ids" in whole else [0] * len(ids)
+        frame, at = _Frame([], [], []), 0
+        for letter in "ab"[:count]:
+            inner = self._backend.encode(letter, add_special_tokens=False).ids
+            begin = next((place for place in range(at, len(ids)) if ids[place : place + len(inner)] == inner), None)
+            if begin is None:
+                raise InvalidRequest(_NOT_AS_TEXT)
+            frame.ids.append(ids[at:begin])
+            frame.types.append(types[at:begin])
+            frame.of_texts.append(types[begin])
+            at = begin + len(inner)
+        frame.ids.append(ids[at:])
+        frame.types.append(types[at:])
+        return frame
 
     def _found(self, ids: Sequence[int], offsets: Sequence[tuple[int, int]], text: str) -> Iterator[_Found]:
         """The control tokens of an encoded text."""
@@ -231,7 +252,7 @@ class _ControlTokens:
         """Raises: InvalidRequest: there are other control tokens in it than the template's own."""
         controls = self._ids - self._filling
         if [token for token in ids if token in controls] != [token for token in own if token in controls]:
-            raise InvalidRequest("a text has a control string that the model's tokenizer cannot take as text")
+            raise InvalidRequest(_NOT_AS_TEXT)
         return ids
 
     @functools.cached_property
