@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
 import msgspec
@@ -80,6 +80,15 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     error: dict[str, Any] | None = None
 
 
+class StageNeed(msgspec.Struct, frozen=True, kw_only=True):
+    """One stage of the newest pipeline revision, as `/health?stages` shows it."""
+
+    stage: str
+    group: str
+    needed: bool  #: No request can be served without it.
+    instances: int  #: That take requests of the revision now.
+
+
 class RequestHandleApi(Protocol):
     """One admitted request. Its holder must read it to its end, or `abort` it."""
 
@@ -142,6 +151,14 @@ class RequestManagerApi(Protocol):
         """As `abort`, by the coordinator that owns the request: in a roll there are two."""
 
     def record(self, request_id: str) -> RequestRecord | None: ...
+
+    def latest(self, most: int) -> Sequence[RequestRecord]:
+        """The newest requests in flight and the last that ended, up to ``most`` of each, newest first; then the last
+        ones that failed or were cancelled, which may be among those before.
+        """
+
+    def needs(self) -> Sequence[StageNeed]:
+        """The stages of the newest revision; none: no pipeline is known."""
 
     def status(self) -> Mapping[str, Any]:
         """Members, stages, in flight, revisions: what `/status` answers (JSON-ready)."""

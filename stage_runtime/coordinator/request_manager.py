@@ -10,7 +10,7 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from omnipipeline_spec.types.plan import CoordinatorPlan, PipelineRevision
@@ -30,7 +30,7 @@ from stage_runtime.coordinator.binding.waiting import Waiting
 from stage_runtime.coordinator.ending.abort_forwarding import AbortForwarding
 from stage_runtime.coordinator.ending.deadlines import Deadlines
 from stage_runtime.coordinator.ending.notifications import ConsumedNotifier, EndedNotifier
-from stage_runtime.coordinator.events import RequestRecord
+from stage_runtime.coordinator.events import RequestRecord, StageNeed
 from stage_runtime.coordinator.membership import Membership
 from stage_runtime.coordinator.reporting import recorded
 from stage_runtime.coordinator.reporting.demand import GroupDemand
@@ -222,10 +222,18 @@ class RequestManager:
         handle = self._handles.get(request_id)
         return handle.record() if handle is not None else self.stats.record(request_id)
 
+    def latest(self, most: int) -> list[RequestRecord]:
+        running = itertools.islice(reversed(self._handles.values()), most)
+        return [*(handle.record() for handle in running), *self.stats.latest(most)]
+
     def status(self) -> Mapping[str, Any]:
         waiting, problem = len(self._waiting), self._health.problem()
         status = self._reports.status(in_flight=len(self._handles), awaiting_instance=waiting, problem=problem)
-        return {**status, "groups": self._demand.status(self._waiting.by_group())}
+        demand = self._demand.status(self._waiting.by_group())
+        return {**status, "groups": demand, "draining": self._draining}
+
+    def needs(self) -> Sequence[StageNeed]:
+        return self._health.needs()
 
     def ready(self) -> bool:
         return not self._draining and self._membership.ready()

@@ -34,6 +34,7 @@ from stage_runtime.sockets.endpoints.doors import Doors
 from stage_runtime.web import app as web
 from stage_runtime.web import routes
 from stage_runtime.web.exchanges.apikeys import ApiKeys
+from stage_runtime.web.exchanges.memory_budget import MemoryBudget
 from stage_runtime.web.exchanges.metrics import CoordinatorMetrics
 from stage_runtime.web.listening.connection_limits import ConnectionLimits
 from stage_runtime.web.listening.server import Server
@@ -86,7 +87,9 @@ async def _serve(settings: CoordinatorSettings) -> int:
         shown = _web_settings(settings)
         admin = routes.admin(coordinator.profiling, coordinator.operations)
         on_own_port = bool(settings.admin_port)
-        app = web.make_app(manager, shown, codecs=codecs, metrics=metrics, admin=[] if on_own_port else admin)
+        budget = MemoryBudget(shown.max_held_bytes, grace_s=shown.body_grace_s)
+        of_client = [] if on_own_port else admin
+        app = web.make_app(manager, shown, codecs=codecs, metrics=metrics, admin=of_client, budget=budget)
         drain_s = drain_seconds(settings.plan.drain_timeout_s)
         limits = ConnectionLimits(unread_nbytes=shown.max_held_bytes)
         server = Server(app, host=settings.http_host, port=settings.http_port, drain_s=drain_s, limits=limits)
@@ -100,7 +103,7 @@ async def _serve(settings: CoordinatorSettings) -> int:
             await stack.enter_async_context(probing)
             serving.start("probe server", probing.ended())
         if on_own_port:
-            own = web.make_admin(shown, admin)
+            own = web.make_admin(manager, shown, codecs=codecs, metrics=metrics, admin=admin, budget=budget)
             administration = Server(own, host=ADMIN_HOST, port=settings.admin_port, drain_s=0)
             await stack.enter_async_context(administration)
             serving.start("admin server", administration.ended())

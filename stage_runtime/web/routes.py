@@ -13,15 +13,20 @@ from stage_runtime.coordinator.questions.profiling import PipelineProfiling, Pro
 from stage_runtime.web import answers, openai_routes
 from stage_runtime.web.answers import EVENTS, JSON, READY, TEXT, ResponseType
 from stage_runtime.web.endpoints import HandlerContext
+from stage_runtime.web.exchanges.apikeys import ApiKeys
 from stage_runtime.web.exchanges.metrics import CoordinatorMetrics
 from stage_runtime.web.handlers import profiling as profiles
+from stage_runtime.web.handlers import versions
 from stage_runtime.web.handlers.models import Models
 from stage_runtime.web.handlers.operations import OperationBody, OperationsEndpoint
 from stage_runtime.web.handlers.pipeline import PipelineEndpoint
-from stage_runtime.web.handlers.probes import Health, Probes
+from stage_runtime.web.handlers.probes import Health, Probes, StagesHealth
 from stage_runtime.web.handlers.profiling import Profiles
+from stage_runtime.web.handlers.versions import Version
+from stage_runtime.web.page.feed import PageFeed, ShownRequest
 from stage_runtime.web.reading import schemas
 from stage_runtime.web.routing import FORM, Route
+from stage_runtime.web.settings import WebSettings
 
 _PROFILE: Final = (ResponseType((ProfileAnswer,)), ResponseType((ProfileAnswer,), status=503))
 _REPORT: Final = (ResponseType((dict[str, Any],)), ResponseType(media="text/html"), ResponseType(media=TEXT))
@@ -32,6 +37,7 @@ def public(context: HandlerContext) -> tuple[Route, ...]:
     models, pipeline = Models(context), PipelineEndpoint(context)
     return (
         *openai_routes.made(context),
+        Route("GET", "/version", "The runtime's version", versions.show, answers=(ResponseType((Version,)),)),
         Route("GET", "/v1/models", "The model", models.list_all, answers=(ResponseType((answers.ModelList,)),)),
         Route(
             "GET",
@@ -70,24 +76,63 @@ def public(context: HandlerContext) -> tuple[Route, ...]:
     )
 
 
-def health(manager: RequestManagerApi, *, more: str = "", kubelet: bool = False) -> tuple[Route, ...]:
-    """For load balancers and kubelets. more, kubelet: as of `Health`."""
-    made = Health(manager, more=more, kubelet=kubelet)
+def health(
+    manager: RequestManagerApi, *, more: str = "", kubelet: bool = False, keys: ApiKeys | None = None
+) -> tuple[Route, ...]:
+    """For load balancers and kubelets. more, kubelet, keys: as of `Health`."""
+    made = Health(manager, more=more, kubelet=kubelet, keys=keys)
     ready = "Whether requests can be served"
     return (
         Route("GET", "/livez", "Whether the process runs", made.live, answers=(ResponseType(media=TEXT),)),
         Route("GET", "/readyz", ready, made.ready, answers=READY),
-        Route("GET", "/health", ready, made.ready, answers=READY),  # the path that other servers of this API have
+        # the path that other servers of this API have
+        Route(
+            "GET",
+            "/health",
+            f"{ready}; with ?stages which stages all need",
+            made.health,
+            answers=(*READY, ResponseType((StagesHealth,)), ResponseType((StagesHealth,), status=503)),
+        ),
     )
 
 
-def probes(manager: RequestManagerApi, metrics: CoordinatorMetrics, *, kubelet: bool = False) -> tuple[Route, ...]:
+def probes(
+    manager: RequestManagerApi, metrics: CoordinatorMetrics, *, kubelet: bool = False, keys: ApiKeys | None = None
+) -> tuple[Route, ...]:
     """For kubelets, Prometheus and people; on a port of their own in pods."""
     made = Probes(manager, metrics)
     return (
-        *health(manager, more="; see /status", kubelet=kubelet),
+        *health(manager, more="; see /status", kubelet=kubelet, keys=keys),
         Route("GET", "/status", "Members and requests", made.status, answers=(ResponseType((dict[str, Any],)),)),
         Route("GET", "/metrics", "Prometheus' text", made.metrics, answers=(ResponseType(media=TEXT),)),
+    )
+
+
+def page(manager: RequestManagerApi, settings: WebSettings, *, profiler: bool) -> tuple[Route, ...]:
+    """What the page for people asks beside the routes of clients. profiler: its routes are on the same port."""
+    about = {
+        "model": settings.model,
+        "serves": settings.serves,
+        "accepts": sorted(settings.accepts),
+        "version": versions.OURS,
+        "profiler": profiler,
+    }
+    made = PageFeed(manager, about=about)
+    return (
+        Route(
+            "GET",
+            "/page/events",
+            "The page's view of the pipeline, then what changes",
+            made.events,
+            answers=(ResponseType((dict[str, Any],), EVENTS),),
+        ),
+        Route(
+            "GET",
+            "/page/requests/{id}",
+            "A request and the lines of its waterfall",
+            made.request,
+            answers=(ResponseType((ShownRequest,)),),
+        ),
     )
 
 

@@ -10,6 +10,7 @@ import pytest
 from stage_runtime.web import routes
 from stage_runtime.web.endpoints import HandlerContext
 from stage_runtime.web.exchanges.metrics import CoordinatorMetrics
+from stage_runtime.web.page import files
 from stage_runtime.web.reading.fetching import Fetcher
 from stage_runtime.web.routing import Route
 from stage_runtime.web.sound.pool import CodecPool
@@ -20,6 +21,7 @@ from tests.web.scripted_manager import ScriptedManager, play
 PROFILING: Any = None  # the handlers are not called
 OPERATIONS: Any = None
 
+PAGES = ("/", "/docs")  # what they load has no row
 MANAGER = ScriptedManager(play())
 SERVICE = HandlerContext(manager=MANAGER, settings=ALL, fetcher=Fetcher(ALL), codecs=CodecPool())
 
@@ -33,6 +35,8 @@ SERVICE = HandlerContext(manager=MANAGER, settings=ALL, fetcher=Fetcher(ALL), co
                 *routes.public(SERVICE),
                 *routes.probes(MANAGER, CoordinatorMetrics(MANAGER)),
                 *routes.engines(OPERATIONS),
+                *routes.page(MANAGER, ALL, profiler=True),
+                *(one for one in (*files.page(keyed=True), *files.documentation(keyed=True)) if one.path in PAGES),
             ),
         ),
         ("profiling.md", routes.profiler(PROFILING)),

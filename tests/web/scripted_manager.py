@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from stage_runtime.coordinator.admitting.terminal_stages import TerminalStagesResult
-from stage_runtime.coordinator.events import ChunkEvent, RequestRecord, ResultEvent
+from stage_runtime.coordinator.events import ChunkEvent, RequestRecord, ResultEvent, StageNeed
 from stage_runtime.errors import RequestError
 from stage_runtime.metrics import planes
 from stage_runtime.metrics.samples import Samples
@@ -100,6 +100,9 @@ class ScriptedManager:
         self.why_not: str | None = None  #: No request can be served.
         self.samples: Samples = {}
         self.gauges: Mapping[str, planes.Gauges] = {}
+        self.shown: Mapping[str, Any] = {}  #: By `status`, beside the count in flight.
+        self.records: Sequence[RequestRecord] = ()
+        self.stages: Sequence[StageNeed] = ()
 
     @property
     def last(self) -> ScriptedHandle:
@@ -146,6 +149,9 @@ class ScriptedManager:
         return True
 
     def record(self, request_id: str) -> RequestRecord | None:
+        known = next((one for one in self.records if one.id == request_id), None)
+        if known is not None:
+            return known
         found = next((handle for handle in reversed(self.handles) if handle.id == request_id), None)
         if found is None:
             return None
@@ -155,7 +161,13 @@ class ScriptedManager:
         )
 
     def status(self) -> Mapping[str, Any]:
-        return {"in_flight": len(self.in_flight)}
+        return {"in_flight": len(self.in_flight), **self.shown}
+
+    def latest(self, most: int) -> Sequence[RequestRecord]:
+        return self.records[:most]
+
+    def needs(self) -> Sequence[StageNeed]:
+        return self.stages
 
     def ready(self) -> bool:
         return self.is_ready

@@ -16,6 +16,7 @@ from stage_runtime.metrics.samples import Buckets, Samples
 from stage_runtime.web.app import make_admin, make_app, make_probes
 from stage_runtime.web.exchanges.apikeys import ApiKeys
 from stage_runtime.web.exchanges.exchange import Exchange
+from stage_runtime.web.exchanges.memory_budget import MemoryBudget
 from stage_runtime.web.exchanges.metrics import CoordinatorMetrics
 from stage_runtime.web.listening.server import Server
 from stage_runtime.web.routing import Route
@@ -174,7 +175,10 @@ async def test_admin_routes_are_behind_the_keys_on_either_port() -> None:
 
     settings = msgspec.structs.replace(ALL, api_keys=ApiKeys(("k",)))
     admin = [Route("POST", "/start_profile", "Begin", begin)]
-    for app in (make_app(ScriptedManager(OK), settings, codecs=CodecPool(), admin=admin), make_admin(settings, admin)):
+    manager = ScriptedManager(OK)
+    metrics, budget = CoordinatorMetrics(manager), MemoryBudget(1 << 20)
+    own = make_admin(manager, settings, codecs=CodecPool(), metrics=metrics, admin=admin, budget=budget)
+    for app in (make_app(manager, settings, codecs=CodecPool(), admin=admin), own):
         async with Server(app, port=0) as server, httpx.AsyncClient(base_url=server.url, timeout=PATIENCE_S) as client:
             closed = await client.post("/start_profile")
             client.headers["authorization"] = "Bearer k"
@@ -190,7 +194,8 @@ async def test_the_document_has_the_routes_that_are_served_and_no_dangling_refer
         async with httpx.AsyncClient(base_url=running.url, timeout=PATIENCE_S) as client:
             document = (await client.get("/openapi.json")).json()
     always = {"/v1/pipeline", "/v1/requests/{id}", "/v1/models", "/v1/models/{id}"}
-    always |= {"/livez", "/readyz", "/health", "/status", "/metrics"}
+    always |= {"/livez", "/readyz", "/health", "/status", "/metrics", "/version"}
+    always |= {"/page/events", "/page/requests/{id}"}
     assert set(document["paths"]) == always | {one.path for one in ROUTES if one.serves in serves}
     schemas = document["components"]["schemas"]
     used = {item.removeprefix("#/components/schemas/") for item in references(document)}

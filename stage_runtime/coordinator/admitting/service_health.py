@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 
 from omnipipeline_spec.types.plan import PipelineRevision
+from stage_runtime.coordinator.events import StageNeed
 from stage_runtime.coordinator.membership import Membership
 from stage_runtime.rules import kvpairs, partial_binding
 from stage_runtime.rules.absences import Outlook
@@ -29,6 +30,22 @@ class ServiceHealth:
         """Why no request can be served now, nor soon; None: requests are served, or wait for an instance to come."""
         problems = [self._problem_of(one) for one in self._membership.state.revisions]
         return "no pipeline is known" if not problems else None if None in problems else problems[-1]
+
+    def needs(self) -> list[StageNeed]:
+        """Of the newest revision: its stages, which of them every request needs, and how many instances each has."""
+        if not self._membership.state.revisions:
+            return []
+        revision = self._membership.state.revisions[-1]
+        needed = self._needed(revision)
+        return [
+            StageNeed(
+                stage=stage,
+                group=group,
+                needed=stage in needed,
+                instances=len(self._membership.state.serving(revision, group)),
+            )
+            for stage, group in revision.stages.items()
+        ]
 
     def _problem_of(self, revision: PipelineRevision) -> str | None:
         membership, now = self._membership, self._loop.time()

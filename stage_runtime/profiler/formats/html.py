@@ -1,6 +1,6 @@
 """The run as one page for the browser, with everything in it: it opens from disk, without a network.
 
-Here: what the page shows, as JSON. How it is drawn: ``page.html`` beside this file.
+Here: what the page shows, as JSON. How it is drawn: ``page.html`` and ``drawing.js`` beside this file.
 """
 
 from __future__ import annotations
@@ -22,11 +22,13 @@ MAX_ROWS: Final = 400  # of one request: intervals and hops, from its first on. 
 MAX_STAGES: Final = 200  # with a colour of their own; an event may name any stage
 BINS: Final = 200  # of the run's time, for the utilisation of stages
 _MARK: Final = "/*DATA*/null"
+_DRAWING: Final = "/*DRAWING*/"
 
 
 def page(found: Events) -> str:
     """The whole page."""
-    template = resources.files(__package__).joinpath("page.html").read_text()
+    here = resources.files(__package__)
+    template = here.joinpath("page.html").read_text().replace(_DRAWING, here.joinpath("drawing.js").read_text())
     data = msgspec.json.encode(_data(found)).decode()
     # Within a script element, "</script" would end it, and "<!--" would change how it is read.
     return template.replace(_MARK, data.replace("<", "\\u003c"))

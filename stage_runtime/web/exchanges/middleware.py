@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Final
 
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -38,12 +38,15 @@ class Middleware:
         origins: Origins | None = None,
         budget: MemoryBudget | None = None,
         observe: Callable[[Exchange, float], None] | None = None,
+        without_key: Collection[str] = OPEN,
     ) -> None:
+        """without_key: paths that need none."""
         self._app = app
         self._keys = api_keys or ApiKeys()
         self._origins = origins
         self._budget = budget or MemoryBudget(0)
         self._observe = observe
+        self._without_key = without_key
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "websocket":
@@ -73,8 +76,8 @@ class Middleware:
                 if (allowed := self._origins.preflight(exchange)) is not None:  # browsers send no key with it
                     await exchange.reply_empty(allowed)
                     return
-            if self._keys.asked_for and exchange.path not in OPEN:
-                self._authorise(exchange)
+            if exchange.path not in self._without_key:
+                authorise(exchange, self._keys)
             await self._app(exchange.scope, receive, exchange.send)
         except RequestError as error:
             await fail(exchange, error)
@@ -84,13 +87,17 @@ class Middleware:
             _faults.exception("request %s: %s %s failed", exchange.request_id, exchange.method, exchange.route)
             await fail(exchange, errors.internal(exchange.request_id))
 
-    def _authorise(self, exchange: Exchange) -> None:
-        scheme, _, given = (exchange.only_header(b"authorization") or "").partition(" ")
-        if not scheme and exchange.is_socket and (key := web_sockets.key_of(exchange)) is not None:
-            scheme, given = "bearer", key
-        token = given.strip().encode()
-        if not self._keys.allow(token) or scheme.lower() != "bearer":
-            raise RequestError("unauthorized", "an API key is needed: Authorization: Bearer KEY")
+
+def authorise(exchange: Exchange, keys: ApiKeys) -> None:
+    """Raises: RequestError: unauthorized: keys are asked for, and the request has none of them."""
+    if not keys.asked_for:
+        return
+    scheme, _, given = (exchange.only_header(b"authorization") or "").partition(" ")
+    if not scheme and exchange.is_socket and (key := web_sockets.key_of(exchange)) is not None:
+        scheme, given = "bearer", key
+    token = given.strip().encode()
+    if not keys.allow(token) or scheme.lower() != "bearer":
+        raise RequestError("unauthorized", "an API key is needed: Authorization: Bearer KEY")
 
 
 async def fail(exchange: Exchange, error: RequestError) -> None:
