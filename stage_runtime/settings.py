@@ -33,6 +33,7 @@ class ProcessSettings(msgspec.Struct, frozen=True, kw_only=True):
     control_key: bytes | None = None  #: 32 bytes; None: no CURVE.
     profile_root: Path
     log_format: LogFormat = "text"
+    log_level: str = "info"  #: One of `LOG_LEVELS`.
     arena_bytes: int | None = None  #: Size of the relay's arena; None: derived from the plan.
     status_fd: int | None = None  #: Write end of the pipe to the supervisor; None: started by hand.
     pod_uid: str = ""  #: Of Kubernetes; a fact by which a relay is chosen.
@@ -256,7 +257,15 @@ class _EnvironmentReader:
             raise ConfigurationError(f"{name}: {path}: {error.strerror}") from error
 
 
-_PASSED_ON = ("OMNI_CONTROL_KEY_FILE", "OMNI_PROFILE_ROOT", "OMNI_LOG_FORMAT", "OMNI_ARENA_MB", "OMNI_POD_UID")
+LOG_LEVELS = ("debug", "info", "warning", "error")
+_PASSED_ON = (
+    "OMNI_CONTROL_KEY_FILE",
+    "OMNI_PROFILE_ROOT",
+    "OMNI_LOG_FORMAT",
+    "OMNI_LOG_LEVEL",
+    "OMNI_ARENA_MB",
+    "OMNI_POD_UID",
+)
 
 
 def _plan(read: _EnvironmentReader, kind: type[Plan]) -> Plan:
@@ -295,6 +304,9 @@ def _common(read: _EnvironmentReader) -> dict[str, Any]:
     log_format = read.optional("OMNI_LOG_FORMAT") or "text"
     if log_format not in ("text", "json"):
         raise ConfigurationError(f"OMNI_LOG_FORMAT: {log_format!r} is neither text nor json")
+    log_level = read.optional("OMNI_LOG_LEVEL") or "info"
+    if log_level not in LOG_LEVELS:
+        raise ConfigurationError(f"OMNI_LOG_LEVEL: expected one of {', '.join(LOG_LEVELS)}, got {log_level!r}")
     arena_mb = read.integer("OMNI_ARENA_MB", 0, least=1)
     status_fd = read.integer("OMNI_STATUS_FD", -1, least=0)
     code_dir = read.optional("OMNI_CODE_DIR")
@@ -302,6 +314,7 @@ def _common(read: _EnvironmentReader) -> dict[str, Any]:
         "control_key": _control_key(read),
         "profile_root": Path(read.optional("OMNI_PROFILE_ROOT") or default_profile_root()),
         "log_format": log_format,
+        "log_level": log_level,
         "arena_bytes": arena_mb << 20 or None,
         "status_fd": None if status_fd < 0 else status_fd,
         "code_dir": None if code_dir is None else Path(code_dir),

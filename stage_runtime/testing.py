@@ -3,11 +3,12 @@
 The factory is called and its function run by the same engines as in a pipeline, and values are checked as on every
 transport, so a tuple in a result fails here as it would there. A stage that writes into what it received, or into what
 it gave, fails here too; in a pipeline it is wrong on some placements. Not here: routes, joins, targets of chunks; those
-are the pipeline's. For authors; nothing of ours imports it.
+are the pipeline's, which `run_pipeline` and `chat` run as a whole. For authors; nothing of ours imports it.
 """
 
 from __future__ import annotations
 
+import importlib
 import logging
 import sys
 from collections import Counter
@@ -33,6 +34,13 @@ SOURCE: Final = "source"
 TEST: Final = "the test"
 
 Factory = Callable[..., Any]
+
+
+def __getattr__(name: str) -> Any:
+    """What needs the processes of a pipeline, when it is asked for."""
+    if name in ("run_pipeline", "chat", "RunningPipeline", "Answer"):
+        return getattr(importlib.import_module("stage_runtime.whole_pipelines"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 class WroteShared(AssertionError):

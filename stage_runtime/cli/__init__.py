@@ -24,6 +24,7 @@ COMMANDS = {
     "convert": ("stage_runtime.cli.convert", "Print a pipeline as the Kubernetes resource."),
     "scale": ("stage_runtime.cli.scale", "Change the replicas of a group of a running `omni up`."),
     "restart": ("stage_runtime.cli.restart", "Replace the processes of a group of a running `omni up`."),
+    "logs": ("stage_runtime.cli.logs", "Show what the processes of a running `omni up` have written."),
     "profile": ("stage_runtime.cli.profile", "Record where requests spend their time, and show it."),
     "call": ("stage_runtime.cli.call", "Have a stage's engine carry out an operation of its own."),
     "trace": ("stage_runtime.cli.trace", "Draw where the time of one request went."),

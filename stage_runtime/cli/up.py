@@ -18,6 +18,7 @@ from stage_runtime.processes import signals
 from stage_runtime.processes.one_machine import admin
 from stage_runtime.processes.one_machine.local import STARTUP_S, LocalOptions, LocalPipeline
 from stage_runtime.processes.supervision.startup_failures import StartupFailed
+from stage_runtime.settings import LOG_LEVELS
 
 
 @click.command("up")
@@ -43,6 +44,9 @@ from stage_runtime.processes.supervision.startup_failures import StartupFailed
 @click.option(
     "--debug-values", is_flag=True, help="Log stages that write into tensors that they received or sent (slow)."
 )
+@click.option(
+    "--log-level", type=click.Choice(LOG_LEVELS), help="Least of what is logged. [default: OMNI_LOG_LEVEL, info]"
+)
 @click.option("--no-tty", is_flag=True, help="Plain lines instead of a live table.")
 def command(
     file: str,
@@ -54,6 +58,7 @@ def command(
     no_auth: bool,
     startup_timeout: float,
     debug_values: bool,
+    log_level: str | None,
     no_tty: bool,
 ) -> None:
     """Run a pipeline on this machine: the coordinator, and every process group as processes of its own.
@@ -71,6 +76,7 @@ def command(
         port=port,
         startup_s=startup_timeout,
         debug_values=debug_values,
+        log_level=log_level,
         api_key_file=api_key_file,
         no_auth=no_auth,
     )

@@ -58,7 +58,7 @@ REST_MOST_S: Final = 16  # seconds without an ended request after which memory i
 
 def run(settings: CoordinatorSettings) -> int:
     """Serve until SIGTERM, drain, and return the exit code."""
-    logs.configure(settings.log_format, name=COORDINATOR)
+    logs.configure(settings.log_format, name=COORDINATOR, level=settings.log_level)
     limits.raise_limits()
     pages.limit_heaps()
     return loops.run(_serve(settings))

@@ -152,19 +152,23 @@ class RuntimeHandler(logging.Handler):
 RUNTIME: Final = ("stage_runtime", "uvicorn", "asyncio", "concurrent.futures")
 
 
-def configure(log_format: str, *, name: str) -> None:
-    """Send all records to stderr: authors' by the root logger, the runtime's by its own."""
+def configure(log_format: str, *, name: str, level: str = "info") -> None:
+    """Send all records to stderr: authors' by the root logger, the runtime's by its own. level: the least of both."""
+    least = logging.getLevelNamesMapping()[level.upper()]
     formatter: logging.Formatter = TextFormatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s", "%H:%M:%S")
     if log_format == "json":
         formatter = JsonFormatter(name)
     authors, own = logging.StreamHandler(sys.stderr), RuntimeHandler()
     authors.setFormatter(formatter)
     own.setFormatter(formatter)
-    logging.basicConfig(level=logging.INFO, handlers=[authors], force=True)
+    logging.basicConfig(level=least, handlers=[authors], force=True)
     for parent in RUNTIME:
         logger = logging.getLogger(parent)
         logger.handlers, logger.propagate = [own], False
-        logger.setLevel(logging.WARNING if parent == "uvicorn" else logging.INFO)  # it says that it starts and stops
+        # uvicorn says that it starts and stops, asyncio which selector it uses
+        logger.setLevel(
+            max(least, logging.WARNING if parent == "uvicorn" else logging.INFO if parent == "asyncio" else 0)
+        )
     protect()
 
 

@@ -46,7 +46,7 @@ IDLE_AFTER_S: Final = 60.0  # a link to a neighbour's instance without traffic i
 
 def run(settings: StageSettings) -> int:
     """Serve this process's stages until SIGTERM. Returns the exit code."""
-    logs.configure(settings.log_format, name=settings.process)
+    logs.configure(settings.log_format, name=settings.process, level=settings.log_level)
     limits.raise_limits()
     pages.limit_heaps()
     _meet_ranks(settings)

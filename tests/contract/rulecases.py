@@ -209,7 +209,8 @@ CASES: dict[tuple[str, str], tuple[Document, Document]] = {
     (
         "EnvVar",
         "the operator sets the variables that begin with OMNI_; authors may set OMNI_ARENA_MB, OMNI_DEBUG_VALUES, "
-        "OMNI_HTTP_ANSWERS_MB, OMNI_HTTP_BODIES_MB, OMNI_HTTP_HOSTS, OMNI_HTTP_QUIET_S, OMNI_LOG_FORMAT",
+        "OMNI_HTTP_ANSWERS_MB, OMNI_HTTP_BODIES_MB, OMNI_HTTP_HOSTS, OMNI_HTTP_QUIET_S, OMNI_LOG_FORMAT, "
+        "OMNI_LOG_LEVEL",
     ): (
         pair(env=[{"name": "OMNI_LOG_FORMAT", "value": "text"}]),
         pair(env=[{"name": "OMNI_HTTP_PORT", "value": "9000"}]),

@@ -137,6 +137,7 @@ def test_a_device_that_the_user_has_hidden_is_named() -> None:
         ({"OMNI_TP_ENDPOINTS": "a,b,c"}, "OMNI_TP_ENDPOINTS: 3 endpoints for ranks 1..1"),
         ({"OMNI_COORDINATOR": ""}, "OMNI_COORDINATOR is not set"),
         ({"OMNI_LOG_FORMAT": "xml"}, "OMNI_LOG_FORMAT: 'xml' is neither text nor json"),
+        ({"OMNI_LOG_LEVEL": "loud"}, "OMNI_LOG_LEVEL: expected one of debug, info, warning, error, got 'loud'"),
         ({"OMNI_DEBUG_VALUES": "yes"}, "OMNI_DEBUG_VALUES: 'yes' is neither 0 nor 1"),
         ({"OMNI_ARENA_MB": "0"}, "OMNI_ARENA_MB: '0' is not a whole number of 1 or more"),
     ],

@@ -25,6 +25,7 @@ TUNABLE: Final = frozenset(
         "OMNI_HTTP_HOSTS",
         "OMNI_HTTP_QUIET_S",
         "OMNI_LOG_FORMAT",
+        "OMNI_LOG_LEVEL",
     }
 )
 #: Set by the device plugin or by the process itself: with another value a pod would use GPUs that are not its own.

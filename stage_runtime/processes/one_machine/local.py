@@ -36,6 +36,7 @@ from stage_runtime.processes.one_machine import (
     references,
     unsupported,
 )
+from stage_runtime.processes.one_machine.kept_output import KeptOutput
 from stage_runtime.processes.one_machine.launcher import KEY_FILE, Launcher
 from stage_runtime.processes.supervision import reaper
 from stage_runtime.processes.supervision.instances import ProcessView
@@ -55,6 +56,7 @@ class LocalOptions(msgspec.Struct, frozen=True, kw_only=True):
     startup_s: float = STARTUP_S
     debug_values: bool = False
     api_key_file: Path | None = None  #: Bearer token that clients must send; None: the Secret's of the spec, if any.
+    log_level: str | None = None  #: One of `settings.LOG_LEVELS`; None: the environment's.
     no_auth: bool = False  #: Require no key, even if others can reach ``host``.
 
 
@@ -101,8 +103,9 @@ class LocalPipeline:
         #: Fields of the spec without effect, one line each.
         self.notices = (*unsupported.notices(self.spec, local=True), *found.notices, *vain, *unkeyed)
         self._author_folder = folder
+        self._supervisor = Supervisor(on_change=self._changed, on_line=self._printed)
         self._on_line = on_line or _drop
-        self._supervisor = Supervisor(on_change=self._changed, on_line=self._on_line)
+        self._kept: KeptOutput | None = None  #: As long as the run lives.
         self._on_change = on_change or _ignore
         self._url: str | None = None
         self._dir: rundir.RunDir | None = None
@@ -180,6 +183,7 @@ class LocalPipeline:
         rundir.sweep(base)
         self._dir = rundir.RunDir(base)
         try:
+            self._kept = KeptOutput(self._dir.path)
             self._reaper, self._living = reaper.start(str(self._dir.path))
             self._launch()
             await self.ready()
@@ -239,6 +243,8 @@ class LocalPipeline:
                 self._living = None
                 await asyncio.to_thread(self._reaper.wait)  # it ends what our processes have left behind
         finally:
+            if self._kept is not None:
+                self._kept.close()
             if self._dir is not None:
                 self._dir.remove()
 
@@ -305,7 +311,7 @@ class LocalPipeline:
                 self._begin(self._supervisor.stop(one.spec.name))
 
     def say(self, line: str) -> None:
-        self._on_line(AUTOSCALING, line)
+        self._printed(AUTOSCALING, line)
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
@@ -364,6 +370,11 @@ class LocalPipeline:
             self._url = view.message
         self._on_change(view)
 
+    def _printed(self, process: str, line: str) -> None:
+        if self._kept is not None:
+            self._kept.add(process, line)
+        self._on_line(process, line)
+
     async def _admitted(self, ready: Callable[[], Awaitable[None]], group: str | None = None) -> None:
         key = next(iter(self._api_keys), None)
         await admitted.wait(ready, self._supervisor, lambda: self.url, key, group)
@@ -373,6 +384,8 @@ class LocalPipeline:
         common = {**self.environment(self._dir.path / "code"), reaper.RUN: str(self._dir.path)}
         if self.options.debug_values:
             common["OMNI_DEBUG_VALUES"] = "1"
+        if self.options.log_level is not None:
+            common["OMNI_LOG_LEVEL"] = self.options.log_level
         self._launcher = Launcher(
             self.plan,
             self._supervisor,
