@@ -71,6 +71,18 @@ def shown(plan: PipelinePlan, unit: str) -> str:
     return str(plan.replicas[unit]) if limits is None else f"{limits.least} to {limits.most}, by load"
 
 
+def most(plan: PipelinePlan, unit: str) -> int:
+    """How many instances of a unit there may be."""
+    limits = plan.autoscaling.get(unit)
+    return plan.replicas[unit] if limits is None else limits.most
+
+
+def on_demand(plan: PipelinePlan) -> list[str]:
+    """The groups that may have no instance until a request needs one."""
+    asleep = {unit for unit, limits in plan.autoscaling.items() if not limits.least}
+    return [group.name for unit in plan.units for group in unit.groups if unit.name in asleep]
+
+
 def joined(reports: Sequence[Mapping[str, Load]]) -> dict[str, Load]:
     """What several coordinators report of the same groups, as one: each has its own requests, and all instances."""
     found: dict[str, Load] = {}

@@ -89,6 +89,21 @@ def test_what_the_spec_no_longer_asks_for_is_removed(kube: Kube, operator: Opera
     assert {each["metadata"]["uid"] for each in kube.all("pods")} == pods
 
 
+@pytest.mark.proves("starts-on-demand")
+def test_a_unit_that_may_sleep_has_no_pod_and_the_pipeline_is_ready(kube: Kube, operator: OperatorProcess) -> None:
+    operator.start()
+    kube.apply(pipeline(processGroups=[{"name": "last", "autoscaling": {"minReplicas": 0, "maxReplicas": 2}}]))
+    kube.wait_ready("duo")
+    assert not kube.all("pods", "omnipipeline.dev/unit=last")
+    assert kube.get("configmap", "duo-revisions")["data"]["on-demand.json"] == '["last"]'
+    units = {each["name"]: each for each in kube.get("omnipipeline", "duo")["status"]["units"]}
+    assert (units["last"]["replicas"], units["last"]["scaling"]) == (0, "starts with 0")
+    kube.apply(pipeline(processGroups=[{"name": "last", "replicas": 2}]))
+    kube.wait_ready("duo")
+    assert "scaling" not in {each["name"]: each for each in kube.get("omnipipeline", "duo")["status"]["units"]}["last"]
+    assert len(kube.all("pods", "omnipipeline.dev/unit=last")) == 2
+
+
 def test_a_bad_spec_leaves_what_runs_alone_and_names_every_fault(
     kube: Kube, operator: OperatorProcess, audit: Audit
 ) -> None:

@@ -29,11 +29,14 @@ STAGES = [
 SETTINGS = Settings(stage_image="stage:1")
 
 
-class NoCoordinators:
-    """A status client without answers."""
+class Coordinators:
+    """A status client whose answers the test chooses; at first there are none."""
+
+    def __init__(self) -> None:
+        self.answers: list[CoordinatorStatus] = []
 
     async def ask(self, addresses: Any) -> list[CoordinatorStatus]:
-        return []
+        return self.answers
 
 
 class Operator:
@@ -41,8 +44,9 @@ class Operator:
 
     def __init__(self, settings: Settings = SETTINGS) -> None:
         self.server, self.store = ApiServer(), Store()
-        client, status_client = cast(Client, self.server), cast(StatusClient, NoCoordinators())
-        self._reconciler = Reconciler(client, self.store, status_client, settings, clock=lambda: 1_800_000_000.0)
+        self.coordinators, self.now = Coordinators(), 1_800_000_000.0
+        client, status_client = cast(Client, self.server), cast(StatusClient, self.coordinators)
+        self._reconciler = Reconciler(client, self.store, status_client, settings, clock=lambda: self.now)
         metadata: dict[str, Any] = {"name": KEY[1], "namespace": KEY[0], "uid": "u", "generation": 1}
         self.edit({"apiVersion": PIPELINE.api_version, "kind": PIPELINE.name, "metadata": metadata})
 

@@ -54,6 +54,7 @@ class UnitStatus(Spec, frozen=True, kw_only=True):
     updated: Annotated[Count, doc("Pods of the revision that the spec asks for.")] = 0
     registered: Annotated[Count, doc("Instances to which the coordinator can bind requests.")] = 0
     revision: Annotated[ShortText | None, doc("Revision of the unit that the spec asks for.")] = None
+    scaling: Annotated[Text | None, doc("Why its load set its replicas last; unset: the spec sets them.")] = None
     reason: Annotated[ShortText | None, doc("Why it is not ready, as one word.")] = None
     message: Annotated[Message | None, doc("Why it is not ready: the worst pod, its container and the cause.")] = None
 

@@ -29,7 +29,7 @@ from omnipipeline_spec.types.pods import COORDINATOR
 def conditions_of(inputs: StatusInputs, found: Mapping[str, Diagnostic], now: float) -> list[ObservedCondition]:
     worst = diagnostics.worst(found.values())
     stages = _stages_ready(inputs, found)
-    available = is_available(inputs.entries, inputs.observed)
+    available = is_available(inputs.entries, inputs.observed, inputs.goal.asleep)
     progressing = _progressing(inputs, found, now)
     return [
         _accepted(inputs),
@@ -65,7 +65,7 @@ def _ready(
     if (
         available
         and replaced
-        and is_complete(inputs.plan.current, inputs.observed)
+        and is_complete(inputs.plan.current, inputs.observed, inputs.goal.asleep)
         and coordinator_is_ready(inputs.observed, inputs)
     ):
         return condition("Ready", True, "Serving", f"revision {inputs.plan.current.revision} answers requests")
@@ -82,7 +82,7 @@ def _ready(
 
 def _why_available(inputs: StatusInputs, available: bool, worst: Diagnostic | None) -> tuple[str, str]:
     if available:
-        complete = [each.revision for each in inputs.entries if is_complete(each, inputs.observed)]
+        complete = [each.revision for each in inputs.entries if is_complete(each, inputs.observed, inputs.goal.asleep)]
         return "Serving", f"complete sets of revision {' and '.join(complete)}"
     if inputs.goal.suspended:
         return "Suspended", "spec.suspend is true"
@@ -150,7 +150,7 @@ def _progressing(inputs: StatusInputs, found: Mapping[str, Diagnostic], now: flo
         return condition("Progressing", False, "InsufficientCapacity", squeezed)
     since = _last_progress(inputs)
     late = since is not None and now - since > inputs.progress_deadline_s
-    if late and (inputs.decision.rolling or not is_available(inputs.entries, inputs.observed)):
+    if late and (inputs.decision.rolling or not is_available(inputs.entries, inputs.observed, inputs.goal.asleep)):
         worst = diagnostics.worst(found.values())
         why = f": {worst.description}" if worst else ""
         return condition("Progressing", False, "ProgressDeadlineExceeded", f"no progress{why}")

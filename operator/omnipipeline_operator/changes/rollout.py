@@ -34,6 +34,7 @@ class DesiredUnit(msgspec.Struct, frozen=True, kw_only=True):
 
     revision: str
     replicas: int
+    asleep: bool = False  #: It has none until a request needs it: what is complete does without.
 
 
 class Goal(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,6 +47,11 @@ class Goal(msgspec.Struct, frozen=True, kw_only=True):
     paused: bool = False
     suspended: bool = False
     history: int = 5
+
+    @property
+    def asleep(self) -> frozenset[str]:
+        """The units that have no pod until a request needs them."""
+        return frozenset(unit for unit, one in self.units.items() if one.asleep)
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
@@ -113,16 +119,20 @@ def entries(
     observed: Sequence[Workload],
     *,
     kept: Mapping[UnitRevision, int] | None = None,
+    asleep: frozenset[str] = frozenset(),
 ) -> tuple[PipelineRevision, ...]:
     """The pipeline revisions that may be served, the goal's last; others while all their units have pods.
 
     kept: the replicas decided now, once all coordinators have a complete set of the goal: then a revision ends as soon
         as one of its units has none, and no new request meets pods that are told to end.
+    asleep: units that have no pod until a request needs them.
     """
     alive = {(each.unit, each.revision) for each in observed if each.replicas or each.present}
     if kept is not None:
         alive = {key for key in alive if kept.get(key)}
-    others = [one for one in known if one.revision != goal.revision and alive.issuperset(required.units(one).items())]
+    others = [
+        one for one in known if one.revision != goal.revision and alive.issuperset(required.units(one, asleep).items())
+    ]
     return (*others, goal)
 
 

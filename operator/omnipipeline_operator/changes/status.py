@@ -59,11 +59,12 @@ def serving_revision(inputs: StatusInputs, before: Mapping[str, Any]) -> str | N
     update = inputs.plan.current
     was = before.get("revision", {}).get("current")
     known = {each.revision: each for each in inputs.entries}
-    if is_complete(update, inputs.observed) and (not inputs.decision.rolling or inputs.decision.complete == 1):
+    complete_now = is_complete(update, inputs.observed, inputs.goal.asleep)
+    if complete_now and (not inputs.decision.rolling or inputs.decision.complete == 1):
         return update.revision
     if was in known:
         return str(was)
-    complete = [each.revision for each in inputs.entries if is_complete(each, inputs.observed)]
+    complete = [each.revision for each in inputs.entries if is_complete(each, inputs.observed, inputs.goal.asleep)]
     return complete[0] if complete else None
 
 
@@ -83,6 +84,7 @@ def _unit(inputs: StatusInputs, name: str, diagnostic: Diagnostic | None) -> dic
         "updated": sum(not pod.terminating for pod in current.present) if current else 0,
         "registered": _registered(inputs, own) if name != COORDINATOR else ready,
         "revision": desired.revision,
+        "scaling": inputs.scaling.get(name),
     }
     if diagnostic is not None:
         unit |= {"reason": conditions.word(diagnostic.reason), "message": diagnostic.message[: conditions.MAX_MESSAGE]}

@@ -5,7 +5,7 @@ Here: no judgement. Not here: conditions (`assessment`), the status itself (`sta
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Final
 
 import msgspec
@@ -56,18 +56,21 @@ class StatusInputs(msgspec.Struct, frozen=True, kw_only=True):
     missing: Sequence[Diagnostic] = ()  #: Missing references, and kubelet warnings about pods that do not start.
     #: Whether all coordinators that answered bind new requests to the desired revision alone; None: none answered.
     switched: bool | None = None
+    scaling: Mapping[str, str] = {}  #: Why the load set the replicas last, by unit.
     note: str | None = None  #: A remark for the author in the Accepted condition.
 
 
-def is_complete(revision: PipelineRevision, observed: Sequence[Workload]) -> bool:
+def is_complete(revision: PipelineRevision, observed: Sequence[Workload], asleep: Collection[str] = ()) -> bool:
     """Whether requests can be bound to this revision: each unit that they need has a ready pod."""
     ready = {(each.unit, each.revision) for each in observed if each.ready}
-    return ready.issuperset(required.units(revision).items())
+    return ready.issuperset(required.units(revision, asleep).items())
 
 
-def is_available(entries: Sequence[PipelineRevision], observed: Sequence[Workload]) -> bool:
+def is_available(
+    entries: Sequence[PipelineRevision], observed: Sequence[Workload], asleep: Collection[str] = ()
+) -> bool:
     """Whether requests are answered: a coordinator is ready, and one revision is complete."""
-    return coordinator_is_ready(observed) and any(is_complete(each, observed) for each in entries)
+    return coordinator_is_ready(observed) and any(is_complete(each, observed, asleep) for each in entries)
 
 
 def desired_workloads(inputs: StatusInputs) -> Iterator[tuple[Workload, float]]:

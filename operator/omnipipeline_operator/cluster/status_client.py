@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 import aiohttp
 import msgspec
 
+from omnipipeline_spec.scaling import Load
 from omnipipeline_spec.types.pods import PROBE_PORT
 
 TIMEOUT_S: Final = 1.0
@@ -29,6 +30,7 @@ MAX_ADDRESSES: Final = 2000  # remembered; above it, the least recently asked ad
 
 
 _Count = Annotated[int, msgspec.Meta(ge=0)]
+_Number = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 _Text = Annotated[str, msgspec.Meta(max_length=256)]
 
 
@@ -64,11 +66,30 @@ class InstanceStatus(msgspec.Struct, frozen=True, kw_only=True):
         return self.bound + self.waiting + self.running
 
 
+class GroupLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """`omnipipeline_spec.scaling.Load`, as a coordinator may report it."""
+
+    ready: _Count = 0
+    pending: _Count = 0
+    arrivals_per_s: _Number | None = None
+    service_s: _Number | None = None
+    running: _Number = 0.0
+    waiting: _Number = 0.0
+    held: _Number = 0.0
+    per_instance: Annotated[float, msgspec.Meta(ge=1, le=1e6)] = 1.0
+
+    @property
+    def load(self) -> Load:
+        return Load(**msgspec.structs.asdict(self))
+
+
 class CoordinatorStatus(msgspec.Struct, frozen=True, kw_only=True):
     """What one coordinator reports."""
 
     revisions: Annotated[tuple[_Text, ...], msgspec.Meta(max_length=MAX_INSTANCES)] = ()
     instances: Annotated[tuple[InstanceStatus, ...], msgspec.Meta(max_length=MAX_INSTANCES)] = ()
+
+    groups: Annotated[dict[_Text, GroupLoad], msgspec.Meta(max_length=MAX_INSTANCES)] = {}
 
     def registered(self) -> dict[tuple[str, str], int]:
         """(unit, revision) -> pods that requests can be bound to."""

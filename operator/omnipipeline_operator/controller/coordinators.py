@@ -6,7 +6,7 @@ request (`cluster.status_client`). Called by `reconciling` and `reporting`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Final
 
 from omnipipeline_operator.changes import required
@@ -50,9 +50,11 @@ async def aside(client: Client, snapshot: Snapshot, coordinators: Sequence[Coord
     return sorted(aside)
 
 
-def have_complete(coordinators: Sequence[CoordinatorStatus], revision: PipelineRevision) -> bool:
-    """Whether coordinators answered, and each can bind requests to this revision."""
-    units = required.units(revision).items()
+def have_complete(
+    coordinators: Sequence[CoordinatorStatus], revision: PipelineRevision, asleep: Collection[str] = ()
+) -> bool:
+    """Whether coordinators answered, and each can bind requests to this revision. asleep: units that requests start."""
+    units = required.units(revision, asleep).items()
     return bool(coordinators) and all(each.registered().keys() >= units for each in coordinators)
 
 

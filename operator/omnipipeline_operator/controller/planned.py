@@ -9,6 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from omnipipeline_operator.changes.rollout import DesiredUnit, Goal
+from omnipipeline_operator.changes.scaling import Scaling
 from omnipipeline_operator.controller.pinning import PinnedChoices
 from omnipipeline_operator.desired import children
 from omnipipeline_spec.pipeline import PipelineConfig
@@ -23,6 +24,7 @@ class Planned(msgspec.Struct, frozen=True, kw_only=True):
     goal: Goal
     pins: PinnedChoices
     desired: children.Children
+    scaling: Scaling = Scaling()  #: In ``goal`` already, once coordinators were asked.
 
 
 def rollout_goal(spec: PipelineConfig, plan: PipelinePlan) -> Goal:

@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import msgspec
 
 from omnipipeline_operator import errors
 from omnipipeline_operator.changes import assessment, conditions, rollout
+from omnipipeline_operator.changes import scaling as changes_scaling
 from omnipipeline_operator.changes.status_inputs import Refusal
 from omnipipeline_operator.changes.workloads import Workload
 from omnipipeline_operator.cluster.applying import Applier, NameTaken
 from omnipipeline_operator.cluster.client import Client
-from omnipipeline_operator.cluster.status_client import StatusClient
+from omnipipeline_operator.cluster.status_client import CoordinatorStatus, StatusClient
 from omnipipeline_operator.cluster.store import PipelineKey, Store
 from omnipipeline_operator.controller import (
     adopting,
@@ -41,6 +43,8 @@ from omnipipeline_operator.desired.naming import Owner
 from omnipipeline_operator.desired.pods import PodFacts
 from omnipipeline_operator.kinds import PIPELINE, Manifest
 from omnipipeline_operator.settings import Settings
+from omnipipeline_spec import scaling
+from omnipipeline_spec.scaling import Seen
 from omnipipeline_spec.types.errors import SpecError
 
 log = logging.getLogger(__name__)
@@ -48,6 +52,7 @@ log = logging.getLogger(__name__)
 SOON_S = 2.0  # until a coordinator knows the new revision, or garbage collection has deleted a predecessor's child
 MISSING_CHECK_S = 3.0  # least time between two checks of a missing Secret…
 MISSING_CHECK_SHARE_S = 0.1  # …times the pipelines with missing references: at most ten such requests a second
+SCALED_EVERY_S = 2.0  # no watch reports a load
 LATER_S = 60.0  # a name taken by an object that is not watched; an exception in planning
 
 
@@ -75,6 +80,8 @@ class Reconciler:
         self._plan_cache = PlanCache()
         recorder = EventRecorder(client, name=settings.lease.identity or "operator")
         self._reporter = StatusReporter(recorder, clock=clock)
+        #: What was wanted of each unit lately, for delays; after a restart of the operator they begin anew.
+        self._seen: dict[PipelineKey, Mapping[str, Seen]] = {}
         #: Pipelines that wait for missing references: the more there are, the less often each is checked.
         self._with_missing_references: set[PipelineKey] = set()
 
@@ -87,6 +94,7 @@ class Reconciler:
         resource = self._store.pipeline(key)
         if resource is None or "deletionTimestamp" in resource["metadata"]:
             self._plan_cache.forget(key)
+            self._seen.pop(key, None)
             self._with_missing_references.discard(key)
             return None
         owner = Owner(namespace=key[0], name=key[1], uid=resource["metadata"]["uid"])
@@ -173,6 +181,8 @@ class Reconciler:
             return SOON_S
         statuses = await coordinators.ask(self._status_client, snapshot)
         known, before = snapshot.entries(), conditions.reported(resource.get("status", {}))
+        planned = self._scaled(planned, snapshot, before, statuses)
+        asleep = planned.goal.asleep
         serving = {each.revision: each.units for each in known}.get(before.get("revision", {}).get("current", ""), {})
         update = planned.plan.current
         may_shrink = all(update.revision in each.revisions for each in statuses)
@@ -186,7 +196,8 @@ class Reconciler:
                 update,
                 known,
                 observed,
-                kept=decision.replicas if coordinators.have_complete(statuses, update) else None,
+                kept=decision.replicas if coordinators.have_complete(statuses, update, asleep) else None,
+                asleep=asleep,
             ),
             pins=planned.pins,
             held=missing_references.held,
@@ -195,6 +206,7 @@ class Reconciler:
             retried=[each for each in observed if each.refused is not None and retry_at(each, now) <= now],
             now=now,
             profiling=planned.spec.profiling,
+            on_demand=scaling.on_demand(planned.plan),
             curve=planned.spec.control.security.mode == "Curve",
             may_shrink=may_shrink or planned.goal.suspended,
             loads=coordinators.loads(statuses),
@@ -202,6 +214,8 @@ class Reconciler:
         # No watch reports when coordinators have read the list.
         switches = len(state.entries) == 1 and coordinators.have_switched(statuses, update) is False
         again = SOON_S if switches or not may_shrink else None
+        if planned.plan.autoscaling and not planned.goal.suspended:
+            again = SCALED_EVERY_S
         try:
             await writer.apply(state)
         except (NameTaken, errors.Invalid, errors.Forbidden) as error:
@@ -224,6 +238,23 @@ class Reconciler:
         times += filter(None, [assessment.deadline(inputs, now)])
         waits = [again, missing_references.again_s, *(max(each - now, SOON_S) for each in times)]
         return min((each for each in waits if each is not None), default=None)
+
+    def _scaled(
+        self,
+        planned: Planned,
+        snapshot: Snapshot,
+        before: Mapping[str, Any],
+        statuses: Sequence[CoordinatorStatus],
+    ) -> Planned:
+        """The plan with the replicas that the load asks for, where it is in charge."""
+        if not planned.plan.autoscaling or planned.goal.suspended:
+            return planned
+        key = (snapshot.owner.namespace, snapshot.owner.name)
+        reports = [{group: one.load for group, one in each.groups.items()} for each in statuses]
+        seen = self._seen.get(key, {})
+        decided = changes_scaling.decide(planned.plan, snapshot.workloads, before, reports, seen, now=self._clock())
+        self._seen[key] = decided.seen
+        return msgspec.structs.replace(planned, goal=changes_scaling.scaled(planned.goal, decided), scaling=decided)
 
     async def _secret_is_lost(
         self, planned: Planned, snapshot: Snapshot, observed: Sequence[Workload], applier: Applier

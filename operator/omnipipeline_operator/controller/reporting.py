@@ -24,6 +24,7 @@ from omnipipeline_operator.controller.planned import Planned
 from omnipipeline_operator.controller.snapshots import Snapshot
 from omnipipeline_operator.desired.naming import Owner
 from omnipipeline_operator.kinds import Manifest
+from omnipipeline_spec import scaling
 
 
 def inputs(
@@ -47,7 +48,7 @@ def inputs(
         for each in snapshot.workloads
     ]
     created = planned.desired.created
-    pods, surge = sum(planned.plan.replicas.values()), planned.goal.max_surge
+    pods, surge = sum(scaling.most(planned.plan, one) for one in planned.plan.replicas), planned.goal.max_surge
     notes = [
         model_cache.shared_claim(snapshot, created, pods, surge=surge if planned.goal.strategy == "Coherent" else 0),
         model_cache.other_claim(snapshot, created, claim_refusal),
@@ -67,6 +68,7 @@ def inputs(
         image=planned.pins.image,
         images=planned.pins.images,
         fetching=model_cache.fetching(snapshot, created, planned.spec.model_path or ""),
+        scaling=planned.scaling.reasons,
         note="; ".join(filter(None, notes)) or None,
     )
 

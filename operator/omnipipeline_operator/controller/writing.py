@@ -44,6 +44,7 @@ class DesiredState(msgspec.Struct, frozen=True, kw_only=True):
     aside: Sequence[str] = ()  #: Addresses of pods that were taken out of their unit: they get no more requests.
     retried: Sequence[Workload] = ()  #: Workloads whose refused pods are due for a retry.
     profiling: Profiling = Profiling()
+    on_demand: Sequence[str] = ()  #: Groups that have no instance until a request needs one.
     curve: bool
     now: float
     may_shrink: bool  #: Whether all coordinators know the new revision, so that old pods may be removed.
@@ -102,6 +103,7 @@ class ChildWriter:
             rotation=pins.rotation,
             aside=state.aside if state.aside or config.has_aside(self._snapshot.revisions()) else None,
             profiling=state.profiling if self._profiling_changed(state.profiling) else None,
+            on_demand=state.on_demand if state.on_demand or config.has_on_demand(self._snapshot.revisions()) else None,
         )
         return await self._ensure(manifest)
 

@@ -15,6 +15,7 @@ import msgspec
 from omnipipeline_operator.desired import config, pods, policies, services, storage
 from omnipipeline_operator.desired.pods import PodFacts
 from omnipipeline_operator.kinds import Manifest
+from omnipipeline_spec import scaling
 from omnipipeline_spec.cluster import Profiling
 from omnipipeline_spec.pipeline import PipelineConfig
 from omnipipeline_spec.types.plan import PipelinePlan, PipelineRevision
@@ -93,6 +94,7 @@ def manifests(
         image=facts.image,
         control_secret=facts.control_secret,
         profiling=None if spec.profiling == Profiling(storage=spec.profiling.storage) else spec.profiling,
+        on_demand=scaling.on_demand(plan) or None,
     )
     deployments = [
         {**one.deployment, "spec": {"replicas": one.replicas, **one.deployment["spec"]}} for one in desired.workloads

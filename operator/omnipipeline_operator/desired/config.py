@@ -20,7 +20,7 @@ from omnipipeline_operator.kinds import Manifest
 from omnipipeline_spec.cluster import Profiling
 from omnipipeline_spec.types import canonical
 from omnipipeline_spec.types.plan import CoordinatorPlan, PipelineRevision, UnitPlan
-from omnipipeline_spec.types.pods import PROFILING_FILE
+from omnipipeline_spec.types.pods import ON_DEMAND_FILE, PROFILING_FILE
 
 PLAN_FILE: Final = "plan.json"
 REVISIONS_FILE: Final = "revisions.json"
@@ -57,6 +57,7 @@ def revisions(
     images: Mapping[str, str] = {},
     aside: Sequence[str] | None = None,
     profiling: Profiling | None = None,
+    on_demand: Sequence[str] | None = None,
 ) -> Manifest:
     """The pipeline revisions that may be served, newest last, and what is pinned for them.
 
@@ -64,6 +65,7 @@ def revisions(
     images: of the others, as far as known.
     aside:  addresses of pods that were taken out of their unit and get no more requests. None: there never were any.
     profiling: whether profiles may be taken, and for how long. None: the defaults, which were never changed.
+    on_demand: groups that have no instance until a request needs one. None: there never were any.
     """
     pins = {naming.IMAGE_PIN: image, naming.SECRET_PIN: control_secret}
     pinned = {each.revision: images[each.revision] for each in entries[:-1] if each.revision in images}
@@ -81,6 +83,8 @@ def revisions(
     if profiling is not None:
         limits = {"enabled": profiling.enabled, "maxSeconds": profiling.max_seconds}
         listed[PROFILING_FILE] = canonical.encode(limits).decode()
+    if on_demand is not None:
+        listed[ON_DEMAND_FILE] = canonical.encode(sorted(on_demand)).decode()
     return {**manifest, "data": listed}
 
 
@@ -116,11 +120,16 @@ def has_profiling(manifest: Mapping[str, Any] | None) -> bool:
     return PROFILING_FILE in (manifest or {}).get("data", {})
 
 
+def has_on_demand(manifest: Mapping[str, Any] | None) -> bool:
+    """Whether the list names groups that start on demand, perhaps none."""
+    return ON_DEMAND_FILE in (manifest or {}).get("data", {})
+
+
 def digest(manifest: Mapping[str, Any]) -> str:
     """A hash of the list, for the annotation that makes kubelets update the mounted file."""
     held = manifest["data"]
     return hashlib.sha256(
-        "".join(held.get(name, "") for name in (REVISIONS_FILE, ASIDE_FILE, PROFILING_FILE)).encode()
+        "".join(held.get(name, "") for name in (REVISIONS_FILE, ASIDE_FILE, PROFILING_FILE, ON_DEMAND_FILE)).encode()
     ).hexdigest()[:8]
 
 

@@ -12,6 +12,7 @@ from omnipipeline_operator import kinds
 from omnipipeline_operator.desired import naming, pods, templates, volumes
 from omnipipeline_operator.desired.pods import PodFacts
 from omnipipeline_operator.kinds import Manifest
+from omnipipeline_spec import scaling
 from omnipipeline_spec.pipeline import PipelineConfig
 from omnipipeline_spec.types import canonical
 from omnipipeline_spec.types.plan import PipelinePlan
@@ -60,7 +61,7 @@ def claim(spec: PipelineConfig, plan: PipelinePlan, facts: PodFacts) -> Manifest
     del labels[naming.INSTANCE_LABEL]  # Argo CD tracks by it, and would prune what has it and no owner
     manifest = naming.child(kinds.CLAIM, naming.claim(owner.name), owner, of=labels)
     del manifest["metadata"]["ownerReferences"]
-    many = sum(plan.replicas.values()) > 1
+    many = sum(scaling.most(plan, unit) for unit in plan.replicas) > 1
     claim_spec: Manifest = {
         "accessModes": ["ReadWriteMany" if many else "ReadWriteOnce"],
         "resources": {"requests": {"storage": cache.size}},

@@ -86,6 +86,8 @@ def _unit(unit: LiveObject, stages: Sequence[str]) -> Text:
         line.append(f", {unit.get('updated', 0)} of revision {unit.get('revision')}", style="yellow")
     if stages:
         line.append(f"  [{', '.join(stages)}]", style="dim")
+    if unit.get("scaling"):
+        line.append(f"  by its load: {unit['scaling']}", style="dim")
     if unit.get("reason"):
         line.append(f"  {unit['reason']}: {unit.get('message', '')}", style="red")
     return line

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
+from omnipipeline_spec import scaling
 from omnipipeline_spec.types.plan import GroupPlan, PipelinePlan, UnitPlan
 from omnipipeline_spec.types.pods import ON_DEMAND_FILE
 from stage_runtime.processes import launching
@@ -47,13 +48,7 @@ class Launcher:
     def add_coordinator(self, *, host: str, port: Callable[[], int], api_keys: Sequence[str]) -> None:
         """Start the coordinator. port: called at each start; a restarted one keeps its port."""
         plan = self._plan.coordinator
-        on_demand = [
-            group.name
-            for unit in self._plan.units
-            for group in unit.groups
-            if unit.name in self._plan.autoscaling and not self._plan.autoscaling[unit.name].least
-        ]
-        self._dir.write(ON_DEMAND_FILE, msgspec.json.encode(on_demand))
+        self._dir.write(ON_DEMAND_FILE, msgspec.json.encode(scaling.on_demand(self._plan)))
         variables = {
             "OMNI_PLAN": str(self._dir.write("coordinator.json", msgspec.json.encode(plan))),
             "OMNI_REVISIONS": str(self._dir.write("revisions.json", msgspec.json.encode([self._plan.current]))),
