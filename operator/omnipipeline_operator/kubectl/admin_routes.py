@@ -24,7 +24,8 @@ class AdminRoutes:
     """The admin routes of one coordinator."""
 
     def __init__(self, url: str, api_key: str | None) -> None:
-        self._url = url
+        self.url = url
+        self.api_key = api_key
         self._headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
 
     def post(self, path: str, body: dict[str, Any], *, timeout_s: float = TIMEOUT_S) -> dict[str, Any]:
@@ -36,7 +37,7 @@ class AdminRoutes:
 
     def _ask(self, path: str, body: bytes | None, timeout_s: float) -> bytes:
         """Raises: KubectlError: the coordinator refuses, or the connection to it broke."""
-        request = urllib.request.Request(f"{self._url}{path}", data=body, headers=self._headers)
+        request = urllib.request.Request(f"{self.url}{path}", data=body, headers=self._headers)
         try:
             with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(
                 request, timeout=timeout_s

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import secrets
 import sys
+import time
+import webbrowser
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,7 +22,7 @@ from rich.table import Table
 from omnipipeline_operator.desired import naming
 from omnipipeline_operator.errors import NotAllowed
 from omnipipeline_operator.kinds import Manifest
-from omnipipeline_operator.kubectl import acting, admin_routes, offline, picture, profiling, tree
+from omnipipeline_operator.kubectl import acting, admin_routes, offline, page, picture, profiling, tree
 from omnipipeline_operator.kubectl import history as past
 from omnipipeline_operator.kubectl.access import RESOURCE, Kubectl, KubectlError
 from omnipipeline_spec import consoles, operations, terminal
@@ -249,6 +251,20 @@ def call(
     for line in lines:
         terminal.echo(line.text, err=line.failed)
     sys.exit(1 if any(line.failed for line in lines) else 0)
+
+
+@main.command()
+@click.argument("name")
+@click.option("--pod", metavar="POD", help="Which coordinator, when there are several: each shows its own requests.")
+@click.option("--no-browser", is_flag=True, help="Print the address only.")
+@click.option(
+    "--api-key", envvar="OMNI_API_KEY", help="API key. Default: read from the Secret that the pipeline names."
+)
+@click.pass_obj
+def ui(kubectl: Kubectl, name: str, pod: str | None, no_browser: bool, api_key: str | None) -> None:
+    """Open the page of a pipeline: its graph live, instances, requests, a place to try it, profiles. Ctrl+C ends it."""
+    with errors_as_messages(), admin_routes.forwarded(kubectl, name, api_key, pod=pod, any_one=pod is None) as admin:
+        page.show(admin, browse=None if no_browser else webbrowser.open, wait=time.sleep, report=terminal.echo)
 
 
 @main.command()

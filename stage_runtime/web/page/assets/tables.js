@@ -76,7 +76,7 @@ export class Requests {
   show(requests, now, colour) {
     const wanted = new Set(requests.map(one => one.id));
     for (const [key, row] of this.rows) if (!wanted.has(key)) { row.button.remove(); this.rows.delete(key); }
-    const longest = requests.reduce((most, one) => Math.max(most, took(one, now)), 0.001);
+    const over = requests.filter(one => one.total_ms !== null), longest = (over.length ? over : requests).reduce((most, one) => Math.max(most, took(one, now)), 0.001);
     let before = null;
     for (const one of requests) {
       const row = this.rows.get(one.id) || this.add(one.id), ms = took(one, now);
@@ -111,7 +111,7 @@ export const took = (one, now) => one.total_ms !== null ? one.total_ms : Math.ma
 
 function bars(svg, one, ms, longest, colour) {
   svg.textContent = "";
-  element(svg, "rect", {x: 0, y: 4, width: 1000 * ms / longest, height: 4, fill: "currentColor", opacity: 0.2});
+  element(svg, "rect", {x: 0, y: 4, width: Math.min(1000 * ms / longest, 1000), height: 4, fill: "currentColor", opacity: 0.2});
   for (const [stage, start, end] of one.bars)
     element(svg, "rect", {x: 1000 * Math.max(start, 0) / longest, y: 1, width: Math.max(1000 * (end - start) / longest, 2), height: 10, fill: colour(stage), opacity: 0.8});
 }
