@@ -13,6 +13,7 @@ import pytest
 from benchmarks.scalelab.coordinating import Coordinating
 from benchmarks.scalelab.fakes import GROUPS, LightInstance
 from stage_runtime.wire.messages import Members
+from tests.thoroughness import rows
 
 PATIENCE_S = 60.0
 OF_EACH_GROUP = 2
@@ -165,7 +166,7 @@ async def test_who_is_dead_for_all_coordinators_is_forgotten_by_its_neighbours()
 
 
 @pytest.mark.proves("introducer-ends")
-@pytest.mark.parametrize("numbers", [[0], [0, 1]], ids=["another is left", "none is left"])
+@pytest.mark.parametrize("numbers", rows([[0], [0, 1]], each_run=1), ids=lambda numbers: f"{2 - len(numbers)} left")
 async def test_who_leaves_after_the_coordinator_that_introduced_it_is_forgotten_by_all(
     numbers: list[int],
 ) -> None:
@@ -191,7 +192,7 @@ async def test_links_that_a_coordinator_has_introduced_outlive_it() -> None:
 
 
 @pytest.mark.proves("frozen-coordinator")
-@pytest.mark.parametrize("how", ["an instance has lost it", "it has lost them", "both have"])
+@pytest.mark.parametrize("how", rows(["both have", "an instance has lost it", "it has lost them"], each_run=1))
 async def test_an_instance_that_one_coordinator_alone_has_lost_comes_back_to_it_as_it_is(how: str) -> None:
     """A coordinator that was frozen, and a partition of its machine: the other one's requests do not notice."""
     async with fleet() as made:

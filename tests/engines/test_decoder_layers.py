@@ -19,6 +19,7 @@ from stage_runtime.engines.autoregressive.model.model_runner import ModelRunner,
 from stage_runtime.engines.autoregressive.model.models import PagedModel
 from tests.engines import generation_kit
 from tests.engines.generation_kit import VOCABULARY, Answers, alone_with, core, tiny_model
+from tests.thoroughness import crossed
 
 pytest.importorskip("numba")
 
@@ -48,8 +49,7 @@ def threads(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("threads")
-@pytest.mark.parametrize("wide", [False, True])
-@pytest.mark.parametrize("kind", KNOWN)
+@pytest.mark.parametrize(("kind", "wide"), crossed(KNOWN, [False, True]))
 def test_joined_layers_answer_token_for_token_as_generate_does(kind: str, wide: bool) -> None:
     model = wide_model(kind) if wide else tiny_model(kind)
     draw = random.Random(4)
@@ -104,8 +104,7 @@ def step(rows: list[tuple[int, int]]) -> Pass:
 
 
 @pytest.mark.usefixtures("threads")
-@pytest.mark.parametrize("direct", [False, True])
-@pytest.mark.parametrize("kind", KNOWN)
+@pytest.mark.parametrize(("kind", "direct"), crossed(KNOWN, [False, True]))
 def test_every_kind_of_step_gives_the_logits_of_the_layers_one_by_one(kind: str, direct: bool) -> None:
     """One token, more rows than before (the buffers grow), chunks alone and beside rows that decode, fewer again."""
     steps = [
@@ -125,8 +124,7 @@ def test_every_kind_of_step_gives_the_logits_of_the_layers_one_by_one(kind: str,
 
 @pytest.mark.skipif(not tiles.DOTS, reason="this processor does not multiply bf16 by bf16")
 @pytest.mark.usefixtures("threads")
-@pytest.mark.parametrize("direct", [False, True])
-@pytest.mark.parametrize("kind", KNOWN)
+@pytest.mark.parametrize(("kind", "direct"), crossed(KNOWN, [False, True]))
 def test_joined_layers_in_bf16_are_as_near_to_f32_as_the_layers_one_by_one(kind: str, direct: bool) -> None:
     steps = [[(0, 20), (0, 3)], [(20, 1), (3, 1), (0, 90)], [(21, 30), (4, 5), (90, 17)], [(51, 1), (9, 1)]]
     exact = runner(kind, joined=False, short=True)

@@ -27,6 +27,7 @@ from stage_runtime.metrics import catalog
 from tests.engines.counting_core import LAUNCHED
 from tests.engines.engine_kit import Rig, running
 from tests.engines.generation_kit import alone, tiny_model, tiny_tokenizer
+from tests.thoroughness import rows
 
 PATIENCE_S = 100.0  # how long a test waits before it fails, on a machine that others use
 SLOW = 200
@@ -85,7 +86,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("where", [{"own_process": True}, {"data_parallel_size": 2}])
+@pytest.mark.parametrize("where", rows([{"data_parallel_size": 2}, {"own_process": True}], each_run=1))
 def test_engines_in_processes_give_the_tokens_that_transformers_gives_alone(
     checkpoint: Path, where: dict[str, Any]
 ) -> None:

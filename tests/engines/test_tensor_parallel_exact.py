@@ -68,7 +68,7 @@ def printed(output: str) -> list[Any]:
     ("kind", "kernels"),
     [
         ("llama", "auto"),
-        ("gpt_neox", "torch"),
+        pytest.param("gpt_neox", "torch", marks=pytest.mark.nightly),
         pytest.param("qwen3", "torch", marks=pytest.mark.nightly),
         pytest.param("gemma2", "torch", marks=pytest.mark.nightly),
     ],

@@ -59,6 +59,7 @@ async def test_a_kill_of_any_member_costs_no_unstreamed_request_that_another_rep
 
 
 @pytest.mark.timeout(PATIENCE_S)
+@pytest.mark.nightly  # tests/processes/test_local.py has it each time, without measuring
 async def test_the_only_instance_of_a_group_comes_back_and_serves(base: Path) -> None:
     async with experiments.local(1, base) as pipeline:
         await experiments.warm(pipeline)
@@ -124,6 +125,7 @@ async def test_a_machine_that_vanishes_from_the_network_is_lost_in_time(coordina
 
 
 @pytest.mark.timeout(PATIENCE_S)
+@pytest.mark.nightly  # tests/processes/test_local.py has it each time
 async def test_scaling_and_restarting_a_running_omni_up_loses_no_request(base: Path) -> None:
     """By the commands that people use, 1 → 3 → 1 of a group in the middle and a new process of the entry."""
     file = base / "hurt.py"

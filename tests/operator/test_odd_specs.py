@@ -208,7 +208,7 @@ def test_the_sound_template_is_carried_out() -> None:
 
 
 @pytest.mark.proves("odd-values")
-@settings(max_examples=examples(400), deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(CHANGES, st.booleans())
 def test_a_sound_pod_template_with_odd_values_is_carried_out_or_refused(
     changes: list[tuple[tuple[Any, ...], Any]], allow_privileged: bool
@@ -226,7 +226,7 @@ def test_any_pod_template_is_carried_out_or_refused(template: Any, allow_privile
 
 
 @pytest.mark.proves("odd-values")
-@settings(max_examples=examples(200), deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(QUANTITIES, QUANTITIES, QUANTITIES, RESOURCES)
 def test_any_quantity_is_carried_out_or_refused(shared: Any, gpu: Any, size: Any, resources: Any) -> None:
     spec = pipeline({}, sharedMemory=shared, gpu_bytes=gpu, size=size, resources=resources)

@@ -32,6 +32,7 @@ from stage_runtime.processes import probes
 from stage_runtime.processes.probes import ProbeServer, Reply
 from tests.patience import patience
 from tests.ports import free_port
+from tests.thoroughness import rows
 
 PATIENCE_S = patience(200.0)  # a stage that imports torch takes a minute where 30 programs share two cores
 pytestmark = pytest.mark.timeout(3 * PATIENCE_S)
@@ -274,7 +275,7 @@ def test_a_coordinator_whose_port_is_taken_says_so_to_the_kubelet(tmp_path: Path
 
 
 @pytest.mark.proves("address-taken")
-@pytest.mark.parametrize("port", ["control", "publish"])
+@pytest.mark.parametrize("port", rows(["control", "publish"], each_run=1))
 def test_a_coordinator_whose_control_port_is_taken_ends_with_a_line_that_names_it(tmp_path: Path, port: str) -> None:
     ports, log = Ports(), tmp_path / "termination-log"
     with socket.create_server(("127.0.0.1", getattr(ports, port))), stage_pod(tmp_path, ports, "create"):

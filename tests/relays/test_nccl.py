@@ -33,6 +33,7 @@ from tests.relays.near_end import (
     until,
 )
 from tests.relays.relay_pairs import MIB, PATIENCE_S, SMALL, FarEnd, pair
+from tests.thoroughness import rows
 
 RELAY = "nccl"  # of the fixture `near`
 
@@ -69,6 +70,7 @@ async def test_what_a_frozen_sender_writes_when_it_goes_on_lands_in_no_memory_th
         other.close()
 
 
+@pytest.mark.nightly
 async def test_an_aborted_get_keeps_its_memory_until_all_has_come_and_then_releases(near: Near, far: FarEnd) -> None:
     late = await frozen_while_it_writes_to_us(near, far)
     near.relays.cleanup("r")
@@ -96,6 +98,7 @@ async def test_a_receiver_that_is_killed_on_the_way_gives_the_slot_back(near: Ne
     await until(lambda: near.in_use() == 0)
 
 
+@pytest.mark.nightly  # with nixl and mooncake it runs each time
 async def test_a_frozen_sender_is_late_and_what_it_sends_when_it_goes_on_is_whole(near: Near, far: FarEnd) -> None:
     operation = await frozen_while_it_writes_to_us(near, far)
     with pytest.raises(TransferError, match=r"not complete after 0\.1 s without progress"):
@@ -224,7 +227,7 @@ async def test_who_is_nobody_s_receiver_is_sent_nothing(first_message: Any) -> N
 
 
 @pytest.mark.timeout(END_S + 60)
-@pytest.mark.parametrize("closes", [True, False])
+@pytest.mark.parametrize("closes", rows([True, False], each_run=1))
 def test_an_interpreter_ends_with_0_whether_or_not_the_relay_was_closed(closes: bool) -> None:
     done = run_to_its_end("nccl", closes=closes)
     assert (done.returncode, done.stdout) == (0, ""), done.stderr

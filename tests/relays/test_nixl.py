@@ -32,6 +32,7 @@ from tests.relays.near_end import (
     until,
 )
 from tests.relays.relay_pairs import MIB, PATIENCE_S, SMALL, FarEnd, Pair, pair
+from tests.thoroughness import rows
 
 RELAY = "nixl"  # of the fixture `near`
 ASKED = RelaySettings(named=frozenset({RELAY}), arena_bytes=256 * MIB, prefault_bytes=0)
@@ -167,7 +168,7 @@ async def test_a_process_ends_cleanly_after_it_has_moved_something(near: Near, f
 
 
 @pytest.mark.timeout(END_S + 60)
-@pytest.mark.parametrize("closes", [True, False])
+@pytest.mark.parametrize("closes", rows([False, True], each_run=1))
 def test_an_interpreter_ends_with_0_whether_or_not_the_relay_was_closed(closes: bool) -> None:
     done = run_to_its_end("nixl", closes=closes)
     assert (done.returncode, done.stdout) == (0, ""), done.stderr

@@ -24,6 +24,7 @@ from stage_runtime.relays.registry import RELAYS
 from tests import debian
 from tests.relays.relay_pairs import MIB, PATIENCE_S, FarEnd
 from tests.relays.stand_in_gpu import TABLE
+from tests.thoroughness import rows
 
 OPENED = debian.usable(RELAYS)
 
@@ -67,7 +68,7 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.002)
 
 
-@pytest.mark.parametrize("backend", list(RELAYS))
+@pytest.mark.parametrize("backend", rows(list(RELAYS), each_run=3))
 async def test_bytes_reach_another_process_are_released_from_there_and_come_back(
     near: Relays, far: FarEnd, backend: str
 ) -> None:
@@ -86,7 +87,7 @@ async def test_bytes_reach_another_process_are_released_from_there_and_come_back
 
 
 @pytest.mark.proves("killed-while-sending")
-@pytest.mark.parametrize("backend", list(RELAYS))
+@pytest.mark.parametrize("backend", rows(list(RELAYS), each_run=3))
 async def test_a_killed_receiver_leaves_nothing_of_ours_in_use(near: Relays, far: FarEnd, backend: str) -> None:
     operations = [put(near, np.ones(MIB, np.uint8), backend) for _ in range(20)]
     for operation in operations[:10]:
