@@ -13,9 +13,11 @@ from pathlib import Path
 
 import click
 
+from omnipipeline_spec.types.errors import SpecError
 from stage_runtime.cli import curl, options, screens
+from stage_runtime.errors import ConfigurationError
 from stage_runtime.processes import signals
-from stage_runtime.processes.one_machine import admin
+from stage_runtime.processes.one_machine import admin, updating
 from stage_runtime.processes.one_machine.local import STARTUP_S, LocalOptions, LocalPipeline
 from stage_runtime.processes.supervision.startup_failures import StartupFailed
 from stage_runtime.settings import LOG_LEVELS
@@ -47,6 +49,7 @@ from stage_runtime.settings import LOG_LEVELS
 @click.option(
     "--log-level", type=click.Choice(LOG_LEVELS), help="Least of what is logged. [default: OMNI_LOG_LEVEL, info]"
 )
+@click.option("--watch", is_flag=True, help="Restart the groups whose part of FILE, or whose code beside it, changes.")
 @click.option("--no-tty", is_flag=True, help="Plain lines instead of a live table.")
 def command(
     file: str,
@@ -59,6 +62,7 @@ def command(
     startup_timeout: float,
     debug_values: bool,
     log_level: str | None,
+    watch: bool,
     no_tty: bool,
 ) -> None:
     """Run a pipeline on this machine: the coordinator, and every process group as processes of its own.
@@ -70,6 +74,9 @@ def command(
         raise click.BadParameter("nan is not a number of seconds", param_hint="--startup-timeout")
     if no_auth and api_key_file is not None:
         raise click.UsageError("--no-auth and --api-key-file exclude each other: give one")
+    watched = updating.file_of(file) if watch else None
+    if watch and watched is None:
+        raise click.UsageError(f"--watch needs a file, not the module {file}")
     local_options = LocalOptions(
         cpu=cpu,
         host=host,
@@ -81,14 +88,17 @@ def command(
         no_auth=no_auth,
     )
     with options.errors_as_messages(), screens.choose(plain=no_tty) as screen:
-        code = asyncio.run(_up(file, overrides, local_options, screen))
+        code = asyncio.run(_up(file, overrides, local_options, screen, watched))
         screen.finish()
         if screen.broken is not None:
             raise screen.broken
         sys.exit(code)
 
 
-async def _up(file: str, overrides: tuple[str, ...], local_options: LocalOptions, screen: screens.Screen) -> int:
+async def _up(
+    file: str, overrides: tuple[str, ...], local_options: LocalOptions, screen: screens.Screen, watched: Path | None
+) -> int:
+    """watched: the pipeline's file, whose changes are taken over."""
     pipeline = LocalPipeline(
         file, overrides=overrides, options=local_options, on_change=screen.changed, on_line=screen.printed
     )
@@ -108,7 +118,11 @@ async def _up(file: str, overrides: tuple[str, ...], local_options: LocalOptions
         )
         screen.up(pipeline.url, answered)
         async with admin.AdminServer(pipeline):
+            watching = None if watched is None else asyncio.create_task(_watch(pipeline, watched, screen))
             await ending.wait()
+            if watching is not None:
+                watching.cancel()
+                await asyncio.gather(watching, return_exceptions=True)
             await pipeline.stop()
     except StartupFailed as failure:
         screen.failed(failure)
@@ -120,6 +134,18 @@ async def _up(file: str, overrides: tuple[str, ...], local_options: LocalOptions
         await pipeline.abandon()
     screen.over()
     return 0
+
+
+async def _watch(pipeline: LocalPipeline, file: Path, screen: screens.Screen) -> None:
+    """Take over each change of the file and the code beside it. One that is wrong is shown, and changes nothing."""
+    known = updating.state(file)
+    while True:
+        found = await updating.changed(file, known)
+        changed, known = updating.differing(known, found), found
+        try:
+            screen.note(f"{file.name}: {await pipeline.update(changed)}")
+        except (SpecError, ConfigurationError, StartupFailed) as error:
+            screen.note(f"{file.name}: what ran goes on: {error}")
 
 
 def _end(pipeline: LocalPipeline, screen: screens.Screen, start: asyncio.Task[None], ending: asyncio.Event) -> None:

@@ -6,11 +6,12 @@ How a process is started is `launching`'s.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 import msgspec
 
 from omnipipeline_spec import scaling
-from omnipipeline_spec.types.plan import GroupPlan, PipelinePlan, UnitPlan
+from omnipipeline_spec.types.plan import GroupPlan, PipelinePlan, PipelineRevision, UnitPlan
 from omnipipeline_spec.types.pods import ON_DEMAND_FILE
 from stage_runtime.processes import launching
 from stage_runtime.processes.launching import StageLaunch
@@ -34,8 +35,13 @@ class Launcher:
         environment: Mapping[str, str],
         startup_s: float,
         shown_gpus: str | None,
+        version: int = 0,
     ) -> None:
-        """environment: of all processes. shown_gpus: CUDA_VISIBLE_DEVICES, if it is set."""
+        """environment: of all processes. shown_gpus: CUDA_VISIBLE_DEVICES, if it is set.
+
+        version: of the plan; processes of an earlier one that are started again read that one.
+        """
+        self._prefix = f"{version}." if version else ""
         self._plan = plan
         self._supervisor = supervisor
         self._dir = directory
@@ -43,7 +49,7 @@ class Launcher:
         self._startup_s = startup_s
         self._shown_gpus = shown_gpus
         for unit in plan.units:
-            directory.write(f"{unit.name}.unit.json", msgspec.json.encode(unit))
+            directory.write(f"{self._prefix}{unit.name}.unit.json", msgspec.json.encode(unit))
 
     def add_coordinator(self, *, host: str, port: Callable[[], int], api_keys: Sequence[str]) -> None:
         """Start the coordinator. port: called at each start; a restarted one keeps its port."""
@@ -51,7 +57,7 @@ class Launcher:
         self._dir.write(ON_DEMAND_FILE, msgspec.json.encode(scaling.on_demand(self._plan)))
         variables = {
             "OMNI_PLAN": str(self._dir.write("coordinator.json", msgspec.json.encode(plan))),
-            "OMNI_REVISIONS": str(self._dir.write("revisions.json", msgspec.json.encode([self._plan.current]))),
+            "OMNI_REVISIONS": str(self.serve([self._plan.current])),
             "OMNI_LISTEN": self._dir.endpoint("coordinator.sock"),
             "OMNI_PUBLISH": self._dir.endpoint("publisher.sock"),
             "OMNI_HTTP_HOST": host,
@@ -63,6 +69,10 @@ class Launcher:
         spec = launching.coordinator_instance(common, lambda: {**variables, "OMNI_HTTP_PORT": str(port())})
         self._supervisor.add(spec, RestartPolicy(startup_s=self._startup_s, grace_s=plan.drain_timeout_s))
 
+    def serve(self, revisions: Sequence[PipelineRevision]) -> Path:
+        """Tell the coordinator, now or when it starts, which revisions of the pipeline there are; the newest last."""
+        return self._dir.write("revisions.json", msgspec.json.encode(revisions))
+
     def add_replica(self, unit: UnitPlan, group: GroupPlan, replica: int | None = None) -> str:
         """Start one more instance; its name."""
         if replica is None:
@@ -72,7 +82,7 @@ class Launcher:
         launch = StageLaunch(
             unit=unit,
             group=group,
-            plan_file=self._dir.path / f"{unit.name}.unit.json",
+            plan_file=self._dir.path / f"{self._prefix}{unit.name}.unit.json",
             replica=replica,
             coordinators=self._dir.endpoint("coordinator.sock"),
             environment=self._environment,

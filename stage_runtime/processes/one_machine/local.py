@@ -35,6 +35,7 @@ from stage_runtime.processes.one_machine import (
     preflight,
     references,
     unsupported,
+    updating,
 )
 from stage_runtime.processes.one_machine.kept_output import KeptOutput
 from stage_runtime.processes.one_machine.launcher import KEY_FILE, Launcher
@@ -79,6 +80,7 @@ class LocalPipeline:
         Raises: SpecError, ConfigurationError.
         """
         self.options = options or LocalOptions()
+        self._given = (source, tuple(overrides), environ)
         loaded, folder = read(source, overrides)
         self.spec, self.plan = loaded.spec, planning.plan(loaded.spec, name=loaded.name)
         if self.options.cpu:
@@ -116,6 +118,7 @@ class LocalPipeline:
         self._autoscaler = autoscaling.Autoscaler(self.plan, self)
         self._autoscaling: asyncio.Task[None] | None = None  #: While the run is up, if some unit follows its load.
         self._orders: set[asyncio.Task[None]] = set()  #: Of the autoscaler, under way.
+        self._version = 0  #: Of the plan; see `update`.
         self._launcher: Launcher  #: From `start` on.
         self._reaper: subprocess.Popen[bytes] | None = None
         self._living: int | None = None  #: Held open as long as the run lives.
@@ -288,6 +291,57 @@ class LocalPipeline:
                     await self._supervisor.stop(old.spec.name)
             await self._grow(unit, plan, self._wanted[group] - len(self._supervisor.instances(group)))
 
+    async def update(self, changed: set[Path]) -> str:
+        """Read the file again; what differs from what runs gets new instances, and the old ones finish their requests.
+
+        changed: files of its folder that were written. On a GPU the old instances go first. Returns: what was done.
+        Raises: SpecError, ConfigurationError: the file is wrong. StartupFailed: a new instance did not get ready. What
+            ran goes on.
+        """
+        source, overrides, environ = self._given
+        fresh = LocalPipeline(source, overrides=overrides, options=self.options, environ=environ)
+        preflight.check_gpus(fresh.plan, fresh._shown_gpus)
+        wanted = updating.change(self.plan, fresh.plan, changed, self._author_folder)
+        async with self._changing:
+            self._refuse_when_stopping()
+            await asyncio.gather(*self._orders, return_exceptions=True)
+            if wanted.begin or wanted.end or self.plan.current != fresh.plan.current:
+                await self._replace(fresh, wanted)
+        grown = updating.scaled(self.plan, fresh.plan, wanted)
+        self.spec, self.plan = fresh.spec, fresh.plan
+        for group, replicas in grown.items():
+            await self.scale(group, replicas)
+        return wanted.told(grown)
+
+    async def _replace(self, fresh: LocalPipeline, wanted: updating.Change) -> None:
+        ended = [(unit, group) for unit in self.plan.units if unit.name in wanted.end for group in unit.groups]
+        begun = [(unit, group) for unit in fresh.plan.units if unit.name in wanted.begin for group in unit.groups]
+        old = [(unit, group, one) for unit, group in ended for one in self._supervisor.instances(group.name)]
+        before, self._version = self._launcher, self._version + 1
+        launcher = self._launcher_of(fresh)
+        launcher.serve([self.plan.current, fresh.plan.current])
+        added: list[str] = []
+        try:
+            await asyncio.gather(*(self._supervisor.stop(one.spec.name) for unit, _, one in old if unit.gpu_ids))
+            for unit, group in begun:
+                added += [launcher.add_replica(unit, group) for _ in range(fresh.plan.replicas[unit.name])]
+            await self._admitted(functools.partial(self._supervisor.ready, added))
+            self._supervisor.settle(added)
+        except BaseException:
+            launcher.serve([self.plan.current])
+            await asyncio.shield(asyncio.gather(*map(self._supervisor.take_back, added)))
+            for unit, group, one in old:
+                if unit.gpu_ids and not self._stopping:
+                    before.add_replica(unit, group, one.spec.replica)
+            raise
+        self._launcher = launcher
+        launcher.serve([fresh.plan.current])
+        self._wanted = {
+            name: count for name, count in self._wanted.items() if name not in {one.name for _, one in ended}
+        }
+        self._wanted |= {group.name: fresh.plan.replicas[unit.name] for unit, group in begun}
+        await asyncio.gather(*(self._supervisor.stop(one.spec.name) for unit, _, one in old if not unit.gpu_ids))
+
     # --- autoscaling.Scaled -----------------------------------------------------------------------------------------
 
     def instances(self, unit: str) -> autoscaling.Instances | None:
@@ -381,19 +435,7 @@ class LocalPipeline:
 
     def _launch(self) -> None:
         assert self._dir is not None
-        common = {**self.environment(self._dir.path / "code"), reaper.RUN: str(self._dir.path)}
-        if self.options.debug_values:
-            common["OMNI_DEBUG_VALUES"] = "1"
-        if self.options.log_level is not None:
-            common["OMNI_LOG_LEVEL"] = self.options.log_level
-        self._launcher = Launcher(
-            self.plan,
-            self._supervisor,
-            self._dir,
-            environment=common,
-            startup_s=self.options.startup_s,
-            shown_gpus=self._shown_gpus,
-        )
+        self._launcher = self._launcher_of(self)
         limits = {"enabled": self.spec.profiling.enabled, "maxSeconds": self.spec.profiling.max_seconds}
         self._dir.write(PROFILING_FILE, msgspec.json.encode(limits))
         self._launcher.add_coordinator(host=self.options.host, port=self._port, api_keys=self._api_keys)
@@ -401,6 +443,25 @@ class LocalPipeline:
             for group in unit.groups:
                 for _ in range(self.plan.replicas[unit.name]):
                     self._launcher.add_replica(unit, group)
+
+    def _launcher_of(self, prepared: LocalPipeline) -> Launcher:
+        """prepared: this pipeline, or a later version of it. Each has a folder of its own for code."""
+        assert self._dir is not None
+        folder = self._dir.path / (f"code-{self._version}" if self._version else "code")
+        common = {**prepared.environment(folder), reaper.RUN: str(self._dir.path)}
+        if self.options.debug_values:
+            common["OMNI_DEBUG_VALUES"] = "1"
+        if self.options.log_level is not None:
+            common["OMNI_LOG_LEVEL"] = self.options.log_level
+        return Launcher(
+            prepared.plan,
+            self._supervisor,
+            self._dir,
+            environment=common,
+            startup_s=self.options.startup_s,
+            shown_gpus=prepared._shown_gpus,
+            version=self._version,
+        )
 
     def environment(self, code_dir: Path) -> dict[str, str]:
         """What all processes of the run have in common; the inline files are written to ``code_dir``."""
