@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import types
 from typing import Any
 
 import msgspec
@@ -67,7 +68,7 @@ def tiny() -> Any:
             "num_key_value_heads": 2,
             "head_dim": 8,
             "intermediate_size": 16,
-            "codebook_size": 32,
+            "codebook_size": 64,  # more than the codes that random weights choose
             "codebook_dim": 8,
             "num_quantizers": BOOKS,
             "upsample_groups": 16,
@@ -80,6 +81,9 @@ def tiny() -> Any:
         if weights.ndim >= 2 and not name.startswith("codec_model"):
             deviation = 1.0 if "embed" in name else 2.0 * weights.shape[-1] ** -0.5
             weights.data.normal_(0, deviation, generator=generator)
+    for name, entries in model.codec_model.named_buffers():
+        if name.endswith("embed_sum"):  # of its codebooks, which are empty before they are trained
+            entries.normal_(generator=generator)
     model.depth_decoder.generation_config.max_new_tokens = BOOKS - 1
     model.depth_decoder.generation_config.eos_token_id = None
     return model
@@ -111,6 +115,21 @@ def core(blocks: int) -> tuple[EngineCore, Any]:
     return made, embedding
 
 
+def test_frames_of_several_requests_are_made_in_one_call() -> None:
+    model, decoder = tiny(), Csm()
+    decoder.take(model)
+    hidden = torch.randn(3, 32, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        together = decoder.after_step(_step([1, 2, 3], hidden))
+        alone = [decoder.after_step(_step([token], row[None])) for token, row in zip([1, 2, 3], hidden, strict=True)]
+    assert torch.equal(together.emitted, torch.cat([one.emitted for one in alone]))
+    assert torch.allclose(together.rows, torch.cat([one.rows for one in alone]), atol=1e-5)
+
+
+def _step(tokens: list[int], hidden: Any) -> Any:
+    return types.SimpleNamespace(tokens=torch.tensor(tokens), hidden=hidden)
+
+
 @pytest.mark.parametrize("blocks", [64, 12])
 def test_frames_are_those_of_the_model_s_own_generate_in_a_batch_and_preempted(blocks: int) -> None:
     engine, embedding = core(blocks)
@@ -130,3 +149,22 @@ def test_frames_are_those_of_the_model_s_own_generate_in_a_batch_and_preempted(b
         assert frames == expected[: len(frames)], name
         assert len(frames) == FRAMES - 1, "the last code has no next input, so its frame is not made"
         assert len({tuple(frame) for frame in frames}) > 1, "frames that are all equal would prove nothing"
+
+
+def test_mimi_makes_of_the_frames_the_sound_of_the_model_s_own_generate() -> None:
+    engine, embedding = core(64)
+    answers = Answers(engine)
+    for name, ids in PROMPTS.items():
+        params = msgspec.structs.replace(GREEDY, max_tokens=FRAMES + 1)
+        answers.ask(name, [ROW] * len(ids), params, prompt_embeds=text_rows(embedding, torch.tensor(ids)))
+    answers.run()
+    model = tiny()
+    sounds = []
+    for name, ids in PROMPTS.items():
+        given, options = torch.tensor([ids]), {"do_sample": False, "max_new_tokens": FRAMES, "output_audio": True}
+        with torch.no_grad():
+            (expected,) = model.generate(input_ids=given, attention_mask=torch.ones_like(given), **options)
+            codes = torch.stack(list(answers.rows[name].emitted)).T[None]
+            sounds.append(model.codec_model.decode(codes).audio_values[0, 0])
+        assert torch.equal(sounds[-1], expected), name
+    assert float(sounds[0].abs().max()) > 0 and not torch.equal(sounds[0], sounds[1])
