@@ -58,6 +58,28 @@ def config_of(model: str, revision: str | None = None) -> Any:
     return config
 
 
+#: Of transformers' generation config, by the names of `omni.Autoregressive.params`.
+_GENERATION: Final = {
+    "max_new_tokens": "max_tokens",
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "repetition_penalty": "repetition_penalty",
+}
+
+
+def generation_of(model: str, name: str, revision: str | None = None) -> dict[str, Any]:
+    """What the checkpoint's ``generation_config.json`` says of ``thinker`` or ``talker``, as defaults of sampling."""
+    file = _file(model, "generation_config.json", revision)
+    given = {} if file is None else json.loads(file.read_text())
+    found = {
+        own: given[f"{name}_{their}"] for their, own in _GENERATION.items() if given.get(f"{name}_{their}") is not None
+    }
+    if given.get(f"{name}_do_sample") is False:
+        found["temperature"] = 0
+    return found
+
+
 def load(model: str, name: str, *, dtype: str = "float32", device: str = "cpu", revision: str | None = None) -> Any:
     """One of `PARTS`, in evaluation mode. Raises: ConfigurationError: a weight is missing; names it."""
     import torch

@@ -25,7 +25,9 @@ from stage_runtime.profiler import span
 SAMPLE_RATE: Final = 24_000
 CACHE_MIB: Final = 256
 MOST_FRAMES: Final = 4096  # of one piece
-#: The talker's parameters, as the checkpoint's own generation has them: where a request is greedy, the talker is, too.
+#: Where the checkpoint's generation config says nothing, as its class in transformers.
+THINKER_PARAMS: Final[dict[str, Any]] = {"max_tokens": 1024}
+#: As those. Where a request is greedy, the talker is, too.
 TALKER_PARAMS: Final[dict[str, Any]] = {"max_tokens": 4096, "temperature": 0.9, "top_k": 50, "repetition_penalty": 1.05}
 
 
@@ -101,7 +103,7 @@ def thinker(
         prompt=thinking.prompt,
         deliver=thinking.deliver,
         keep_rows=thinking.keep_rows,
-        params={"max_tokens": 1024, **params},
+        params={**THINKER_PARAMS, **checkpoint.generation_of(folder, "thinker", revision), **params},
         **engine,
     )
 
@@ -119,7 +121,7 @@ def talker(
         prompt=_speech_of,
         deliver=_frames,
         stream=speaking.stream,
-        params={**TALKER_PARAMS, **params},
+        params={**TALKER_PARAMS, **checkpoint.generation_of(folder, "talker", revision), **params},
         **engine,
     )
 

@@ -160,6 +160,19 @@ async def test_an_answer_that_is_only_read_needs_no_talker_and_no_vocoder(togeth
     assert "talker" not in json.dumps(record.json().get("stages", {})), record.text
 
 
+@ONE_FOR_ALL
+async def test_silence_is_answered(together: httpx.AsyncClient) -> None:
+    asked = body(CASES[2])
+    out = io.BytesIO()
+    soundfile.write(out, np.zeros(8_000, dtype=np.float32), 16_000, format="WAV")
+    asked["messages"][1]["content"][0]["input_audio"]["data"] = base64.b64encode(out.getvalue()).decode()
+    response = await together.post(CHAT, json=asked)
+    assert response.status_code == 200, response.text
+    said = response.json()
+    assert said["choices"][0]["message"]["content"]
+    assert said["usage"]["prompt_tokens_details"]["audio_tokens"] == 7  # half a second
+
+
 CHAT = "/v1/chat/completions"
 READ_ALOUD = {"model": "qwen3-omni", "input": "hello", "voice": "chelsie"}
 

@@ -7,6 +7,9 @@ import functools
 import json
 import re
 import shutil
+import struct
+import types
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import stage_runtime as omni
-from stage_models.qwen3_omni import checkpoint, values
+from stage_models.qwen3_omni import checkpoint, stages, values
 from stage_models.qwen3_omni.encoding import AudioEncoder, ContentCache, ImageEncoder
 from stage_models.qwen3_omni.positions import positions
 from stage_models.qwen3_omni.preparing import Preparer
@@ -169,6 +172,14 @@ def test_a_cache_by_content_never_holds_more_than_its_bytes(sizes: list[int], ca
         assert cache.get(str(index)) == (size if size <= capacity else None)
 
 
+def claiming(wide: int, high: int) -> bytes:
+    """The beginning of a PNG of that size; none of its pixels."""
+    made = b"\x89PNG\r\n\x1a\n"
+    for kind, data in ((b"IHDR", struct.pack(">IIBBBBB", wide, high, 8, 2, 0, 0, 0)), (b"IDAT", b"")):
+        made += struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+    return made
+
+
 @pytest.mark.parametrize(
     ("part", "message"),
     [
@@ -176,6 +187,8 @@ def test_a_cache_by_content_never_holds_more_than_its_bytes(sizes: list[int], ca
         ({"type": "image", "data": picture(64, 64, 0)[:80]}, r"expected a picture"),
         ({"type": "image", "data": b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n"}, r"expected a picture \(PNG"),
         ({"type": "image", "data": picture(1, 300, 0)}, "200 times"),
+        ({"type": "image", "data": claiming(9_000, 9_000)}, "9000 x 9000 pixels; at most 64000000"),
+        ({"type": "image", "data": claiming(90_000, 90_000)}, "exceeds limit"),
         ({"type": "audio", "data": b"RIFF"}, r"messages\[0\]\.content\[0\]"),
         ({"type": "audio", "data": b""}, "expected the bytes of a file"),
         ({"type": "video", "data": b"x"}, "video is not supported"),
@@ -230,6 +243,18 @@ def test_text_of_a_client_takes_the_place_of_no_medium(tiny_omni: str) -> None:
     assert prepared.tokens.count(config.thinker_config.image_token_id) == 0
     assert prepared.tokens.count(config.im_end_token_id) == 1
     assert (pictures, sounds is not None) == (None, True)
+
+
+def test_defaults_of_sampling_are_those_of_the_checkpoint_s_generation_config(tiny_omni: str, tmp_path: Path) -> None:
+    folder = shutil.copytree(tiny_omni, tmp_path / "other")
+    assert checkpoint.generation_of(str(folder), "talker") == {}
+    said = {"talker_max_new_tokens": 77, "talker_temperature": 0.4, "talker_repetition_penalty": 1.2, "talker_top_k": 9}
+    (folder / "generation_config.json").write_text(json.dumps({**said, "thinker_do_sample": False, "pad_token_id": 1}))
+    context: Any = types.SimpleNamespace(model_path=None, model_revision=None)
+    thinker = stages.thinker(context, model=str(folder))
+    talker = stages.talker(context, model=str(folder), params={"top_k": 3})
+    assert thinker.params == {"max_tokens": 1024, "temperature": 0}
+    assert talker.params == {"max_tokens": 77, "temperature": 0.4, "repetition_penalty": 1.2, "top_k": 3}
 
 
 def test_rows_of_a_grid_are_counted_in_merged_patches() -> None:
