@@ -1,12 +1,16 @@
 """Qwen3-Omni as stages beside transformers' whole model, with the tiny checkpoint, on this machine.
 
-    python -m benchmarks.omni [--users 1,8,16] [--requests 16] [--json]
+    python -m benchmarks.omni [--users 1,8,16,32] [--every 6] [--requests 8] [--closed 1,16] [--model FOLDER]
+        [--set PATH=VALUE]... [--json]
 
-For each number of users, that many ask at once, again and again, until all requests are answered; answers are streamed.
-Printed in the field's words: time to the first text and to the first sound, the real-time factor (seconds of computing
-for a second of sound), answers whose player would have had gaps, and answers a second. Beside them, in the same run and
-on the same cores, transformers' ``generate`` of the whole model in a process of its own, one request after the other.
-With a tiny checkpoint the ratios say what the stages and the engine cost, not what a large model takes.
+For each number of users, each of them asks every so many seconds (``--every``), answered or not, so arrivals have a
+fixed rate; with ``--closed``, so many ask at once, again and again, until all requests are answered. Answers are
+streamed. Printed in the field's words: time to the first text and to the first sound, the real-time factor (seconds of
+computing for a second of sound), underruns of a player that starts with the first sound and the longest one, the share
+of time in which each stage computed, and what lies between two steps of the talker. Beside them, in the same run and on
+the same cores, transformers' ``generate`` of the whole model in a process of its own, one request after the other. With
+a tiny checkpoint the ratios say what the stages and the engine cost, not what a large model takes. ``--set`` places
+stages on a GPU, ``--model`` names a checkpoint.
 """
 
 from __future__ import annotations
@@ -14,26 +18,30 @@ from __future__ import annotations
 import argparse
 import asyncio
 import base64
+import contextlib
 import json
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import httpx
 
+from benchmarks.omnilab import talkers
 from stage_models.qwen3_omni import checkpoint
 from stage_runtime.processes.one_machine.local import LocalOptions, LocalPipeline
 
 EXAMPLE: Final = Path(__file__).parents[1] / "examples/qwen3_omni/pipeline.yaml"
-STAGES: Final = ("preprocess", "image_encoder", "audio_encoder", "thinker", "decode", "talker", "code2wav")
+TALKER: Final = "benchmarks.omnilab.talkers:timed"
 RATE: Final = 24_000
 FRAMES: Final = 64
 TOKENS: Final = 24
+SHORTEST_S: Final = 0.001  # of an underrun
+SMOOTH: Final = 0.8  # a real-time factor below which no player may run dry
 QUESTIONS: Final = ("sing", "zebra crossing", "a sea of time", "the end of the day")
 _MONOLITH: Final = """
 import json, sys, time, torch
@@ -60,21 +68,25 @@ print(json.dumps(times[len(questions):]))
 """
 
 
+LIMITS: Final = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+
+
 class Answer(NamedTuple):
-    """Seconds from the request on. lacked: seconds of silence of a player that starts with the first sound."""
+    """Seconds from the request on. underruns: silences of a player that starts with the first sound."""
 
     first_text: float
     first_sound: float
     whole: float
     sound: float
-    lacked: float
+    underruns: list[float]
 
 
-def lacking(arrivals: Sequence[tuple[float, float]]) -> float:
-    """Seconds for which a player has nothing to play. arrivals: when each piece came, and its seconds, in order."""
-    silent, end = 0.0, arrivals[0][0]
+def underruns(arrivals: Sequence[tuple[float, float]]) -> list[float]:
+    """Each time for which a player has nothing to play. arrivals: when each piece came, and its seconds, in order."""
+    silent, end = [], arrivals[0][0]
     for at, seconds in arrivals:
-        silent += max(at - end, 0.0)
+        if at - end > SHORTEST_S:
+            silent.append(at - end)
         end = max(end, at) + seconds
     return silent
 
@@ -104,8 +116,41 @@ async def ask(client: httpx.AsyncClient, question: str) -> Answer:
                     arrivals.append((time.monotonic() - begun, len(base64.b64decode(data)) / 2 / RATE))
     whole = time.monotonic() - begun
     if not arrivals:
-        return Answer(first_text or whole, whole, whole, 0.0, 0.0)
-    return Answer(first_text or whole, arrivals[0][0], whole, sum(one for _at, one in arrivals), lacking(arrivals))
+        return Answer(first_text or whole, whole, whole, 0.0, [])
+    return Answer(first_text or whole, arrivals[0][0], whole, sum(one for _at, one in arrivals), underruns(arrivals))
+
+
+async def arriving(client: httpx.AsyncClient, rate: float, requests: int) -> list[Answer]:
+    """Answers to requests that come at a fixed rate, a second."""
+    asked = []
+    for index in range(requests):
+        asked.append(asyncio.create_task(ask(client, QUESTIONS[index % len(QUESTIONS)])))
+        await asyncio.sleep(1 / rate)
+    return await asyncio.gather(*asked)
+
+
+@contextlib.asynccontextmanager
+async def watched(client: httpx.AsyncClient, steps: Path) -> AsyncIterator[dict[str, Any]]:
+    """What the stages did meanwhile. busy: the mean share of time in which each computed, looked at each second."""
+    found: dict[str, Any] = {}
+    shares: dict[str, list[float]] = {}
+
+    async def watch() -> None:
+        while True:
+            await asyncio.sleep(1)
+            for line in (await client.get("/metrics")).text.splitlines():
+                if line.startswith("omnipipeline_stage_busy_ratio{"):
+                    stage = line.split('stage="')[1].split('"')[0]
+                    shares.setdefault(stage, []).append(float(line.split()[-1]))
+
+    begun = time.monotonic()
+    watching = asyncio.create_task(watch())
+    try:
+        yield found
+    finally:
+        watching.cancel()
+        found["busy"] = {stage: statistics.mean(some) for stage, some in shares.items()}
+        found["talker"] = talkers.between(talkers.read(steps, begun, time.monotonic()))
 
 
 async def served(client: httpx.AsyncClient, users: int, requests: int) -> tuple[list[Answer], float]:
@@ -129,49 +174,97 @@ def monolith(folder: str, requests: int) -> list[float]:
     return [float(one) for one in json.loads(done.stdout.splitlines()[-1])]
 
 
-def row(users: int, answers: Sequence[Answer], seconds: float, alone: Sequence[float]) -> dict[str, Any]:
+def row(answers: Sequence[Answer], alone: Sequence[float]) -> dict[str, Any]:
+    """What users hear."""
     heard = [one for one in answers if one.sound]
     whole = statistics.median(alone)
+    smooth = [one for one in heard if one.whole / one.sound < SMOOTH]
     return {
-        "users": users,
         "first_text_s": statistics.median(one.first_text for one in answers),
         "first_sound_s": statistics.median(one.first_sound for one in heard),
-        "first_sound_of_whole_model_s": statistics.median(one.first_sound for one in heard) / whole,
+        "first_sound_of_whole_model": statistics.median(one.first_sound for one in heard) / whole,
         "real_time_factor": statistics.median(one.whole / one.sound for one in heard),
-        "answers_with_gaps": sum(one.lacked > 0.001 for one in heard),
-        "answers_per_s": len(answers) / seconds,
-        "answers_of_whole_model": len(answers) / seconds * statistics.mean(alone),
+        "answers": len(answers),
+        "with_underruns": sum(bool(one.underruns) for one in heard),
+        "with_underruns_below_0.8": sum(bool(one.underruns) for one in smooth),
+        "longest_underrun_s": max((gap for one in heard for gap in one.underruns), default=0.0),
     }
 
 
-async def measure(users: Sequence[int], requests: int) -> list[dict[str, Any]]:
-    folder = checkpoint.folder_of(None)
-    rows = []
+async def measure(options: argparse.Namespace) -> dict[str, Any]:
+    folder = checkpoint.folder_of(options.model)
+    at_rates: list[tuple[int, float, list[Answer], dict[str, Any]]] = []
+    closed: list[tuple[int, list[Answer], float, dict[str, Any]]] = []
     with tempfile.TemporaryDirectory(prefix="o-") as base:
-        overrides = [f"endpoints.basePath={base}", f"modelPath={folder}"]
-        overrides += [f"stages.talker.factoryArgs.params.max_tokens={FRAMES}"]
+        overrides = [f"endpoints.basePath={base}", f"modelPath={folder}", *options.set]
+        steps = Path(base) / "steps"
+        args = "stages.talker.factoryArgs"
+        overrides += [
+            f"{args}.params.max_tokens={FRAMES}",
+            f"{args}.steps_file={steps}",
+            f"stages.talker.factory={TALKER}",
+        ]
         async with LocalPipeline(EXAMPLE, overrides=overrides, options=LocalOptions(port=0)) as running:
-            async with httpx.AsyncClient(base_url=running.url, timeout=600.0) as client:
+            async with httpx.AsyncClient(base_url=running.url, timeout=600.0, limits=LIMITS) as client:
                 await served(client, 2, len(QUESTIONS))
-                for count in users:
-                    found = await served(client, count, max(requests, count))
-                    rows.append((count, *found))
-    alone = monolith(folder, requests)
-    return [row(count, answers, seconds, alone) for count, answers, seconds in rows]
+                for users in options.users:
+                    rate = users / options.every
+                    async with watched(client, steps) as seen:
+                        answers = await arriving(client, rate, max(options.requests, users))
+                    at_rates.append((users, rate, answers, seen))
+                for users in options.closed:
+                    async with watched(client, steps) as seen:
+                        answers, seconds = await served(client, users, max(options.requests, 2 * users))
+                    closed.append((users, answers, seconds, seen))
+    alone = monolith(folder, options.requests)
+    return {
+        "whole_model_s": statistics.median(alone),
+        "fixed_arrivals": [
+            {"users": users, "arrivals_per_s": rate, **row(answers, alone), **seen}
+            for users, rate, answers, seen in at_rates
+        ],
+        "closed_loop": [
+            {
+                "users": users,
+                **row(answers, alone),
+                "answers_per_s": len(answers) / seconds,
+                "answers_of_whole_model": len(answers) / seconds * statistics.mean(alone),
+                **seen,
+            }
+            for users, answers, seconds, seen in closed
+        ],
+    }
+
+
+def numbers(text: str) -> list[int]:
+    return [int(one) for one in text.split(",") if one]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--users", default="1,8,16")
-    parser.add_argument("--requests", type=int, default=16)
+    parser.add_argument("--users", type=numbers, default=[1, 8, 16, 32])
+    parser.add_argument("--every", type=float, default=6.0, help="seconds between two questions of a user")
+    parser.add_argument("--requests", type=int, default=8, help="at least, of each row")
+    parser.add_argument("--closed", type=numbers, default=[1, 16])
+    parser.add_argument("--model")
+    parser.add_argument("--set", action="append", default=[], metavar="PATH=VALUE")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    rows = asyncio.run(measure([int(one) for one in options.users.split(",")], options.requests))
+    found = asyncio.run(measure(options))
     if options.json:
-        print(json.dumps(rows, indent=2))
+        print(json.dumps(found, indent=2))
         return
-    for one in rows:
-        print(", ".join(f"{name} {value:.3g}" for name, value in one.items()))
+    print(f"whole model: {found.pop('whole_model_s'):.3g} s an answer")
+    for title, rows in found.items():
+        print(f"\n{title.replace('_', ' ')}")
+        for one in rows:
+            print("  " + ", ".join(f"{name} {_shown(value)}" for name, value in one.items()))
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, dict):
+        return " ".join(f"{name}={_shown(one)}" for name, one in value.items())
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
 if __name__ == "__main__":
