@@ -22,6 +22,17 @@ _ROLES: Final = frozenset({"system", "developer", "user", "assistant", "tool", "
 _CONTINUED: Final = "CONTINUE_FINAL_MESSAGE_TAG "  # as transformers marks the place where the last message ends
 
 
+def _plain(value: Any) -> Any:
+    return value if isinstance(value, bool | int | float | None) else ""
+
+
+# The tests marked `gpu` run with transformers 5.17, which has neither of the two.
+#: Reasoning under the names that templates know.
+_ALIASED: Final[Callable[[Any], Any]] = getattr(templates, "_alias_reasoning_fields", list)
+#: Nothing with methods that a template could call.
+_PLAIN: Final[Callable[[Any], Any]] = getattr(templates, "_plain_template_data", _plain)
+
+
 def render(
     source: str, messages: Sequence[Mapping[str, Any]], names: Mapping[str, Any], special: Mapping[str, Any]
 ) -> tuple[str, Alphabet]:
@@ -33,10 +44,7 @@ def render(
     """
     given = dict(names)
     alphabet = Alphabet(source + "".join(map(str, special.values())))
-    chat = [
-        _message(message, source, alphabet)
-        for message in templates._alias_reasoning_fields([dict(one) for one in messages])
-    ]
+    chat = [_message(message, source, alphabet) for message in _ALIASED([dict(one) for one in messages])]
     continued = given.pop("continue_final_message", False)
     if continued:
         field = continued if isinstance(continued, str) else "content"
@@ -74,7 +82,7 @@ def _marked(value: Any, alphabet: Alphabet, *, keys: bool = True) -> Any:
         }
     if isinstance(value, list | tuple):
         return [_marked(one, alphabet) for one in value]
-    return templates._plain_template_data(value)
+    return _PLAIN(value)
 
 
 def _until_tag(text: Marked) -> Marked:
