@@ -57,7 +57,7 @@ def operator() -> str:
 
 def stage() -> str:
     """The image that docs/install.md builds for the examples."""
-    return build(STAGE, "-f", "Dockerfile", "--target", "stage", "--build-arg", "EXTRAS=engine,chat")
+    return build(STAGE, "-f", "Dockerfile", "--target", "stage", "--build-arg", "EXTRAS=engine,chat,qwen3-omni")
 
 
 def relays() -> str:

@@ -1,4 +1,5 @@
-"""transformers' whole model on the cases, in its own process: ``python -m tests.qwen3_omni.oracle CHECKPOINT OUT``.
+"""transformers' whole model on the cases, in its own process:
+``python -m tests.qwen3_omni.oracle CHECKPOINT OUT [NAME...]``.
 
 OUT: an ``npz`` with ``NAME.tokens``, ``NAME.codes [frames, groups]`` and ``NAME.wave`` of each case.
 """
@@ -9,6 +10,7 @@ import fcntl
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ REPOSITORY = Path(__file__).parents[2]
 ORACLE_S = 280.0
 
 
-def answers(folder: str, kept: Path) -> dict[str, Any]:
+def answers(folder: str, kept: Path, cases: Sequence[Case] = CASES) -> dict[str, Any]:
     """What `main` writes, from a process of its own. kept: a folder; the first process that asks there computes it."""
     out = kept / "omni-answers.npz"
     environ = {**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
@@ -32,6 +34,7 @@ def answers(folder: str, kept: Path) -> dict[str, Any]:
         if not out.exists():
             made = out.with_suffix(".part.npz")
             command = [sys.executable, "-m", "tests.qwen3_omni.oracle", folder, str(made)]
+            command += [case.name for case in cases]
             done = subprocess.run(
                 command, cwd=REPOSITORY, env=environ, capture_output=True, text=True, timeout=ORACLE_S
             )
@@ -82,14 +85,16 @@ def answer(model: Any, preparer: Preparer, case: Case) -> dict[str, np.ndarray[A
     }
 
 
-def main(folder: str, out: str) -> None:
+def main(folder: str, out: str, *names: str) -> None:
+    """names: of the cases; none: all."""
     torch.set_num_threads(1)
     model, preparer = load(folder), Preparer(folder, checkpoint.config_of(folder))
     found: dict[str, Any] = {}
     for case in CASES:
-        found |= answer(model, preparer, case)
+        if not names or case.name in names:
+            found |= answer(model, preparer, case)
     np.savez(out, **found)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2])
+    main(*sys.argv[1:])
