@@ -282,6 +282,8 @@ class Autoregressive(msgspec.Struct, frozen=True, kw_only=True):
     remote_prefill_tokens: of a stage with ``disaggregation``: prompts that lack fewer tokens than this in the cache are
     computed by the decode instance itself; ``auto`` measures when the stage is loaded.
     kv_checksum: blocks that cross between instances carry a checksum beside their identity.
+    kv_folder: an absolute path: blocks that were computed are written there, and found there by other processes, also
+    later ones. kv_folder_bytes: what it may hold; the blocks used least recently are deleted.
     frozen_after_s: an engine process that gives no sign of life for so long is killed; its requests fail.
     """
 
@@ -319,6 +321,8 @@ class Autoregressive(msgspec.Struct, frozen=True, kw_only=True):
     cores: Sequence[Sequence[int]] = ()
     remote_prefill_tokens: int | Literal["auto"] = "auto"
     kv_checksum: bool = True
+    kv_folder: str = ""
+    kv_folder_bytes: int = 10 << 30
     frozen_after_s: float = 10.0
 
 

@@ -25,6 +25,7 @@ TARGETS: Final = 10  # columns with which the targets are shown at all
 NUMBERS: Final = ("READY", "WAITING", "RUNNING", "PER s", "QUEUE ms", "RUN ms", "BUSY")  # BUSY goes first, READY last
 ARROWS: Final = {"stream": "⇢", "kv": "⇉"}
 PREFIX: Final = "omnipipeline_"
+KV: Final = "engine_kv_"
 
 Series = dict[tuple[str, str], float]  #: (name without prefix, the stage or outcome) -> value
 
@@ -148,6 +149,7 @@ def draw(before: Sample, now: Sample, *, width: int) -> RenderableType:
             *(cell for heading, cell in numbers.items() if widths.numbers[heading]),
         )
     shown: list[RenderableType] = [_headline(before, now), Text(), table]
+    shown += [_transfers(before, now, stage) for stage in stages if (KV + "loads_total", stage) in now.series]
     if widths.left_out:
         shown.append(Text(f"a wider terminal also shows {', '.join(widths.left_out)}", style="dim"))
     return Group(*shown)
@@ -170,6 +172,27 @@ def _numbers(before: Sample, now: Sample, stage: str, bar: int) -> dict[str, Tex
         Text("-" if busy is None or not ready else f"{100 * busy:.0f} %"),
     )
     return dict(zip(NUMBERS, cells, strict=True))
+
+
+def _transfers(before: Sample, now: Sample, stage: str) -> Text:
+    """Of an engine whose blocks cross, or are kept: bytes of the interval, prompts since its processes began."""
+    seconds = now.at - before.at
+
+    def moved(way: str) -> str:
+        grown = {unit: _grown(before, now, f"{KV}{way}_{unit}_total", stage) for unit in ("blocks", "bytes")}
+        return f"{_rate(grown['blocks'], seconds)} blocks/s ({_rate(grown['bytes'] / 1e6, seconds)} MB/s) {way}"
+
+    def count(name: str) -> int:
+        return int(now.series.get((KV + name, stage), 0))
+
+    line = Text(f"{stage} KV: ", style="dim")
+    line.append(f"{moved('sent')}, {moved('received')}; prompts: {count('loads')} under way, ")
+    line.append(f"{count('loads_total')} asked, {count('local_total')} computed here")
+    if lost := count("failed_total"):
+        line.append(f", {lost} failed", style="red")
+    if refused := count("refused_total"):
+        line.append(f", {refused} refused", style="red")
+    return line
 
 
 def ordered(stages: Sequence[str], edges: Sequence[tuple[str, ...]]) -> list[str]:

@@ -322,23 +322,25 @@ ENGINE: Final[Mapping[str, Metric]] = {
     "generated_tokens_total": _of_engine("generated_tokens_total", "Tokens generated", kind="counter"),
 }
 
-#: As `ENGINE`, of a stage with ``disaggregation``.
+#: As `ENGINE`, of a stage with ``disaggregation`` or ``kv_folder``.
 KV: Final[Mapping[str, Metric]] = {
-    "kv_loads_under_way": _of_engine("kv_loads", "Prompts that wait for blocks of a prefill instance"),
-    "kv_loads_total": _of_engine("kv_loads_total", "Prompts asked of a prefill instance", kind="counter"),
+    "kv_loads_under_way": _of_engine("kv_loads", "Prompts that wait for blocks of a prefill instance or a folder"),
+    "kv_loads_total": _of_engine("kv_loads_total", "Prompts asked of a prefill instance or a folder", kind="counter"),
     "kv_received_tokens_total": _of_engine(
-        "kv_received_tokens_total", "Tokens of prompts that a prefill instance has computed", kind="counter"
+        "kv_received_tokens_total", "Tokens of prompts whose blocks were received", kind="counter"
     ),
     "kv_received_blocks_total": _of_engine("kv_received_blocks_total", "Blocks received", kind="counter"),
-    "kv_sent_blocks_total": _of_engine("kv_sent_blocks_total", "Blocks sent", kind="counter"),
+    "kv_received_bytes_total": _of_engine("kv_received_bytes_total", "Their bytes", kind="counter"),
+    "kv_sent_blocks_total": _of_engine("kv_sent_blocks_total", "Blocks sent, or kept in a folder", kind="counter"),
+    "kv_sent_bytes_total": _of_engine("kv_sent_bytes_total", "Their bytes", kind="counter"),
     "kv_local_total": _of_engine(
-        "kv_local_total", "Prompts computed by decode: too short, or without a prefill instance", kind="counter"
+        "kv_local_total", "Prompts computed here: too short, or no prefill instance or folder has them", kind="counter"
     ),
     "kv_failed_total": _of_engine(
-        "kv_failed_total", "Prompts that decode computed since its prefill instance failed", kind="counter"
+        "kv_failed_total", "Prompts computed here since a prefill instance or a folder failed", kind="counter"
     ),
     "kv_refused_total": _of_engine(
-        "kv_refused_total", "Prompts that decode computed since what came was not what it asked for", kind="counter"
+        "kv_refused_total", "Prompts computed here since what came was not what was asked for", kind="counter"
     ),
 }
 

@@ -115,6 +115,19 @@ def test_the_graph_is_shown_with_queues_busy_stages_and_rates() -> None:
         assert first.split()[-8:] == ["1", "12", "2", "5.0", "20.00", "100.00", "50", "%"]
 
 
+def test_blocks_that_cross_are_shown_of_the_stages_that_have_them() -> None:
+    counts = {"loads": 2, "loads_total": 40, "local_total": 3, "failed_total": 1}
+    before = sample(10.0, **{"engine_kv_loads_total/a": 30, "engine_kv_received_blocks_total/a": 100})
+    moved = {"received_blocks_total": 150, "received_bytes_total": 8e6}
+    now = sample(12.0, **{f"engine_kv_{name}/a": value for name, value in {**counts, **moved}.items()})
+    found = " ".join(line.strip() for line in lines(top.draw(before, now, width=120), width=120)[5:])
+    assert found == (
+        "a KV: 0.0 blocks/s (0.0 MB/s) sent, 25.0 blocks/s (4.0 MB/s) received; prompts: 2 under way, 40 asked, "
+        "3 computed here, 1 failed"
+    )
+    assert "KV" not in "".join(lines(top.draw(sample(1.0), sample(2.0), width=120), width=120))
+
+
 def test_a_batch_of_requests_that_run_together_keeps_a_stage_busy_once() -> None:
     """Eight requests that ran for a second each within a second."""
     now = sample(11.0, **{"stage_run_seconds_count/a": 8, "stage_run_seconds_sum/a": 8.0, "stage_busy_ratio/a": 1.0})

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from stage_runtime.api import Autoregressive
 from stage_runtime.engines.autoregressive.connectors import layouts
 from stage_runtime.engines.autoregressive.connectors.decode import DecodeConnector
 from stage_runtime.engines.autoregressive.connectors.prefill import PrefillConnector
@@ -141,7 +142,7 @@ class Pair:
     def _manager(self, engine: EngineCore, side: Side, max_inflight: int) -> KVManager:
         runner: Any = engine.executor.call(lambda one: one).result()
         size = engine.scheduler.limits.block_size
-        layout = layouts.layout_of(runner, model="tiny", revision="", weights=self._weights, block_size=size)
+        layout = layouts.layout_of(runner, Autoregressive(model="tiny", block_size=size), self._weights)
         args = msgspec.structs.replace(layouts.args_of(runner), max_inflight=max_inflight)
         return KVManager(args, side, layout)
 

@@ -151,6 +151,7 @@ class PrefillConnector:
         self._copied += nbytes
         blocks = list(piece.blocks)
         self._loads.counts["sent_blocks"] += len(blocks)
+        self._loads.counts["sent_bytes"] += nbytes
         future = self._core.executor.call(lambda runner: runner.pages.export(blocks))
         future.add_done_callback(lambda done: self._work.submit(self._ship, piece, nbytes, done))
 

@@ -27,9 +27,18 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: What is counted: blocks sent and received, loads begun, those that failed, those whose bytes were refused, and
-#: prompts that were computed here for want of a peer or of length.
-KV_COUNTS: Final = ("sent_blocks", "received_blocks", "loads", "failed", "refused", "local")
+#: What is counted: blocks sent to a peer or a store and received, and their bytes, loads begun, those that failed,
+#: those of bytes that were refused, and prompts that were computed here: too short, or to be had nowhere else.
+KV_COUNTS: Final = (
+    "sent_blocks",
+    "sent_bytes",
+    "received_blocks",
+    "received_bytes",
+    "loads",
+    "failed",
+    "refused",
+    "local",
+)
 
 Post = Callable[[Callable[[], None]], None]  #: Has a function called on the engine's thread soon; from any thread.
 
@@ -131,6 +140,7 @@ class KVLoads:
         load = self._scheduler.loads.get(request_id)
         if load is None or load.status is not LoadStatus.LOADING:
             return
+        self.counts["received_bytes"] += flat.numel()
         blocks = load.blocks[first : first + count]
         future = self._executor.call(lambda runner: runner.pages.load(blocks, flat))
         if future.done():
@@ -179,6 +189,14 @@ class KVLoads:
                 request, made = self._requests[follower]
                 if self._hold(request, made) is None:
                     self._release(follower)
+
+    def gauges(self) -> dict[str, int]:
+        """What `/metrics` shows, by the names of `metrics.catalog.KV`. In any thread: single numbers are read."""
+        return {
+            "kv_loads_under_way": len(self._scheduler.loads),
+            "kv_received_tokens_total": self._scheduler.stats.received_tokens,
+            **{f"kv_{name}_total": self.counts[name] for name in KV_COUNTS},
+        }
 
     def save(self, rows: Sequence[Row], failed: Callable[[str], bool]) -> None:
         """A step has computed these rows. Before requests end by it."""

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from stage_runtime.engines.autoregressive.core.engine_core import EngineCore
+from stage_runtime.engines.autoregressive.core.kv_connector import Post
+
+
+class Connect(Protocol):
+    def __call__(self, *, post: Post) -> None: ...
 
 
 class Served(NamedTuple):
     """utilities: what clients may call by name, between two steps, with the core and their arguments.
-    dummy_batch: computes a step without requests, for engines in lockstep.
+    dummy_batch: computes a step without requests, for engines in lockstep. connect: gives the core its connector, whose
+    calls come by the process's loop.
     """
 
     core: EngineCore
     num_gpu_blocks: int
     utilities: Mapping[str, Callable[..., Any]] = {}
     dummy_batch: Callable[[], None] = lambda: None
+    connect: Connect | None = None

@@ -7,17 +7,18 @@ from typing import Any, Final
 
 import torch
 
-SAMPLED: Final = 64  # values of each vector that go into the digest
+SAMPLED: Final = 64  # values of each tensor that go into the digest
 
 
 def weights_digest(model: Any) -> str:
-    """A digest of a transformers model: its configuration, and the first values of its vectors (norms, biases).
+    """A digest of a transformers model as it was loaded: its configuration, and values of each of its weights.
 
-    Those are as they were loaded, also where matrices have been packed for this machine. A model that was cut for a
-    tensor-parallel rank has other vectors.
+    They are taken all over a tensor: a model that was trained further differs in some of them. To be called before
+    anything is packed for this machine, or cut for a tensor-parallel rank.
     """
     digest = blake2b(model.config.to_json_string(use_diff=False).encode(), digest_size=8)
     for _name, one in sorted(model.named_parameters()):
-        if one.ndim == 1:
-            digest.update(one.detach()[:SAMPLED].to("cpu", torch.float32).numpy().tobytes())
+        values = one.detach().flatten()
+        some = values[:: max(len(values) // SAMPLED, 1)][:SAMPLED]
+        digest.update(some.to("cpu", torch.float32).numpy().tobytes())
     return digest.hexdigest()

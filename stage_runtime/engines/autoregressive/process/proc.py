@@ -55,7 +55,13 @@ class EngineCoreProc:
             on_client=lambda client, there: (self.outputs.attach if there else self.outputs.detach)(client),
         )
         served.core.on_scheduled = self._on_scheduled
+        if served.connect is not None:
+            served.connect(post=self._post)
         self.loop = self._make_loop()
+
+    def _post(self, function: Callable[[], None]) -> None:
+        """Have it called between two steps. In any thread."""
+        self.inputs.queue.put((RequestType.UTILITY, lambda _core: function()))
 
     def _make_loop(self) -> BusyLoop:
         return BusyLoop(self._core, self.inputs, self.deliver, self._refuse, wake=self.inputs.wake)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from stage_runtime.engines.autoregressive.loading.loader import Loaded
     from stage_runtime.engines.autoregressive.stage.thread_engine import AutoregressiveEngine
 
-FACTORY: Final = "stage_runtime.engines.autoregressive.loading.served:autoregressive"
+FACTORY: Final = "stage_runtime.engines.autoregressive.process.served:autoregressive"
 #: What an engine process needs not know: functions of the author, and what its client does.
 _OF_THE_STAGE: Final = frozenset(
     {
@@ -45,10 +45,12 @@ def make(spec: Autoregressive, context: StageContext | None, sources: Sequence[s
 
     Blocks until all is loaded. sources: upstream stages that stream into this one.
     """
+    from stage_runtime.engines.autoregressive.connectors import folder
     from stage_runtime.engines.autoregressive.loading import decoders, loader
     from stage_runtime.engines.autoregressive.stage import pairing
 
     loader.check(spec)
+    folder.check(spec)
     if context is not None and context.kv_role:
         pairing.check(spec)
     device = "cpu" if context is None else context.device
@@ -62,8 +64,8 @@ def make(spec: Autoregressive, context: StageContext | None, sources: Sequence[s
     if context is not None and context.tp_size > 1:
         return _rank(spec, context, sources)
     if not spec.own_process and spec.data_parallel_size == 1:
-        apart = context is not None and bool(context.kv_role)
-        loaded = loader.load(spec, device=device, progress=progress, digest=apart)
+        crosses = bool(spec.kv_folder) or (context is not None and bool(context.kv_role))
+        loaded = loader.load(spec, device=device, progress=progress, digest=crosses)
         return _answering(spec, loaded, context, sources)
     tokenizer = decoders.tokenizer_of(spec)
     progress(f"starting {spec.data_parallel_size} engine processes with {spec.model}")
@@ -77,12 +79,15 @@ def _answering(
     spec: Autoregressive, loaded: Loaded, context: StageContext | None, sources: Sequence[str]
 ) -> AutoregressiveEngine:
     """The engine in the stage's thread: of the only rank, or of rank 0."""
+    from stage_runtime.engines.autoregressive.connectors import folder
     from stage_runtime.engines.autoregressive.stage import pairing
     from stage_runtime.engines.autoregressive.stage.thread_engine import AutoregressiveEngine
 
     engine = AutoregressiveEngine(spec, loaded.core, loaded.tokenizer, context, sources)
     if context is not None and context.kv_role:
         pairing.connect(spec, loaded, context, post=engine.post, origin=engine.origin)
+    elif spec.kv_folder:
+        folder.connect(loaded.core, loaded.runner, spec, loaded.weights, post=engine.post)
     return engine
 
 
@@ -109,8 +114,8 @@ def _rank(spec: Autoregressive, context: StageContext, sources: Sequence[str]) -
     if spec.own_process or spec.data_parallel_size > 1:
         raise ConfigurationError("omni.Autoregressive: tpSize goes with neither own_process nor data_parallel_size")
     ranks = Ranks(context.tp_rank, context.tp_size)
-    apart = bool(context.kv_role)
-    loaded = loader.load(spec, device=context.device, progress=context.progress, ranks=ranks, digest=apart)
+    crosses = bool(context.kv_role or spec.kv_folder)
+    loaded = loader.load(spec, device=context.device, progress=context.progress, ranks=ranks, digest=crosses)
     if context.tp_rank > 0:
         return FollowingEngine(loaded.runner, ranks, takes_chunks=spec.stream is not None)
     return _answering(spec, loaded, context, sources)

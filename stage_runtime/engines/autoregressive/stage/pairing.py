@@ -1,4 +1,4 @@
-"""A stage with `disaggregation`: what its engine must be, and the connector of its role."""
+"""Which connector a stage's engine has: of its role with `disaggregation`. What its engine must be for that."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ def check(spec: Autoregressive) -> None:
             spec.data_parallel_size > 1,
             f"(data_parallel_size={spec.data_parallel_size}): scale the stage's group instead",
         ),
+        (bool(spec.kv_folder), f"(kv_folder={spec.kv_folder!r}): blocks come from prefill or from a folder"),
         (not spec.prefix_caching, "(prefix_caching=False): blocks that come are found as a prefix"),
     )
     for wrong, what in refused:
@@ -55,17 +56,8 @@ def connect(
     from stage_runtime.engines.autoregressive.connectors.prefill import PrefillConnector
     from stage_runtime.kv_transfer.rooms import KVManager
 
-    model = loaded.runner.model
-    if model.state_layers or model.after_step is not None:
-        what = "keeps state beside attention" if model.state_layers else "makes its own next rows"
-        raise ConfigurationError(f"{WHERE}: {type(model.model).__name__} {what}, which does not cross")
-    layout = layouts.layout_of(
-        loaded.runner,
-        model=spec.model,
-        revision=spec.revision or "",
-        weights=loaded.weights,
-        block_size=spec.block_size,
-    )
+    layouts.check(loaded.runner, WHERE)
+    layout = layouts.layout_of(loaded.runner, spec, loaded.weights)
     manager = KVManager(layouts.args_of(loaded.runner), context.kv, layout, checksum=spec.kv_checksum)
     if context.kv_role == "prefill":
         PrefillConnector(loaded.core, manager, post=post)

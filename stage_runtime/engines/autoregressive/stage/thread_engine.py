@@ -16,7 +16,6 @@ from stage_runtime.engines import events
 from stage_runtime.engines.autoregressive.core import operations
 from stage_runtime.engines.autoregressive.core.busy_loop import BusyLoop, RequestType
 from stage_runtime.engines.autoregressive.core.engine_core import EngineCore, EngineCoreOutput, EngineCoreRequest
-from stage_runtime.engines.autoregressive.core.kv_connector import KV_COUNTS
 from stage_runtime.engines.autoregressive.stage.answers import Entered, GenerationAnswers
 from stage_runtime.engines.autoregressive.stage.growing import FromStream, GrowingPrompts, Grown
 from stage_runtime.engines.base import Inbox, Outbox, Work
@@ -192,16 +191,5 @@ class AutoregressiveEngine:
             "prompt_tokens_total": stats.prompt_tokens,
             "prefix_hit_tokens_total": stats.hit_tokens,
             "generated_tokens_total": stats.generated_tokens,
-            **self._kv_gauges(),
-        }
-
-    def _kv_gauges(self) -> dict[str, float]:
-        """Gauges of an engine whose stage has ``disaggregation``."""
-        kv = self._core.kv
-        if kv is None:
-            return {}
-        return {
-            "kv_loads_under_way": len(self._core.scheduler.loads),
-            "kv_received_tokens_total": self._core.scheduler.stats.received_tokens,
-            **{f"kv_{name}_total": kv.counts[name] for name in KV_COUNTS},
+            **({} if self._core.kv is None else self._core.kv.gauges()),
         }

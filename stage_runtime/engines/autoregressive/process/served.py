@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 
 from stage_runtime.api import Autoregressive
 from stage_runtime.engines import gpumemory
+from stage_runtime.engines.autoregressive.connectors import folder
 from stage_runtime.engines.autoregressive.core.serving import Served
 from stage_runtime.engines.autoregressive.loading.loader import load
 
@@ -17,5 +19,7 @@ def autoregressive(**fields: Any) -> Served:
     device, share = fields.pop("device", "cpu"), fields.pop("gpu_share", None)
     if share is not None:
         gpumemory.cap(share, torch.device(device).index or 0)
-    loaded = load(Autoregressive(**fields), device=device)
-    return Served(loaded.core, loaded.num_blocks, dummy_batch=loaded.runner.execute_dummy_batch)
+    spec = Autoregressive(**fields)
+    loaded = load(spec, device=device, digest=bool(spec.kv_folder))
+    connect = partial(folder.connect, loaded.core, loaded.runner, spec, loaded.weights) if spec.kv_folder else None
+    return Served(loaded.core, loaded.num_blocks, dummy_batch=loaded.runner.execute_dummy_batch, connect=connect)
