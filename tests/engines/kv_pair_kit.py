@@ -116,6 +116,7 @@ class Pair:
     ) -> None:
         """layout: what differs in that of prefill. cores: of decode and prefill, instead of new ones."""
         self.bound, self.takes, self.now = True, True, 0.0
+        self.stopped: Engine | None = None  #: This side does nothing.
         self.untaken: list[Piece] = []
         self.asks: list[tuple[Room, bytes, Sequence[Any]]] = []
         self.pieces: list[tuple[Room, bytes, Sequence[Any]]] = []
@@ -161,6 +162,14 @@ class Pair:
 
         return ship
 
+    def cut(self, reason: str) -> None:
+        """Both sides learn that the link is gone, or that the other one has died."""
+        assert self.decode.sink is not None and self.prefill.sink is not None
+        for room in list(self.opened):
+            self.opened.discard(room)
+            self.decode.sink.closed(room, reason)
+            self.prefill.sink.closed(room, reason)
+
     def take_all(self) -> None:
         """The reader has caught up."""
         self.takes = True
@@ -172,8 +181,9 @@ class Pair:
         """Threads are idle, then each side's posts and one step."""
         for pool in (self.decoder._checks, self.prefiller._work):
             pool.submit(lambda: None).result()
-        self.p.turn()
-        self.d.turn()
+        for side in (self.p, self.d):
+            if side is not self.stopped:
+                side.turn()
 
     def run(self, *, turns: int = 2000) -> None:
         """Until each request of decode has ended."""
