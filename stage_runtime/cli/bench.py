@@ -39,6 +39,7 @@ class _Rate(click.ParamType[float]):
 
 @click.command("bench")
 @click.argument("url", required=False)
+@click.option("--base-url", "--url", help="As the argument URL.")
 @runs.run_options
 @click.option("--api-key", envvar="OMNI_API_KEY", help="API key, if the pipeline requires one.")
 @click.option("--endpoint", type=click.Choice(ENDPOINTS), default=ENDPOINTS[0], show_default=True)
@@ -72,7 +73,13 @@ class _Rate(click.ParamType[float]):
 @click.option("--result-filename")
 @click.option("--json", "as_json", is_flag=True, help="Print the numbers as JSON.")
 def command(
-    url: str | None, pipeline: str | None, pid: int | None, base_path: str | None, as_json: bool, **given: Any
+    url: str | None,
+    base_url: str | None,
+    pipeline: str | None,
+    pid: int | None,
+    base_path: str | None,
+    as_json: bool,
+    **given: Any,
 ) -> None:
     """Send requests to a pipeline, or to any server of OpenAI's API, and show how long their answers took.
 
@@ -83,7 +90,7 @@ def command(
         percentiles = _percentiles(given["metric_percentiles"])
         bounds = _bounds(given["goodput"])
         asked, body = _prompts(given), _body(given)
-        base = url or runs.url(pipeline=pipeline, pid=pid, base_path=base_path)
+        base = url or base_url or runs.url(pipeline=pipeline, pid=pid, base_path=base_path)
         if base.rstrip("/").endswith("/v1"):
             base = base.rstrip("/")[: -len("/v1")]
         outcomes, duration, model = asyncio.run(_measured(base, asked, body, given))

@@ -185,7 +185,7 @@ class TextCompletion(msgspec.Struct):
 
 
 class Response(msgspec.Struct):
-    """Of /v1/responses; the fields that are not here say again what was asked for."""
+    """The answer of /v1/responses; the fields that are not here say again what was asked for."""
 
     id: str
     object: Literal["response"]

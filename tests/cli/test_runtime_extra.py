@@ -35,12 +35,14 @@ ASKING: Calls = {
         for form in rows(("table", "tar", "html", "perfetto"), each_run=2)
     ]
     + [("list",), ("report",)],
+    "logs": [("--tail", "3", "coordinator")],
+    "bench": [("--num-prompts", "2", "--random-input-len", "3", "--random-output-len", "9")],
     "scale": [("voice", "1")],
     "restart": [("voice",)],
 }
 #: These are refused here, by one line: no stage of the example has an operation, and no pod has set an environment.
 REFUSED = {"call": ("shout", "reset"), "stage": (), "coordinator": ()}
-BY_SOCKET = {"scale", "restart"}  #: They ask an `omni up` by its socket, which needs no package.
+BY_SOCKET = {"scale", "restart", "logs"}  #: They ask an `omni up` by its socket or folder, which needs no package.
 #: Each call is a process, which imports what its command needs and has `PATIENCE_S`; so has the pipeline's start.
 CALLS = sum(map(len, (*ALONE.values(), *ASKING.values()))) + len(REFUSED) + 1
 BODY = {"model": "hello", "messages": [{"role": "user", "content": "hello big world"}]}

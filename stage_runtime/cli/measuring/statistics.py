@@ -59,7 +59,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """By linear interpolation between the nearest ranks, as numpy's. values: at least one."""
+    """Interpolate linearly between the nearest ranks, as numpy's. values: at least one."""
     ordered = sorted(values)
     rank = (len(ordered) - 1) * percent / 100
     low = math.floor(rank)

@@ -45,7 +45,7 @@ def concerned(units: Iterable[UnitPlan], folder: Path, changed: Iterable[Path]) 
 
 
 def modules(stage: StagePlan) -> Iterator[str]:
-    """Of a stage's factory and hooks."""
+    """Those that have a stage's factory and hooks."""
     hooks = (stage.route_fn, stage.wait_for_fn, stage.merge_fn, stage.stream_done_to_fn)
     for place in (stage.factory, *hooks, *stage.project_payload.values()):
         if place:

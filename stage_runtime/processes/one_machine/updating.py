@@ -72,13 +72,13 @@ def _at_start(plan: PipelinePlan) -> object:
 
 
 def file_of(source: str) -> Path | None:
-    """Of ``pipeline.yaml`` and ``pipeline.py:name``; None: it is a module's name."""
+    """The file that ``pipeline.yaml`` and ``pipeline.py:name`` name; None: it is a module's name."""
     file = Path(source if os.path.exists(source) else source.rpartition(":")[0])
     return file.resolve() if file.is_file() else None
 
 
 def state(file: Path) -> State:
-    """Of a pipeline's file and the Python files beside it: when each was written, and how large it is."""
+    """For a pipeline's file and each Python file beside it: when it was written, and how large it is."""
     found = {}
     for one in {file, *imports_beside.files(file.parent)}:
         try:

@@ -13,7 +13,7 @@ from stage_runtime.web.translating.tokens import Told
 
 
 class Tokens:
-    """Of a stage whose model reads tokens."""
+    """The tokens of a stage's model."""
 
     def __init__(self, context: HandlerContext) -> None:
         self._context = context

@@ -111,7 +111,7 @@ class ResponsesBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     service_tier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
-    # accepted only with values that ask for nothing: see `translating.responses.REFUSED`
+    # accepted only with default values: see `translating.responses.REFUSED`
     store: bool | None = None
     previous_response_id: str | None = None
     conversation: Any = None

@@ -17,7 +17,7 @@ from stage_runtime.web.translating import parameters
 
 DECODER: Final = msgspec.json.Decoder(responses_body.ResponsesBody)
 
-#: name -> (values that ask for nothing, why anything else is refused)
+#: name -> (values that are defaults, why anything else is refused)
 REFUSED: Final[dict[str, tuple[tuple[Any, ...], str]]] = {
     "store": ((False,), "nothing is stored; send store: false, and the items of earlier turns as input"),
     "previous_response_id": ((), "nothing is stored; send the items of earlier turns as input"),

@@ -21,7 +21,7 @@ from stage_runtime.wire.values import Media, Note, OmniRequest, Text
 
 TOKENIZE: Final = msgspec.json.Decoder(schemas.TokenizeBody)
 DETOKENIZE: Final = msgspec.json.Decoder(schemas.DetokenizeBody)
-#: Of a chat; each is a parameter of the request to the stages.
+#: Fields of a chat; each is a parameter of the request to the stages.
 _OF_CHATS: Final = ("add_generation_prompt", "continue_final_message", "tools", "chat_template_kwargs")
 
 
