@@ -311,8 +311,8 @@ CASES: dict[str, tuple[Document, list[str]]] = {
     "every missing process": (
         pair({"process": None}, {"process": None}),
         [
-            f"stages[{index}].process: of '{name}' is required: stages with the same value share an OS process, there "
-            "is not a default"
+            f"stages[{index}].process: of '{name}' is required: stages with the same value share an OS process, "
+            "there is no default"
             for index, name in enumerate("ab")
         ],
     ),
