@@ -230,6 +230,10 @@ class Http(Spec, frozen=True, kw_only=True):
         Annotated[Sequence[ShortText], Meta(max_length=64)],
         doc("Hosts allowed in media URLs of requests, as host or host:port."),
     ] = ()
+    allowed_hosts: Annotated[
+        Annotated[Sequence[ShortText], Meta(max_length=64)],
+        doc("Host names whose pages may call the API from browsers (CORS), and that Host may have; none by default."),
+    ] = ()
 
 
 class Hold(Spec, frozen=True, kw_only=True):

@@ -6,6 +6,7 @@ Here: the order of things and signals. Not here: running processes (`processes.o
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import signal
 import sys
@@ -36,6 +37,13 @@ from stage_runtime.settings import LOG_LEVELS
 )
 @click.option("--no-auth", is_flag=True, help="Require no API key, even if other machines can reach --host.")
 @click.option(
+    "--allow-host",
+    "allowed_hosts",
+    multiple=True,
+    metavar="NAME",
+    help="Let pages of this host call the API from browsers; may be repeated. [default: the spec's allowedHosts]",
+)
+@click.option(
     "--startup-timeout",
     type=click.FloatRange(min=1),
     default=STARTUP_S,
@@ -59,6 +67,7 @@ def command(
     port: int | None,
     api_key_file: Path | None,
     no_auth: bool,
+    allowed_hosts: tuple[str, ...],
     startup_timeout: float,
     debug_values: bool,
     log_level: str | None,
@@ -77,6 +86,8 @@ def command(
     watched = updating.file_of(file) if watch else None
     if watch and watched is None:
         raise click.UsageError(f"--watch needs a file, not the module {file}")
+    if allowed_hosts:
+        overrides = (*overrides, f"coordinator.http.allowedHosts={json.dumps(allowed_hosts)}")
     local_options = LocalOptions(
         cpu=cpu,
         host=host,

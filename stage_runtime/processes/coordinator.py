@@ -327,6 +327,6 @@ def _web_settings(settings: CoordinatorSettings) -> WebSettings:
         api_keys=ApiKeys(settings.api_keys),
         probes=not settings.probe_port,
         local=process_context.is_loopback(settings.http_host),
-        hosts=settings.http_hosts,
+        hosts=(*settings.http_hosts, *plan.allowed_hosts),
         max_held_bytes=settings.bodies_nbytes or process_context.bodies_nbytes(plan.max_body_bytes),
     )

@@ -682,6 +682,14 @@ CASES: dict[str, tuple[Document, list[str]]] = {
             for index, host in enumerate(["https://a.example", "*.example", "", "a.example/b", "a b", "u@a"])
         ],
     ),
+    "allowed hosts that no page can have": (
+        pair(coordinator={"http": {"allowedHosts": ["a.example", "a.example:8443", "https://a.example", "*", ""]}}),
+        [
+            f"coordinator.http.allowedHosts[{index}]: {host!r} is not a host name: write it without scheme and port"
+            for index, host in enumerate(["", "a.example:8443", "https://a.example", "*", ""])
+            if index
+        ],
+    ),
     "amounts of devices that differ from the stages' own": (
         spec(
             *chain("a", "b", a={"gpu": [0]}, b=TP | {"gpu": [1, 2]}),

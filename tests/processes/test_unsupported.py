@@ -180,6 +180,7 @@ CHANGES: Mapping[str, tuple[str, ...]] = {
     "coordinator.http.requestTimeoutSeconds": ("coordinator.http.requestTimeoutSeconds=7",),
     "coordinator.http.maxInFlight": ("coordinator.http.maxInFlight=7",),
     "coordinator.http.mediaHosts": ("coordinator.http.mediaHosts=[example.org]",),
+    "coordinator.http.allowedHosts": ("coordinator.http.allowedHosts=[ui.example.org]",),
     "coordinator.http.apiKeySecretRef.name": ("coordinator.http.apiKeySecretRef.name=s2",),
     "coordinator.http.apiKeySecretRef.key": ("coordinator.http.apiKeySecretRef.key=k2",),
     "coordinator.http.apiKeySecretRef.optional": (

@@ -230,6 +230,7 @@ def _coordinator(spec: PipelineConfig, pipeline: str) -> CoordinatorPlan:
             request_timeout_s=float(http.request_timeout_seconds),
             max_in_flight=http.max_in_flight,
             media_hosts=tuple(http.media_hosts),
+            allowed_hosts=tuple(host.lower() for host in http.allowed_hosts),
             retries=spec.coordinator.retries,
             hold_s=float(spec.coordinator.hold.seconds),
             hold_requests=_hold_requests(spec.coordinator),

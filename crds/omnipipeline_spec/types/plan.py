@@ -142,6 +142,7 @@ class CoordinatorPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     request_timeout_s: float = 600.0
     max_in_flight: int = 256
     media_hosts: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] = ()
     retries: int = 1
     hold_s: float = 60.0
     hold_requests: int = 192

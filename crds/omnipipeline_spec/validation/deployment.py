@@ -112,6 +112,10 @@ def _coordinator(spec: PipelineConfig) -> Iterator[Fault]:
         if not host or set(host) & NO_HOST or any(letter.isspace() for letter in host):
             message = f"{host!r} is not a host: write it as host or host:port"
             yield Fault(path=f"coordinator.http.mediaHosts[{index}]", message=message, names=(host,))
+    for index, host in enumerate(spec.coordinator.http.allowed_hosts):
+        if not host or set(host) & (NO_HOST | {":"}) or any(letter.isspace() for letter in host):
+            message = f"{host!r} is not a host name: write it without scheme and port"
+            yield Fault(path=f"coordinator.http.allowedHosts[{index}]", message=message, names=(host,))
     beat, dead = spec.control.heartbeat_seconds, spec.control.dead_after_seconds
     if dead <= beat:
         message = (

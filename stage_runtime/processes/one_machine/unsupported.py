@@ -40,7 +40,7 @@ HONOURED: Final = frozenset(
     processGroups[].autoscaling.scaleUpDelaySeconds processGroups[].autoscaling.scaleDownDelaySeconds
     processGroups[].drain.timeoutSeconds processGroups[].stuckAfterSeconds
     coordinator.http.port coordinator.http.maxBodyBytes coordinator.http.requestTimeoutSeconds
-    coordinator.http.maxInFlight coordinator.http.mediaHosts
+    coordinator.http.maxInFlight coordinator.http.mediaHosts coordinator.http.allowedHosts
     coordinator.http.apiKeySecretRef.name coordinator.http.apiKeySecretRef.key
     coordinator.http.apiKeySecretRef.optional
     coordinator.hold.seconds coordinator.hold.maxRequests coordinator.hold.maxBytes

@@ -7,7 +7,7 @@ import {EDGES, GROUPS, INSTANCES, Requests, STAGES, Table, groupRows, instanceRo
 
 const KEPT_S = 5;  // rates are those of the last seconds
 const MOST_INSTANCES = 200;  // rows; of more, the filter finds the others
-const state = {facts: null, loads: [], instances: new Map(), requests: new Map(), order: [], skew: 0};
+const state = {facts: null, loads: [], instances: new Map(), requests: new Map()};
 const graph = new Graph($("graph"), stage => { $("instance-filter").value = state.facts.groups[stage]; showInstances(); $("instance-filter").focus(); });
 const tables = {stages: new Table($("stages"), STAGES, "Stages"), edges: new Table($("edges"), EDGES, "Edges"),
   groups: new Table($("groups"), GROUPS, "Process groups"), instances: new Table($("instances"), INSTANCES, "Instances")};
@@ -25,7 +25,7 @@ function pill(text, look) { said($("live"), text); $("live").className = `pill $
 
 // Nothing of the pipeline stays in the document of somebody without the key.
 function clear() {
-  Object.assign(state, {facts: null, loads: [], order: []});
+  Object.assign(state, {facts: null, loads: []});
   state.instances.clear(); state.requests.clear();
   for (const table of Object.values(tables)) table.show([]);
   requests.show([], 0, colour); requests.picked = null;
@@ -43,7 +43,6 @@ const handlers = {
     if (parts === null) { parts = facts; begin(facts); }
   },
   load(load) {
-    state.skew = load.now - Date.now() / 1000;
     state.loads.push(load);
     while (state.loads.length > 2 && state.loads[1].now <= load.now - KEPT_S) state.loads.shift();
     $("problem").hidden = !load.problem; said($("problem"), load.problem || "");
@@ -135,7 +134,8 @@ function showInstances() {
 }
 
 function showRequests() {
-  const wanted = $("request-filter").value, now = Date.now() / 1000 + state.skew;
+  if (!state.loads.length) return;
+  const wanted = $("request-filter").value, now = state.loads[state.loads.length - 1].now;  // when they were as they are shown
   const fits = {all: () => true, running: one => one.state === "running", wrong: one => one.state === "failed" || one.state === "cancelled"}[wanted];
   const found = [...state.requests.values()].filter(fits).sort((a, b) => b.admitted_at - a.admitted_at || (a.id < b.id ? -1 : 1));
   requests.show(found, now, colour);
