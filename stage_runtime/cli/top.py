@@ -175,7 +175,7 @@ def _numbers(before: Sample, now: Sample, stage: str, bar: int) -> dict[str, Tex
 
 
 def _transfers(before: Sample, now: Sample, stage: str) -> Text:
-    """Of an engine whose blocks cross, or are kept: bytes of the interval, prompts since its processes began."""
+    """A line of an engine whose blocks cross, or are kept: bytes of the interval, prompts since its start."""
     seconds = now.at - before.at
 
     def moved(way: str) -> str:
