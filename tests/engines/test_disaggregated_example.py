@@ -75,9 +75,9 @@ async def test_prompts_cross_between_groups_of_different_numbers_of_ranks(prefil
         (stage,) = spec["spec"]["stages"]
         stage["factoryArgs"] = {"model": f"{folder}/model", "remote_prefill_tokens": 1}
         given = stage["disaggregation"]["prefill"]
-        for where, ranks in ((given, prefill), (stage, decode)):
+        for where, ranks, first in ((given, prefill, 0), (stage, decode, prefill)):
             if ranks > 1:
-                where.update(tpSize=ranks, gpu=list(range(ranks)))
+                where.update(tpSize=ranks, gpu=list(range(first, first + ranks)))
         Path(folder, "pipeline.yaml").write_text(json.dumps(spec))
         options = LocalOptions(port=0, cpu=True)
         overrides = [f"endpoints.basePath={folder}"]
