@@ -58,7 +58,7 @@ def config_of(model: str, revision: str | None = None) -> Any:
     return config
 
 
-#: Of transformers' generation config, by the names of `omni.Autoregressive.params`.
+#: Fields of transformers' generation config, by the names of `omni.Autoregressive.params`.
 _GENERATION: Final = {
     "max_new_tokens": "max_tokens",
     "temperature": "temperature",

@@ -152,7 +152,6 @@ RDMA = {"rdma": {"resourceName": "rdma/hca"}}
             "mooncake",
             "tcp",
         ),
-        ({}, {}, {"dataPlane": {**RDMA, "mooncakeProtocol": "tcp"}, "relayBackend": "nixl"}, "network", "nixl", "rdma"),
         ("gpu", "gpu", {}, "same_pod", "cuda_ipc", "gpu"),
         ("gpu", "gpu", {"relayBackend": "cuda_ipc"}, "same_pod", "cuda_ipc", "gpu"),
         ("gpu", "gpu", {"relayBackend": "nccl"}, "same_pod", "nccl", "tcp"),

@@ -330,9 +330,9 @@ def _edge_medium(spec: PipelineConfig, relay: str) -> str:
     if relay == "in_process":
         return "reference"
     traits = RELAYS[relay]
-    kept_from_rdma = traits.protocol_chosen and spec.data_plane.mooncake_protocol == "tcp"
-    by_rdma = traits.by_rdma and spec.data_plane.rdma is not None and not kept_from_rdma
-    return "rdma" if by_rdma else traits.medium
+    # mooncakeProtocol is refused with another relay than mooncake
+    by_rdma = spec.data_plane.rdma is not None and spec.data_plane.mooncake_protocol != "tcp"
+    return "rdma" if traits.by_rdma and by_rdma else traits.medium
 
 
 def _replicas(members: Sequence[str], refined: Mapping[str, ProcessGroup]) -> int:

@@ -22,7 +22,6 @@ class RelayTraits(msgspec.Struct, frozen=True, kw_only=True):
     #: What its bytes go through between pods without RDMA, or within one. The operator gives every pipeline a key, so
     #: the one relay that can encrypts.
     medium: Literal["memory", "gpu", "tcp", "tcp+curve"] = "tcp"
-    protocol_chosen: bool = False  #: ``dataPlane.mooncakeProtocol`` may keep it from RDMA devices.
 
 
 RELAYS: dict[str, RelayTraits] = {
@@ -30,6 +29,6 @@ RELAYS: dict[str, RelayTraits] = {
     "tcp": RelayTraits(medium="tcp+curve"),
     "nccl": RelayTraits(by_rdma=True),
     "nixl": RelayTraits(by_rdma=True),
-    "mooncake": RelayTraits(by_rdma=True, protocol_chosen=True),
+    "mooncake": RelayTraits(by_rdma=True),
     "cuda_ipc": RelayTraits(one_pod=True, of_gpus=True, medium="gpu"),
 }

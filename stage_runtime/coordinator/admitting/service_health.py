@@ -32,7 +32,7 @@ class ServiceHealth:
         return "no pipeline is known" if not problems else None if None in problems else problems[-1]
 
     def needs(self) -> list[StageNeed]:
-        """Of the newest revision: its stages, which of them every request needs, and how many instances each has."""
+        """The newest revision: its stages, which of them every request needs, and how many instances each has."""
         if not self._membership.state.revisions:
             return []
         revision = self._membership.state.revisions[-1]

@@ -96,7 +96,7 @@ def _outcomes(samples: Samples) -> dict[str, float]:
 
 
 def _stages(samples: Samples) -> dict[str, dict[str, float]]:
-    """By stage. done: requests that it has computed; queue_s, run_s: of all of them together."""
+    """The totals of each stage. done: requests that it has computed; queue_s, run_s: of all of them together."""
     found: dict[str, dict[str, float]] = {}
     plain = {catalog.STAGE_WAITING: "waiting", catalog.STAGE_RUNNING: "running", catalog.STAGE_BUSY: "busy"}
     summed = {catalog.STAGE_QUEUE_TIME: "queue_s", catalog.STAGE_RUN_TIME: "run_s"}

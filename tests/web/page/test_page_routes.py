@@ -150,7 +150,7 @@ async def test_in_pods_the_page_is_on_the_admin_port_with_all_routes_and_not_on_
             foreign = await people.get("/", headers={"host": "evil.example"})
             assert (await people.get("/v1/models")).status_code == 401
     assert models.json()["data"][0]["id"] == "org/hello"
-    assert foreign.status_code == 200  # its files are no secret, and keys are asked for
+    assert foreign.status_code == 200  # its files are public, and keys are asked for
 
 
 async def test_without_keys_a_page_whose_name_was_pointed_here_gets_nothing() -> None:
