@@ -272,7 +272,8 @@ class Autoregressive(msgspec.Struct, frozen=True, kw_only=True):
     generated token's row of layer k > 0 is that from which it was chosen.
     decoder: the class of a `Decoder`, ``module:Class``, where the model is not one of ``AutoModelForCausalLM``.
     overlap: schedule the next step while one is computed, in a thread beside the stage's. ``auto``: on GPUs, where a
-    step leaves the processor idle; on a CPU both would use the same cores. It does not go with ``tpSize``.
+    step leaves the processor idle, and for decoders with ``after_step``, whose frames are sent meanwhile; elsewhere
+    both would use the same cores. It does not go with ``tpSize``.
     dump_tokens: write token ids, too, into the files of steps that fail.
     own_process: compute in a process of its own, so that nothing else of the stage delays a step.
     data_parallel_size: engines, each with all weights and a process of its own; a request goes to the least loaded one.

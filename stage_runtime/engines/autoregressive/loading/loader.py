@@ -135,7 +135,8 @@ def assemble(
     settle_long_rope(model, scheduler.longest)
     text = not isinstance(tokenizer, decoders.TokensOnly)
     grammars = Grammars(tokenizer, paged.vocab_size, paged.end_ids, number_digits=spec.number_digits) if text else None
-    overlaps = paged.device.type != "cpu" and ranks is None if spec.overlap == "auto" else spec.overlap
+    beside = paged.device.type != "cpu" or after_step is not None  # a hook's frames are sent while a step is computed
+    overlaps = beside and ranks is None if spec.overlap == "auto" else spec.overlap
     core = EngineCore(
         scheduler,
         ThreadExecutor(runner) if overlaps else InlineExecutor(runner),
