@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python tests/install_packages.py
 WAV ?= examples/voice/question.wav
-JOBS ?= 2
+JOBS ?= 3
 
 .PHONY: help demo packages test nightly check lint types floors coverage format crds pictures voice-test images cluster-test gpu-wheels gpu-test hops clean
 
@@ -17,8 +17,8 @@ demo: $(VENV)/.demo ## ask a spoken question (WAV=file for one of your own) and 
 packages: ## as root, on Debian: what some tests need beside Python; without it they are skipped, and say so
 	tests/debian_packages.sh
 
-test: $(VENV)/.dev ## every test that needs neither a cluster nor models, JOBS=2 files at a time
-	$(BIN)/pytest -n $(JOBS) --dist loadfile -m "not cluster and not voice and not gpu and not rdma"
+test: $(VENV)/.dev ## every test that needs neither a cluster nor models, JOBS=3 files at a time: half of them wait
+	$(BIN)/pytest -n $(JOBS) --dist loadfile --durations 40 -m "not cluster and not voice and not gpu and not rdma"
 
 nightly: export OMNI_THOROUGH = 1
 nightly: export PYTEST_TIMEOUT = 1800

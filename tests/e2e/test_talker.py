@@ -68,6 +68,7 @@ async def test_a_talker_continues_from_the_hidden_rows_of_its_thinker(
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.nightly  # test_tensor_parallel_language.py has two ranks each time
 async def test_a_talker_of_two_ranks_continues_from_the_stream_of_its_thinker(base: Path, tmp_path: Path) -> None:
     checkpoints(tmp_path)
     spec = pipeline_of(tmp_path, True, {}, gpu=[0, 1], tp_size=2)

@@ -58,14 +58,8 @@ async def test_prompts_of_the_disaggregated_example_are_computed_by_the_other_gr
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize(
-    ("prefill", "decode", "kind"),
-    [
-        (2, 1, "llama"),
-        pytest.param(1, 2, "llama", marks=pytest.mark.nightly),
-        pytest.param(2, 4, "gpt_neox", marks=pytest.mark.nightly),
-    ],
-)
+@pytest.mark.nightly  # ranks as threads cross each time, in test_kv_ranks.py
+@pytest.mark.parametrize(("prefill", "decode", "kind"), [(2, 1, "llama"), (1, 2, "llama"), (2, 4, "gpt_neox")])
 async def test_prompts_cross_between_groups_of_different_numbers_of_ranks(prefill: int, decode: int, kind: str) -> None:
     questions = [f"{number}: a question of a user that is longer than two blocks of the cache" for number in range(3)]
     with tempfile.TemporaryDirectory(prefix="d-") as folder:

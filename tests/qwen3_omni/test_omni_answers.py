@@ -118,6 +118,7 @@ async def test_together_with_little_memory_and_aborts_beside_them_answers_are_th
     assert hits["image_encoder"] >= 1 and hits["audio_encoder"] >= 1
 
 
+@pytest.mark.nightly
 async def test_engines_in_processes_of_their_own_give_the_same(tiny_omni: str, oracle: dict[str, Any]) -> None:
     own = [f"stages.{name}.factoryArgs.own_process=true" for name in ("thinker", "talker")]
     async with pipeline(tiny_omni, *TOGETHER, *own) as client:

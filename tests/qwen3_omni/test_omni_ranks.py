@@ -9,7 +9,6 @@ import pytest
 
 from tests.qwen3_omni.omni_cases import CASES
 from tests.qwen3_omni.test_omni_answers import STAGES, ask, check, pipeline
-from tests.thoroughness import rows
 
 RANKED = {"thinker": "[0, 1]", "talker": "[2, 3]"}
 RANKS = [f"stages.{name}.{field}" for name, gpus in RANKED.items() for field in ("tpSize=2", f"gpu={gpus}")]
@@ -17,9 +16,10 @@ RANKS = [f"stages.{name}.{field}" for name, gpus in RANKED.items() for field in 
 FRONT = [f"stages.{name}.process=front" for name in STAGES if name not in RANKED]
 
 #: Sound, pictures, a prompt of several chunks, a talker that goes on after its thinker.
-SOME = rows(CASES, each_run=6)
+SOME = CASES
 
 
+@pytest.mark.nightly  # four ranks take minutes; e2e/test_tensor_parallel_language.py is quick
 @pytest.mark.timeout(600)
 async def test_two_ranks_give_the_answers_of_the_whole_model(tiny_omni: str, oracle: dict[str, Any]) -> None:
     """Rows of pictures, positions on three axes and rows of layers cross to both ranks of the thinker. The talker's
