@@ -281,19 +281,18 @@ def _watch(
 
 async def _watch_file(path: Path, read: Callable[[bytes], T], changed: Callable[[T], Any], known: bytes) -> None:
     while True:
-        await asyncio.sleep(REREAD_EVERY_S)
         try:
             content = path.read_bytes()
         except OSError:
-            continue  # the symlink of a ConfigMap or Secret is being swapped
-        if content == known:
-            continue
-        known = content
-        try:
-            changed(read(content))
-            log.debug("%s has changed and was read again", path)
-        except ConfigurationError as error:
-            log.error("%s: %s; what was read before stays", path, error)
+            content = known  # the symlink of a ConfigMap or Secret is being swapped, or the file is not there
+        if content != known:
+            known = content
+            try:
+                changed(read(content))
+                log.debug("%s has changed and was read again", path)
+            except ConfigurationError as error:
+                log.error("%s: %s; what was read before stays", path, error)
+        await asyncio.sleep(REREAD_EVERY_S)
 
 
 async def _beat(beat: Callable[[], None]) -> None:
