@@ -155,6 +155,16 @@ async def test_fifty_stages_and_500_instances_stay_readable_on_any_screen(tmp_pa
         assert await tab.do("document.querySelectorAll('#instances tbody tr').length") == 10
 
 
+async def test_edges_of_one_pair_run_beside_each_other(tmp_path: Path) -> None:
+    settings = msgspec.structs.replace(ALL, local=True)
+    edges: list[Edge] = [("a", "b", "normal"), ("a", "b", "stream")]
+    async with page(tmp_path, {"a": "left", "b": "right"}, edges, settings=settings) as (running, tab):
+        await tab.open(running.url)
+        await tab.until("document.body.dataset.ready")
+        ways = "new Set([...document.querySelectorAll('path.edge')].map(one => one.getAttribute('d'))).size"
+        assert await tab.do(ways) == 3, "one of them from the coordinator"
+
+
 async def test_the_graph_and_the_requests_are_reached_by_the_keyboard(tmp_path: Path) -> None:
     settings = msgspec.structs.replace(ALL, local=True)
     async with page(tmp_path, {"a": "left", "b": "right"}, [("a", "b", "normal")], settings=settings) as (running, tab):

@@ -77,6 +77,9 @@ function way(from, to, box, flat, share) {
   return {path: `M${x} ${y}C${x} ${y + bend} ${x2} ${y2 - bend} ${x2} ${y2}`, tip, label: [x + (x2 - x) * share, (y + y2) / 2 + 4]};
 }
 
+// Both ends of an edge, moved aside: edges of one pair (payload, stream, KV blocks) run beside each other.
+const beside = (ends, steps, flat) => ends.map(end => flat ? {...end, y: end.y + 14 * steps} : {...end, x: end.x + 24 * steps});
+
 // Whether a label at this place covers nothing; then the place is taken.
 function fits([x, y], taken) {
   const own = {x: x - LABEL / 2, y: y - 10, wide: LABEL, high: 12};
@@ -114,10 +117,12 @@ export class Graph {
       if (!at.has(source) || !at.has(target)) continue;
       const out = edges.filter(edge => edge[0] === source).length, into = edges.filter(edge => edge[1] === target).length;
       const shares = out > 1 && into <= 1 ? [0.95, 0.6] : into > 1 && out <= 1 ? [0.05, 0.4] : [0.5, 0.2, 0.8];
-      const drawn = way(at.get(source), at.get(target), box, flat, shares[0]), group = element(svg, "g"), title = element(group, "title");
+      const twins = edges.filter(edge => edge[0] === source && edge[1] === target).map(edge => edge[2]);
+      const [from, to] = beside([at.get(source), at.get(target)], twins.indexOf(kind) - (twins.length - 1) / 2, flat);
+      const drawn = way(from, to, box, flat, shares[0]), group = element(svg, "g"), title = element(group, "title");
       element(group, "path", {d: drawn.path, class: `edge ${kind === "normal" ? "" : kind}`});
       element(group, "path", {d: drawn.tip, class: "tip"});
-      const free = shares.map(share => way(at.get(source), at.get(target), box, flat, share).label).find(label => fits(label, taken));
+      const free = shares.map(share => way(from, to, box, flat, share).label).find(label => fits(label, taken));
       texts.push([`${source}\n${target}\n${kind}`, title, free]);
     }
     for (const [stage, place] of at) this.node(stage, place, box, many, facts);
