@@ -17,7 +17,7 @@ try:
 except checkpoints.MissingWeights as missing:
     pytest.skip(str(missing), allow_module_level=True)
 
-pytestmark = [pytest.mark.voice, pytest.mark.timeout(400)]  # the first run converts weights
+pytestmark = [pytest.mark.voice, pytest.mark.timeout(900)]  # the first run converts weights
 
 LENGTHS = (16, 40, 7, 120)
 ANSWER = 16
