@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import re
 from typing import Any
 
 import httpx
@@ -13,7 +14,7 @@ import pytest
 from openai import AsyncOpenAI
 from openai.types.responses import Response
 
-from stage_runtime.errors import RequestError
+from stage_runtime.errors import InvalidRequest, RequestError
 from stage_runtime.wire.values import Finish, Reasoning, Text, ToolCall, Usage
 from tests.web.running import ALL, PATIENCE_S, Running, start
 from tests.web.scripted_manager import Script, chunk, play
@@ -204,6 +205,24 @@ async def test_tools_and_forms_need_a_pipeline_that_has_them() -> None:
             with pytest.raises(openai.BadRequestError) as caught:
                 await client.responses.create(**{"model": "m", "input": "hi", **body})
             assert caught.value.param == param
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ("response_format.json_schema.schema", "text.format.schema"),
+        ("messages[0].content", "input.content"),
+        ("messages", "input"),
+        ("tools[0].function.parameters", "tools[0].function.parameters"),
+    ],
+)
+async def test_a_stage_s_refusal_names_the_client_s_own_field(theirs: str, ours: str, stream: bool) -> None:
+    refusal = InvalidRequest(f"{theirs}: expected another", param=theirs)
+    async with start(play(refusal), SERVING) as running, client_of(running) as client:
+        with pytest.raises(openai.BadRequestError, match=re.escape(f"{ours}: expected another")) as caught:
+            await client.responses.create(model="m", input="hi", stream=stream)
+    assert caught.value.param == ours
 
 
 async def test_a_stream_that_breaks_off_ends_with_failed_and_an_earlier_fault_has_a_status() -> None:

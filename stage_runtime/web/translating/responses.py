@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import msgspec
 
-from stage_runtime.errors import InvalidRequest
+from stage_runtime.errors import InvalidRequest, RequestError
 from stage_runtime.web.reading import responses_body, schemas
 from stage_runtime.web.translating import parameters
 
@@ -28,6 +28,14 @@ REFUSED: Final[dict[str, tuple[tuple[Any, ...], str]]] = {
     "top_logprobs": ((0,), "responses have no log probabilities; /v1/chat/completions has"),
     "max_tool_calls": ((), "tools are called by the client, who counts the calls"),
 }
+#: Fields of a chat, and where a response has them.
+_NAMES: Final = (
+    ("response_format.json_schema", "text.format"),
+    ("response_format", "text.format"),
+    ("reasoning_effort", "reasoning.effort"),
+    ("max_completion_tokens", "max_output_tokens"),
+    ("messages", "input"),
+)
 _INCLUDED: Final = ("reasoning.encrypted_content",)  # nothing is encrypted: what was thought is shown
 _PARTS: Final = ("input_text", "input_image", "input_audio", "output_text", "refusal")
 _TYPES: Final = ("message", "function_call", "function_call_output", "reasoning")
@@ -39,17 +47,14 @@ class ChatInput(msgspec.Struct, frozen=True):
     body: schemas.ChatBody
     places: tuple[str, ...]
 
-    def placed(self, error: InvalidRequest) -> InvalidRequest:
-        """An error about the chat's body as one about the client's."""
-        message, param = error.message, error.param or ""
-        for index, place in enumerate(self.places):
-            mine = f"messages[{index}]"
-            if param.startswith(mine):
-                return InvalidRequest(message.replace(mine, place), param=place + param[len(mine) :])
-        for theirs, ours in (("response_format", "text.format"), ("reasoning_effort", "reasoning.effort")):
-            if param.startswith(theirs):
-                return InvalidRequest(message.replace(theirs, ours), param=param.replace(theirs, ours))
-        return error
+    def rename(self, error: RequestError) -> None:
+        """Make an error about the chat's body, a stage's too, one about the client's."""
+        names = [(f"messages[{index}]", place) for index, place in enumerate(self.places)]
+        for theirs, ours in (*names, *_NAMES):
+            if error.param is not None and error.param.startswith(theirs):
+                error.message = error.message.replace(theirs, ours)
+                error.param = ours + error.param.removeprefix(theirs)
+                return
 
 
 def decode(raw: bytes) -> responses_body.ResponsesBody:
