@@ -107,6 +107,13 @@ def test_after_a_start_that_failed_no_other_is_ordered_for_a_while() -> None:
     assert made.lines[-1].endswith("tried again in 20 s")
 
 
+def test_a_start_that_fails_for_days_is_tried_each_minute() -> None:
+    made = Pipeline()
+    for _ in range(2000):
+        made.autoscaler.start_failed("voice", "out of memory", 0.0)
+    assert made.lines[-1] == "voice: out of memory; tried again in 60 s"
+
+
 def test_nothing_is_decided_without_the_coordinators_numbers_or_while_a_person_changes_the_group() -> None:
     made = Pipeline()
     made.autoscaler.step({}, 0.0)

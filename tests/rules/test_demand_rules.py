@@ -45,6 +45,16 @@ def test_arrivals_are_a_rate_over_fifteen_seconds_or_since_the_start(at: float, 
     assert demand.totals() == {"thinker": 10}
 
 
+@pytest.mark.parametrize(("at", "per_s"), [(104.0, 5 / 4), (114.0, 5 / 14), (116.5, 2 / 15), (121.0, 1 / 15)])
+def test_arrivals_of_each_second_leave_the_window_by_themselves(at: float, per_s: float) -> None:
+    demand = Demand(100.0)
+    for now in (100.5, 100.6, 100.7, 101.5, 101.6):
+        demand.arrived(["thinker"], now)
+    if at > 120:
+        demand.arrived(["thinker"], 120.5)
+    assert loads(demand, now=at)["thinker"].arrivals_per_s == pytest.approx(per_s)
+
+
 def test_where_requests_take_long_their_rate_is_taken_over_twice_that_time() -> None:
     demand = Demand(0.0)
     demand.served(["think"], {"think": 40.0})

@@ -88,7 +88,7 @@ class Autoscaler:
     def start_failed(self, unit: str, reason: str, now: float) -> None:
         """An instance that was ordered is gone again: no other is started for a while."""
         failures = self._failures[unit] = self._failures.get(unit, 0) + 1
-        rest_s = min(REST_S * 2 ** (failures - 1), MOST_REST_S)
+        rest_s = min(REST_S * 2 ** min(failures - 1, 10), MOST_REST_S)  # beyond 1,024 a float would overflow
         self._rests_until[unit] = now + rest_s
         self._pipeline.say(f"{unit}: {reason}; tried again in {rest_s:.0f} s")
 
