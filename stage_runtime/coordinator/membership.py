@@ -1,4 +1,7 @@
-"""The pipeline's members, as this coordinator sees them: registration, readiness, beats, departures."""
+"""The pipeline's members, as this coordinator sees them: registration, readiness, beats, departures.
+
+One room, because each of these events changes the same `state`, whose rules are `rules.membership`'s.
+"""
 
 from __future__ import annotations
 

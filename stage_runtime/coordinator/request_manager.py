@@ -2,6 +2,7 @@
 
 What may happen to a request is `rules.requests`' table: `_happen` feeds it and carries its instructions out. Beside it:
 `bindings`, `submission`, `answers`, `admission`, `deadlines`. Everything runs on the coordinator's I/O thread; no HTTP.
+One room, because every instruction of that table is carried out here, and `RequestManagerApi` is one interface.
 """
 
 from __future__ import annotations

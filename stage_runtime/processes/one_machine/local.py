@@ -1,7 +1,11 @@
 """A whole pipeline on this machine: coordinator, every process group, every replica, as processes of their own.
 
 Here: what `omni up` does without its terminal; tests use it as ``async with LocalPipeline(...)``. Not here: the table
-on the terminal and ^C (`cli`), the life of a process (`instances`). Called by `cli.up` and by tests.
+on the terminal and ^C (`cli`), the life of a process (`instances`), what a changed file means (`updating`), when the
+load asks for another number (`autoscaling`). Called by `cli.up` and by tests.
+
+One room for `scale`, `restart`, `update` and the autoscaler's orders: they share one lock, one launcher and one count
+of the instances that each group should have.
 """
 
 from __future__ import annotations
