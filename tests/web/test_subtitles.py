@@ -43,6 +43,23 @@ def test_words_without_segments_are_joined_to_readable_cues() -> None:
     assert found[-1] == Cue(60.0, 60.5, "late")
 
 
+@pytest.mark.parametrize(
+    ("first", "second", "cues"),
+    [
+        (("a" * 41, 0.0, 1.0), ("b" * 42, 1.0, 2.0), 1),  # 84 letters with the blank
+        (("a" * 41, 0.0, 1.0), ("b" * 43, 1.0, 2.0), 2),
+        (("a", 0.0, 1.0), ("b", 2.0, 7.0), 1),  # a pause of a second, seven in all
+        (("a", 0.0, 1.0), ("b", 2.0, 7.1), 2),
+        (("a", 0.0, 1.0), ("b", 2.1, 3.0), 2),
+    ],
+)
+def test_words_are_one_cue_up_to_its_length_its_time_and_a_pause(
+    first: tuple[str, float, float], second: tuple[str, float, float], cues: int
+) -> None:
+    words = [{"word": text, "start": start, "end": end} for text, start, end in (first, second)]
+    assert len(made(words=words)) == cues
+
+
 def test_each_word_is_a_cue_where_that_is_asked_for() -> None:
     assert len(made(words=WORDS, segments=[{"text": "a", "start": 0, "end": 1}], by_word=True)) == 30
     with pytest.raises(RequestError, match="no stage gave an omni"):
