@@ -314,7 +314,7 @@ class Channels:
             self.counters["woken"] += 1
             try:
                 if link not in self._dismissals:  # the rejection at a limit may use the descriptors that are kept free
-                    limits.check()
+                    limits.check(connected=link.accepting is not None)
                 self._connecting.dial(link)
             except (LimitReached, zmq.ZMQError) as error:
                 self._reading.refuse("limits", f"a link cannot be connected: {error}", peer=link.peer)

@@ -72,24 +72,29 @@ from tests.sockets.peers import PATIENCE_S, End, ends, introduce
 logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
 
 @contextlib.contextmanager
-def few_left():
+def left(count):
     opened = []
     with contextlib.suppress(OSError):
         while True:
             opened.append(os.dup(0))
-    for descriptor in opened[:10]:
+    for descriptor in opened[:count]:
         os.close(descriptor)
     yield
-    for descriptor in opened[10:]:
+    for descriptor in opened[count:]:
         os.close(descriptor)
 
 async def frames(a, b):
-    with few_left():
+    with left(10):
         a.send("bb", "second")
         await a.listener.until(lambda: bool(a.listener.lost_peers))
 
+async def frames_to_one_that_is_connected(a, b):
+    with left(30):
+        a.send("bb", "second")
+        await b.listener.until(lambda: b.listener.received_words == ["first", "second"])
+
 async def acks(a, b):
-    with few_left():
+    with left(10):
         b.send("aa", "back")
         assert await b.channels.settled(PATIENCE_S), "an ack goes by the connection that its frame came by"
 
@@ -111,9 +116,11 @@ asyncio.run(main(globals()[sys.argv[1]], sys.argv[2]))
 """
 
 
-@pytest.mark.parametrize(("what", "lost"), [("frames", ["bb"]), ("acks", [])])
+@pytest.mark.parametrize(("what", "lost"), [("frames", ["bb"]), ("frames_to_one_that_is_connected", []), ("acks", [])])
 def test_a_link_that_cannot_be_woken_at_a_limit_is_refused_with_its_name(what: str, lost: list[str]) -> None:
-    """With frames that wait its peer is unreachable at once; an ack needs no connection of its own."""
+    """With frames that wait its peer is unreachable at once; an ack needs no connection of its own. A peer that is
+    connected to the process may have some of the descriptors that are kept free.
+    """
     folder = tempfile.mkdtemp(prefix="omni")
     try:
         run = subprocess.run(

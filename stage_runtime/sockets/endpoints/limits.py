@@ -16,6 +16,9 @@ from typing import Final, NamedTuple
 from stage_runtime.errors import LimitReached
 
 KEPT_FREE: Final = 64  # descriptors: for connections that peers open to us, files and refusals
+#: Descriptors. A peer that is connected to this process can be answered while strangers take all that is kept free for
+#: them: the doors are shut before so few are left.
+KEPT_FROM_CONNECTED: Final = 16
 MEMORY_FREE: Final = 32 << 20  # bytes; a link and its relays take less than one MiB
 MEMORY_EVERY_S: Final = 1.0  # how often the memory of the container is read
 RAISE_DESCRIPTORS: Final = "raise the hard limit (ulimit -Hn, or LimitNOFILE of the container runtime)"
@@ -54,9 +57,12 @@ def raise_limits() -> int:
     return soft
 
 
-def check() -> None:
-    """Before a peer is connected to. Raises: LimitReached: no descriptors or no memory are left for one."""
-    _descriptors()
+def check(*, connected: bool = False) -> None:
+    """Before a peer is connected to. Raises: LimitReached: no descriptors or no memory are left for one.
+
+    connected: the peer has a connection to this process already.
+    """
+    _descriptors(KEPT_FROM_CONNECTED if connected else KEPT_FREE)
     _memory()
 
 
@@ -71,9 +77,9 @@ def descriptors() -> tuple[int, int]:
         return allowed, 0
 
 
-def _descriptors() -> None:
+def _descriptors(kept: int) -> None:
     allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    kept = min(KEPT_FREE, allowed // 4)
+    kept = min(kept, allowed * kept // (4 * KEPT_FREE))
     # Counted where that is cheap: while some are taken to count them, a connection may come that finds none.
     left = descriptors()[1] if _SIZE_IS_COUNT else _taken(kept)
     if left < kept:
