@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 import stage_runtime as omni
-from stage_models.voice import audio, checkpoints, detection, prompting, requests, sentences
+from stage_models.voice import audio, checkpoints, detection, prompting, requests
 from stage_models.voice.audio import Samples
 from stage_models.voice.conversation import (
     Answer,
@@ -32,6 +32,7 @@ from stage_models.voice.recognition import Recogniser
 from stage_models.voice.retrieval import Embedder, FactBook
 from stage_models.voice.synthesis import Voice
 from stage_runtime.profiler import emit, span
+from stage_runtime.rules import sentences
 
 SILENCE_S: Final = 0.2  # for a text without anything to pronounce
 

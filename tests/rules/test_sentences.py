@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stage_models.voice import sentences
+from stage_runtime.rules import sentences
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""A stream of text cut into pieces that can be spoken: pure. Called by the stage `speak`."""
+"""A stream of text cut into pieces that can be spoken. Called by `web.spoken` and by the voice example's `speak`."""
 
 from __future__ import annotations
 
