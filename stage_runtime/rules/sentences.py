@@ -9,7 +9,10 @@ import unicodedata
 MAX_CHARS = 160
 
 _ABBREVIATION = re.compile(r"(?:\b(?:Mr|Mrs|Ms|Dr|St|Prof|Jr|Sr|vs|etc|e\.g|i\.e|No)|\b[A-Z])\.$")
-_END = re.compile(r"[.!?…]+[\"'”’)\]]*(?=\s)|\n+")  # noqa: RUF001  the ends that people and models write
+_CLOSING = r"[\"'”’)\]」』）]*"  # noqa: RUF001
+#: The ends that people and models write. Those of Chinese and Japanese need no space behind them.
+_END = re.compile(rf"[.!?…]+{_CLOSING}(?=\s)|[。！？]+{_CLOSING}(?=[^。！？\"'”’)\]」』）])|\n+")  # noqa: RUF001
+_CLAUSE = re.compile(rf"[,;:]{_CLOSING}(?=\s)|[，；：、](?=.)")  # noqa: RUF001
 
 
 class Splitter:
@@ -18,8 +21,10 @@ class Splitter:
     A sentence is whole when what follows its end has begun: ``3.`` may go on as ``3.5``.
     """
 
-    def __init__(self, max_chars: int = MAX_CHARS) -> None:
+    def __init__(self, max_chars: int = MAX_CHARS, *, clauses: bool = False) -> None:
+        """clauses: a piece ends at a comma, too."""
         self._max_chars = max_chars
+        self._ends = (_END, _CLAUSE) if clauses else (_END,)
         #: Text that belongs to no whole sentence yet.
         self._rest = ""
 
@@ -30,16 +35,23 @@ class Splitter:
         while (end := self._end_of_first()) is not None:
             found.append(self._rest[:end].strip())
             self._rest = self._rest[end:].lstrip()
-        return [sentence for sentence in found if _speakable(sentence)]
+        return [sentence for sentence in found if speakable(sentence)]
 
     def flush(self) -> list[str]:
         """What is left, once no more text comes; the splitter is empty afterwards."""
         last, self._rest = self._rest.strip(), ""
-        return [last] if _speakable(last) else []
+        return [last] if speakable(last) else []
+
+    @property
+    def waiting(self) -> int:
+        """Characters that belong to no whole sentence yet."""
+        return len(self._rest)
 
     def _end_of_first(self) -> int | None:
-        for match in _END.finditer(self._rest):
-            if not _ABBREVIATION.search(self._rest[: match.end()].rstrip("\n")) or "\n" in match.group():
+        window = self._rest[: self._max_chars + 2]  # an end that lies behind counts no more: the piece is cut before
+        found = [match for ends in self._ends for match in ends.finditer(window)]
+        for match in sorted(found, key=lambda one: one.end()):
+            if not _ABBREVIATION.search(window[: match.end()].rstrip("\n")) or "\n" in match.group():
                 return match.end() if match.end() <= self._max_chars else self._clause_end()
         return self._clause_end() if len(self._rest) > self._max_chars else None
 
@@ -59,6 +71,6 @@ def split(text: str) -> list[str]:
     return splitter.feed(text) + splitter.flush()
 
 
-def _speakable(text: str) -> bool:
+def speakable(text: str) -> bool:
     """Whether there is anything to pronounce: a lone ``-`` is not, an emoji or the sign of a currency has a name."""
     return any(character.isalnum() or unicodedata.category(character) in ("So", "Sc") for character in text)

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import msgspec
 
@@ -14,6 +14,8 @@ from omnipipeline_spec.types.routes import ROUTES, SOCKETS
 from stage_runtime.web import answers
 from stage_runtime.web.answers import EVENTS, JSON, SOUND, TEXT, ResponseType
 from stage_runtime.web.endpoints import HandlerContext
+from stage_runtime.web.exchanges.exchange import Exchange
+from stage_runtime.web.exchanges.web_sockets import WebSocket
 from stage_runtime.web.handlers.chat import Chat
 from stage_runtime.web.handlers.completions import Completions
 from stage_runtime.web.handlers.responses import Responses
@@ -25,6 +27,17 @@ from stage_runtime.web.reading import schemas
 from stage_runtime.web.reading.responses_body import ResponsesBody
 from stage_runtime.web.realtime.room import Realtime
 from stage_runtime.web.routing import FORM, Route, RouteHandler
+from stage_runtime.web.spoken.room import SpeechStream
+
+
+class SocketEndpoint(Protocol):
+    """What answers the path of a WebSocket."""
+
+    async def refuse(self, exchange: Exchange) -> None:
+        """Answer a request that asks for no WebSocket."""
+
+    async def converse(self, socket: WebSocket) -> None:
+        """Serve one connection, from its handshake to its end."""
 
 
 class RouteCode(msgspec.Struct, frozen=True, kw_only=True):
@@ -107,7 +120,10 @@ CODE: Final[dict[str, RouteCode]] = {
     ),
 }
 #: The code of each path of `SOCKETS`.
-SOCKET_CODE: Final[dict[str, Callable[[HandlerContext], Realtime]]] = {"/v1/realtime": Realtime}
+SOCKET_CODE: Final[dict[str, Callable[[HandlerContext], SocketEndpoint]]] = {
+    "/v1/realtime": Realtime,
+    "/v1/audio/speech/stream": SpeechStream,
+}
 
 
 def made(context: HandlerContext) -> Iterator[Route]:

@@ -20,6 +20,8 @@ from stage_runtime.rules import sentences
         ("  \n\n", []),
         ("*** Well. ***", ["*** Well."]),
         ("no end", ["no end"]),
+        ("今天很好。明天呢？我不知道", ["今天很好。", "明天呢？", "我不知道"]),  # noqa: RUF001
+        ("他说「走吧。」然后走了。", ["他说「走吧。」", "然后走了。"]),
     ],
 )
 def test_a_text_is_cut_where_sentences_end(text: str, expected: list[str]) -> None:
@@ -41,9 +43,16 @@ def test_a_sentence_without_end_is_cut_at_its_last_comma() -> None:
     assert splitter.feed(text) + splitter.flush() == ["one two three, four five six,", "seven eight nine"]
 
 
-@given(st.text(alphabet="ab .,!?\n\"'1", max_size=400), st.integers(1, 40))
-def test_no_word_is_lost_and_pieces_do_not_change_the_result(text: str, size: int) -> None:
-    splitter = sentences.Splitter(max_chars=60)
+def test_clauses_sound_sooner_than_sentences() -> None:
+    text = "Well, I think so; but 1,000 is a lot: let me see. 好，走吧。"  # noqa: RUF001
+    splitter = sentences.Splitter(clauses=True)
+    expected = ["Well,", "I think so;", "but 1,000 is a lot:", "let me see.", "好，", "走吧。"]  # noqa: RUF001
+    assert splitter.feed(text) + splitter.flush() == expected
+
+
+@given(st.text(alphabet="ab .,!?\n\"'1。，」", max_size=400), st.integers(1, 40), st.booleans())  # noqa: RUF001
+def test_no_word_is_lost_and_pieces_do_not_change_the_result(text: str, size: int, clauses: bool) -> None:
+    splitter = sentences.Splitter(max_chars=60, clauses=clauses)
     found = [piece for at in range(0, len(text), size) for piece in splitter.feed(text[at : at + size])]
     found += splitter.flush()
     assert "".join(_letters(piece) for piece in found) == _letters(text)

@@ -26,6 +26,7 @@ import msgspec
 import numpy as np
 import openai
 import pytest
+from websockets.sync.client import ClientConnection, connect
 
 from examples.voice import demo
 from stage_models.voice import audio, checkpoints
@@ -225,6 +226,31 @@ def test_a_text_is_read_aloud_and_understood_again(pipeline: Pipeline) -> None:
         model="voice", voice="joe", input=sentence, response_format="wav", speed=2.0
     ).read()
     assert len(fast) < 0.7 * len(wav)
+
+
+def test_a_sentence_sounds_while_the_next_one_is_still_written(pipeline: Pipeline) -> None:
+    first, second = "The museum opens at ten in the morning.", "It closes at five."
+    address = f"{pipeline.url.replace('http', 'ws')}/v1/audio/speech/stream"
+    with connect(address, max_size=None) as connection:
+        connection.send('{"type": "session.config", "response_format": "pcm", "stream_audio": true, "voice": "joe"}')
+        connection.send(msgspec.json.encode({"type": "input.text", "text": first + " It clo"}).decode())
+        heard = [_sound_of_a_sentence(connection)]  # the text does not go on before
+        connection.send('{"type": "input.text", "text": "ses at five."}')
+        connection.send('{"type": "input.done"}')
+        heard.append(_sound_of_a_sentence(connection))
+    for sentence, pcm in zip([first, second], heard, strict=True):
+        said = pipeline.client.audio.transcriptions.create(model="voice", file=("said.wav", as_wav(pcm))).text
+        assert questions.word_error_rate(sentence, said) <= 0.25
+
+
+def _sound_of_a_sentence(connection: ClientConnection) -> bytes:
+    sound = b""
+    while True:
+        message = connection.recv(timeout=120)
+        if isinstance(message, bytes):
+            sound += message
+        elif msgspec.json.decode(message)["type"] == "audio.done":
+            return sound
 
 
 def test_a_pipeline_request_gets_everything_in_one_object(pipeline: Pipeline, puzzle: Puzzle, spoken: bytes) -> None:

@@ -144,6 +144,11 @@ class SocketRoute(msgspec.Struct, frozen=True, kw_only=True):
 
 SOCKETS: tuple[SocketRoute, ...] = (
     SocketRoute(path="/v1/realtime", serves="realtime", summary="OpenAI's realtime events, on a WebSocket"),
+    SocketRoute(
+        path="/v1/audio/speech/stream",
+        serves="speech",
+        summary="Text in pieces to sound, on a WebSocket, as vLLM-Omni's",
+    ),
 )
 #: How many values ``serves`` can have.
 MAX_SERVED = len({one.serves for one in ROUTES} | {one.serves for one in SOCKETS})

@@ -1,4 +1,4 @@
-"""A WebSocket as the routes see it: text messages in and out, over raw ASGI. Made by `routing`, used by `realtime`."""
+"""A WebSocket as the routes see it, over raw ASGI. Made by `routing`, used by `realtime` and `spoken`."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from stage_runtime.web.exchanges.exchange import CLIENT, Exchange
 
 #: What OpenAI's browsers put a key into: a page cannot set a header of a WebSocket's handshake.
 KEY_PROTOCOL: Final = "openai-insecure-api-key."
+DONE: Final = 1000
 GOING_AWAY: Final = 1001
 INTERNAL_ERROR: Final = 1011
 
@@ -69,6 +70,11 @@ class WebSocket:
         """Waits while the client reads slower than it is written to. Raises: SocketClosed."""
         self.exchange.sent_bytes += len(text)
         await self._write({"type": "websocket.send", "text": text})
+
+    async def send_bytes(self, data: bytes) -> None:
+        """As `send`, of a binary message."""
+        self.exchange.sent_bytes += len(data)
+        await self._write({"type": "websocket.send", "bytes": data})
 
     async def close(self, code: int, reason: str) -> None:
         if self._closed:

@@ -36,7 +36,7 @@ class Speech:
             await serving.stream(context.manager, exchange, request, timeout_s, encoder, settings.heartbeat_s)
             return
         async with serving.admitted(context.manager, exchange, request, timeout_s) as events:
-            pieces = _pieces(events, Outputs(), context.codecs, format, speaking.without_sound(body))
+            pieces = sound_pieces(events, Outputs(), context.codecs, format, speaking.without_sound(body))
             await _send(exchange, formats.FORMATS[format].mime, pieces)
 
 
@@ -50,16 +50,22 @@ async def _send(exchange: Exchange, mime: str, pieces: AsyncGenerator[bytes, Non
     await exchange.end()
 
 
-async def _pieces(
-    events: AsyncIterator[AnswerEvent], outputs: Outputs, codecs: CodecPool, format: str, without_sound: RequestError
+async def sound_pieces(
+    events: AsyncIterator[AnswerEvent],
+    outputs: Outputs,
+    codecs: CodecPool,
+    format: str,
+    without_sound: RequestError,
+    *,
+    whole: bool = False,
 ) -> AsyncGenerator[bytes, None]:
-    """The file's bytes as they become known.
+    """The file's bytes as they become known. Called by `spoken`, too.
 
-    without_sound: what is raised when no terminal gave any sound.
+    without_sound: what is raised when no terminal gave any sound. whole: one piece, at the end.
     Raises: RequestError: that, or the request failed.
     """
     has_sound = False
-    with codecs.encoder(format) as made:
+    with codecs.encoder(format, whole=whole) as made:
         async for event in events:
             for shown in outputs.take(event):
                 if isinstance(shown, Audio):
@@ -84,7 +90,7 @@ class _SoundEncoder:
 
     async def frames(self, events: AsyncIterator[AnswerEvent]) -> AsyncGenerator[bytes, None]:
         outputs, texts = Outputs(), Base64Pieces()
-        async with aclosing(_pieces(events, outputs, self._codecs, self._format, self._without_sound)) as pieces:
+        async with aclosing(sound_pieces(events, outputs, self._codecs, self._format, self._without_sound)) as pieces:
             async for piece in pieces:
                 yield _delta(texts.add(piece))
         yield _delta(texts.finish())

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-#: vLLM's extra keys of a chat, with their defaults there. Any unknown key that is null counts as a default, too.
+#: Extra keys of vLLM and vLLM-Omni, with their defaults there. Any unknown key that is null counts as a default, too.
 DEFAULTS: Final[dict[str, tuple[Any, ...]]] = {
     "add_generation_prompt": (True,),
     "add_special_tokens": (False,),
@@ -23,6 +23,7 @@ DEFAULTS: Final[dict[str, tuple[Any, ...]]] = {
     "return_tokens_as_token_ids": (False,),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
+    "task_type": ("CustomVoice",),
     "use_beam_search": (False,),
 }
 

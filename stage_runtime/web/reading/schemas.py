@@ -23,6 +23,7 @@ Positive = Annotated[int, Meta(ge=1, le=10**9)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Seconds = Annotated[float, Meta(gt=0)]
+Speed = Annotated[float, Meta(ge=0.25, le=4)]  # of speech
 
 
 class Url(msgspec.Struct):
@@ -282,7 +283,7 @@ class SpeechBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     voice: str | VoiceId | None = None
     instructions: str | None = None
     response_format: str | None = None
-    speed: Annotated[float, Meta(ge=0.25, le=4)] | None = None
+    speed: Speed | None = None
     stream_format: Literal["audio", "sse"] | None = None
     seed: int | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
