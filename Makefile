@@ -6,7 +6,7 @@ INSTALL := $(BIN)/python tests/install_packages.py
 WAV ?= examples/voice/question.wav
 JOBS ?= 3
 
-.PHONY: help demo packages test nightly check lint types floors coverage format crds pictures voice-test images cluster-test gpu-wheels gpu-test hops clean
+.PHONY: help demo packages test nightly check lint types floors coverage format crds docs pictures voice-test images cluster-test gpu-wheels gpu-test hops clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -48,6 +48,9 @@ crds: $(VENV)/.dev ## regenerate crds/omnipipelines.yaml, the chart's copy and d
 	cp crds/omnipipelines.yaml charts/omnipipeline/crds.yaml
 	$(BIN)/python -m omnipipeline_spec.generating.reference
 
+docs: $(VENV)/.dev ## the documentation as a site, into build/site; a link without a target fails
+	$(BIN)/python -m docs.site
+
 pictures: $(VENV)/.dev ## redraw docs/pictures and docs/pictures/voice.svg
 	$(BIN)/python -m docs.pictures.draw
 	$(BIN)/omni plan -f examples/voice/pipeline.yaml -o svg > docs/pictures/voice.svg
@@ -77,7 +80,7 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.dev: $(VENV)/bin/python pyproject.toml constraints.txt tests/install_packages.py
-	$(INSTALL) -e '.[runtime,operator,engine,numba,qwen3-omni,dev,nixl,mooncake]'
+	$(INSTALL) -e '.[runtime,operator,engine,numba,qwen3-omni,dev,docs,nixl,mooncake]'
 	@touch $@
 
 $(VENV)/.demo: $(VENV)/bin/python pyproject.toml constraints.txt tests/install_packages.py
