@@ -178,6 +178,24 @@ AUDIO_UNDERRUNS: Final = Metric(
     labels=("route",),
 )
 
+REALTIME_SESSIONS: Final = Metric(
+    name="omnipipeline_realtime_sessions", kind="gauge", help="Open sessions of /v1/realtime"
+)
+REALTIME_TURNS: Final = Metric(
+    name="omnipipeline_realtime_turns_total",
+    kind="counter",
+    help="Turns of speech that have ended: found by the detector or committed by the client",
+)
+REALTIME_BARGE_INS: Final = Metric(
+    name="omnipipeline_realtime_barge_ins_total", kind="counter", help="Responses that speech has interrupted"
+)
+REALTIME_FIRST_SOUND: Final = Metric(
+    name="omnipipeline_realtime_first_sound_seconds",
+    kind="histogram",
+    help="From the end of a turn of speech, as it was found or committed, to the first sound of its answer",
+    buckets=_OF_FIRSTS,
+)
+
 TRACES_SENT: Final = Metric(
     name="omnipipeline_traces_sent_total", kind="counter", help="Requests whose spans an OpenTelemetry collector took"
 )
@@ -437,6 +455,8 @@ SERVICE: Final = (
     AUDIO_SECONDS,
     AUDIO_UNDERRUNS,
 )
+#: Metrics of live speech, served by coordinators once a session was opened.
+REALTIME: Final = (REALTIME_SESSIONS, REALTIME_TURNS, REALTIME_BARGE_INS, REALTIME_FIRST_SOUND)
 #: Metrics of the edges of a process, all but the last once they have sent something by relay; among `PLANES`.
 EDGES: Final = (
     EDGE_TRANSFER_BYTES,

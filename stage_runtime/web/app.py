@@ -46,7 +46,9 @@ def make_app(
     budget: given when another port takes requests, too: both then share it.
     """
     metrics = metrics or CoordinatorMetrics(manager, of_members=settings.probes)
-    context = HandlerContext(manager=manager, settings=settings, fetcher=Fetcher(settings), codecs=codecs)
+    context = HandlerContext(
+        manager=manager, settings=settings, fetcher=Fetcher(settings), codecs=codecs, sessions=metrics.sessions
+    )
     public = routes.public(context)
     others = (*_others(manager, settings, metrics, profiler=bool(admin)), *admin)
     keyed = settings.api_keys.asked_for

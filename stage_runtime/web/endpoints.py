@@ -13,6 +13,7 @@ from stage_runtime.web.exchanges.errors import RequestRefused
 from stage_runtime.web.exchanges.exchange import Exchange
 from stage_runtime.web.reading import strictjson
 from stage_runtime.web.reading.fetching import Fetcher
+from stage_runtime.web.realtime.counting import SessionCounts
 from stage_runtime.web.settings import WebSettings
 from stage_runtime.web.sound.pool import CodecPool
 
@@ -26,6 +27,7 @@ class HandlerContext(msgspec.Struct, frozen=True, kw_only=True):
     settings: WebSettings
     fetcher: Fetcher
     codecs: CodecPool
+    sessions: SessionCounts = msgspec.field(default_factory=SessionCounts)
 
     async def read(self, exchange: Exchange, decode: Callable[[bytes], Read]) -> Read:
         """The request's body, decoded; its bytes are let go of.

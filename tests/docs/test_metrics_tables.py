@@ -8,12 +8,22 @@ import pytest
 
 from omnipipeline_operator.handlers.metrics import OPERATOR, STATUS
 from omnipipeline_spec.types.metrics import Metric, table
-from stage_runtime.metrics.catalog import CACHES, COORDINATOR, ENGINES, PLANES, PLANES_WITH_NIXL, PROCESSES, SERVICE
+from stage_runtime.metrics.catalog import (
+    CACHES,
+    COORDINATOR,
+    ENGINES,
+    PLANES,
+    PLANES_WITH_NIXL,
+    PROCESSES,
+    REALTIME,
+    SERVICE,
+)
 from tests.docs.blocks import ROOT
 
 LISTS: Final[dict[str, tuple[Metric, ...]]] = {
     "coordinator-metrics": COORDINATOR,
     "service-metrics": SERVICE,
+    "realtime-metrics": REALTIME,
     "planes-metrics": PLANES,
     "nixl-metrics": PLANES_WITH_NIXL,
     "engines-metrics": ENGINES,

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import httpx
 import msgspec
 import numpy as np
 import openai
@@ -15,6 +16,7 @@ import pydantic
 import pytest
 from openai.resources.realtime.realtime import AsyncRealtimeConnection
 from openai.types.realtime.realtime_server_event import RealtimeServerEvent
+from prometheus_client.parser import text_string_to_metric_families
 
 from stage_runtime.errors import RequestError
 from stage_runtime.web.exchanges.apikeys import ApiKeys
@@ -125,6 +127,11 @@ async def test_sound_that_is_committed_reaches_the_entry_stage_as_a_file() -> No
         await one.until("response.done")
         [part] = one.running.manager.last.request.inputs["messages"][0]["content"]
         assert (part["type"], part["mime"], part["data"][44:]) == ("audio", "audio/wav", pcm)
+        async with httpx.AsyncClient(timeout=PATIENCE_S) as http:
+            text = (await http.get(f"{one.running.url}/metrics")).text
+    counted = {sample.name: sample.value for each in text_string_to_metric_families(text) for sample in each.samples}
+    expected = {"sessions": 1, "turns_total": 1, "barge_ins_total": 0, "first_sound_seconds_count": 1}
+    assert {name: counted[f"omnipipeline_realtime_{name}"] for name in expected} == expected
 
 
 async def test_a_function_is_called_and_its_output_answered() -> None:

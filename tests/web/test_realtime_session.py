@@ -13,6 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stage_runtime.errors import RequestError
+from stage_runtime.metrics import catalog
+from stage_runtime.metrics.samples import Buckets
+from stage_runtime.web.realtime.counting import SessionCounts
 from stage_runtime.web.realtime.effects import Answer, Cancel, Effect, Listen, Send
 from stage_runtime.web.realtime.session import Session, SessionFacts
 from stage_runtime.wire.values import Note, ToolCall, Usage
@@ -142,6 +145,40 @@ def test_speech_cancels_the_response_before_it_says_so_and_nothing_of_it_follows
     )
     assert late == ([], [], [])
     assert one.session.failed(key, RequestError("cancelled", "turn_detected")) == []
+
+
+def test_turns_interruptions_and_times_to_the_first_sound_are_counted() -> None:
+    one, counts = Driven(), SessionCounts()
+    assert counts.samples() == {}
+    count, now = counts.begin(), 0.0
+
+    def count_events() -> None:
+        nonlocal now
+        for event in one.events:
+            now += 1.0
+            count.sent(event, now)
+        one.events.clear()
+
+    one.hear(*SPOKEN_TURN)
+    count_events()
+    turn_ended_at = now - 3  # its item's two events and `response.created` follow
+    for _ in range(2):  # the first sound counts, no other
+        one.take(one.session.sound(one.key, bytes(4800)))
+    first_sound = next(at for at, event in enumerate(one.events, 1) if event["type"] == "response.output_audio.delta")
+    expected_s = now + first_sound - turn_ended_at
+    count_events()
+    one.hear(*SPOKEN_TURN)  # interrupts, and is a turn, too
+    one.tell("response.cancel")  # by the client: no interruption by speech
+    count_events()
+    samples = counts.samples()
+    first = samples[catalog.REALTIME_FIRST_SOUND][()]
+    assert isinstance(first, Buckets)
+    assert (first.counts[-1], first.sum) == (1, expected_s)
+    assert samples[catalog.REALTIME_TURNS] == {(): 2}
+    assert samples[catalog.REALTIME_BARGE_INS] == {(): 1}
+    assert samples[catalog.REALTIME_SESSIONS] == {(): 1}
+    count.close()
+    assert counts.samples()[catalog.REALTIME_SESSIONS] == {(): 0}
 
 
 def test_what_was_not_heard_is_cut_from_the_history() -> None:
@@ -291,22 +328,6 @@ def test_a_turn_without_end_is_committed_within_its_bound() -> None:
     sent = list(itertools.chain.from_iterable(one.hear(*[LOUD] * 250) for _ in range(32)))
     assert sent.count("input_audio_buffer.committed") == 2
     assert one.session.held_nbytes < 32 << 20
-
-
-def test_a_session_of_many_turns_does_not_grow() -> None:
-    one = Driven()
-    sizes = []
-    one.detection(silence_duration_ms=64)
-    for turn in range(700):
-        one.hear(*[LOUD] * 4, *[QUIET] * 3)
-        one.take(one.session.noted(one.key, Note("transcript", "what was said " * 8)))
-        one.take(one.session.text(one.key, "what was answered " * 8))
-        one.take(one.session.completed(one.key, Usage(), "stop"))
-        if turn in (600, 699):
-            sizes.append(one.session.held_nbytes)
-        one.events.clear()
-        one.answers.clear()
-    assert sizes[0] == sizes[1] < 1 << 20
 
 
 def test_items_are_put_where_they_belong_and_found_again() -> None:

@@ -10,6 +10,7 @@ from stage_runtime.metrics import catalog, exposition, planes
 from stage_runtime.metrics.samples import Counter, Histogram, Samples, merged
 from stage_runtime.web.exchanges.answer_times import AnswerTimes
 from stage_runtime.web.exchanges.exchange import Exchange
+from stage_runtime.web.realtime.counting import SessionCounts
 from stage_runtime.wire.values import Usage
 
 
@@ -31,6 +32,7 @@ class CoordinatorMetrics:
         self._factor = Histogram(catalog.REAL_TIME_FACTOR)
         self._audio = Counter(catalog.AUDIO_SECONDS)
         self._underruns = Counter(catalog.AUDIO_UNDERRUNS)
+        self.sessions = SessionCounts()  #: Of live speech, on all ports that show these metrics.
         self._read: dict[Metric, Callable[[], float]] = {}
 
     def observe(self, exchange: Exchange, ended_at: float) -> None:
@@ -84,4 +86,6 @@ class CoordinatorMetrics:
         )
         read: Samples = {metric: {(): value()} for metric, value in self._read.items()}
         members = planes.samples(self._manager.member_gauges() if self._of_members else {})
-        return merged([self._manager.metrics(), *(each.samples() for each in counted), read, members])
+        return merged(
+            [self._manager.metrics(), *(each.samples() for each in counted), self.sessions.samples(), read, members]
+        )

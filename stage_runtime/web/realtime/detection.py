@@ -75,11 +75,11 @@ class Listener:
         sound = formats.linear(data, self._format)
         samples = np.concatenate([self._held, self._resampler.take(sound[:, None])[:, 0]])
         whole = len(samples) // WINDOW * WINDOW
-        self._held = samples[whole:]
+        self._held = samples[whole:].copy()  # a view would keep all of them, for as long as the session rests
         return [self._score(samples[at : at + WINDOW]) for at in range(0, whole, WINDOW)]
 
     def _score(self, window: Samples) -> float:
         seen = np.concatenate([self._context, window])
         score, self._state = self._detector.run(seen[None, :], self._state)
-        self._context = window[-CONTEXT:]
+        self._context = window[-CONTEXT:].copy()
         return score

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import time
 from collections.abc import Iterator, Sequence
 from typing import Final
 
@@ -77,6 +78,7 @@ class Room:
         self._running: dict[str, _Running] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._ending = False  #: The server drains: the session ends between two turns.
+        self._count = context.sessions.begin()
 
     async def run(self) -> None:
         """Converse until the client is gone, or the server drains."""
@@ -88,6 +90,7 @@ class Room:
         except SocketClosed:
             pass
         finally:
+            self._count.close()
             self._socket.watch_end(None)
             self._begin_and_end(self._session.close())
             for task in self._tasks:
@@ -114,6 +117,7 @@ class Room:
                     shown = dialects.beta(event) if self._beta else event
                     if shown is not None:
                         await self._socket.send(msgspec.json.encode(shown).decode())
+                    self._count.sent(event, time.perf_counter())
         for effect in effects:
             match effect:
                 case StopListening():

@@ -5,6 +5,7 @@ OpenAI's raw PCM is 24 kHz by definition, Opus knows five rates and MP3 nine, a 
 
 from __future__ import annotations
 
+import functools
 import math
 
 import numpy as np
@@ -64,14 +65,16 @@ class Resampler:
     def _forget(self) -> None:
         wanted = self._given * self._down // self._up - self._half + 1
         if wanted > self._first:
-            self._held = self._held[wanted - self._first :]
+            self._held = self._held[wanted - self._first :].copy()  # a view would keep all that was taken
             self._first = wanted
 
 
+@functools.lru_cache(maxsize=8)
 def _phases(up: int, half: int, cutoff: float) -> Samples:
-    """``[up, 2 * half]``: phase p's taps for an output p/up after its centre sample."""
+    """``[up, 2 * half]``: phase p's taps for an output p/up after its centre sample. Shared, for a pair of rates."""
     offsets = np.arange(-half + 1, half + 1)[None, :] - np.arange(up)[:, None] / up
     window = np.i0(BETA * np.sqrt(np.clip(1 - (offsets / half) ** 2, 0, 1))) / np.i0(BETA)
     taps = cutoff * np.sinc(cutoff * offsets) * window
     normal: Samples = (taps / taps.sum(axis=1, keepdims=True)).astype(np.float32)
+    normal.setflags(write=False)
     return normal
