@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any, Protocol, TypeAlias
 
 import msgspec
@@ -95,6 +96,10 @@ class RequestHandleApi(Protocol):
     @property
     def id(self) -> str: ...
 
+    @property
+    def instances(self) -> frozenset[str]:
+        """The instances that it is bound to, or was when it ended; none while it waits for one."""
+
     def events(self) -> AsyncIterator[ChunkEvent | ResultEvent]:
         """All events; ends after the last terminal's ResultEvent.
 
@@ -131,8 +136,11 @@ class RequestManagerApi(Protocol):
         trace: str | None = None,
         trace_state: str | None = None,
         hook_result: TerminalStagesResult | None = None,
+        prefer: AbstractSet[str] = frozenset(),
     ) -> RequestHandleApi:
         """Take a request and send it off.
+
+        prefer: instances that served the session of the request before, and may have its caches.
 
         timeout_s: the deadline from now; None: the pipeline's own; capped by it.
         Raises: RequestError: duplicate_request, rate_limited, unavailable, invalid_request; nothing was sent.

@@ -12,6 +12,7 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any, Final
 
 from omnipipeline_spec.types.plan import CoordinatorPlan, PipelineRevision
@@ -163,6 +164,7 @@ class RequestManager:
         trace: str | None = None,
         trace_state: str | None = None,
         hook_result: TerminalStagesResult | None = None,
+        prefer: AbstractSet[str] = frozenset(),
     ) -> RequestHandle:
         self.check_room()
         if request.id in self._handles:
@@ -170,7 +172,7 @@ class RequestManager:
         wanted = self._admission.wanted_terminals(request, self._membership.state.revisions, hook_result)
         left_s = self._admission.timeout_s(timeout_s) - (hook_result.took_s if hook_result is not None else 0.0)
         self._demand.arrived(wanted)
-        revision, bindings = self._waiting.choose(request.id, wanted)
+        revision, bindings = self._waiting.choose(request.id, wanted, prefer)
         try:
             admitted = self._admission.admit(request, revision, wanted, left_s)
             if bindings is None:

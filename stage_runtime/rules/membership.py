@@ -128,6 +128,7 @@ class MembershipState:
         exclude: AbstractSet[str] = frozenset(),
         terminals: Collection[str] | None = None,
         required: AbstractSet[str] = frozenset(),
+        prefer: AbstractSet[str] = frozenset(),
     ) -> tuple[PipelineRevision, dict[str, str]]:
         """Choose a revision and one instance of each group that the request may meet and that has any.
 
@@ -135,6 +136,8 @@ class MembershipState:
         exclude: incarnations not to use at all.
         terminals: those that the request waits for; None: all. Stages that lead to none of them are left out.
         required: stages that a route of the request has led to.
+        prefer: incarnations that served the session of the request before: they are used again while they are ready,
+        and no other one has far less load.
         Returns: the revision and stage -> incarnation; see `away`.
         Raises:  Unbindable: no revision has a complete set; names what the newest lacks.
         """
@@ -147,7 +150,7 @@ class MembershipState:
         excluded: dict[str, None] = {}  #: Groups of which no other instance is there.
         if exclude:
             complete, excluded = _left_by(exclude, complete)
-        sets = self._next_sets(complete)
+        sets = _known(complete, prefer) or self._next_sets(complete)
         if sets is None:
             raise Unbindable(self.lacking(terminals=terminals, required=required) or list(excluded))
         picked: list[Instance] = []
@@ -161,6 +164,8 @@ class MembershipState:
                 instance = balancing.least(_without(everyone, shunned) if shunned else everyone)
             else:
                 instance = self._choose(sets.choices, choice, picked, shunned)
+            if prefer:
+                instance = _kept(choice.pool, prefer - shunned - exclude, instance)
             choice.load.bind(instance)
             picked.append(instance)
         chosen = {choice.group: one.incarnation for choice, one in zip(sets.choices, picked, strict=True)}
@@ -416,6 +421,19 @@ def _needed(revision: PipelineRevision, terminals: Collection[str] | None) -> di
         return kvpairs.served(revision)
     met = reachability.stages(revision, terminals)
     return {stage: group for stage, group in revision.stages.items() if stage in met}
+
+
+def _known(complete: Iterable[Sets], prefer: AbstractSet[str]) -> Sets | None:
+    """The first one with an instance that is preferred: a session stays with its revision while that stands."""
+    if not prefer:
+        return None
+    return next((sets for sets in complete if any(name in one.pool for one in sets.choices for name in prefer)), None)
+
+
+def _kept(pool: Pool[Instance], prefer: AbstractSet[str], chosen: Instance) -> Instance:
+    """An instance of ``pool`` that is preferred, unless its load requires that the request goes to ``chosen``."""
+    found = next((pool.items[pool.position(name)] for name in sorted(prefer) if name in pool), chosen)
+    return chosen if balancing.overloaded(found, chosen) else found
 
 
 def _left_by(exclude: AbstractSet[str], complete: Iterable[Sets]) -> tuple[list[Sets], dict[str, None]]:

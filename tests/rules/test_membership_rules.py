@@ -150,6 +150,34 @@ def test_an_instance_that_failed_an_attempt_is_avoided_while_there_is_another() 
     assert made.bind(avoid={"v1"})[1]["shout"] == "v1"
 
 
+@pytest.mark.parametrize("voices", [3, 40])
+def test_a_session_keeps_its_instances_while_they_are_ready_and_not_overloaded(voices: int) -> None:
+    made = membership(
+        member("f1", "front", "a1"),
+        *(member(f"v{one}", "voice", "b1") for one in range(voices)),
+        *(member(f"n{one}", "voice", "b2") for one in range(voices)),
+        revisions=(OLD, NEW),
+    )
+    mine = frozenset({"f1", "v1"})
+
+    def next_turn() -> tuple[str, str]:
+        bound, bindings = made.bind(prefer=mine)
+        made.unbind(bindings)
+        return bound.revision, bindings["shout"]
+
+    assert {next_turn() for _ in range(20)} == {("old", "v1")}  # in a roll, too
+    at_once = [made.bind(prefer=mine)[1] for _ in range(4)]
+    assert [one["shout"] == "v1" for one in at_once] == [True, True, True, False]  # its load is more than a cache saves
+    for bindings in at_once:
+        made.unbind(bindings)
+    assert next_turn()[1] == "v1"
+    assert made.bind(prefer=mine, avoid={"v1"})[1]["shout"] != "v1"  # it failed an earlier attempt
+    made.mark("v1", draining=True)
+    assert "v1" not in {next_turn()[1] for _ in range(20)}
+    made.leave("v1")
+    assert "v1" not in {next_turn()[1] for _ in range(20)}
+
+
 @pytest.mark.parametrize("voices", [2, 40])
 def test_an_instance_that_is_excluded_gets_nothing_though_there_is_no_other(voices: int) -> None:
     made = membership(member("f1", "front", "a1"), *(member(f"v{one}", "voice", "b1") for one in range(voices)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 from stage_runtime.coordinator.admitting.terminal_stages import TerminalStagesResult
@@ -27,6 +28,7 @@ class ScriptedHandle:
         self.request = request
         self.timeout_s = timeout_s
         self.trace = trace
+        self.preferred: AbstractSet[str] = frozenset()
         self.pulled = 0  #: Events that the reader has taken.
         self.ended = asyncio.Event()
         self.outcome: str | None = None
@@ -35,6 +37,10 @@ class ScriptedHandle:
     @property
     def id(self) -> str:
         return self.request.id
+
+    @property
+    def instances(self) -> frozenset[str]:
+        return frozenset({f"talk-{self.manager.handles.index(self) + 1}"})
 
     async def events(self) -> AsyncIterator[Event]:
         script = self.manager.script(self)
@@ -129,11 +135,13 @@ class ScriptedManager:
         trace: str | None = None,
         trace_state: str | None = None,
         hook_result: TerminalStagesResult | None = None,
+        prefer: AbstractSet[str] = frozenset(),
     ) -> ScriptedHandle:
         if request.id in self.in_flight:
             raise RequestError("duplicate_request", f"{request.id!r} is in flight", request_id=request.id)
         self.check_room()
         handle = ScriptedHandle(self, request, timeout_s, trace)
+        handle.preferred = prefer
         self.handles.append(handle)
         self.in_flight[request.id] = handle
         return handle

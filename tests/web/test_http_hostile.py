@@ -11,6 +11,7 @@ import re
 import string
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 import msgspec
@@ -57,13 +58,19 @@ class HostileManager(ScriptedManager):
         trace: str | None = None,
         trace_state: str | None = None,
         hook_result: TerminalStagesResult | None = None,
+        prefer: AbstractSet[str] = frozenset(),
     ) -> ScriptedHandle:
         try:
             encoding.extract({"request": request}, where="submitted", as_fields=True)
         except ValueRefused as error:
             raise InvalidRequest(f"{error.path}: {error.problem}", param=error.path) from error
         return super().admit(
-            request, timeout_s=timeout_s, trace=trace, trace_state=trace_state, hook_result=hook_result
+            request,
+            timeout_s=timeout_s,
+            trace=trace,
+            trace_state=trace_state,
+            hook_result=hook_result,
+            prefer=prefer,
         )
 
 

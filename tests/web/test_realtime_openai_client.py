@@ -202,6 +202,15 @@ async def test_a_session_lives_on_after_whatever_it_cannot_read() -> None:
         assert (await one.until("response.done")).response.status == "completed"
 
 
+async def test_a_session_prefers_the_instances_that_answered_it_last() -> None:
+    async with talk() as one:
+        for _ in range(3):
+            await one.ask("Hello")
+            await one.until("response.done")
+        preferred = [handle.preferred for handle in one.running.manager.handles]
+    assert preferred == [set(), {"talk-1"}, {"talk-2"}]
+
+
 async def test_a_request_that_fails_is_one_failed_response() -> None:
     error = RequestError("stage_failed", "the stage broke", stage="talk")
     async with talk(play(chunk(Text("Well")), error)) as one:

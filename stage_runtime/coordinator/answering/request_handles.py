@@ -134,6 +134,10 @@ class RequestHandle:
     def id(self) -> str:
         return self.tracked.id
 
+    @property
+    def instances(self) -> frozenset[str]:
+        return frozenset(self.bindings.values())
+
     async def events(self) -> AsyncIterator[ChunkEvent | ResultEvent]:
         try:
             while True:

@@ -35,18 +35,19 @@ class Bindings:
         terminals: tuple[str, ...] | None,
         exclude: AbstractSet[str] = frozenset(),
         required: AbstractSet[str] = frozenset(),
+        prefer: AbstractSet[str] = frozenset(),
     ) -> tuple[PipelineRevision, dict[str, str]]:
         """A revision and an instance for each stage that the request may meet and that has any. They count it as load
         from now on: `attach` or `give_back` must follow.
 
-        avoid, exclude, required: as of `MembershipState.bind`.
+        avoid, exclude, required, prefer: as of `MembershipState.bind`.
         Raises: RequestError: there is no complete set of instances.
         """
         try:
             interrupted = self._membership.interrupted
             avoid = avoid | interrupted if interrupted else avoid
             state = self._membership.state
-            return state.bind(avoid=avoid, exclude=exclude, terminals=terminals, required=required)
+            return state.bind(avoid=avoid, exclude=exclude, terminals=terminals, required=required, prefer=prefer)
         except Unbindable as error:
             raise RequestError(
                 "unavailable",

@@ -14,6 +14,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Callable, Collection
+from collections.abc import Set as AbstractSet
 from typing import Final
 
 from omnipipeline_spec.types.plan import CoordinatorPlan, PipelineRevision
@@ -68,14 +69,16 @@ class Waiting:
         return len(self._since)
 
     def choose(
-        self, request_id: str, terminals: tuple[str, ...] | None
+        self, request_id: str, terminals: tuple[str, ...] | None, prefer: AbstractSet[str] = frozenset()
     ) -> tuple[PipelineRevision, dict[str, str] | None]:
         """Bindings for a new request, and their revision; None: it must wait for an instance.
+
+        prefer: as of `MembershipState.bind`.
 
         Raises: RequestError: unavailable: it may not.
         """
         try:
-            return self._bindings.choose(request_id, avoid=self._suspects.instances, terminals=terminals)
+            return self._bindings.choose(request_id, avoid=self._suspects.instances, terminals=terminals, prefer=prefer)
         except RequestError:
             revisions = self._membership.state.having(terminals)
             if not revisions:

@@ -78,6 +78,7 @@ class Room:
         self._running: dict[str, _Running] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._ending = False  #: The server drains: the session ends between two turns.
+        self._instances: frozenset[str] = frozenset()  #: That answered last: they have caches of the conversation.
         self._count = context.sessions.begin()
 
     async def run(self) -> None:
@@ -174,12 +175,18 @@ class Room:
         hook_result = await manager.call_terminal_stages(effect.request)
         exchange = self._socket.exchange
         running.handle = manager.admit(
-            effect.request, trace=exchange.trace(), trace_state=exchange.trace_state(), hook_result=hook_result
+            effect.request,
+            trace=exchange.trace(),
+            trace_state=exchange.trace_state(),
+            hook_result=hook_result,
+            prefer=self._instances,
         )
         outputs, words = Outputs(), _Words()
         with self._context.codecs.encoder(effect.encoding or "") as encoder:
             encode = encoder if effect.encoding is not None else None
             async for event in running.handle.events():
+                if effect.request.kind == "chat":
+                    self._instances = running.handle.instances
                 await self._show(key, event, outputs, encode, words)
             outputs.check("realtime")
             rest = b"" if encoder.empty else await encoder.finish()
