@@ -2,27 +2,32 @@
 
 A model with random weights, one thread an engine. Streams of short prompts decode all the time, and long prompts arrive
 by chance among them. Compared for the same arrivals, as clients see them over HTTP: gaps between tokens of the streams
-(p50, p99), time to the first token of the long prompts (p50, p99), tokens a second.
+(p50, p99), time to the first token of the long prompts (p50, p99), tokens a second, and goodput: answers a second that
+keep `SLO_GAP_S` between all but one of twenty of their tokens, or `SLO_FIRST_S` for the first token of a long prompt.
 
 one       one engine, prompts in chunks of 512 tokens.
 chunked   one engine, in chunks of 64: what costs no further process.
 two       two engines, each with half of the requests: as many processes as apart.
 apart     one engine decodes, one computes prompts (`disaggregation`).
+apart2    one engine decodes, two compute prompts: more processes than this machine has cores.
 
-Before it, in the same run: what bytes of blocks take from cache to cache, beside a copy of as many bytes (memcpy).
+Before it, in the same run: bytes a second of blocks from cache to cache, beside a copy of as many bytes (memcpy), and
+from process to process, beside raw TCP (`kv_rate`); and of prompts of 2, 4 and 8 chunks, one at a time, the share of
+bytes that came before prefill had computed their last chunk. The last chunk itself cannot.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import itertools
 import json
 import random
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -31,6 +36,7 @@ import torch
 import transformers as untyped
 from tokenizers import Tokenizer, models
 
+from benchmarks import kv_rate
 from stage_runtime.engines.autoregressive.model.block_pages import BlockPages, Page
 from stage_runtime.processes.one_machine.local import LocalOptions, LocalPipeline
 
@@ -41,6 +47,9 @@ STREAMS: Final = 4
 STREAM_TOKENS: Final = 64
 LONG: Final = 1000  # tokens
 ARRIVALS_PER_S: Final = 0.8
+SLO_GAP_S: Final = 0.4
+SLO_FIRST_S: Final = 20.0
+CHUNK: Final = 128  # where the hidden share is measured
 STAGE: Final = """
 import stage_runtime as omni
 
@@ -59,7 +68,7 @@ apiVersion: omnipipeline.dev/v1alpha1
 kind: OmniPipeline
 metadata: {{name: bench}}
 spec:
-  processGroups: [{{name: decoder, replicas: {replicas}}}]
+  processGroups: [{{name: {group}, replicas: {replicas}}}]
   stages:
   - name: words
     process: decoder
@@ -74,6 +83,7 @@ class Arrangement(NamedTuple):
     chunk: int = 512
     replicas: int = 1
     apart: str = ""
+    group: str = "decoder"  #: Whose replicas.
 
 
 ARRANGEMENTS: Final = {
@@ -81,6 +91,7 @@ ARRANGEMENTS: Final = {
     "chunked": Arrangement(chunk=64),
     "two": Arrangement(replicas=2),
     "apart": Arrangement(apart="disaggregation: {prefill: {process: prefiller}}"),
+    "apart2": Arrangement(apart="disaggregation: {prefill: {process: prefiller}}", replicas=2, group="prefiller"),
 }
 
 
@@ -91,11 +102,13 @@ class Figures(NamedTuple):
     first_p99_ms: float
     tokens_per_s: float
     long_prompts: int
+    goodput_per_s: float
 
     def shown(self) -> str:
         gaps = f"gaps p50 {self.gap_p50_ms:6.1f} p99 {self.gap_p99_ms:7.1f} ms"
         firsts = f"p50 {self.first_p50_ms:7.0f} p99 {self.first_p99_ms:7.0f} ms"
-        return f"{gaps}, first token of {self.long_prompts} long prompts {firsts}, {self.tokens_per_s:5.1f} tokens/s"
+        rates = f"{self.tokens_per_s:5.1f} tokens/s, {self.goodput_per_s:.2f} good answers/s"
+        return f"{gaps}, first token of {self.long_prompts} long prompts {firsts}, {rates}"
 
 
 def quantile(values: Sequence[float], share: float) -> float:
@@ -137,17 +150,19 @@ async def measured(url: str, seconds: float) -> Figures:
     draw = random.Random(7)
     gaps: list[float] = []
     firsts: list[float] = []
-    tokens = 0
+    tokens = good = 0
     begun = time.monotonic()
     end = begun + seconds
     async with httpx.AsyncClient(base_url=url, timeout=300) as client:
 
         async def stream() -> None:
-            nonlocal tokens
+            nonlocal tokens, good
             while time.monotonic() < end:
                 times = await answer(client, [draw.randrange(VOCABULARY) for _ in range(12)], STREAM_TOKENS)
-                gaps.extend(later - one for one, later in itertools.pairwise(times))
+                own = [later - one for one, later in itertools.pairwise(times)]
+                gaps.extend(own)
                 tokens += len(times)
+                good += quantile(own, 0.95) <= SLO_GAP_S
 
         async def arrive() -> None:
             waiting = []
@@ -164,21 +179,56 @@ async def measured(url: str, seconds: float) -> Figures:
         first_p50_ms=quantile(firsts, 0.5) * 1e3,
         first_p99_ms=quantile(firsts, 0.99) * 1e3,
         tokens_per_s=tokens / (time.monotonic() - begun),
+        goodput_per_s=(good + sum(first <= SLO_FIRST_S for first in firsts)) / (time.monotonic() - begun),
         long_prompts=len(firsts),
     )
 
 
-async def run(name: str, model: Path, seconds: float) -> Figures:
-    chosen = ARRANGEMENTS[name]
+@contextlib.asynccontextmanager
+async def arranged(chosen: Arrangement, model: Path) -> AsyncIterator[str]:
+    """The URL of a pipeline."""
     with tempfile.TemporaryDirectory(prefix="b-") as folder:
         Path(folder, "words.py").write_text(STAGE)
-        text = PIPELINE.format(replicas=chosen.replicas, model=model, chunk=chosen.chunk, apart=chosen.apart)
+        text = PIPELINE.format(model=model, **chosen._asdict())
         Path(folder, "pipeline.yaml").write_text(text)
         overrides = [f"endpoints.basePath={folder}"]
         options = LocalOptions(port=0, cpu=True)
         async with LocalPipeline(Path(folder, "pipeline.yaml"), overrides=overrides, options=options) as pipeline:
-            await measured(pipeline.url, 2.0)  # warm
-            return await measured(pipeline.url, seconds)
+            yield pipeline.url
+
+
+async def run(name: str, model: Path, seconds: float) -> Figures:
+    async with arranged(ARRANGEMENTS[name], model) as url:
+        await measured(url, 2.0)  # warm
+        return await measured(url, seconds)
+
+
+async def hidden(model: Path, prompts: int = 5) -> dict[int, float]:
+    """Chunks of a prompt -> the share of its bytes that came before prefill had computed the last chunk."""
+    draw = random.Random(3)
+    shares = {}
+    chosen = ARRANGEMENTS["apart"]._replace(chunk=CHUNK)
+    async with arranged(chosen, model) as url, httpx.AsyncClient(base_url=url, timeout=300) as client:
+
+        async def counted() -> tuple[float, float, float]:
+            """Bytes received, bytes hidden, tokens generated, of all until the last beat."""
+            text = (await client.get("/metrics")).text
+            lines = [line.rpartition(" ") for line in text.splitlines() if 'stage="words"' in line]
+            names = ("kv_received_bytes_total{", "kv_hidden_bytes_total{", "generated_tokens_total{")
+            received, behind, made = (sum(float(one[2]) for one in lines if name in one[0]) for name in names)
+            return received, behind, made
+
+        total = 0
+        for chunks in (1, 2, 4, 8):  # the first one warms
+            before = await counted()
+            for _ in range(prompts):
+                await answer(client, [draw.randrange(VOCABULARY) for _ in range(chunks * CHUNK + 1)], 1)
+            total += prompts
+            while (after := await counted())[2] < total:
+                await asyncio.sleep(0.2)
+            received = after[0] - before[0]
+            shares[chunks] = (after[1] - before[1]) / received if received else float("nan")
+    return shares
 
 
 def copying(blocks: int = 64) -> tuple[float, float]:
@@ -203,13 +253,31 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=30.0)
     parser.add_argument("--only", nargs="*", default=list(ARRANGEMENTS), choices=list(ARRANGEMENTS))
+    parser.add_argument("--relays", nargs="*", default=["shm", "tcp", "nixl", "mooncake"])
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     crossing, memcpy = copying()
     found: dict[str, Any] = {"copy": {"blocks_gb_per_s": crossing, "memcpy_gb_per_s": memcpy}}
     print(f"blocks out and in {crossing:.1f} GB/s, memcpy {memcpy:.1f} GB/s: {crossing / memcpy:.2f}x", flush=True)
+    for relay, checked in itertools.product(arguments.relays, (False, True)):
+        pairs = asyncio.run(kv_rate.of_relay(relay, checked=checked))
+        blocks, tcp = (statistics.median(one) for one in zip(*pairs, strict=True))
+        ratio = statistics.median(one / other for one, other in pairs)
+        found[f"{relay}{' checked' if checked else ''}"] = {
+            "blocks_gb_per_s": blocks,
+            "tcp_gb_per_s": tcp,
+            "ratio": ratio,
+        }
+        sums = "with checksums" if checked else "without"
+        print(f"blocks by {relay} {sums} {blocks:.2f} GB/s, raw TCP {tcp:.2f} GB/s: {ratio:.2f}x", flush=True)
     with tempfile.TemporaryDirectory(prefix="m-") as folder:
         save_model(Path(folder))
+        shares = found["hidden"] = asyncio.run(hidden(Path(folder)))
+        print(
+            "hidden behind prefill:",
+            ", ".join(f"{one:.0%} of {many} chunks" for many, one in shares.items()),
+            flush=True,
+        )
         for name in arguments.only:
             figures = asyncio.run(run(name, Path(folder), arguments.seconds))
             found[name] = figures._asdict()

@@ -27,7 +27,8 @@ ARROWS: Final = {"stream": "⇢", "kv": "⇉"}
 PREFIX: Final = "omnipipeline_"
 KV: Final = "engine_kv_"
 
-Series = dict[tuple[str, str], float]  #: (name without prefix, the stage or outcome) -> value
+#: (name without prefix, the stage or outcome) -> value; of a stage's reasons ``name.reason``, too.
+Series = dict[tuple[str, str], float]
 
 
 class Sample(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,8 +85,12 @@ def parse(text: str) -> Series:
         for sample in family.samples:
             if "le" in sample.labels or not sample.name.startswith(PREFIX):
                 continue
-            key = sample.name.removeprefix(PREFIX), sample.labels.get("stage") or sample.labels.get("outcome") or ""
+            name, labels = sample.name.removeprefix(PREFIX), sample.labels
+            key = name, labels.get("stage") or labels.get("outcome") or ""
             found[key] = found.get(key, 0.0) + sample.value
+            if "stage" in labels and "reason" in labels:
+                one = f"{name}.{labels['reason']}", key[1]
+                found[one] = found.get(one, 0.0) + sample.value
     return found
 
 
@@ -185,13 +190,30 @@ def _transfers(before: Sample, now: Sample, stage: str) -> Text:
     def count(name: str) -> int:
         return int(now.series.get((KV + name, stage), 0))
 
+    def reasons(name: str) -> str:
+        start = f"{KV}{name}."
+        found = {
+            key.removeprefix(start): int(value)
+            for (key, of), value in now.series.items()
+            if of == stage and value and key.startswith(start)
+        }
+        return f" ({', '.join(f'{value} {reason}' for reason, value in found.items())})" if found else ""
+
     line = Text(f"{stage} KV: ", style="dim")
-    line.append(f"{moved('sent')}, {moved('received')}; prompts: {count('loads')} under way, ")
-    line.append(f"{count('loads_total')} asked, {count('local_total')} computed here")
-    if lost := count("failed_total"):
-        line.append(f", {lost} failed", style="red")
-    if refused := count("refused_total"):
-        line.append(f", {refused} refused", style="red")
+    line.append(f"{moved('sent')}, {moved('received')}")
+    if received := count("received_bytes_total"):
+        line.append(f", {100 * count('hidden_bytes_total') / received:.0f} % of all while prefill computed")
+    line.append(f"; prompts: {count('loads')} under way, {count('loads_total')} asked")
+    if least := count("least_tokens"):
+        line.append(f" from {least} tokens on")
+    line.append(f", {count('local_total')} computed here{reasons('local_total')}")
+    if failed := count("failed_total"):
+        line.append(f", {failed} failed{reasons('failed_total')}", style="red")
+    if (KV + "leases", stage) in now.series:
+        line.append(f"; leases: {count('leases')} held, {count('leases_renewed_total')} renewed")
+        line.append(
+            f", {count('leases_expired_total')} expired", style="red" if count("leases_expired_total") else "dim"
+        )
     return line
 
 

@@ -34,8 +34,8 @@ class KVSink(Protocol):
     def arrived(self, room: Room, header: bytes, tensors: Sequence[Tensor]) -> None:
         """Decode side: a piece. The tensors are the receiver's own."""
 
-    def closed(self, room: Room, reason: str | None) -> None:
-        """The other side has closed the room, or died, or its link was cut. Nothing arrives for it afterwards."""
+    def closed(self, room: Room, reason: str | None, *, lost: bool = False) -> None:
+        """The other side has closed the room; lost: it has died, or its link was cut. Nothing arrives afterwards."""
 
 
 class KVTransport(Protocol):

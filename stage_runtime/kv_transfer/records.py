@@ -53,7 +53,8 @@ class PromptAsk(msgspec.Struct, frozen=True, kw_only=True):
 class PieceHeader(msgspec.Struct, frozen=True, kw_only=True):
     """The blocks ``first .. first + count`` of the prompt.
 
-    prompt: `prompt_digest` of what prefill has computed. layout: `KVLayout.digest` of its blocks.
+    prompt: `prompt_digest` of what prefill has computed. layout: `KVLayout.digest` of its blocks. computed_s: when
+    they were computed, in seconds after the ask came, by prefill's clock.
     """
 
     key: bytes
@@ -62,6 +63,7 @@ class PieceHeader(msgspec.Struct, frozen=True, kw_only=True):
     first: int
     count: int
     checksum: int | None = None
+    computed_s: float = 0.0
 
 
 _encode = msgspec.msgpack.Encoder().encode

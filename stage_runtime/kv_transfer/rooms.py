@@ -135,6 +135,11 @@ class KVReceiver(_End):
         self._happen(RoomEvent.MOVED)
         return tensors[0].view(-1)
 
+    @property
+    def end(self) -> int:
+        """The block behind the last one that was asked for."""
+        return self._ask.end
+
     def complete(self) -> None:
         """All has been written: the room ends."""
         self._happen(RoomEvent.COMPLETE)
@@ -165,8 +170,11 @@ class KVSender(_End):
         """Blocks that are asked for and not sent, of the first ``computed`` ones."""
         return range(self._next, min(computed, self._end))
 
-    def send(self, kv_indices: range) -> PieceHeader:
-        """These blocks, the next ones, are being copied. Returns: the header of their piece, for `ship`."""
+    def send(self, kv_indices: range, *, computed_s: float = 0.0) -> PieceHeader:
+        """These blocks, the next ones, are being copied. Returns: the header of their piece, for `ship`.
+
+        computed_s: see `records.PieceHeader`.
+        """
         assert kv_indices.start == self._next
         self._next = kv_indices.stop
         self._happen(RoomEvent.MOVED)
@@ -178,6 +186,7 @@ class KVSender(_End):
             layout=self._manager.layout.digest,
             first=kv_indices.start,
             count=len(kv_indices),
+            computed_s=computed_s,
         )
 
     def ship(self, header: PieceHeader, flat: Tensor, sent: Callable[[], None]) -> None:

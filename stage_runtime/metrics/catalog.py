@@ -318,8 +318,10 @@ RELAY: Final[Mapping[str, Metric]] = {
 }
 
 
-def _of_engine(short: str, help: str, *, kind: Literal["counter", "gauge"] = "gauge") -> Metric:
-    return Metric(name=f"omnipipeline_engine_{short}", kind=kind, help=help, labels=(*_OF_PROCESS, "stage"))
+def _of_engine(
+    short: str, help: str, *, kind: Literal["counter", "gauge"] = "gauge", labels: tuple[str, ...] = ()
+) -> Metric:
+    return Metric(name=f"omnipipeline_engine_{short}", kind=kind, help=help, labels=(*_OF_PROCESS, "stage", *labels))
 
 
 #: Metrics by the names in `Inbox.gauges` of an `omni.Autoregressive` stage.
@@ -343,6 +345,9 @@ ENGINE: Final[Mapping[str, Metric]] = {
 #: As `ENGINE`, of a stage with ``disaggregation`` or ``kv_folder``.
 KV: Final[Mapping[str, Metric]] = {
     "kv_loads_under_way": _of_engine("kv_loads", "Prompts that wait for blocks of a prefill instance or a folder"),
+    "kv_least_tokens": _of_engine(
+        "kv_least_tokens", "Tokens from which on a prompt is asked of a prefill instance, as measured; 0: of others"
+    ),
     "kv_loads_total": _of_engine("kv_loads_total", "Prompts asked of a prefill instance or a folder", kind="counter"),
     "kv_received_tokens_total": _of_engine(
         "kv_received_tokens_total", "Tokens of prompts whose blocks were received", kind="counter"
@@ -351,14 +356,29 @@ KV: Final[Mapping[str, Metric]] = {
     "kv_received_bytes_total": _of_engine("kv_received_bytes_total", "Their bytes", kind="counter"),
     "kv_sent_blocks_total": _of_engine("kv_sent_blocks_total", "Blocks sent, or kept in a folder", kind="counter"),
     "kv_sent_bytes_total": _of_engine("kv_sent_bytes_total", "Their bytes", kind="counter"),
+    "kv_hidden_bytes_total": _of_engine(
+        "kv_hidden_bytes_total",
+        "Of the bytes received, those that came before prefill had computed the last block of their prompt",
+        kind="counter",
+    ),
     "kv_local_total": _of_engine(
-        "kv_local_total", "Prompts computed here: too short, or no prefill instance or folder has them", kind="counter"
+        "kv_local_total",
+        "Prompts computed here, nobody asked: short, unbound (no prefill instance), absent (from the folder), unfit",
+        kind="counter",
+        labels=("reason",),
     ),
     "kv_failed_total": _of_engine(
-        "kv_failed_total", "Prompts computed here since a prefill instance or a folder failed", kind="counter"
+        "kv_failed_total",
+        "Prompts asked for and computed here: lost, declined, silent, refused (what came), unreadable, error",
+        kind="counter",
+        labels=("reason",),
     ),
-    "kv_refused_total": _of_engine(
-        "kv_refused_total", "Prompts computed here since what came was not what was asked for", kind="counter"
+    "kv_leases": _of_engine("kv_leases", "Prompts that decode instances have asked of this prefill instance"),
+    "kv_leases_renewed_total": _of_engine(
+        "kv_leases_renewed_total", "Renewals of such prompts' leases", kind="counter"
+    ),
+    "kv_leases_expired_total": _of_engine(
+        "kv_leases_expired_total", "Such prompts given up: no renewal came for 30 s", kind="counter"
     ),
 }
 

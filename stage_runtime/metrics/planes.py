@@ -182,9 +182,11 @@ def _read(numbers: Gauges) -> Iterator[tuple[Metric, Labels, float]]:
         elif edge[0] == _INSTANCES and len(edge) == 5:
             yield catalog.EDGE_INSTANCES, tuple(edge[1:]), value
         elif name.startswith(_ENGINE):
-            short, _, stage = name.removeprefix(_ENGINE).partition(":")
-            if (metric := _OF_STAGE.get(short)) is not None:
-                yield metric, (stage,), value
+            full, _, stage = name.removeprefix(_ENGINE).partition(":")
+            short, *reason = full.split(".")
+            labels = (stage, *reason)
+            if (metric := _OF_STAGE.get(short)) is not None and len(metric.labels) == 1 + len(labels):
+                yield metric, labels, value
         elif name.startswith(_RELAY) and (of_relay := _of_relay(name.removeprefix(_RELAY))) is not None:
             yield of_relay[0], (of_relay[1],), value
 

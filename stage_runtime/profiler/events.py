@@ -47,6 +47,13 @@ RELAY_GET_START: Final = "relay_get_start"
 RELAY_GET_END: Final = "relay_get_end"  #: All of it is here.
 RELAY_RELEASED: Final = "relay_released"  #: The receiver has released it: the sender's slot is free.
 
+# --- prefill apart from decode ------------------------------------------------------------------------------------
+KV_LOCAL: Final = "kv_local"  #: Decode computes the prompt itself. metadata: reason
+KV_LOAD_START: Final = "kv_load_start"  #: Decode asks for blocks. metadata: blocks
+KV_LOAD_END: Final = "kv_load_end"  #: Nothing more comes. metadata: blocks that have come, complete
+KV_PREFILL_START: Final = "kv_prefill_start"  #: Prefill was asked for blocks. metadata: blocks
+KV_PREFILL_END: Final = "kv_prefill_end"  #: It computes nothing more of them. metadata: complete
+
 # --- of a file, not of a request ----------------------------------------------------------------------------------
 RECORDER_STARTED: Final = "recorder_started"  #: metadata: host, incarnation, stages
 RECORDER_STOPPED: Final = "recorder_stopped"  #: metadata: dropped, why
@@ -91,6 +98,8 @@ INTERVALS: Final[tuple[tuple[str, str], ...]] = (
     (RELAY_PUT_START, RELAY_PUT_END),
     (RELAY_PUT_START, RELAY_RELEASED),
     (RELAY_GET_START, RELAY_GET_END),
+    (KV_LOAD_START, KV_LOAD_END),
+    (KV_PREFILL_START, KV_PREFILL_END),
 )
 
 #: Pairs beside those of a start and an end whose two events carry the same of `DISTINCT_BY`.

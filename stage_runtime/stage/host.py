@@ -259,9 +259,13 @@ class Host:
             edge_transports=self._edge_transports(),
             sends_queued=process.send_queues.queued,
             events=process.channels.counters + process.counters,
-            engines={name: stage.inbox.gauges for name, stage in self.stages.items()},
+            engines={name: {**stage.inbox.gauges, **self._kv_gauges(name)} for name, stage in self.stages.items()},
             busy=busy,
         )
+
+    def _kv_gauges(self, stage: str) -> Mapping[str, float]:
+        transport = self.kv.get(stage)
+        return {} if transport is None else transport.gauges()
 
     def _edge_transports(self) -> dict[edge_transports.EdgeTransport, int]:
         """How each edge reaches the instances that this process knows."""

@@ -116,15 +116,20 @@ def test_the_graph_is_shown_with_queues_busy_stages_and_rates() -> None:
 
 
 def test_blocks_that_cross_are_shown_of_the_stages_that_have_them() -> None:
-    counts = {"loads": 2, "loads_total": 40, "local_total": 3, "failed_total": 1}
+    counts = {"loads": 2, "loads_total": 40, "local_total": 3, "local_total.short": 2, "local_total.unbound": 1}
+    counts |= {"failed_total": 1, "failed_total.lost": 1, "hidden_bytes_total": 6_000_000, "least_tokens": 32}
     before = sample(10.0, **{"engine_kv_loads_total/a": 30, "engine_kv_received_blocks_total/a": 100})
     moved = {"received_blocks_total": 150, "received_bytes_total": 8e6}
     now = sample(12.0, **{f"engine_kv_{name}/a": value for name, value in {**counts, **moved}.items()})
     found = " ".join(line.strip() for line in lines(top.draw(before, now, width=120), width=120)[5:])
     assert found == (
-        "a KV: 0.0 blocks/s (0.0 MB/s) sent, 25.0 blocks/s (4.0 MB/s) received; prompts: 2 under way, 40 asked, "
-        "3 computed here, 1 failed"
+        "a KV: 0.0 blocks/s (0.0 MB/s) sent, 25.0 blocks/s (4.0 MB/s) received, 75 % of all while prefill computed; "
+        "prompts: 2 under way, 40 asked from 32 tokens on, 3 computed here (2 short, 1 unbound), 1 failed (1 lost)"
     )
+    leases = {"engine_kv_loads_total": 0, "engine_kv_leases": 2, "engine_kv_leases_renewed_total": 5}
+    now = sample(12.0, **{f"{name}/b": value for name, value in leases.items()})
+    found = " ".join(line.strip() for line in lines(top.draw(before, now, width=120), width=120)[5:])
+    assert found.endswith("0 computed here; leases: 2 held, 5 renewed, 0 expired")
     assert "KV" not in "".join(lines(top.draw(sample(1.0), sample(2.0), width=120), width=120))
 
 

@@ -45,7 +45,7 @@ class Decode:
         if came is not None:
             came.put((header.decode(), int(tensors[0].sum(dtype=torch.int64))))
 
-    def closed(self, room: Room, reason: str | None) -> None:
+    def closed(self, room: Room, reason: str | None, *, lost: bool = False) -> None:
         came = self._open.get(room)
         if came is not None:
             came.put(("closed", reason))
@@ -88,7 +88,7 @@ class Prefill:
     def arrived(self, room: Room, header: bytes, tensors: Sequence[torch.Tensor]) -> None:
         raise AssertionError("prefill got a piece")
 
-    def closed(self, room: Room, reason: str | None) -> None:
+    def closed(self, room: Room, reason: str | None, *, lost: bool = False) -> None:
         self._over.add(room)
 
     def _compute(self, room: Room, prompt: Prompt) -> None:

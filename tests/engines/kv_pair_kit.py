@@ -12,6 +12,7 @@ import msgspec
 from stage_runtime.api import Autoregressive
 from stage_runtime.engines.autoregressive.connectors import layouts
 from stage_runtime.engines.autoregressive.connectors.decode import DecodeConnector
+from stage_runtime.engines.autoregressive.connectors.hops import Fixed, Hops
 from stage_runtime.engines.autoregressive.connectors.prefill import PrefillConnector
 from stage_runtime.engines.autoregressive.core.engine_core import EngineCore
 from stage_runtime.engines.autoregressive.model.digests import weights_digest
@@ -111,10 +112,13 @@ class Pair:
         prefilling: dict[str, Any] | None = None,
         max_inflight: int = 1 << 20,
         layout: dict[str, Any] | None = None,
+        hops: Hops | None = None,
         cores: tuple[EngineCore, EngineCore] | None = None,
         **limits: Any,
     ) -> None:
-        """layout: what differs in that of prefill. cores: of decode and prefill, instead of new ones."""
+        """hops: instead of ``least``. layout: what differs in that of prefill.
+
+        cores: of decode and prefill, instead of new ones."""
         self.bound, self.takes, self.now = True, True, 0.0
         self.stopped: Engine | None = None  #: This side does nothing.
         self.untaken: list[Piece] = []
@@ -132,13 +136,16 @@ class Pair:
             self._manager(self.d.engine, self.decode, max_inflight),
             post=self.d.posted.put,
             origin=lambda name: name.split("\0")[0],
-            least_tokens=least,
-            clock=lambda: self.now,
+            hops=hops or Fixed(least),
+            clock=self.clock,
         )
         manager = self._manager(self.p.engine, self.prefill, max_inflight)
         if layout:
             manager.layout = msgspec.structs.replace(manager.layout, **layout)
-        self.prefiller = PrefillConnector(self.p.engine, manager, post=self.p.posted.put)
+        self.prefiller = PrefillConnector(self.p.engine, manager, post=self.p.posted.put, clock=self.clock)
+
+    def clock(self) -> float:
+        return self.now
 
     def _manager(self, engine: EngineCore, side: Side, max_inflight: int) -> KVManager:
         runner: Any = engine.executor.call(lambda one: one).result()
@@ -212,9 +219,10 @@ class Pair:
 
     @property
     def counts(self) -> dict[str, int]:
+        """Of decode; of prompts that it has computed, by reason."""
         kv = self.d.engine.kv
         assert kv is not None
-        return dict(kv.counts)
+        return {**kv.counts, **{str(why): count for why, count in kv.computed_here.items()}}
 
 
 def prompts(count: int, length: int = 30, first: int = 3) -> list[list[int]]:

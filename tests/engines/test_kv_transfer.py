@@ -132,7 +132,7 @@ def test_a_prompt_below_the_threshold_is_computed_here() -> None:
     pair.d.ask("short", PROMPT[:17])
     pair.d.ask("long", PROMPT[:22])
     pair.run()
-    assert (pair.counts["local"], len(pair.asks)) == (1, 1)
+    assert (pair.counts["short"], len(pair.asks)) == (1, 1)
     pair.close()
 
 
@@ -141,7 +141,7 @@ def test_without_a_prefill_instance_prompts_are_computed_here(pair: Pair) -> Non
     pair.d.ask("r", PROMPT)
     pair.run()
     assert pair.d.tokens["r"] == alone("llama", PROMPT, 12)
-    assert (pair.counts["local"], pair.asks) == (1, [])
+    assert (pair.counts["unbound"], pair.asks) == (1, [])
 
 
 def test_requests_with_the_same_beginning_ask_for_it_once(pair: Pair) -> None:
@@ -327,7 +327,7 @@ def test_blocks_that_were_lost_are_computed_here_after_a_while(pair: Pair) -> No
     pair.now += 31
     pair.decoder.look()
     _answered(pair)
-    assert pair.counts["failed"] == 1
+    assert pair.counts["silent"] == 1
 
 
 def test_a_room_that_prefill_closes_is_computed_here_from_what_has_come(pair: Pair) -> None:
@@ -343,14 +343,14 @@ def test_a_room_that_prefill_closes_is_computed_here_from_what_has_come(pair: Pa
     pair.d.ask("r", prompt)
     pair.run()
     assert pair.d.tokens["r"] == alone("llama", prompt, 12)
-    assert (pair.counts["failed"], pair.counts["received_blocks"]) == (1, 4)
+    assert (pair.counts["declined"], pair.counts["received_blocks"]) == (1, 4)
     assert pair.leaked == [0, 0]
 
 
 def test_a_priority_that_no_message_can_carry_costs_its_own_prompt_the_other_engine(pair: Pair) -> None:
     pair.d.ask("r", PROMPT, priority=10**30)
     _answered(pair)
-    assert (pair.counts["failed"], pair.asks) == (1, [])
+    assert (pair.counts["error"], pair.asks) == (1, [])
 
 
 def test_an_ask_that_nobody_answers_waits_and_its_abort_frees_all(pair: Pair) -> None:

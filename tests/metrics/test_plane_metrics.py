@@ -7,6 +7,10 @@ from stage_runtime.transfers.accounts import EdgeNumbers
 from tests.relays.relay_pairs import Pair
 
 
+def with_reason(name: str) -> str:
+    return f"{name}.short" if "reason" in catalog.KV[name].labels else name
+
+
 async def test_every_number_of_the_relays_has_a_metric_and_every_metric_of_relays_a_number() -> None:
     pair = Pair("shm")
     try:
@@ -18,7 +22,7 @@ async def test_every_number_of_the_relays_has_a_metric_and_every_metric_of_relay
             edges={("thinker", "talker", "shm"): EdgeNumbers(5, 4, 0, 1, 0.5, 2)},
             edge_transports={("thinker", "talker", "shm", "memory"): 2},
             engines={
-                "chat": dict.fromkeys([*catalog.ENGINE, *catalog.KV], 7.0),
+                "chat": dict.fromkeys([*catalog.ENGINE, *map(with_reason, catalog.KV)], 7.0),
                 "eyes": dict.fromkeys(catalog.CACHE, 3.0),
             },
         )
@@ -33,11 +37,13 @@ async def test_every_number_of_the_relays_has_a_metric_and_every_metric_of_relay
     assert samples[catalog.EDGE_QUARANTINED] == {("talk", "thinker", "talker", "shm"): 2}
     assert samples[catalog.EDGE_INSTANCES] == {("talk", "thinker", "talker", "shm", "memory"): 2}
     assert samples[catalog.ENGINE["kv_blocks_used"]] == {("talk", "chat"): 7}
+    assert samples[catalog.KV["kv_local_total"]] == {("talk", "chat", "short"): 7}
     assert samples[catalog.CONTROL_EVENTS] == {("talk", "resent"): 3, ("talk", "received"): 4}
 
 
 def test_numbers_of_a_newer_process_are_left_out() -> None:
     numbers = {"relay_pigeon_flown_miles": 7.0, "sends_queued": 1.0, "new": 2.0, "relay_pigeon_sent_bytes": 3.0}
+    numbers |= {"engine_steps_total.day:chat": 4.0, "engine_kv_local_total:chat": 5.0}
     samples = planes.samples({"talk": numbers})
     assert {metric.name: values for metric, values in samples.items() if values} == {
         "omnipipeline_sends_queued": {("talk",): 1},

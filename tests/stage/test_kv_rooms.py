@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 
 from stage_runtime.api import StagePayload
 from stage_runtime.kv_transfer.interface import Piece, Room
+from stage_runtime.rules import kvrooms
 from stage_runtime.stage.host import Host
 from stage_runtime.stage.kv.transport import StageKVTransport
 from stage_runtime.wire.messages import KVBeat, KVClose, KVPiece, Members
@@ -31,6 +33,7 @@ class RecordingSink:
         self.asks: list[tuple[Room, str, bytes, Sequence[Any]]] = []
         self.pieces: list[tuple[Room, bytes, Sequence[Any]]] = []
         self.ends: list[tuple[Room, str | None]] = []
+        self.lost: list[bool] = []  #: Of each end.
         self.raises = False
 
     def asked(self, room: Room, peer: str, record: bytes, tensors: Sequence[Any]) -> None:
@@ -43,8 +46,9 @@ class RecordingSink:
             raise ValueError("not a block")
         self.pieces.append((room, header, tensors))
 
-    def closed(self, room: Room, reason: str | None) -> None:
+    def closed(self, room: Room, reason: str | None, *, lost: bool = False) -> None:
         self.ends.append((room, reason))
+        self.lost.append(lost)
 
 
 class Pair:
@@ -210,7 +214,7 @@ async def test_a_dead_peer_closes_the_rooms_with_it_at_once() -> None:
             room = await made.room()
             made.world.send(OWNER, alive, Members(gone=(dead,)))
             await made.world.until(lambda alive=alive: bool(made.sinks[alive].ends))  # type: ignore[misc]
-            assert made.sinks[alive].ends == [(room, "it is gone")]
+            assert (made.sinks[alive].ends, made.sinks[alive].lost) == ([(room, "it is gone")], [True])
             assert made.rooms("d").peer("r1") is (None if alive == "d" else "p") or alive == "p"
 
 
@@ -243,6 +247,24 @@ async def test_a_beat_for_a_room_that_is_not_open_closes_it_at_decode() -> None:
         assert made.sinks["d"].ends == [(room, "the room is not open at the other side")]
 
 
+async def test_leases_are_counted_where_blocks_are_held() -> None:
+    async with pair() as made:
+        room = await made.room()
+
+        def leases(name: str) -> float:
+            return made.hosts["p"].gauges()[f"engine_kv_leases{name}:pre"]
+
+        assert (leases(""), leases("_expired_total")) == (1, 0)
+        before = leases("_renewed_total")
+        made.world.send("d", "p", KVBeat("pre", (room, Room(OWNER, "r1", 1, 99))))
+        await made.world.until(lambda: leases("_renewed_total") > before)  # and by decode's own beats
+        later = time.monotonic() + kvrooms.LEASE_S + 1
+        made.rooms("p")._clock = lambda: later
+        await made.world.until(lambda: (leases(""), leases("_expired_total")) == (0, 1))
+        assert made.sinks["p"].ends == [(room, "its lease is over")]
+        assert not any("kv_leases" in name for name in made.hosts["d"].gauges())
+
+
 async def test_a_draining_prefill_finishes_its_rooms_and_refuses_new_ones() -> None:
     async with pair() as made:
         room = await made.room()
@@ -253,6 +275,7 @@ async def test_a_draining_prefill_finishes_its_rooms_and_refuses_new_ones() -> N
         made.rooms("d").ask(refused, "p", b"prompt", [])
         await made.world.until(lambda: bool(made.sinks["d"].ends))
         assert made.sinks["d"].ends == [(refused, "the prefill instance is draining")]
+        assert made.sinks["d"].lost == [False]
         made.rooms("p").ship(room, Piece(b"last", [torch.zeros(4)], nothing))
         await made.world.until(lambda: len(made.sinks["d"].pieces) == 1)
         made.rooms("d").close(room, None)

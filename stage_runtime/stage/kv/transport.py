@@ -64,6 +64,8 @@ class StageKVTransport:
         self._draining = False
         self._timer: asyncio.TimerHandle | None = None
         self._renewed_at = 0.0
+        self._renewals = 0  #: Leases of rooms, each time.
+        self._expired = 0
         self._lock = threading.Lock()  #: Of the rooms. Nothing else is called with it.
         self._fetching: Fetching | None = None
         self._outbox = Outbox(
@@ -174,6 +176,13 @@ class StageKVTransport:
         """Asks and pieces that wait to be sent."""
         return self._outbox.waiting
 
+    def gauges(self) -> dict[str, float]:
+        """Rooms of a prefill stage, each under a lease; by the names of `metrics.catalog.KV`."""
+        if self.plan.kv_role != "prefill":
+            return {}
+        renewed, expired = self._renewals, self._expired
+        return {"kv_leases": len(self._rooms), "kv_leases_renewed_total": renewed, "kv_leases_expired_total": expired}
+
     # --- messages -------------------------------------------------------------------------------------------------
 
     def _ask(self, sender: str, message: KVAsk) -> None:
@@ -204,13 +213,14 @@ class StageKVTransport:
     def _close(self, sender: str, message: KVClose) -> None:
         if self._is_open(message.room, sender):
             self._end(message.room, message.reason)
-            self._tell(message.room, message.reason)
+            self._tell(message.room, message.reason, lost=False)
 
     def _beat(self, sender: str, message: KVBeat) -> None:
         now = self._clock()
         for room in message.rooms:
             with self._lock:
                 renewed = self._rooms.renew(room, sender, now)
+            self._renewals += renewed
             if not renewed:
                 self._process.send(sender, KVClose(room, self.plan.kv_peer, ENDED_ELSEWHERE))
 
@@ -310,11 +320,12 @@ class StageKVTransport:
             self.close(room, problem)
             self._tell(room, problem)
 
-    def _tell(self, room: Room, reason: str | None) -> None:
+    def _tell(self, room: Room, reason: str | None, *, lost: bool = True) -> None:
+        """lost: the other side has not said so."""
         sink = self._sink
         if sink is not None:
             with contextlib.suppress(Exception):
-                self._guarded(room, lambda: sink.closed(room, reason))
+                self._guarded(room, lambda: sink.closed(room, reason, lost=lost))
 
     def _call(self, room: Room, call: Callable[[], None]) -> None:
         """A sink that raises fails its room alone."""
@@ -322,7 +333,7 @@ class StageKVTransport:
             self._guarded(room, call)
         except Exception as error:
             self.close(room, describe(error))
-            self._tell(room, describe(error))
+            self._tell(room, describe(error), lost=False)
 
     def _guarded(self, room: Room, call: Callable[[], None]) -> None:
         try:
@@ -354,7 +365,7 @@ class StageKVTransport:
         elif self.plan.kv_role == "prefill":
             with self._lock:
                 expired = frozenset(self._rooms.expired(now))
-            self._process.counters["kv_leases_expired"] += len(expired)
+            self._expired += len(expired)
             self._end_where(lambda room, _: room in expired, "its lease is over", tell=True)
         if len(self._rooms):
             self._arm()

@@ -13,8 +13,9 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from stage_runtime.engines.autoregressive.connectors.hops import Hops
 from stage_runtime.engines.autoregressive.core.engine_core import EngineCore, EngineCoreRequest
-from stage_runtime.engines.autoregressive.core.kv_connector import Post
+from stage_runtime.engines.autoregressive.core.kv_connector import Failure, Local, Post
 from stage_runtime.engines.autoregressive.text.prompt_rows import ROW
 from stage_runtime.errors import ProtocolError
 from stage_runtime.kv_transfer import records
@@ -39,11 +40,12 @@ class DecodeConnector:
         *,
         post: Post,
         origin: Callable[[str], str | None],
-        least_tokens: int,
+        hops: Hops,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """origin: the id by which the transport knows an engine's request. least_tokens: fewer are computed here."""
-        self.least_tokens = least_tokens
+        """origin: the id by which the transport knows an engine's request."""
+        self._hops = hops
+        self._probes: dict[Room, KVReceiver] = {}  #: Asks for one block, for the time that they take.
         self._manager = manager
         self._post = post
         self._origin = origin
@@ -51,38 +53,67 @@ class DecodeConnector:
         self._rooms: dict[Room, tuple[str, KVReceiver]] = {}
         self._room_of: dict[str, Room] = {}
         self._progress: dict[Room, float] = {}  #: When each was asked for, or gave its last piece.
+        self._came: dict[Room, list[tuple[float, int]]] = {}  #: Of each piece, seconds after the ask, and bytes.
+        self._asked_at: dict[Room, float] = {}
         self._clock = clock
         self._timer: threading.Timer | None = None  #: While rooms are open.
         self._checks = ThreadPoolExecutor(1, thread_name_prefix="kv-check")
         self._loads = core.connect(self, post)
+        self._loads.least_tokens = lambda: hops.least_tokens
         manager.transport.attach(self)
 
     # --- KVConnector: the engine's thread -------------------------------------------------------------------------
 
     def get_num_new_matched_tokens(self, request: EngineCoreRequest, made: Request, computed: int, whole: int) -> int:
-        origin = self._origin(made.id) if whole - computed >= self.least_tokens else None
-        if origin is None or self._manager.transport.peer(origin) is None:
-            self._loads.counts["local"] += 1
+        origin = self._origin(made.id)
+        peer = None if origin is None else self._manager.transport.peer(origin)
+        if peer is not None and origin is not None and self._hops.meet(peer):
+            self._probe(origin, peer)
+        if whole - computed < self._hops.least_tokens:
+            self._loads.compute_here(made.id, Local.SHORT)
+            return 0
+        if peer is None:
+            self._loads.compute_here(made.id, Local.UNBOUND)
             return 0
         return whole - computed
+
+    def _probe(self, origin: str, peer: str) -> None:
+        """Ask for a block that nobody needs, in a room of a request that is here."""
+        room = self._manager.transport.room(origin, next(self._generations))
+        if room is None:
+            return
+        size = self._manager.layout.block_size
+        ask = PromptAsk(key=new_key(), layout=self._manager.layout, first=0, end=1, cache_salt=new_key().hex())
+        self._probes[room] = KVReceiver(self._manager, peer, room, ask, [torch.zeros(size, dtype=torch.int64)])
+        self._progress[room] = self._asked_at[room] = self._clock()
+        self._probes[room].init([0])
+        self._arm()
+
+    def _probed(self, room: Room) -> KVReceiver | None:
+        """A probe's room is over. None: it is not a probe's."""
+        receiver = self._probes.pop(room, None)
+        if receiver is not None:
+            del self._progress[room], self._asked_at[room]
+        return receiver
 
     def update_state_after_alloc(self, load: Load, request: EngineCoreRequest) -> None:
         transport, origin = self._manager.transport, self._origin(load.request_id)
         peer = None if origin is None else transport.peer(origin)
         room = None if origin is None else transport.room(origin, next(self._generations))
         if peer is None or room is None:
-            self._post(partial(self._loads.fail, load.request_id, "its prefill instance is gone"))
+            self._post(partial(self._loads.fail, load.request_id, "its prefill instance is gone", Failure.LOST))
             return
         ask, tensors = self._ask(load, request)
         receiver = KVReceiver(self._manager, peer, room, ask, tensors)
         self._rooms[room] = load.request_id, receiver
         self._room_of[load.request_id] = room
-        self._progress[room] = self._clock()
+        self._progress[room] = self._asked_at[room] = self._clock()
+        self._came[room] = []
         receiver.init(load.missing)
         self._arm()
 
     def _arm(self) -> None:
-        if self._timer is None and self._rooms:
+        if self._timer is None and self._progress:
             self._timer = threading.Timer(LOOK_S, self._post, (self.look,))
             self._timer.daemon = True
             self._timer.start()
@@ -93,10 +124,13 @@ class DecodeConnector:
         now = self._clock()
         for room, since in list(self._progress.items()):
             if now - since > PATIENCE_S:
-                request_id, receiver = self._rooms[room]
                 problem = f"no block has come for {PATIENCE_S:g} s"
+                if (probe := self._probed(room)) is not None:
+                    probe.fail(problem)
+                    continue
+                request_id, receiver = self._rooms[room]
                 receiver.fail(problem)
-                self._loads.fail(request_id, problem)
+                self._loads.fail(request_id, problem, Failure.SILENT)
         self._arm()
 
     def _ask(self, load: Load, request: EngineCoreRequest) -> tuple[PromptAsk, list[Tensor]]:
@@ -148,7 +182,7 @@ class DecodeConnector:
         room = self._room_of.pop(request_id, None)
         if room is None:
             return None
-        del self._progress[room]
+        del self._progress[room], self._asked_at[room], self._came[room]
         return self._rooms.pop(room)[1]
 
     def close(self) -> None:
@@ -164,8 +198,9 @@ class DecodeConnector:
     def arrived(self, room: Room, header: bytes, tensors: Sequence[Tensor]) -> None:
         self._checks.submit(self._check, room, header, tensors)
 
-    def closed(self, room: Room, reason: str | None) -> None:
-        ended = partial(self._closed, room, reason or "the other side has ended the room")
+    def closed(self, room: Room, reason: str | None, *, lost: bool = False) -> None:
+        why = Failure.LOST if lost else Failure.DECLINED
+        ended = partial(self._closed, room, reason or "the other side has ended the room", why)
         self._checks.submit(self._post, ended)  # behind the pieces before it
 
     def _check(self, room: Room, header: bytes, tensors: Sequence[Tensor]) -> None:
@@ -182,7 +217,8 @@ class DecodeConnector:
     # --- the engine's thread again --------------------------------------------------------------------------------
 
     def _accept(self, room: Room, header: PieceHeader, tensors: Sequence[Tensor]) -> None:
-        request_id, receiver = self._rooms.get(room, ("", None))
+        now = self._clock()
+        request_id, receiver = self._rooms.get(room, ("", self._probes.get(room)))
         if receiver is None:
             return
         try:
@@ -190,18 +226,37 @@ class DecodeConnector:
         except ProtocolError as error:
             self._refuse(room, str(error))
             return
-        self._progress[room] = self._clock()
+        after_s = now - self._asked_at[room]
+        if self._probed(room) is not None:
+            self._hops.note(after_s - header.computed_s)
+            receiver.complete()
+            return
+        came = self._came[room]
+        if not came:
+            self._hops.note(after_s - header.computed_s)
+        if header.first + header.count == receiver.end:
+            self._loads.counts["hidden_bytes"] += sum(
+                nbytes for before_s, nbytes in came if before_s <= header.computed_s
+            )
+        came.append((after_s, flat.numel()))
+        self._progress[room] = now
         self._loads.fill(request_id, header.first, flat, header.count)
 
     def _refuse(self, room: Room, problem: str) -> None:
         """What came is not what was asked for: nothing of the room is believed any more."""
+        if (probe := self._probed(room)) is not None:
+            probe.fail(problem)
+            return
         request_id, receiver = self._rooms.get(room, ("", None))
         if receiver is not None:
             receiver.fail(problem)
-            self._loads.fail(request_id, problem, refused=True)
+            self._loads.fail(request_id, problem, Failure.REFUSED)
 
-    def _closed(self, room: Room, reason: str) -> None:
+    def _closed(self, room: Room, reason: str, why: Failure) -> None:
+        if (probe := self._probed(room)) is not None:
+            probe.fail(reason, tell=False)
+            return
         request_id, receiver = self._rooms.get(room, ("", None))
         if receiver is not None:
             receiver.fail(reason, tell=False)
-            self._loads.fail(request_id, reason)
+            self._loads.fail(request_id, reason, why)

@@ -23,7 +23,7 @@ from stage_runtime.api import Autoregressive
 from stage_runtime.engines.autoregressive.connectors import layouts
 from stage_runtime.engines.autoregressive.connectors.block_files import BlockFiles
 from stage_runtime.engines.autoregressive.core.engine_core import EngineCore, EngineCoreRequest
-from stage_runtime.engines.autoregressive.core.kv_connector import Post
+from stage_runtime.engines.autoregressive.core.kv_connector import Failure, Local, Post
 from stage_runtime.engines.autoregressive.model.model_runner import ModelRunner
 from stage_runtime.errors import ConfigurationError, describe
 from stage_runtime.rules.autoregressive.requests import Request
@@ -79,7 +79,8 @@ class FolderConnector:
                 if content not in self._known or content in self._unsaved:
                     break
                 found += 1
-        self._loads.counts["local"] += not found
+        if not found:
+            self._loads.compute_here(made.id, Local.ABSENT)
         return found * size
 
     def update_state_after_alloc(self, load: Load, request: EngineCoreRequest) -> None:
@@ -143,7 +144,7 @@ class FolderConnector:
         self._timer = None
         if self._clock() - self._moved > PATIENCE_S:
             for request_id in list(self._loading):
-                self._loads.fail(request_id, f"no block was read for {PATIENCE_S:g} s")
+                self._loads.fail(request_id, f"no block was read for {PATIENCE_S:g} s", Failure.SILENT)
         self._arm()
 
     def _fill(self, load: Load, index: int, flat: Tensor) -> None:
@@ -154,7 +155,7 @@ class FolderConnector:
     def _fail(self, load: Load, content: bytes, reason: str) -> None:
         self._known.discard(content)
         if self._loading.get(load.request_id) is load:
-            self._loads.fail(load.request_id, reason)
+            self._loads.fail(load.request_id, reason, Failure.UNREADABLE)
 
     # --- other threads --------------------------------------------------------------------------------------------
 

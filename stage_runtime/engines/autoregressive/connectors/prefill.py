@@ -8,8 +8,9 @@ request may end, or lose its blocks, as soon as it was computed; only a reader t
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Final, NamedTuple
@@ -25,6 +26,7 @@ from stage_runtime.kv_transfer import records
 from stage_runtime.kv_transfer.interface import Room
 from stage_runtime.kv_transfer.records import PieceHeader, PromptAsk
 from stage_runtime.kv_transfer.rooms import OVER, KVManager, KVPoll, KVSender
+from stage_runtime.profiler import events as profile
 from stage_runtime.rules.autoregressive.requests import Request
 from stage_runtime.rules.autoregressive.steps import Row
 from stage_runtime.rules.handover import Load
@@ -46,11 +48,15 @@ class _Kept(NamedTuple):
 class PrefillConnector:
     """`KVConnector` and `KVSink`."""
 
-    def __init__(self, core: EngineCore, manager: KVManager, *, post: Post) -> None:
+    def __init__(
+        self, core: EngineCore, manager: KVManager, *, post: Post, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._clock = clock
         self._core = core
         self._manager = manager
         self._post = post
         self._senders: dict[str, KVSender] = {}  #: Of requests that are being computed, by the engine's names.
+        self._came: dict[str, float] = {}  #: When each of them was asked for.
         self._names: dict[Room, tuple[str, KVSender]] = {}  #: Of rooms that the other side has not ended.
         self._kept: deque[_Kept] = deque()
         self._copied = 0  #: Bytes that wait to be sent.
@@ -65,15 +71,15 @@ class PrefillConnector:
     # --- KVSink: the transport's thread ---------------------------------------------------------------------------
 
     def asked(self, room: Room, peer: str, record: bytes, tensors: Sequence[Tensor]) -> None:
-        self._work.submit(self._prepare, room, peer, record, tensors)
+        self._work.submit(self._prepare, room, peer, record, tensors, self._clock())
 
     def arrived(self, room: Room, header: bytes, tensors: Sequence[Tensor]) -> None:
         raise ProtocolError("a prefill stage got a piece")
 
-    def closed(self, room: Room, reason: str | None) -> None:
+    def closed(self, room: Room, reason: str | None, *, lost: bool = False) -> None:
         self._work.submit(self._post, partial(self._closed, room, reason))  # behind its ask
 
-    def _prepare(self, room: Room, peer: str, record: bytes, tensors: Sequence[Tensor]) -> None:
+    def _prepare(self, room: Room, peer: str, record: bytes, tensors: Sequence[Tensor], came: float) -> None:
         """In the thread for prompts: steps go on meanwhile."""
         try:
             ask = records.decode_ask(record, tensors)
@@ -85,13 +91,15 @@ class PrefillConnector:
         except Exception as error:
             self._manager.transport.close(room, describe(error))
             return
-        self._post(partial(self._admit, sender, ask, request, made))
+        self._post(partial(self._admit, sender, ask, request, made, came))
 
     # --- the engine's thread --------------------------------------------------------------------------------------
 
-    def _admit(self, sender: KVSender, ask: PromptAsk, request: EngineCoreRequest, made: Request) -> None:
+    def _admit(self, sender: KVSender, ask: PromptAsk, request: EngineCoreRequest, made: Request, came: float) -> None:
         name = request.request_id
         self._senders[name] = sender
+        self._came[name] = came
+        self._loads.notice(profile.KV_PREFILL_START, name, blocks=ask.end - ask.first)
         self._names[sender.room] = name, sender
         try:
             sender.init(ask.end - ask.first)
@@ -109,12 +117,20 @@ class PrefillConnector:
     def _end(self, name: str, sender: KVSender, problem: str, *, tell: bool = True) -> None:
         """Nothing more is sent for it."""
         sender.fail(problem, tell=tell)
-        self._senders.pop(name, None)
+        self._forget(name)
         self._names.pop(sender.room, None)
         gone = [one for one in self._kept if one.sender is sender]
         self._kept = deque(one for one in self._kept if one.sender is not sender)
         for one in gone:
             self._core.scheduler.pool.release(one.blocks)
+
+    def _forget(self, name: str) -> KVSender | None:
+        """Nothing more is computed for it."""
+        sender = self._senders.pop(name, None)
+        if sender is not None:
+            del self._came[name]
+            self._loads.notice(profile.KV_PREFILL_END, name, complete=sender.poll() is KVPoll.Success)
+        return sender
 
     # --- KVConnector ----------------------------------------------------------------------------------------------
 
@@ -133,7 +149,8 @@ class PrefillConnector:
         if not indices:
             return
         blocks = [row.request.blocks[index] for index in indices]
-        piece = _Kept(sender, sender.send(indices), blocks)
+        header = sender.send(indices, computed_s=self._clock() - self._came[row.request.id])
+        piece = _Kept(sender, header, blocks)
         if self._copied < self._manager.args.max_inflight and not self._kept:
             self._copy(piece)
             return
@@ -181,12 +198,17 @@ class PrefillConnector:
             self._core.scheduler.pool.release(piece.blocks)
 
     def request_finished(self, request: Request) -> None:
-        sender = self._senders.pop(request.id, None)
+        sender = self._forget(request.id)
         if sender is not None and sender.poll() is not KVPoll.Success and sender.poll() not in OVER:
             self._end(request.id, sender, "the prompt was not computed to its end")
 
     def close(self) -> None:
         self._work.shutdown(cancel_futures=True)
+
+
+def origin(name: str) -> str:
+    """The id of the request at decode for which a prompt is computed under this name."""
+    return name.split("\0")[2]
 
 
 def _request(room: Room, ask: PromptAsk, tensors: Sequence[Tensor]) -> EngineCoreRequest:

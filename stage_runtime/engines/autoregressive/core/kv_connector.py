@@ -11,10 +11,12 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from enum import StrEnum
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from stage_runtime.errors import describe
+from stage_runtime.profiler import events as profile
 from stage_runtime.rules.autoregressive.requests import Hold, Request, RequestStatus
 from stage_runtime.rules.autoregressive.scheduling import Scheduler
 from stage_runtime.rules.autoregressive.steps import Row
@@ -27,20 +29,32 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: What is counted: blocks sent to a peer or a store and received, and their bytes, loads begun, those that failed,
-#: those of bytes that were refused, and prompts that were computed here: too short, or to be had nowhere else.
-KV_COUNTS: Final = (
-    "sent_blocks",
-    "sent_bytes",
-    "received_blocks",
-    "received_bytes",
-    "loads",
-    "failed",
-    "refused",
-    "local",
-)
+#: What is counted: blocks sent to a peer or a store and received, and their bytes, those of them that came while the
+#: peer computed the rest of their prompt, and loads begun.
+KV_COUNTS: Final = ("sent_blocks", "sent_bytes", "received_blocks", "received_bytes", "hidden_bytes", "loads")
 
 Post = Callable[[Callable[[], None]], None]  #: Has a function called on the engine's thread soon; from any thread.
+Notice = Callable[..., None]  #: Of a profiler's event: its name, the engine's name of a request, metadata.
+
+
+class Local(StrEnum):
+    """Why nobody was asked for a prompt."""
+
+    SHORT = "short"  #: It lacks fewer tokens than are worth it.
+    UNBOUND = "unbound"  #: No prefill instance is bound to the request, or known here.
+    ABSENT = "absent"  #: The folder has none of its blocks.
+    UNFIT = "unfit"  #: It grows by a stream, or wants something of each of its tokens.
+
+
+class Failure(StrEnum):
+    """Why blocks that were asked for did not come, so that the prompt was computed here."""
+
+    LOST = "lost"  #: The prefill instance has died, or cannot be reached.
+    DECLINED = "declined"  #: It has ended the room: it drains, has another layout, or its reader was too slow.
+    SILENT = "silent"  #: No block came for a while.
+    REFUSED = "refused"  #: Something else came than was asked for.
+    UNREADABLE = "unreadable"  #: A file of the folder.
+    ERROR = "error"  #: Of this engine.
 
 
 class KVConnector(Protocol):
@@ -73,6 +87,9 @@ class KVLoads:
     def __init__(self, scheduler: Scheduler, executor: Executor, connector: KVConnector, post: Post) -> None:
         self.connector = connector
         self.counts: Counter[str] = Counter()  #: By `KV_COUNTS`.
+        self.computed_here: Counter[Local | Failure] = Counter()  #: Prompts.
+        self.least_tokens: Callable[[], int] = lambda: 0  #: Prompts that lack fewer are computed here.
+        self.notice: Notice = lambda event, request_id, **metadata: None
         self._scheduler = scheduler
         self._executor = executor
         self._post = post
@@ -98,6 +115,7 @@ class KVLoads:
         """Whether a request waits for its prompt to come from afar. None: not."""
         limits, params = self._scheduler.limits, request.params
         if made.open or made.feeds_itself or not limits.prefix_caching or params.prompt_logprobs is not None:
+            self.compute_here(made.id, Local.UNFIT)
             return None
         size = limits.block_size
         hashes = self._wanted(made)
@@ -115,6 +133,11 @@ class KVLoads:
         self._requests[made.id] = request, made
         return Hold.REMOTE_KV
 
+    def compute_here(self, request_id: str, why: Local | Failure) -> None:
+        """Count a prompt that this engine computes."""
+        self.computed_here[why] += 1
+        self.notice(profile.KV_LOCAL, request_id, reason=str(why))
+
     def _wanted(self, made: Request) -> list[bytes]:
         """Hashes of the blocks that may come. The last token is computed here: the next one is sampled from it."""
         size = self._scheduler.limits.block_size
@@ -130,10 +153,11 @@ class KVLoads:
                 self._finish(load)
                 continue
             self.counts["loads"] += 1
+            self.notice(profile.KV_LOAD_START, load.request_id, blocks=len(load.missing))
             try:
                 self.connector.update_state_after_alloc(load, request)
             except Exception as error:  # such as a priority that no message can carry: this prompt is computed here
-                self.fail(load.request_id, describe(error))
+                self.fail(load.request_id, describe(error), Failure.ERROR)
 
     def fill(self, request_id: str, first: int, flat: Tensor, count: int) -> None:
         """Bytes of the blocks ``first .. first + count`` of a load have come, and are what they claim to be."""
@@ -155,23 +179,24 @@ class KVLoads:
             done.result()
             self._scheduler.loads.fill(load, first, count)
         except Exception as error:
-            self.fail(load.request_id, describe(error))
+            self.fail(load.request_id, describe(error), Failure.ERROR)
             return
         if load.complete:
             self._finish(load)
 
-    def fail(self, request_id: str, reason: str, *, refused: bool = False) -> None:
-        """Nothing more comes for a load: what has not come is computed here. refused: what came was something else."""
+    def fail(self, request_id: str, reason: str, why: Failure) -> None:
+        """Nothing more comes for a load: what has not come is computed here. reason: for the log."""
         load = self._scheduler.loads.get(request_id)
         if load is None or load.status is LoadStatus.LOADED:
             return
         log.warning("request %s: its prompt is computed here: %s", request_id, reason)
-        self.counts["refused" if refused else "failed"] += 1
-        self._finish(load, believed=not refused)
+        self.compute_here(request_id, why)
+        self._finish(load, believed=why is not Failure.REFUSED)
 
     def _finish(self, load: Load, *, believed: bool = True) -> None:
         self._scheduler.loads.finish(load, believed=believed)
         self.counts["received_blocks"] += len(load.filled)
+        self.notice(profile.KV_LOAD_END, load.request_id, blocks=len(load.filled), complete=load.complete)
         self.connector.load_finished(load)
         self._release(load.request_id)
         self._decide_again(load.request_id)
@@ -194,8 +219,11 @@ class KVLoads:
         """What `/metrics` shows, by the names of `metrics.catalog.KV`. In any thread: single numbers are read."""
         return {
             "kv_loads_under_way": len(self._scheduler.loads),
+            "kv_least_tokens": self.least_tokens(),
             "kv_received_tokens_total": self._scheduler.stats.received_tokens,
             **{f"kv_{name}_total": self.counts[name] for name in KV_COUNTS},
+            **{f"kv_local_total.{why}": self.computed_here[why] for why in Local},
+            **{f"kv_failed_total.{why}": self.computed_here[why] for why in Failure},
         }
 
     def save(self, rows: Sequence[Row], failed: Callable[[str], bool]) -> None:

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-HOP_S: Final = 0.010  # an ask and its first piece, beside the computing: a shorter prompt is computed sooner here
 WHERE: Final = "disaggregation: omni.Autoregressive"
 
 
@@ -51,8 +50,9 @@ def connect(
     origin: Callable[[str], str | None],
 ) -> None:
     """Before the engine runs. Raises: ConfigurationError: the model keeps what does not cross."""
-    from stage_runtime.engines.autoregressive.connectors import layouts
+    from stage_runtime.engines.autoregressive.connectors import layouts, prefill
     from stage_runtime.engines.autoregressive.connectors.decode import DecodeConnector
+    from stage_runtime.engines.autoregressive.connectors.hops import Fixed, Hops
     from stage_runtime.engines.autoregressive.connectors.prefill import PrefillConnector
     from stage_runtime.kv_transfer.rooms import KVManager
 
@@ -61,17 +61,32 @@ def connect(
     manager = KVManager(layouts.args_of(loaded.runner), context.kv, layout, checksum=spec.kv_checksum)
     if context.kv_role == "prefill":
         PrefillConnector(loaded.core, manager, post=post)
+        _notice(loaded, context, origin=prefill.origin)
         return
     least = spec.remote_prefill_tokens
-    if least == "auto":
-        least = measured(loaded, spec.max_chunk)
-    context.progress(f"prompts that lack {least} tokens or more are prefilled by {context.name}'s prefill instances")
-    DecodeConnector(loaded.core, manager, post=post, origin=origin, least_tokens=least)
+    hops = Hops(tokens_per_s(loaded, spec.max_chunk)) if least == "auto" else Fixed(least)
+    where = f"prefilled by {context.name}'s prefill instances"
+    auto = ", until links to them were measured" if least == "auto" else ""
+    context.progress(f"prompts that lack {hops.least_tokens} tokens or more are {where}{auto}")
+    DecodeConnector(loaded.core, manager, post=post, origin=origin, hops=hops)
+    _notice(loaded, context, origin=origin)
 
 
-def measured(loaded: Loaded, chunk: int, *, clock: Callable[[], float] = time.perf_counter) -> int:
-    """How many tokens this engine computes while an ask is on its way. The model is warm."""
+def _notice(loaded: Loaded, context: StageContext, *, origin: Callable[[str], str | None]) -> None:
+    """Record the profiler's events of loads under the ids of their requests."""
+
+    def notice(event: str, name: str, **metadata: object) -> None:
+        request_id = origin(name)
+        if request_id is not None:
+            context.emit(event, request_id, **metadata)
+
+    assert loaded.core.kv is not None
+    loaded.core.kv.notice = notice
+
+
+def tokens_per_s(loaded: Loaded, chunk: int, *, clock: Callable[[], float] = time.perf_counter) -> float:
+    """How many tokens of a prompt this engine computes. The model is warm."""
     tokens = max(min(chunk, loaded.core.scheduler.longest - 1), 1)
     begun = clock()
     loaded.runner.execute_dummy_batch(tokens)
-    return max(int(HOP_S / max(clock() - begun, 1e-9) * tokens), 1)
+    return tokens / max(clock() - begun, 1e-9)
