@@ -17,6 +17,7 @@ import msgspec
 
 from omnipipeline_spec.types.plan import PLAN_VERSION, CoordinatorPlan, GroupPlan, StagePlan, UnitPlan
 from omnipipeline_spec.types.pods import CONTROL_PORT, HTTP_PORT, PROBE_PORT
+from stage_runtime import breakpoints
 from stage_runtime.errors import ConfigurationError
 
 KEY_BYTES = 32
@@ -53,6 +54,7 @@ class StageSettings(ProcessSettings, frozen=True, kw_only=True):
     rendezvous: str | None = None  #: ``tcp://host:port`` of this TP instance's ranks.
     gpus: tuple[str, ...] | None = None  #: Device ids of this replica. Empty: CPU. None: all that the process sees.
     debug_values: bool = False  #: Log stages that write into tensors that they received or sent.
+    debugged: bool = False  #: Somebody at a terminal may stop its stages: no progress is not a fault.
 
     @property
     def process(self) -> str:
@@ -133,6 +135,7 @@ def stage(environ: Mapping[str, str]) -> StageSettings:
         rendezvous=rendezvous,
         gpus=None if "OMNI_GPUS" not in environ else tuple(read.several("OMNI_GPUS", empty=True)),
         debug_values=read.flag("OMNI_DEBUG_VALUES"),
+        debugged=breakpoints.TERMINAL in environ,
         **_common(read),
     )
 

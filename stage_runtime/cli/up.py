@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import os
 import signal
 import sys
 from pathlib import Path
@@ -15,10 +16,12 @@ from pathlib import Path
 import click
 
 from omnipipeline_spec.types.errors import SpecError
+from stage_runtime import breakpoints
 from stage_runtime.cli import curl, options, screens
 from stage_runtime.errors import ConfigurationError
 from stage_runtime.processes import signals
 from stage_runtime.processes.one_machine import admin, updating
+from stage_runtime.processes.one_machine.launcher import Debug
 from stage_runtime.processes.one_machine.local import STARTUP_S, LocalOptions, LocalPipeline
 from stage_runtime.processes.supervision.startup_failures import StartupFailed
 from stage_runtime.settings import LOG_LEVELS
@@ -55,6 +58,9 @@ from stage_runtime.settings import LOG_LEVELS
     "--debug-values", is_flag=True, help="Log stages that write into tensors that they received or sent (slow)."
 )
 @click.option(
+    "--debug", metavar="STAGE", help="Let breakpoint() in this stage stop at this terminal; prints plain lines."
+)
+@click.option(
     "--log-level", type=click.Choice(LOG_LEVELS), help="Least of what is logged. [default: OMNI_LOG_LEVEL, info]"
 )
 @click.option("--watch", is_flag=True, help="Restart the groups whose part of FILE, or whose code beside it, changes.")
@@ -70,6 +76,7 @@ def command(
     allowed_hosts: tuple[str, ...],
     startup_timeout: float,
     debug_values: bool,
+    debug: str | None,
     log_level: str | None,
     watch: bool,
     no_tty: bool,
@@ -88,6 +95,10 @@ def command(
         raise click.UsageError(f"--watch needs a file, not the module {file}")
     if allowed_hosts:
         overrides = (*overrides, f"coordinator.http.allowedHosts={json.dumps(allowed_hosts)}")
+    if debug is not None:
+        if sys.stdin is None or sys.stdout is None:
+            raise click.UsageError("--debug needs a standard input and output: they are closed")
+        overrides = (f"coordinator.http.requestTimeoutSeconds={breakpoints.PATIENCE_S}", *overrides)
     local_options = LocalOptions(
         cpu=cpu,
         host=host,
@@ -97,8 +108,9 @@ def command(
         log_level=log_level,
         api_key_file=api_key_file,
         no_auth=no_auth,
+        debug=None if debug is None else Debug(stage=debug, terminal=(os.dup(0), os.dup(1))),
     )
-    with options.errors_as_messages(), screens.choose(plain=no_tty) as screen:
+    with options.errors_as_messages(), screens.choose(plain=no_tty or debug is not None) as screen:
         code = asyncio.run(_up(file, overrides, local_options, screen, watched))
         screen.finish()
         if screen.broken is not None:

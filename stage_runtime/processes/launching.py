@@ -18,6 +18,7 @@ import msgspec
 from omnipipeline_spec.cluster import Tracing
 from omnipipeline_spec.types.plan import GroupPlan, UnitPlan
 from omnipipeline_spec.types.pods import COORDINATOR
+from stage_runtime import breakpoints
 from stage_runtime.errors import ConfigurationError
 from stage_runtime.processes.supervision import statuspipe
 from stage_runtime.processes.supervision.children import Command
@@ -60,6 +61,7 @@ class StageLaunch(msgspec.Struct, frozen=True, kw_only=True):
     environment: Mapping[str, str]  #: As `environment` made it.
     addresses: Callable[[], Addresses]  #: Called for each life.
     gpus: tuple[str, ...] | None = None
+    terminal: tuple[int, int] | None = None  #: Our descriptors of the terminal where its breakpoints stop.
 
 
 def environment(base: Mapping[str, str], *, path: Sequence[Path], code_dir: Path | None) -> dict[str, str]:
@@ -72,7 +74,7 @@ def environment(base: Mapping[str, str], *, path: Sequence[Path], code_dir: Path
     kept["PYTHONPATH"] = os.pathsep.join(filter(None, folders))
     if code_dir is not None:
         kept["OMNI_CODE_DIR"] = str(code_dir)
-    return {**kept, "PYTHONUNBUFFERED": "1"}
+    return {"PYTHONBREAKPOINT": breakpoints.HOOK, **kept, "PYTHONUNBUFFERED": "1"}
 
 
 def tracing(spec: Tracing | None) -> dict[str, str]:
@@ -125,6 +127,9 @@ def _stage_commands(launch: StageLaunch) -> list[Command]:
         "OMNI_COORDINATOR": launch.coordinators,
         "OMNI_ADVERTISE": addresses.advertise,
     }
+    if launch.terminal is not None:
+        variables[breakpoints.TERMINAL] = ",".join(map(str, launch.terminal))
+        variables["PYTHONBREAKPOINT"] = breakpoints.HOOK
     if launch.gpus is not None:
         variables["OMNI_GPUS"] = ",".join(launch.gpus)
     if launch.group.tp_size > 1:
@@ -141,7 +146,13 @@ def _rank_command(launch: StageLaunch, rank: int, variables: dict[str, str]) -> 
     name = instance_name(launch.group.processes[rank], launch.replica)
     if rank:
         variables = {**variables, "OMNI_ADVERTISE": variables["OMNI_LISTEN"]}
-    return Command(name=name, argv=_argv("stage", name), env=variables, awaits=_FOLLOWER if rank else _LEADER)
+    return Command(
+        name=name,
+        argv=_argv("stage", name),
+        env=variables,
+        awaits=_FOLLOWER if rank else _LEADER,
+        inherits=launch.terminal or (),
+    )
 
 
 def _argv(role: str, name: str) -> tuple[str, ...]:

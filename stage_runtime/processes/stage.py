@@ -13,6 +13,7 @@ import random
 import time
 from typing import Final
 
+from stage_runtime import breakpoints
 from stage_runtime.errors import ConfigurationError
 from stage_runtime.kv_transfer.interface import KVTransport
 from stage_runtime.processes import incarnations, logs, loops, process_context, traces
@@ -93,7 +94,8 @@ class StageProcess(RankProcess):
             profiles=self._profiles,
             leader=self._leader,
         )
-        self._watchdog = Watchdog(self._host.stages, stuck_after_s=settings.plan.stuck_after_s, stuck=self.failed)
+        stuck_after_s = breakpoints.PATIENCE_S if settings.debugged else settings.plan.stuck_after_s
+        self._watchdog = Watchdog(self._host.stages, stuck_after_s=stuck_after_s, stuck=self.failed)
 
     async def serve(self) -> int:
         async with contextlib.AsyncExitStack() as stack:

@@ -103,6 +103,11 @@ def test_an_override_that_cannot_be_is_named(override: str, problem: str) -> Non
         (("--host", "a..b"), "error: --host 'a..b'"),
         (("--startup-timeout", "nan"), "nan is not a number of seconds"),
         (("--set", "endpoints.basePath=/proc"), "error: endpoints.basePath: "),
+        (("--debug", "talk"), "error: --debug 'talk' is not a stage of hello: split, shout\n"),
+        (
+            ("--debug", "shout", "--set", "stages[1].tpSize=2", "--set", "stages[1].gpu=[0,1]"),
+            "--debug shout: it has 2 ranks, which",
+        ),
     ],
 )
 def test_what_omni_up_cannot_have_here_is_said_before_anything_starts(options: tuple[str, ...], problem: str) -> None:

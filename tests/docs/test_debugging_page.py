@@ -40,7 +40,7 @@ def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
             (Path(name) / block.splitlines()[0].removeprefix("# ")).write_text(block)
         monkeypatch.syspath_prepend(name)
         yield Path(name)
-    for module in ("captions", "repl", "remote", "stuck"):
+    for module in ("captions", "repl", "stuck"):
         sys.modules.pop(module, None)
 
 
@@ -118,33 +118,56 @@ async def test_a_failed_request_is_reported_to_the_client_and_in_the_log(folder:
         assert {"state", "bindings", "waiting_for"} <= set(known)
 
 
-async def test_a_breakpoint_of_a_running_stage_is_reached_over_a_socket(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, unused_tcp_port: int
-) -> None:
-    port = unused_tcp_port
-    (folder / "remote.py").write_text((folder / "remote.py").read_text().replace("4444", str(port)))
+@pytest.fixture
+def stopping(folder: Path) -> Path:
+    """The page's stage with a breakpoint."""
     stage = (folder / "captions.py").read_text()
     (folder / "captions.py").write_text(stage.replace("        words", "        breakpoint()\n        words"))
-    monkeypatch.setenv("PYTHONBREAKPOINT", "remote.pause")
-    async with running(folder, PIPELINE.format(factory="captions:load")) as pipeline:
-        answer = asyncio.create_task(pipeline.ask({"tokens": [1, 3]}))
-        reader, writer = await connected(port)
-        assert "captions.py(10)caption()" in (await reader.readuntil(b"(Pdb) ")).decode()
-        writer.write(b"p payload.data\n")
-        assert (await reader.readuntil(b"(Pdb) ")).decode().startswith("{'tokens': [1, 3]}")
-        writer.write(b"c\n")
-        assert (await answer).json()["results"] == {"captions": {"caption": "red car"}}
-        writer.close()
+    (folder / "pipeline.yaml").write_text(PIPELINE.format(factory="captions:load"))
+    return folder
 
 
-async def connected(port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    end = time.monotonic() + WITHIN_S
-    while True:
-        try:
-            return await asyncio.open_connection("127.0.0.1", port)
-        except OSError:
-            assert time.monotonic() < end, "the stage never stopped"
-            await asyncio.sleep(0.02)
+async def test_a_breakpoint_of_a_debugged_stage_stops_at_the_terminal_of_omni_up(stopping: Path) -> None:
+    omni_up = [Path(sys.executable).with_name("omni"), "up", "-f", "pipeline.yaml", "--debug", "captions"]
+    program = await asyncio.create_subprocess_exec(
+        *omni_up,
+        *("--port", "0", "--set", f"endpoints.basePath={stopping}"),
+        cwd=stopping,
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+    )
+    assert program.stdin is not None and program.stdout is not None
+    async with asyncio.timeout(2 * WITHIN_S):
+        url = ""
+        while not url:
+            line = (await program.stdout.readline()).decode()
+            assert line, "it has ended"
+            url = line.partition("captions answers at ")[2].strip()
+        async with httpx.AsyncClient(base_url=url, timeout=WITHIN_S) as client:
+            asked = [
+                asyncio.create_task(client.post("/v1/pipeline", json={"inputs": {"tokens": tokens}}))
+                for tokens in ([1, 3], [9])
+            ]
+            shown = await program.stdout.readuntil(b"(Pdb) ")
+            assert "captions.py(10)caption()" in shown.decode()
+            program.stdin.write(b"payload.data['tokens'] = [0]\n")
+            await program.stdout.readuntil(b"(Pdb) ")
+            program.stdin.write(b"c\n")
+            await program.stdout.readuntil(b"(Pdb) ")  # the other request
+            program.stdin.write(b"payload.data['tokens'] = [2]\nc\n")
+            answers = [(await one).json()["results"]["captions"]["caption"] for one in asked]
+            assert sorted(answers) == ["a", "fast"]
+        program.send_signal(signal.SIGINT)
+        await program.stdout.read()
+        assert await program.wait() == 0
+
+
+async def test_a_breakpoint_of_a_stage_that_is_not_debugged_is_passed_and_logged(stopping: Path) -> None:
+    async with running(stopping, PIPELINE.format(factory="captions:load")) as pipeline:
+        for _ in range(2):
+            assert (await pipeline.ask({"tokens": [1, 3]})).json()["results"] == {"captions": {"caption": "red car"}}
+        await pipeline.printed("captions.py:9: breakpoint() is passed: `omni up --debug STAGE` stops there")
+    assert "captions.py:9: breakpoint() is passed: `omni up --debug STAGE` stops there" in TEXT
 
 
 async def test_the_stacks_of_a_stage_that_hangs_are_printed_with_and_without_ending_it(folder: Path) -> None:

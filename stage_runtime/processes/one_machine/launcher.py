@@ -23,6 +23,13 @@ from stage_runtime.processes.supervision.supervisor import Supervisor
 KEY_FILE = "api-key"  # in the run's folder, which is the user's alone
 
 
+class Debug(msgspec.Struct, frozen=True, kw_only=True):
+    """Breakpoints of ``stage`` stop at a terminal."""
+
+    stage: str
+    terminal: tuple[int, int]  #: Its descriptors in this process: input, output.
+
+
 class Launcher:
     """Adds the processes of one run to its supervisor."""
 
@@ -36,10 +43,12 @@ class Launcher:
         startup_s: float,
         shown_gpus: str | None,
         version: int = 0,
+        debug: Debug | None = None,
     ) -> None:
         """environment: of all processes. shown_gpus: CUDA_VISIBLE_DEVICES, if it is set.
 
-        version: of the plan; processes of an earlier one that are started again read that one.
+        version: of the plan; processes of an earlier one that are started again read that one. debug: the first
+        instance of its stage's group gets the terminal.
         """
         self._prefix = f"{version}." if version else ""
         self._plan = plan
@@ -48,6 +57,7 @@ class Launcher:
         self._environment = environment
         self._startup_s = startup_s
         self._shown_gpus = shown_gpus
+        self._debug = debug
         for unit in plan.units:
             directory.write(f"{self._prefix}{unit.name}.unit.json", msgspec.json.encode(unit))
 
@@ -79,6 +89,7 @@ class Launcher:
             taken = {one.spec.replica for one in self._supervisor.instances(group.name)}
             replica = next(number for number in range(len(taken) + 1) if number not in taken)
         name_of = [launching.instance_name(process, replica) for process in group.processes]
+        debug = self._debug if self._debug is not None and self._debug.stage in group.stages and not replica else None
         launch = StageLaunch(
             unit=unit,
             group=group,
@@ -88,6 +99,7 @@ class Launcher:
             environment=self._environment,
             addresses=launching.local_addresses(self._dir.path, name_of),
             gpus=preflight.gpus_of(self._plan, unit, group, replica, self._shown_gpus),
+            terminal=None if debug is None else debug.terminal,
         )
         spec = launching.stage_instance(launch)
         self._supervisor.add(spec, RestartPolicy(startup_s=self._startup_s, grace_s=unit.drain_timeout_s))

@@ -42,7 +42,7 @@ from stage_runtime.processes.one_machine import (
     updating,
 )
 from stage_runtime.processes.one_machine.kept_output import KeptOutput
-from stage_runtime.processes.one_machine.launcher import KEY_FILE, Launcher
+from stage_runtime.processes.one_machine.launcher import KEY_FILE, Debug, Launcher
 from stage_runtime.processes.supervision import reaper
 from stage_runtime.processes.supervision.instances import ProcessView
 from stage_runtime.processes.supervision.startup_failures import StartupFailed
@@ -63,6 +63,7 @@ class LocalOptions(msgspec.Struct, frozen=True, kw_only=True):
     api_key_file: Path | None = None  #: Bearer token that clients must send; None: the Secret's of the spec, if any.
     log_level: str | None = None  #: One of `settings.LOG_LEVELS`; None: the environment's.
     no_auth: bool = False  #: Require no key, even if others can reach ``host``.
+    debug: Debug | None = None
 
 
 class LocalPipeline:
@@ -177,6 +178,8 @@ class LocalPipeline:
                 f"--host {self.options.host} is reached from other machines, and no API key is set: name a file that "
                 "holds one with --api-key-file, or allow everybody to use it with --no-auth"
             )
+        if self.options.debug is not None:
+            preflight.check_debugged(self.plan, self.options.debug.stage)
         preflight.check_gpus(self.plan, self._shown_gpus)
         preflight.check_port(self.options.host, self._port())
 
@@ -465,6 +468,7 @@ class LocalPipeline:
             startup_s=self.options.startup_s,
             shown_gpus=prepared._shown_gpus,
             version=self._version,
+            debug=self.options.debug,
         )
 
     def environment(self, code_dir: Path) -> dict[str, str]:

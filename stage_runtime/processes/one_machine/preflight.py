@@ -36,6 +36,15 @@ def check_port(host: str, port: int) -> None:
             raise ConfigurationError(f"cannot listen on {host}:{port}: {error.strerror}") from error
 
 
+def check_debugged(plan: PipelinePlan, stage: str) -> None:
+    """Refuse to debug a stage that is not there, or whose ranks wait for each other."""
+    groups = {name: group for unit in plan.units for group in unit.groups for name in group.stages}
+    if stage not in groups:
+        raise ConfigurationError(f"--debug {stage!r} is not a stage of {plan.pipeline}: {', '.join(groups)}")
+    if groups[stage].tp_size > 1:
+        raise ConfigurationError(f"--debug {stage}: it has {groups[stage].tp_size} ranks, which wait for each other")
+
+
 def check_gpus(plan: PipelinePlan, shown: str | None) -> None:
     """Refuse GPUs that this machine does not have. shown: CUDA_VISIBLE_DEVICES, if set: then they are not counted."""
     there = launching.gpus_here() if shown is None else None

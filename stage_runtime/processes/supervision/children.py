@@ -39,6 +39,7 @@ class Command(msgspec.Struct, frozen=True, kw_only=True):
     argv: tuple[str, ...]
     env: dict[str, str]
     awaits: frozenset[type[statuspipe.StatusEvent]] = frozenset({statuspipe.Loaded})
+    inherits: tuple[int, ...] = ()  #: Descriptors of ours that it has, too, under the same numbers.
 
 
 class Child:
@@ -78,7 +79,7 @@ class Child:
                 stdin=subprocess.DEVNULL,
                 stdout=output_theirs,
                 stderr=output_theirs,
-                pass_fds=(status_theirs,),
+                pass_fds=(status_theirs, *self.command.inherits),
                 start_new_session=True,
             )
         except BaseException:
