@@ -128,7 +128,7 @@ def stopping(folder: Path) -> Path:
 
 
 async def test_a_breakpoint_of_a_debugged_stage_stops_at_the_terminal_of_omni_up(stopping: Path) -> None:
-    omni_up = [Path(sys.executable).with_name("omni"), "up", "-f", "pipeline.yaml", "--debug", "captions"]
+    omni_up = [str(Path(sys.executable).with_name("omni")), "up", "-f", "pipeline.yaml", "--debug", "captions"]
     program = await asyncio.create_subprocess_exec(
         *omni_up,
         *("--port", "0", "--set", f"endpoints.basePath={stopping}"),
