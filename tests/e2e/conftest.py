@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import tempfile
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -15,7 +16,8 @@ from tests.e2e.local_pipelines import APART, Client, diamond, replicas, running
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if Path(__file__).parent in item.path.parents:
+        of_here = Path(__file__).parent in item.path.parents
+        if of_here and isinstance(item, pytest.Function) and inspect.iscoroutinefunction(item.function):
             item.add_marker(pytest.mark.asyncio(loop_scope="session"), append=False)
 
 
