@@ -5,6 +5,7 @@ Missing Chromium is a failure under CI and a skip elsewhere.
 
 from __future__ import annotations
 
+import base64
 import itertools
 import json
 from collections.abc import AsyncIterator
@@ -13,15 +14,16 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
 from stage_runtime.coordinator.events import ResultEvent
 from stage_runtime.web.exchanges.apikeys import ApiKeys
-from stage_runtime.wire.values import Text
+from stage_runtime.wire.values import Audio, Text
 from tests.web.page.browser import Tab, chromium
 from tests.web.page.page_pipelines import Edge, record, samples, status
 from tests.web.running import ALL, Running, start
-from tests.web.scripted_manager import chunk, play
+from tests.web.scripted_manager import Script, chunk, play
 
 pytestmark = [pytest.mark.browser, pytest.mark.debian("chromium"), pytest.mark.timeout(300)]
 
@@ -33,9 +35,15 @@ TALL: dict[str, Any] = {"width": 1300, "height": 1600}
 
 @asynccontextmanager
 async def page(
-    folder: Path, groups: dict[str, str], edges: list[Edge], *, instances: int = 2, settings: Any = KEYED
+    folder: Path,
+    groups: dict[str, str],
+    edges: list[Edge],
+    *,
+    instances: int = 2,
+    settings: Any = KEYED,
+    script: Script = HELLO,
 ) -> AsyncIterator[tuple[Running, Tab]]:
-    async with start(HELLO, settings) as running, chromium(folder) as tab:
+    async with start(script, settings) as running, chromium(folder) as tab:
         running.manager.shown = status(groups, edges, instances=instances, loading=1)
         running.manager.samples = samples(groups)
         await tab.look(**TALL)
@@ -119,6 +127,33 @@ async def test_chat_and_raw_json_are_tried_and_shown_as_text(tmp_path: Path) -> 
         assert shown["results"] == {"talk": {"type": "text", "text": "done"}}
 
 
+async def test_a_picture_is_sent_with_the_text_and_shown(tmp_path: Path) -> None:
+    async with page(tmp_path, {"a": "a"}, [], settings=msgspec.structs.replace(ALL, local=True)) as (running, tab):
+        await tab.open(running.url)
+        await tab.until("document.querySelector('#try-0 input[accept^=image]')")
+        await tab.do(CHOOSE)
+        await tab.do("document.querySelector('#try-0 textarea').value = 'what is it?'")
+        await tab.do("[...document.querySelectorAll('#try-0 button')].find(one => one.textContent == 'Send').click()")
+        await tab.until("document.querySelector('#try-0 .assistant')?.textContent == 'hello <b>you</b>'")
+        [sent] = running.manager.last.request.media("image")
+        assert (sent.data, running.manager.last.request.last_text()) == (PICTURE, "what is it?")
+        assert await tab.do("document.querySelector('#try-0 .user img').naturalWidth") == 1
+        assert await tab.do("document.querySelector('#try-0 input[accept^=image]').files.length") == 0
+
+
+async def test_speech_can_be_played(tmp_path: Path) -> None:
+    spoken = play(chunk(Audio(np.zeros(12_000, np.float32), 24_000)), ResultEvent(stage="talk", data=Text("")))
+    settings = msgspec.structs.replace(ALL, local=True)
+    async with page(tmp_path, {"a": "a"}, [], settings=settings, script=spoken) as (running, tab):
+        await tab.open(running.url)
+        await tab.until("document.querySelector('#try-1 textarea')")
+        await tab.do("document.querySelector('#try-1 textarea').value = 'say it'")
+        await tab.do("[...document.querySelectorAll('#try-1 button')].find(one => one.textContent == 'Send').click()")
+        await tab.until("document.querySelector('#try-1 audio').duration > 0")
+        assert await tab.do("document.querySelector('#try-1 audio').duration") == pytest.approx(0.5, abs=0.01)
+        assert running.manager.last.request.last_text() == "say it"
+
+
 async def test_the_microphone_is_sent_as_a_wav_file(tmp_path: Path) -> None:
     async with page(tmp_path, {"a": "a"}, [], settings=msgspec.structs.replace(ALL, local=True)) as (running, tab):
         await tab.open(running.url)
@@ -190,6 +225,16 @@ async def test_the_routes_are_documented_by_a_page(tmp_path: Path) -> None:
         await tab.until("document.body.dataset.ready")
         assert "POST /v1/chat/completions" in await tab.do("document.getElementById('routes').textContent")
 
+
+#: A picture of one pixel, chosen as a file.
+PICTURE = base64.b64decode(
+    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNkYPhfDwAChwGA60e6kgAAAABJRU5ErkJggg=="
+)
+CHOOSE = f"""(() => {{
+  const chosen = new DataTransfer(), bytes = Uint8Array.from({list(PICTURE)});
+  chosen.items.add(new File([bytes], 'pixel.png', {{type: 'image/png'}}));
+  document.querySelector('#try-0 input[accept^=image]').files = chosen.files;
+}})()"""
 
 #: Pairs of nodes that cover each other.
 OVERLAPS = """(() => {
