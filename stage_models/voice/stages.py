@@ -30,7 +30,7 @@ from stage_models.voice.conversation import (
 )
 from stage_models.voice.recognition import Recogniser
 from stage_models.voice.retrieval import Embedder, FactBook
-from stage_models.voice.synthesis import Voice
+from stage_models.voice.synthesis import Stop, Voice
 from stage_runtime.profiler import emit, span
 from stage_runtime.rules import sentences
 
@@ -279,6 +279,11 @@ async def _read(session: omni.Session, voice: Voice, sentence: str, speed: float
     if session.request.cancelled():
         return
     # In a thread: the stage's event loop has other requests to listen to.
-    samples = await asyncio.to_thread(lambda: voice(sentence, speed=speed))
+    stop = Stop()
+    try:
+        samples = await asyncio.to_thread(lambda: voice(sentence, speed=speed, stop=stop))
+    except asyncio.CancelledError:
+        stop.ask()  # the thread would go on, and the next request's sentence wait for it
+        raise
     if samples.size:
         yield omni.Chunk(omni.Audio(samples, voice.sample_rate), modality="audio")

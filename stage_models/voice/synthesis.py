@@ -21,6 +21,32 @@ MIN_SPEED, MAX_SPEED = 0.25, 4.0  # what OpenAI's speech route takes
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")  # espeak-ng ends at a NUL; half a surrogate is not UTF-8
 
 
+class Stop:
+    """Ends a synthesis that nobody waits for any more. `ask` may be called on any thread."""
+
+    def __init__(self) -> None:
+        import onnxruntime
+
+        self.asked = False
+        self.options: Any = onnxruntime.RunOptions()  #: Of every run of the model for this synthesis.
+
+    def ask(self) -> None:
+        """The run that is under way ends at its next operator, by an exception, and no other one begins."""
+        self.asked = True
+        self.options.terminate = True
+
+
+class _Model:
+    """onnxruntime's session as piper calls it, with options for the run."""
+
+    def __init__(self, session: Any) -> None:
+        self._session = session
+        self.options: Any = None  #: Of the synthesis that has the voice now.
+
+    def run(self, names: Any, given: Any) -> Any:
+        return self._session.run(names, given, self.options)
+
+
 class Voice:
     """One piper voice.
 
@@ -36,16 +62,17 @@ class Voice:
         options.intra_op_num_threads = threads
         options.inter_op_num_threads = 1
         # piper's own `load` leaves onnxruntime one thread a core, which would tread on the language model.
-        self._voice: Any = PiperVoice(
-            session=onnxruntime.InferenceSession(str(model), options, providers=["CPUExecutionProvider"]),
-            config=_read_config(model, PiperConfig),
-        )
+        self._model = _Model(onnxruntime.InferenceSession(str(model), options, providers=["CPUExecutionProvider"]))
+        self._voice: Any = PiperVoice(session=self._model, config=_read_config(model, PiperConfig))
         self._variation = variation
         self._turn = threading.Lock()
         self.sample_rate = int(self._voice.config.sample_rate)
 
-    def __call__(self, text: str, *, speed: float = 1.0) -> Samples:
-        """f32 ``[n]`` at `sample_rate`; empty when the text has no sound. speed: `MIN_SPEED`..`MAX_SPEED`."""
+    def __call__(self, text: str, *, speed: float = 1.0, stop: Stop | None = None) -> Samples:
+        """f32 ``[n]`` at `sample_rate`; empty when the text has no sound, or when ``stop`` was asked.
+
+        speed: `MIN_SPEED`..`MAX_SPEED`.
+        """
         from piper.config import SynthesisConfig
 
         settings = SynthesisConfig(
@@ -54,7 +81,17 @@ class Voice:
         # espeak-ng, which piper calls for phonemes, has global state.
         with self._turn:
             readable = _CONTROL.sub(" ", text)
-            pieces = [piece.audio_float_array for piece in self._voice.synthesize(readable, syn_config=settings)]
+            self._model.options = None if stop is None else stop.options
+            pieces: list[Samples] = []
+            try:
+                if stop is None or not stop.asked:
+                    made = self._voice.synthesize(readable, syn_config=settings)
+                    pieces = [piece.audio_float_array for piece in made]
+            except Exception:  # onnxruntime has no type of its own for a run that was ended
+                if stop is None or not stop.asked:
+                    raise
+            finally:
+                self._model.options = None
         return np.concatenate(pieces).astype(np.float32) if pieces else np.zeros(0, np.float32)
 
 

@@ -9,7 +9,7 @@ from stage_runtime.metrics.samples import Counter, Histogram, Samples, merged
 
 
 class SessionCounts:
-    """Of all sessions of a coordinator."""
+    """The counts of all sessions of a coordinator."""
 
     def __init__(self) -> None:
         self.open = 0  #: Sessions.
@@ -43,7 +43,7 @@ class SessionCounts:
 
 
 class SessionCount:
-    """Of one session."""
+    """The counts of one session."""
 
     def __init__(self, counts: SessionCounts) -> None:
         self._counts = counts
