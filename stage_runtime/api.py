@@ -275,6 +275,10 @@ class Autoregressive(msgspec.Struct, frozen=True, kw_only=True):
     step leaves the processor idle, and for decoders with ``after_step``, whose frames are sent meanwhile; elsewhere
     both would use the same cores. It does not go with ``tpSize``.
     dump_tokens: write token ids, too, into the files of steps that fail.
+    speculative_config: guess the next tokens of requests, and verify several in one step; answers have the same tokens.
+    Its keys are vLLM's: ``method`` (``ngram``: what followed the last tokens where the request had them before),
+    ``num_speculative_tokens`` of a guess, ``prompt_lookup_max`` and ``prompt_lookup_min``: how many last tokens are
+    looked for (5).
     own_process: compute in a process of its own, so that nothing else of the stage delays a step.
     data_parallel_size: engines, each with all weights and a process of its own; a request goes to the least loaded one.
     cores: processors of each engine, such as ``[[0, 1], [2, 3]]``; by default the stage's are divided among them.
@@ -317,6 +321,7 @@ class Autoregressive(msgspec.Struct, frozen=True, kw_only=True):
     decoder: str | None = None
     overlap: bool | Literal["auto"] = "auto"
     dump_tokens: bool = False
+    speculative_config: dict[str, Any] | None = None
     own_process: bool = False
     data_parallel_size: int = 1
     cores: Sequence[Sequence[int]] = ()

@@ -342,6 +342,19 @@ ENGINE: Final[Mapping[str, Metric]] = {
     "generated_tokens_total": _of_engine("generated_tokens_total", "Tokens generated", kind="counter"),
 }
 
+#: As `ENGINE`, of a stage with ``speculative_config``. Names are vLLM's.
+SPECULATION: Final[Mapping[str, Metric]] = {
+    "spec_decode_drafts_total": _of_engine(
+        "spec_decode_drafts_total", "Drafts of next tokens that were verified", kind="counter"
+    ),
+    "spec_decode_draft_tokens_total": _of_engine(
+        "spec_decode_draft_tokens_total", "Tokens of these drafts", kind="counter"
+    ),
+    "spec_decode_accepted_tokens_total": _of_engine(
+        "spec_decode_accepted_tokens_total", "Of these, tokens of answers", kind="counter"
+    ),
+}
+
 #: As `ENGINE`, of a stage with ``disaggregation`` or ``kv_folder``.
 KV: Final[Mapping[str, Metric]] = {
     "kv_loads_under_way": _of_engine("kv_loads", "Prompts that wait for blocks of a prefill instance or a folder"),
@@ -502,7 +515,7 @@ PLANES: Final = (
     *RELAY.values(),
 )
 #: Metrics of stages that generate tokens; served as `PLANES`.
-ENGINES: Final = (*ENGINE.values(), *KV.values())
+ENGINES: Final = (*ENGINE.values(), *KV.values(), *SPECULATION.values())
 #: Those of stages that report a cache.
 CACHES: Final = tuple(CACHE.values())
 #: Metrics of processes that have opened the relay nixl, mooncake, nccl or cuda_ipc, beside `PLANES`.

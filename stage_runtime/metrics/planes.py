@@ -38,7 +38,12 @@ _SLOTS: Final = "relay_slots_"
 _EVENT: Final = "control_"
 _RELAYS: Final[Mapping[str, Metric]] = {**catalog.RELAY, **catalog.NIXL}
 _ENGINE: Final = "engine_"
-_OF_STAGE: Final[Mapping[str, Metric]] = {**catalog.ENGINE, **catalog.KV, **catalog.CACHE}
+_OF_STAGE: Final[Mapping[str, Metric]] = {
+    **catalog.ENGINE,
+    **catalog.KV,
+    **catalog.SPECULATION,
+    **catalog.CACHE,
+}
 _RANK: Final = re.compile(r"rank(\d+)/(.+)")
 _EDGE: Final[Mapping[str, Metric]] = {
     "edge_transfer_bytes": catalog.EDGE_TRANSFER_BYTES,

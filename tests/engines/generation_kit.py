@@ -25,6 +25,7 @@ from stage_runtime.engines.autoregressive.model.models import PagedModel
 from stage_runtime.engines.autoregressive.sampling.model_output import GivenRows, ModelOutput
 from stage_runtime.engines.autoregressive.sampling.model_output import joined as joined_rows
 from stage_runtime.engines.autoregressive.sampling.parameters import SamplingParams
+from stage_runtime.engines.autoregressive.speculation.proposing import Proposer
 from stage_runtime.rules.autoregressive.blocks import BlockPool
 from stage_runtime.rules.autoregressive.requests import FinishReason
 from stage_runtime.rules.autoregressive.scheduling import Scheduler
@@ -182,11 +183,12 @@ def core(
     after_step: Callable[[Any], Any] | None = None,
     keep_rows: Mapping[str, Any] | None = None,
     grammars: Callable[[Any], Any] | None = None,
+    proposer: Proposer | None = None,
     **limits: Any,
 ) -> EngineCore:
     """model: instead of that of ``kind``; it is copied. after_step: of its decoder. keep_rows: as of a stage.
 
-    overlapping: None: as `overlap_kit` says.
+    overlapping: None: as `overlap_kit` says. proposer: of drafts, for ``num_speculative_tokens`` above 0.
     """
     chosen = {"block_size": 4, "max_requests": 8, "max_batched_tokens": 32, "max_chunk": 16, "max_model_len": 120}
     scheduler = Scheduler(SchedulerLimits(**{**chosen, **limits}), BlockPool(blocks))
@@ -202,7 +204,7 @@ def core(
         assert decoder_layers.join(paged.model) == paged.model.config.num_hidden_layers
     size: dict[str, Any] = {"num_blocks": blocks, "block_size": scheduler.limits.block_size}
     kept = KeptRows(keep_rows, paged, **size) if keep_rows else None
-    runner = ModelRunner(paged, attention(backend), kept=kept, **size)
+    runner = ModelRunner(paged, attention(backend), kept=kept, proposer=proposer, **size)
     executor = (
         ThreadExecutor(runner) if (Steps.overlap if overlapping is None else overlapping) else InlineExecutor(runner)
     )

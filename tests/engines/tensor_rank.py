@@ -1,7 +1,7 @@
 """One tensor-parallel rank in a process of its own: `python -m tests.engines.tensor_rank RANK SIZE FILE KIND KERNELS`.
 
 Rank 0 answers the prompts that it reads from its input as JSON, and prints the answers; any rank prints why it ended.
-A rank whose environment has DIES_IN_PASS ends its process in that pass.
+A rank whose environment has DIES_IN_PASS ends its process in that pass. SPECULATIVE: a `speculative_config`, as JSON.
 """
 
 from __future__ import annotations
@@ -39,7 +39,13 @@ def die_in(runner: ModelRunner, last: int) -> None:
 def main(rank: int, size: int, file: str, kind: str, kernels: str) -> None:
     ranks = Ranks(rank, size, init_method=f"file://{file}", sum_timeout_s=100)
     spec = omni.Autoregressive(
-        model="in memory", kernels=kernels, block_size=4, max_requests=8, max_batched_tokens=32, max_chunk=16
+        model="in memory",
+        kernels=kernels,
+        block_size=4,
+        max_requests=8,
+        max_batched_tokens=32,
+        max_chunk=16,
+        speculative_config=json.loads(os.environ.get("SPECULATIVE", "null")),
     )
     loaded = loader.assemble(spec, copy.deepcopy(tiny_model(kind)), tiny_tokenizer(), ranks=ranks)
     print(json.dumps({"kv_heads": loaded.runner.model.layers[0].kv_heads}), flush=True)
@@ -58,6 +64,7 @@ def main(rank: int, size: int, file: str, kind: str, kernels: str) -> None:
     answers.run()
     loaded.core.shutdown()
     print(json.dumps(answers.tokens), flush=True)
+    print(loaded.core.scheduler.stats.accepted_tokens, flush=True)
 
 
 if __name__ == "__main__":

@@ -114,6 +114,32 @@ def test_the_usage_of_a_chat_says_how_much_of_its_prompt_was_cached(checkpoint: 
         ({"max_requests": 0}, "max_requests=0"),
         ({"number_digits": 0}, "number_digits=0"),
         ({"kv_cache_bytes": 10}, "holds no block"),
+        ({"speculative_config": {"method": "magic", "num_speculative_tokens": 3}}, "method='magic': one of ngram"),
+        ({"speculative_config": {"method": "ngram"}}, "num_speculative_tokens is missing"),
+        ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 0}}, "num_speculative_tokens=0"),
+        ({"speculative_config": {"method": "ngram", "draft": 3}}, "no key 'draft'"),
+        (
+            {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2.5}},
+            "prompt_lookup_max=2.5",
+        ),
+        (
+            {
+                "speculative_config": {
+                    "method": "ngram",
+                    "num_speculative_tokens": 3,
+                    "prompt_lookup_max": 2,
+                    "prompt_lookup_min": 3,
+                }
+            },
+            "prompt_lookup_min=3: more than",
+        ),
+        (
+            {
+                "speculative_config": {"method": "ngram", "num_speculative_tokens": 3},
+                "keep_rows": {"all": (0, "all")},
+            },
+            "does not go with keep_rows",
+        ),
     ],
 )
 def test_settings_that_cannot_be_are_refused_when_the_stage_is_loaded(

@@ -30,6 +30,7 @@ from stage_runtime.processes.one_machine.local import LocalOptions, LocalPipelin
 from tests.engines.generation_kit import GREEDY, STATEFUL, alone, core, rows_of, tiny_model, tiny_tokenizer
 from tests.engines.kv_pair_kit import Engine, prompts
 from tests.engines.rank_threads import ranked
+from tests.engines.test_speculation import Foreseeing
 from tests.patience import patience
 
 PROMPT = prompts(1)[0]
@@ -97,6 +98,19 @@ def asked(engine: Stored, prompt: list[int] = PROMPT, name: str = "r", **others:
     engine.run()
     assert engine.engine.scheduler.pool.free == engine.engine.scheduler.pool.capacity
     return engine.tokens[name]
+
+
+def test_blocks_of_drafts_are_kept_when_their_tokens_are_known_to_be_right(tmp_path: Path) -> None:
+    whole = alone("llama", PROMPT, 30)
+    writer = Stored(tmp_path, engine=core(proposer=Foreseeing({"a": whole}), num_speculative_tokens=4))
+    writer.ask("a", PROMPT, SamplingParams(temperature=0.0, max_tokens=28, ignore_eos=True))
+    writer.run()
+    assert writer.engine.scheduler.stats.accepted_tokens > 12
+    reader = Stored(tmp_path)
+    reader.ask("b", [*PROMPT, *whole[:28]], SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True))
+    reader.run()
+    assert reader.tokens["b"] == whole[28:]
+    assert reader.counts["received_blocks"] >= (len(PROMPT) + 28) // 4 - 2  # those of the last draft are not known
 
 
 @pytest.mark.parametrize("kind", ["llama", "mistral"])

@@ -34,11 +34,13 @@ def prompts(lengths: list[int]) -> dict[str, list[int]]:
 
 
 @contextlib.contextmanager
-def ranks(folder: Path, kind: str, kernels: str, **dies: str) -> Iterator[list[subprocess.Popen[str]]]:
+def ranks(
+    folder: Path, kind: str, kernels: str, speculative: Any = None, **dies: str
+) -> Iterator[list[subprocess.Popen[str]]]:
     started = []
     try:
         for rank in range(2):
-            environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+            environment = {**os.environ, "OMP_NUM_THREADS": "1", "SPECULATIVE": json.dumps(speculative)}
             if f"rank{rank}" in dies:
                 environment["DIES_IN_PASS"] = dies[f"rank{rank}"]
             arguments = [str(rank), "2", str(folder / "meeting"), kind, kernels]
@@ -65,20 +67,23 @@ def printed(output: str) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "kernels"),
+    ("kind", "kernels", "speculative"),
     [
-        ("llama", "auto"),
-        pytest.param("gpt_neox", "torch", marks=pytest.mark.nightly),
-        pytest.param("qwen3", "torch", marks=pytest.mark.nightly),
-        pytest.param("gemma2", "torch", marks=pytest.mark.nightly),
+        ("llama", "auto", {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 1}),
+        pytest.param("gpt_neox", "torch", None, marks=pytest.mark.nightly),
+        pytest.param("qwen3", "torch", None, marks=pytest.mark.nightly),
+        pytest.param("gemma2", "torch", None, marks=pytest.mark.nightly),
     ],
 )
-def test_two_ranks_give_the_tokens_of_one_each_with_half_of_the_heads(tmp_path: Path, kind: str, kernels: str) -> None:
+def test_two_ranks_give_the_tokens_of_one_each_with_half_of_the_heads(
+    tmp_path: Path, kind: str, kernels: str, speculative: Any
+) -> None:
     by_name = prompts([3, 17, 40, 9])
-    with ranks(tmp_path, kind, kernels) as (first, second):
+    with ranks(tmp_path, kind, kernels, speculative) as (first, second):
         output, errors = first.communicate(json.dumps(by_name), timeout=WAIT_S)
         assert first.returncode == 0, errors
-        facts, answers = printed(output)
+        facts, answers, accepted = printed(output)
+        assert (accepted > 0) == (speculative is not None)
         assert answers == {name: alone(kind, prompt, 12) for name, prompt in by_name.items()}
         assert facts["kv_heads"] * 2 == (4 if kind in ("gpt_neox",) else 2)
         _output, errors = second.communicate(timeout=WAIT_S)

@@ -22,7 +22,7 @@ async def test_every_number_of_the_relays_has_a_metric_and_every_metric_of_relay
             edges={("thinker", "talker", "shm"): EdgeNumbers(5, 4, 0, 1, 0.5, 2)},
             edge_transports={("thinker", "talker", "shm", "memory"): 2},
             engines={
-                "chat": dict.fromkeys([*catalog.ENGINE, *map(with_reason, catalog.KV)], 7.0),
+                "chat": dict.fromkeys([*catalog.ENGINE, *map(with_reason, catalog.KV), *catalog.SPECULATION], 7.0),
                 "eyes": dict.fromkeys(catalog.CACHE, 3.0),
             },
         )

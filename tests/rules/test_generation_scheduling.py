@@ -1,7 +1,6 @@
 """The scheduler: order, budget, chunks, preemption, holds; and, in any order of events, the right tokens and no leak.
 
-`Paper` stands for the model: it writes tokens into paged memory, as attention writes KV, and samples the next one from
-what it reads there. So a row that reads a block of somebody else, or one that was never written, samples another token.
+`paper_kit.Paper` stands for the model.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from stage_runtime.errors import IllegalEvent
-from stage_runtime.rules.autoregressive.blocks import BlockPool
 from stage_runtime.rules.autoregressive.requests import (
     QUEUED,
     FinishReason,
@@ -24,87 +22,9 @@ from stage_runtime.rules.autoregressive.requests import (
     TokenLimits,
 )
 from stage_runtime.rules.autoregressive.scheduling import Scheduler
-from stage_runtime.rules.autoregressive.steps import SchedulerLimits, SchedulerOutput, Update
+from stage_runtime.rules.autoregressive.steps import SchedulerOutput
 from stage_runtime.rules.autoregressive.waiting_queue import STALE_MOST
-
-
-def successor(tokens: list[int]) -> int:
-    return (sum((index + 1) * token for index, token in enumerate(tokens)) * 31 + 7) % 50
-
-
-def expected(prompt: list[int], limits: TokenLimits, name: str = "alone", feeds_itself: bool = False) -> list[int]:
-    request = Request(name, prompt, limits, feeds_itself=feeds_itself)
-    while request.generated == 0 or request.ending() is None:
-        request.tokens.append(successor([written(request, at) for at in range(len(request.tokens))]))
-    return request.tokens
-
-
-def written(request: Request, position: int, last: int = -1) -> int:
-    """What the model keeps of a token: of one that it generated for itself, what is this request's alone.
-
-    last: the token that a step under way gives.
-    """
-    own = request.feeds_itself and position >= request.prompt_tokens
-    token = request.tokens[position] if position < len(request.tokens) else last
-    return token + 100 * sum(map(ord, request.id)) * own
-
-
-class Paper:
-    """A model whose KV is the tokens themselves."""
-
-    def __init__(self, scheduler: Scheduler) -> None:
-        self.scheduler = scheduler
-        self.size = scheduler.limits.block_size
-        self.memory = [[-1] * self.size for _ in range(scheduler.pool.capacity + 1)]
-        self.last: dict[str, int] = {}
-
-    def run(self, step: SchedulerOutput) -> dict[str, int]:
-        for row in step.rows:
-            for position in range(row.start, row.start + row.count):
-                block = row.blocks[position // self.size]
-                last = self.last.get(row.request.id, -1)
-                self.memory[block][position % self.size] = written(row.request, position, last)
-        sampled = {row.request.id: self._read(row) for row in step.rows if row.samples}
-        self.last.update(sampled)
-        return sampled
-
-    def _read(self, row: Any) -> int:
-        length = row.start + row.count
-        return successor([self.memory[row.blocks[at // self.size]][at % self.size] for at in range(length)])
-
-    def step(self) -> list[Update]:
-        step = self.scheduler.schedule()
-        return self.scheduler.update_from_output(step, self.run(step), {})
-
-
-def make(blocks: int = 20, **limits: Any) -> Scheduler:
-    chosen = {"block_size": 2, "max_requests": 4, "max_batched_tokens": 8, "max_chunk": 8, "max_model_len": 30}
-    return Scheduler(SchedulerLimits(**{**chosen, **limits}), BlockPool(blocks))
-
-
-def ask(
-    scheduler: Scheduler,
-    name: str,
-    prompt: list[int],
-    *,
-    priority: int = 0,
-    hold: Hold | None = None,
-    open: bool = False,
-    feeds_itself: bool = False,
-    fed: int | None = None,
-    **limits: Any,
-) -> Request:
-    request = Request(
-        name,
-        prompt,
-        TokenLimits(**{"max_tokens": 4, **limits}),
-        priority=priority,
-        open=open,
-        feeds_itself=feeds_itself,
-        fed=fed,
-    )
-    scheduler.add(request, hold)
-    return request
+from tests.rules.paper_kit import Given, Paper, ask, expected, make, successor
 
 
 def shape(step: SchedulerOutput) -> list[tuple[str, int, int]]:
@@ -495,16 +415,18 @@ class Schedulers(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.scheduler = make(blocks=9, max_chunk=5, max_requests=3)
+        self.scheduler = make(blocks=9, max_chunk=5, max_requests=3, num_speculative_tokens=3)
         self.paper = Paper(self.scheduler)
-        self.under_way: list[tuple[SchedulerOutput, dict[str, int]]] = []
+        self.under_way: list[tuple[SchedulerOutput, Given]] = []
         self.requests: dict[str, tuple[list[int], Request]] = {}
         self.ended: dict[str, FinishReason] = {}
 
     @rule(
         prompt=st.lists(st.integers(0, 2), min_size=1, max_size=12),
         open=st.booleans(),
-        max_tokens=st.integers(1, 8),
+        max_tokens=st.integers(1, 8) | st.just(40),
+        end_ids=st.sampled_from([frozenset[int](), frozenset(range(0, 50, 5))]),
+        speculates=st.booleans(),
         priority=st.integers(0, 2),
         hold=st.sampled_from([None, None, Hold.UPSTREAM_ROWS]),
         feeds_itself=st.booleans(),
@@ -581,8 +503,8 @@ class Schedulers(RuleBasedStateMachine):
         held = [name for name, (_prompt, one) in self.requests.items() if one.state is RequestStatus.HELD]
         self.scheduler.release(data.draw(st.sampled_from(held)))
 
-    def _ended(self, step: SchedulerOutput, sampled: dict[str, int], failed: dict[str, str]) -> None:
-        for update in self.scheduler.update_from_output(step, sampled, failed):
+    def _ended(self, step: SchedulerOutput, sampled: Given, failed: dict[str, str]) -> None:
+        for update in self.scheduler.update_from_output(step, sampled, failed, {}, sampled.accepted):
             if update.finish is not None:
                 assert update.request.id not in self.ended
                 self.ended[update.request.id] = update.finish
@@ -629,6 +551,15 @@ class Schedulers(RuleBasedStateMachine):
         ]
         assert scheduler.has_requests() == bool(queued or resuming or scheduler._finished)
         assert scheduler.held == sum(one.state is RequestStatus.HELD for one in requests) + len(paused) - len(resuming)
+
+    @invariant()
+    def keys_and_values_are_computed_up_to_the_last_token(self) -> None:
+        for _prompt, request in self.requests.values():
+            if request.state is RequestStatus.RUNNING and request.speculates and request.generated:
+                assert request.computed <= len(request.tokens) - 1 + request.unknown
+                assert request.hoped == sum(
+                    row.spare for step, _g in self.under_way for row in step.rows if row.request is request
+                )
 
     @invariant()
     def tokens_are_those_of_a_request_alone(self) -> None:

@@ -84,9 +84,9 @@ class Request:
     """What the scheduler knows of one request. Changed by the scheduler alone."""
 
     __slots__ = (
-        "arrival", "begun", "blocks", "computed", "fed", "feeds_itself", "follows", "hashes", "hit_tokens", "id",
-        "in_flight", "lacks", "limits", "matcher", "open", "preemptions", "priority", "prompt_tokens", "rows", "salt",
-        "state", "ticket", "tokens", "unknown",
+        "accepted", "arrival", "begun", "blocks", "computed", "fed", "feeds_itself", "follows", "hashes", "hit_tokens",
+        "hoped", "id", "in_flight", "lacks", "limits", "matcher", "open", "preemptions", "priority", "prompt_tokens",
+        "rows", "salt", "speculates", "state", "ticket", "tokens", "uncached", "unknown",
     )  # fmt: skip
 
     def __init__(
@@ -125,6 +125,10 @@ class Request:
         self.rows: Any = None  #: What the model takes in place of negative tokens: the core's and the model's alone.
         self.in_flight = 0  #: Batches under way that hold a row of it.
         self.unknown = 0  #: Tokens that those will give: the next step is scheduled as if they were there.
+        self.speculates = False  #: Drafts of its next tokens may be verified.
+        self.hoped = 0  #: Tokens that those batches may give beside, if drafts are right.
+        self.accepted = 0  #: Tokens of drafts that were right.
+        self.uncached = 0  #: Of the last step's draft: their keys and values are written, and their block is not known.
         self.ticket = 0  #: Of its entry in the queue; entries with another one are stale.
         self.follows = b""  #: In the queue: the last block that is being computed for another request and it waits for.
         self.lacks = 0  #: While it waits so: the blocks that it will need beside those.

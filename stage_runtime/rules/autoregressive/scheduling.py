@@ -12,8 +12,10 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
+import msgspec
+
 from stage_runtime.errors import ContextLengthExceeded, IllegalEvent
-from stage_runtime.rules.autoregressive import steps
+from stage_runtime.rules.autoregressive import drafts, steps
 from stage_runtime.rules.autoregressive.blocks import BlockPool
 from stage_runtime.rules.autoregressive.requests import (
     QUEUED,
@@ -236,13 +238,22 @@ class Scheduler:
                 pass
             for request in followers:
                 self._queue.put_back(request)
+        if self.limits.num_speculative_tokens:
+            self._leave_room(rows)
         for row in rows.values():
             row.request.computed += row.count
             row.request.in_flight += 1
             row.request.unknown += row.samples
+            row.request.hoped += row.spare
             self.stats.computed_tokens += row.count
         finished, self._finished = tuple(self._finished), []
         return SchedulerOutput(tuple(rows.values()), finished)
+
+    def _leave_room(self, rows: dict[str, Row]) -> None:
+        """For drafts, after all else has got its tokens and blocks."""
+        for name, row in rows.items():
+            rows[name] = drafts.with_room(row, self.limits, self.pool, self.longest, self._budget)
+            self._budget -= rows[name].spare
 
     def _plan(self, rows: dict[str, Row], request: Request, count: int) -> None:
         rows[request.id] = steps.row(request, request.computed, count)
@@ -255,7 +266,7 @@ class Scheduler:
         count = min(request.ready - request.computed, self._budget, self.limits.max_chunk)
         if count <= 0:
             return
-        fresh = self._blocks_for(request.computed + count) - len(request.blocks)
+        fresh = max(self._blocks_for(request.computed + count + request.hoped) - len(request.blocks), 0)
         while fresh > self.pool.free:
             victim = max((*self._running, *self._paused.values()), key=self._key)
             self._preempt(victim)  # with a row under way, too: later steps write into its blocks after that row has
@@ -362,7 +373,7 @@ class Scheduler:
     def _preempt(self, request: Request) -> None:
         request.happen(RequestEvent.PREEMPTED)
         self._free(request)
-        request.computed = 0
+        request.computed = request.uncached = 0
         request.preemptions += 1
         self.stats.preemptions += 1
         if request.state is RequestStatus.PREEMPTED:
@@ -382,18 +393,20 @@ class Scheduler:
         sampled: Mapping[str, int],
         failed: Mapping[str, str],
         ended: Mapping[str, Reason] = {},
+        accepted: Mapping[str, Sequence[int]] = {},
     ) -> list[Update]:
         """Append what was sampled; end the requests that it ends, and those that failed.
 
         sampled: request id -> token, of every row that `Row.samples`. failed: request id -> why. ended: requests that
-        end by their token, whatever it is.
-        Returns: one for each request of the step that goes on or ends here; nothing of those that ended meanwhile.
+        end by their token, whatever it is. accepted: request id -> tokens of its draft before that.
+        Returns: one for each token, and for each request that fails; nothing of those that ended meanwhile.
         """
         updates = []
         for row in step.rows:
             request = row.request
             request.in_flight -= 1
             request.unknown -= row.samples
+            request.hoped -= row.spare
             if request.state is RequestStatus.FINISHED:
                 continue
             if request.id in failed:
@@ -401,17 +414,26 @@ class Scheduler:
                 updates.append(Update(request, finish=FinishReason.ERROR, reason=failed[request.id]))
                 continue
             if request.state is RequestStatus.RUNNING:  # else it has lost its blocks
-                self._cache(request, row)
+                self._cache(request, drafts.written(row))
+                request.uncached = 0
             token = sampled.get(request.id)
             if token is not None:
-                updates.append(
-                    self._append(
-                        request, token, (FinishReason.STOP, ended[request.id]) if request.id in ended else None
-                    )
-                )
+                if request.id in accepted:
+                    updates += self._accept(request, accepted[request.id])
+                ending = (FinishReason.STOP, ended[request.id]) if request.id in ended else None
+                updates.append(self._append(request, token, ending))
             if request.state is RequestStatus.RUNNING and not request.in_flight and request.computed >= request.ready:
                 self._pause(request)
         return updates
+
+    def _accept(self, request: Request, tokens: Sequence[int]) -> list[Update]:
+        """Tokens of its draft are its next ones. None of them ends it: nothing is verified beyond such a token."""
+        request.accepted += len(tokens)
+        if request.state is RequestStatus.RUNNING:
+            request.computed += len(tokens)
+            request.uncached = len(tokens)
+        updates = [self._append(request, token, None) for token in tokens]
+        return [msgspec.structs.replace(one, accepted=index) for index, one in enumerate(updates)]
 
     def _append(self, request: Request, token: int, ending: tuple[FinishReason, Reason] | None) -> Update:
         request.tokens.append(token)

@@ -16,7 +16,7 @@ Policy = Literal["fcfs", "priority"]
 
 class SchedulerLimits(msgspec.Struct, frozen=True, kw_only=True):
     """max_requests: rows of one step. max_batched_tokens: tokens of one step. max_chunk: of one prompt in one step.
-    max_model_len: tokens of one request, prompt and answer together.
+    max_model_len: tokens of one request, prompt and answer together. num_speculative_tokens: of one request's draft.
     """
 
     block_size: int = 16
@@ -26,6 +26,7 @@ class SchedulerLimits(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int = 2048
     policy: Policy = "fcfs"
     prefix_caching: bool = True
+    num_speculative_tokens: int = 0
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -33,7 +34,9 @@ class Row(msgspec.Struct, frozen=True):
 
     samples: it ends at the request's last token, so that the next token is sampled from it. blocks: the request's: it
     may lose them while the step is under way. place: of the next token in the answer. unknown: how many of its last
-    tokens the step before it gives, which was under way when it was scheduled.
+    tokens the step before it gives, which was under way when it was scheduled. spare: tokens after the row's own for
+    which there is room, so that a draft may be verified there. accepted: how many of its drafts' tokens were known to
+    be right: when more are, the row's tokens and its place come so many later.
     """
 
     request: Request
@@ -43,13 +46,15 @@ class Row(msgspec.Struct, frozen=True):
     blocks: list[int]
     place: int = 0
     unknown: int = 0
+    spare: int = 0
+    accepted: int = 0
 
 
 def row(request: Request, start: int, count: int) -> Row:
     end, expected = start + count, request.expected
     samples = not request.open and end == expected
     place, unknown = expected - request.prompt_tokens, max(end - len(request.tokens), 0)
-    return Row(request, start, count, samples, request.blocks, place, unknown)
+    return Row(request, start, count, samples, request.blocks, place, unknown, accepted=request.accepted)
 
 
 class SchedulerOutput(msgspec.Struct, frozen=True):
@@ -60,16 +65,18 @@ class SchedulerOutput(msgspec.Struct, frozen=True):
 
     @property
     def total_num_scheduled_tokens(self) -> int:
-        return sum(row.count for row in self.rows)
+        """Room for drafts is counted, too."""
+        return sum(row.count + row.spare for row in self.rows)
 
 
 class Update(msgspec.Struct, frozen=True):
-    """What a step has done to one request."""
+    """What a step has done to one request. accepted: which token of its draft this is; None: it was sampled."""
 
     request: Request
     token: int | None = None
     finish: FinishReason | None = None
     reason: Reason = None
+    accepted: int | None = None
 
 
 class SchedulerCounts:
@@ -82,3 +89,11 @@ class SchedulerCounts:
         self.received_tokens = 0  #: Of those, computed by another engine.
         self.computed_tokens = 0
         self.generated_tokens = 0
+        self.drafts = 0  #: That were verified.
+        self.draft_tokens = 0  #: Of those.
+        self.accepted_tokens = 0  #: Of those, tokens of answers.
+
+    def count_draft(self, proposed: int, accepted: int) -> None:
+        self.drafts += 1
+        self.draft_tokens += proposed
+        self.accepted_tokens += accepted

@@ -32,6 +32,7 @@ from stage_runtime.engines.autoregressive.text.prompt_rows import (
 )
 from stage_runtime.engines.autoregressive.text.reasoning import Matcher
 from stage_runtime.errors import ContextLengthExceeded, describe
+from stage_runtime.rules.autoregressive import drafts
 from stage_runtime.rules.autoregressive.requests import FinishReason, Hold, Reason, Request, RequestStatus, TokenLimits
 from stage_runtime.rules.autoregressive.scheduling import Scheduler
 from stage_runtime.rules.autoregressive.steps import Row, SchedulerOutput, Update
@@ -182,6 +183,7 @@ class EngineCore:
             fed=0 if self._feeds_itself and request.open else None,
         )
         made.matcher = matcher
+        made.speculates = matcher is None and not self._feeds_itself and not params.hidden_rows
         if self._feeds_itself:
             made.rows = RequestRows()
         _keep_rows(made, placed, 0)
@@ -264,6 +266,16 @@ class EngineCore:
         """Bring prompts' keys and values by a connector, and let it save them. post: see `kv_connector`."""
         self.kv = KVLoads(self.scheduler, self.executor, connector, post)
         return self.kv
+
+    def gauges(self) -> dict[str, int]:
+        """What `/metrics` shows of parts that not every engine has. In any thread: single numbers are read."""
+        found = {} if self.kv is None else self.kv.gauges()
+        if self.scheduler.limits.num_speculative_tokens:
+            stats = self.scheduler.stats
+            found["spec_decode_drafts_total"] = stats.drafts
+            found["spec_decode_draft_tokens_total"] = stats.draft_tokens
+            found["spec_decode_accepted_tokens_total"] = stats.accepted_tokens
+        return found
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
         """Idempotent: an abort may come by two ways, and after the end."""
@@ -355,11 +367,14 @@ class EngineCore:
             output = ModelOutput({}, {row.request.id: describe(error) for row in scheduled.rows}, {})
         self._note_failures(scheduled, output)
         if self.kv is not None:
-            self.kv.save(scheduled.rows, output.failed.__contains__)
+            self.kv.save([drafts.written(row) for row in scheduled.rows], output.failed.__contains__)
         refused = self._note_unmasked(scheduled, output)
         self.drain_aborts()
         ended = self._advance(scheduled, output)
-        updates = self.scheduler.update_from_output(scheduled, output.sampled, output.failed, ended)
+        accepted = {name: one.accepted for name, one in output.drafts.items()}
+        for one in output.drafts.values():
+            self.scheduler.stats.count_draft(one.proposed, len(one.accepted))
+        updates = self.scheduler.update_from_output(scheduled, output.sampled, output.failed, ended, accepted)
         return [_output(update, output, refused.get(update.request.id)) for update in updates]
 
     def _note_failures(self, scheduled: SchedulerOutput, output: ModelOutput) -> None:
@@ -428,11 +443,14 @@ def _keep_rows(request: Request, part: PlacedRows, first: int) -> None:
 
 def _output(update: Update, output: ModelOutput, refused: str | None) -> EngineCoreOutput:
     request = update.request
-    logprobs = output.logprobs.get(request.id)
+    if update.accepted is not None:
+        logprobs = output.drafts[request.id].logprobs[update.accepted : update.accepted + 1]
+    else:
+        logprobs = (output.logprobs[request.id],) if request.id in output.logprobs else ()
     return EngineCoreOutput(
         request_id=request.id,
         new_token_ids=() if update.token is None else (update.token,),
-        logprobs=() if logprobs is None else (logprobs,),
+        logprobs=logprobs,
         finish=update.finish,
         reason=update.reason,
         refused=refused,

@@ -22,6 +22,8 @@ from stage_runtime.engines.autoregressive.model.kept_rows import KeptRows
 from stage_runtime.engines.autoregressive.model.model_runner import ModelRunner
 from stage_runtime.engines.autoregressive.model.models import PagedModel, UnsupportedModel, load_model, settle_long_rope
 from stage_runtime.engines.autoregressive.model.models import load_tokenizer as load_tokenizer
+from stage_runtime.engines.autoregressive.speculation import settings
+from stage_runtime.engines.autoregressive.speculation.proposing import NgramProposer
 from stage_runtime.engines.autoregressive.tensor_parallel import sharding
 from stage_runtime.engines.autoregressive.tensor_parallel.ranks import Leading, Ranks
 from stage_runtime.engines.autoregressive.text import bounded_numbers, call_forms, reasoning
@@ -97,6 +99,7 @@ def assemble(
         with torch.inference_mode():
             sharding.shard(model, ranks)
     paged = PagedModel(model, after_step)
+    speculation = _speculation(spec, paged)
     if ranks is not None and (paged.sinks or paged.state_layers):
         what = "attention sinks" if paged.sinks else "state beside attention"
         raise UnsupportedModel(f"{type(model).__name__} has {what}, which tpSize does not share among ranks")
@@ -120,11 +123,14 @@ def assemble(
         max_model_len=length,
         policy=cast(Policy, spec.policy),
         prefix_caching=spec.prefix_caching and not paged.state_layers,
+        num_speculative_tokens=0 if speculation is None else speculation.num_speculative_tokens,
     )
     if paged.state_layers and spec.prefix_caching:
         kind = model.config.model_type
         log.info("a %s model keeps state beside attention, of each request alone: there is no prefix cache", kind)
     size: dict[str, Any] = {"num_blocks": num_blocks, "block_size": spec.block_size}
+    if speculation is not None:
+        size["proposer"] = NgramProposer(speculation)
     kept = KeptRows(spec.keep_rows, paged, **size) if spec.keep_rows else None
     if ranks is not None and ranks.rank == 0:
         runner: ModelRunner = Leading(paged, backend, ranks, kept=kept, **size)
@@ -158,6 +164,23 @@ def assemble(
             progress("preparing grammars")
             grammars.prepare()
     return Loaded(core, tokenizer, num_blocks, used, runner, weights)
+
+
+def _speculation(spec: Autoregressive, paged: PagedModel) -> settings.Speculation | None:
+    """Raises: ConfigurationError: it is not for this model, or not beside another setting."""
+    if spec.speculative_config is None:
+        return None
+    name = "omni.Autoregressive(speculative_config=…)"
+    if spec.keep_rows:
+        raise ConfigurationError(f"{name}: does not go with keep_rows")
+    if paged.after_step is not None:
+        raise ConfigurationError(f"{name}: a decoder with after_step makes its own next rows, one in a step")
+    if paged.state_layers:
+        kind = paged.model.config.model_type
+        raise UnsupportedModel(
+            f"{name}: a {kind} model keeps state beside attention, which rejected tokens would change"
+        )
+    return settings.checked(spec.speculative_config)
 
 
 def _attention(spec: Autoregressive, paged: PagedModel) -> AttentionBackend:
@@ -216,6 +239,8 @@ def check(spec: Autoregressive) -> None:
         raise ConfigurationError(
             f"omni.Autoregressive(number_digits={digits!r}): None, or from 1 to {bounded_numbers.MOST_DIGITS}"
         )
+    if spec.speculative_config is not None:
+        settings.checked(spec.speculative_config)
     for name, allowed in (
         ("engine", ENGINES),
         ("dtype", dtypes.DTYPES),

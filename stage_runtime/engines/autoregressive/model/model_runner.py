@@ -23,9 +23,11 @@ from stage_runtime.engines.autoregressive.model.block_pages import BlockPages
 from stage_runtime.engines.autoregressive.model.kept_rows import KeptRows, OwnRows
 from stage_runtime.engines.autoregressive.model.models import Computed, FlatBatch, PagedModel
 from stage_runtime.engines.autoregressive.model.states import StateSlots
-from stage_runtime.engines.autoregressive.sampling.model_output import GivenRows, ModelOutput
+from stage_runtime.engines.autoregressive.sampling.model_output import GivenRows, ModelOutput, VerifiedDraft
 from stage_runtime.engines.autoregressive.sampling.parameters import SamplingParams
-from stage_runtime.engines.autoregressive.sampling.sampler import RowState, reports, sample, uniforms
+from stage_runtime.engines.autoregressive.sampling.sampler import RowState, Sampled, reports, sample, uniforms
+from stage_runtime.engines.autoregressive.speculation.proposing import Proposer, StepDrafts
+from stage_runtime.engines.autoregressive.speculation.verifying import Drafted, verify
 from stage_runtime.errors import describe
 from stage_runtime.rules.autoregressive.steps import Row, SchedulerOutput
 
@@ -69,14 +71,16 @@ class ModelRunner:
         num_blocks: int,
         block_size: int,
         kept: KeptRows | None = None,
+        proposer: Proposer | None = None,
     ) -> None:
-        """kept: rows of layers that are given out; None: none are."""
+        """kept: rows of layers that are given out; None: none are. proposer: makes drafts of next tokens."""
         self.model = model
         self._kept = kept
         self._backend = backend
         self._block_size = block_size
         self._rows: dict[str, RowState] = {}
         self._own: dict[str, OwnRows] = {}  #: Of requests whose decoder makes their next rows.
+        self._drafts = StepDrafts(proposer)
         self._states = StateSlots() if model.state_layers else None
         self._held: tuple[Sequence[Row], Computed | None] = ((), None)  #: A pass whose tokens are not chosen yet.
         backend.alloc(model.layers, num_blocks, block_size, model.dtype, str(model.device))
@@ -105,11 +109,12 @@ class ModelRunner:
         for request_id in step.finished:
             self._rows.pop(request_id, None)
             self._own.pop(request_id, None)
+            self._drafts.drop(request_id)
             if self._states is not None:
                 self._states.drop(request_id)
         output = _nothing()
         # Scheduled before the last token of a request was known: what that ends is not computed further.
-        rows = [row for row in step.rows if not self._rows[row.request.id].over]
+        rows = self._drafts.begin([row for row in step.rows if not self._rows[row.request.id].over])
         if hold:
             self._held = (rows, self._tried(rows) if rows else None)
         elif rows:
@@ -133,8 +138,10 @@ class ModelRunner:
             if row.request.id in output.failed or row.request.id in output.ended:
                 state.over = True
             elif token is not None:
+                accepted = output.drafts[row.request.id].accepted if row.request.id in output.drafts else ()
                 state.last = token
-                state.over = row.request.ends_by(token, row.place) is not None
+                state.over = row.request.ends_by(token, row.place + len(accepted)) is not None
+                self._drafts.take(row, accepted, token)
 
     def _tried(self, rows: Sequence[Row]) -> Computed | None:
         """None: the pass has failed; it is computed again, and then row by row."""
@@ -204,7 +211,7 @@ class ModelRunner:
             with torch.inference_mode():
                 computed = computed or self._forward(rows)
                 self._note_prompts(rows, computed.logits[len(rows) :], output)
-                self._sample(rows, computed.logits[: len(rows)], output, masks)
+                self._sample(rows, computed.logits, output, masks)
                 self._clear([row for row in rows if row.request.id in output.failed])
             self._note_hidden(rows, computed.hidden, output)
             if self.model.after_step is not None:
@@ -221,7 +228,7 @@ class ModelRunner:
                 self._execute([row], output, masks)
 
     def _forward(self, rows: Sequence[Row]) -> Computed:
-        """The logits of each row's last token, then of the prompts' tokens whose probabilities are asked for.
+        """The logits of each row's last token, of the prompts' tokens whose probabilities are asked for, and of drafts.
 
         NaN anywhere in a row reaches its last token, so a prompt's chunk is checked, too.
         """
@@ -235,8 +242,10 @@ class ModelRunner:
         added: list[tuple[int, list[int], bytes]] = []
         for row in rows:
             request, end, offset = row.request, row.start + row.count, starts[-1] - row.start
-            ids += request.tokens[row.start : end - row.unknown]
+            draft = self._drafts.of(row)
+            ids += request.tokens[row.start : end - row.unknown - len(draft)]
             ids += [self._rows[request.id].last] * row.unknown
+            ids += draft
             if request.rows is not None:
                 for at, some in self._inputs(row):
                     places += range(offset + at, offset + at + len(some))
@@ -249,8 +258,11 @@ class ModelRunner:
             slots += [blocks[at // size] * size + at % size for at in range(row.start, end)]
             starts.append(len(ids))
             tables.append(blocks)
-            last.append(len(ids) - 1)
+            last.append(len(ids) - 1 - len(draft))
         last += [at for row, first in zip(rows, starts, strict=False) for at in self._asked(row, first)]
+        last += [
+            at for row, end in zip(rows, starts[1:], strict=True) for at in range(end - len(self._drafts.of(row)), end)
+        ]
         for at in places:
             ids[at] = 0  # a row's name is not a token
         sampling = [self._rows[row.request.id].params for row in rows if row.samples]
@@ -308,7 +320,8 @@ class ModelRunner:
             if state.params.prompt_logprobs is not None and row.samples and not row.place:
                 output.prompt_logprobs[request.id] = tuple(state.prompt_logprobs)
 
-    def _sample(self, rows: Sequence[Row], logits: Tensor, output: ModelOutput, masks: Masks) -> None:
+    def _sample(self, rows: Sequence[Row], computed: Tensor, output: ModelOutput, masks: Masks) -> None:
+        logits = computed[: len(rows)]
         sampling = [index for index, row in enumerate(rows) if row.samples]
         if len(sampling) < len(rows):
             for row, good in zip(rows, torch.isfinite(logits.amax(-1)).tolist(), strict=True):
@@ -323,13 +336,28 @@ class ModelRunner:
                 states[index].begin(row.request.tokens)
             if (mask := masks.get(row.request.id)) is not None:
                 states[index].mask = torch.from_numpy(~mask)
-        for row, one in zip(rows, sample(logits, states, [row.place for row in rows]), strict=True):
-            if one.token is None:
-                output.failed[row.request.id] = NAN
-                continue
-            output.sampled[row.request.id] = one.token
-            if one.logprobs is not None:
-                output.logprobs[row.request.id] = one.logprobs
+        sampled = sample(logits, states, [row.place for row in rows])
+        drafted = [index for index, row in enumerate(rows) if self._drafts.of(row)]
+        for row, one in zip(rows, sampled, strict=True):
+            _note(row, [one], output)
+        if drafted:
+            self._verify([rows[index] for index in drafted], [sampled[index] for index in drafted], computed, output)
+
+    def _verify(self, rows: Sequence[Row], sampled: Sequence[Sampled], computed: Tensor, output: ModelOutput) -> None:
+        """rows: those with drafts, whose logits are the last ones of ``computed``. sampled: before the drafts."""
+        lengths = [len(self._drafts.of(row)) for row in rows]
+        firsts = [0, *itertools.accumulate(lengths)]
+        logits = computed[len(computed) - firsts[-1] :]
+        finite = torch.isfinite(logits[[first - 1 for first in firsts[1:]]].amax(-1)).tolist()
+        drafted = [
+            Drafted(row, self._rows[row.request.id], self._drafts.of(row), first)
+            for row, first in zip(rows, firsts, strict=False)
+        ]
+        for row, tokens, proposed, good in zip(rows, verify(drafted, sampled, logits), lengths, finite, strict=True):
+            _note(row, tokens if good else [Sampled(None, None)], output)
+            accepted = tuple(one.token for one in tokens[:-1] if one.token is not None)
+            logprobs = tuple(one.logprobs for one in tokens[:-1] if one.logprobs is not None)
+            output.drafts[row.request.id] = VerifiedDraft(proposed, accepted, logprobs)
 
     def _note_hidden(self, rows: Sequence[Row], hidden: Tensor | None, output: ModelOutput) -> None:
         """Outside of inference mode, whose tensors an author's functions could not compute gradients with."""
@@ -410,7 +438,18 @@ class ModelRunner:
 
 
 def _nothing() -> ModelOutput:
-    return ModelOutput({}, {}, {}, {}, {}, {}, {})
+    return ModelOutput({}, {}, {}, {}, {}, {}, {}, {})
+
+
+def _note(row: Row, tokens: Sequence[Sampled], output: ModelOutput) -> None:
+    """The last one is the sampled one. None: its logits, or those before it, are not finite."""
+    last = tokens[-1]
+    if last.token is None:
+        output.failed[row.request.id] = NAN
+        return
+    output.sampled[row.request.id] = last.token
+    if last.logprobs is not None:
+        output.logprobs[row.request.id] = last.logprobs
 
 
 def _bytes(rows: Tensor) -> bytes:

@@ -65,8 +65,7 @@ class StartWave(msgspec.Struct, frozen=True, array_like=True):
 
 class SchedulerStats(msgspec.Struct, frozen=True, array_like=True):
     """After a step, or now and then: an engine's sign of life. kv_blocks: all there are, and those in use. held:
-    requests that wait for what comes from outside, see `Scheduler.held`. kv: `KVLoads.gauges`, of an engine with a
-    connector.
+    requests that wait for what comes from outside, see `Scheduler.held`. parts: `EngineCore.gauges`.
     """
 
     waiting: int
@@ -82,7 +81,7 @@ class SchedulerStats(msgspec.Struct, frozen=True, array_like=True):
     prefix_hit_tokens: int = 0
     generated_tokens: int = 0
     held: int = 0
-    kv: dict[str, int] = {}
+    parts: dict[str, int] = {}
 
 
 class Refused(msgspec.Struct, frozen=True, array_like=True):

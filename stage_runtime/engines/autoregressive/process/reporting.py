@@ -24,5 +24,5 @@ def stats_of(core: EngineCore, *, step_counter: int = 0, current_wave: int = 0) 
         stats.hit_tokens,
         stats.generated_tokens,
         scheduler.held,
-        {} if core.kv is None else core.kv.gauges(),
+        core.gauges(),
     )

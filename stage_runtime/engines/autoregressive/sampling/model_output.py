@@ -39,6 +39,14 @@ def joined(first: GivenRows | None, later: GivenRows | None) -> GivenRows | None
     return later if first is None else first if later is None else first.joined(later)
 
 
+class VerifiedDraft(NamedTuple):
+    """A draft of ``proposed`` tokens. accepted: those before the sampled token. logprobs: theirs, if asked for."""
+
+    proposed: int
+    accepted: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+
+
 class ModelOutput(NamedTuple):
     """What a step gave, by request id. ``failed``: why. ``prompt_logprobs``: of prompts that are computed to their
     ends.
@@ -54,3 +62,4 @@ class ModelOutput(NamedTuple):
     hidden_rows: dict[str, Any] = {}
     rows: dict[str, GivenRows] = {}
     ended: dict[str, None] = {}
+    drafts: dict[str, VerifiedDraft] = {}

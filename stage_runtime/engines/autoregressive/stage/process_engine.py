@@ -285,7 +285,10 @@ class ProcessEngine:
             "prompt_tokens_total": sum(one.prompt_tokens for one in stats),
             "prefix_hit_tokens_total": sum(one.prefix_hit_tokens for one in stats),
             "generated_tokens_total": sum(one.generated_tokens for one in stats),
-            **{name: sum(one.kv.get(name, 0) for one in stats) for name in {name for one in stats for name in one.kv}},
+            **{
+                name: sum(one.parts.get(name, 0) for one in stats)
+                for name in set().union(*(one.parts for one in stats))
+            },
         }
 
 

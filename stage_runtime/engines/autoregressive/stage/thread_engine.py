@@ -191,5 +191,5 @@ class AutoregressiveEngine:
             "prompt_tokens_total": stats.prompt_tokens,
             "prefix_hit_tokens_total": stats.hit_tokens,
             "generated_tokens_total": stats.generated_tokens,
-            **({} if self._core.kv is None else self._core.kv.gauges()),
+            **self._core.gauges(),
         }
