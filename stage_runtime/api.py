@@ -249,7 +249,8 @@ class Autoregressive(msgspec.Struct, frozen=True, kw_only=True):
     at most 9. None: no bound.
     max_requests: the most requests computed at once. max_batched_tokens: the most tokens of one step. max_chunk: the
     most prompt tokens of one request in a step; small ones keep the gaps between tokens of the other requests small.
-    kv_cache_bytes: None takes what the device offers, at most what ``max_requests`` of full length need. policy:
+    kv_cache_bytes: None takes what the device offers, at most what ``max_requests`` of full length need. What a model
+    keeps beside attention for ``max_requests`` requests is a part of it. policy:
     ``fcfs`` or ``priority``.
     stream: what a chunk of an upstream stage adds to the prompt: ``stream(chunk)`` returns token ids, a float tensor
     ``[tokens, hidden]``, a `Prompt` of parts (with positions and added rows), a `Feed`, a list of these, or None.

@@ -16,7 +16,8 @@ from stage_runtime.engines.autoregressive.loading import loader
 from stage_runtime.engines.autoregressive.model.attention import GatherAttention
 from stage_runtime.engines.autoregressive.model.model_runner import ModelRunner
 from stage_runtime.engines.autoregressive.model.models import PagedModel
-from stage_runtime.engines.autoregressive.model.states import StateSlots
+from stage_runtime.engines.autoregressive.model.states import STATES_KEPT, StateSlots
+from stage_runtime.errors import ConfigurationError
 from stage_runtime.rules.autoregressive.blocks import BlockPool
 from stage_runtime.rules.autoregressive.requests import FinishReason
 from stage_runtime.rules.autoregressive.scheduling import Scheduler
@@ -131,3 +132,33 @@ def test_a_stage_of_such_a_model_has_no_prefix_cache_and_says_so_once(caplog: py
         answers.ask(name, prompt)
         answers.run()
     assert answers.tokens == wanted("lfm2", asked) and loaded.core.scheduler.stats.hit_tokens == 0
+
+
+@pytest.mark.parametrize("kind", STATEFUL)
+def test_the_memory_of_states_is_known_before_there_are_requests(kind: str) -> None:
+    engine = core(kind, prefix_caching=False, overlapping=False)
+    answers = Answers(engine)
+    answers.ask("a", prompts(9)["0"])
+    answers.step()
+    answers.step()
+    runner: ModelRunner = engine.executor._runner  # type: ignore[attr-defined]
+    assert runner._states is not None
+    kept = runner._states._slots["a"]
+    assert len(kept) == STATES_KEPT
+    for _tokens, by_layer in kept:
+        nbytes = sum(value.nbytes for state in by_layer.values() for value in state.values())
+        assert nbytes == runner.model.state_bytes > 0
+
+
+def test_states_come_out_of_the_memory_for_keys_and_values() -> None:
+    def blocks(**settings: Any) -> int:
+        spec = Autoregressive(model="unused", max_chunk=16, max_model_len=64, linears="plain", **settings)
+        return loader.assemble(spec, copy.deepcopy(tiny_model("qwen3_5")), tiny_tokenizer()).num_blocks
+
+    paged = PagedModel(copy.deepcopy(tiny_model("qwen3_5")))
+    states = 4 * STATES_KEPT * paged.state_bytes
+    block = 16 * loader.token_bytes(paged.layers.values(), paged.dtype)
+    assert blocks(max_requests=4, kv_cache_bytes=states + 3 * block) == 1 + 3  # the padding, too
+    with pytest.raises(ConfigurationError, match=rf"max_requests=4\).* keeps {states} bytes of state"):
+        blocks(max_requests=4, kv_cache_bytes=states + block - 1)
+    assert blocks(max_requests=4) == 1 + 4 * 4  # as many as the requests need

@@ -22,6 +22,7 @@ from stage_runtime.engines.autoregressive.model.kept_rows import KeptRows
 from stage_runtime.engines.autoregressive.model.model_runner import ModelRunner
 from stage_runtime.engines.autoregressive.model.models import PagedModel, UnsupportedModel, load_model, settle_long_rope
 from stage_runtime.engines.autoregressive.model.models import load_tokenizer as load_tokenizer
+from stage_runtime.engines.autoregressive.model.states import STATES_KEPT
 from stage_runtime.engines.autoregressive.speculation import settings
 from stage_runtime.engines.autoregressive.speculation.proposing import NgramProposer
 from stage_runtime.engines.autoregressive.tensor_parallel import sharding
@@ -205,9 +206,19 @@ def _blocks(spec: Autoregressive, paged: PagedModel, length: int) -> int:
     """How many blocks there are, the padding included."""
     of_token = token_bytes(paged.layers.values(), paged.dtype) + KeptRows.token_bytes(spec.keep_rows or {}, paged)
     block_bytes = spec.block_size * of_token or EMPTY_BLOCK
-    budget = spec.kv_cache_bytes
-    if budget is None:
-        budget = HOST_CACHE_BYTES if paged.device.type == "cpu" else _device_budget(paged)
+    kept = paged.state_bytes * STATES_KEPT * spec.max_requests
+    if spec.kv_cache_bytes is None and paged.device.type == "cpu":
+        budget = HOST_CACHE_BYTES  # states lie beside it: a default refuses no model
+    else:
+        budget = (_device_budget(paged) if spec.kv_cache_bytes is None else spec.kv_cache_bytes) - kept
+        if kept and budget < block_bytes:
+            kind = paged.model.config.model_type
+            raise ConfigurationError(
+                f"omni.Autoregressive(max_requests={spec.max_requests}): a {kind} model keeps {kept} bytes of state "
+                f"for so many requests, and of {budget + kept} bytes of memory {budget} are left for keys and values"
+            )
+    if kept:
+        log.info("state beside attention: %d bytes for %d requests", kept, spec.max_requests)
     enough = spec.max_requests * -(-length // spec.block_size)
     found = min(budget // block_bytes, enough)
     if found < 1:

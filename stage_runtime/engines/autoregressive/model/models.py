@@ -237,6 +237,7 @@ class PagedModel:
         self.state_layers = states.layers_of(model)
         for one in self.state_layers:
             one.module.forward = _by_row(one)
+        self.state_bytes = 0  #: What ``state_layers`` keep after a token of one request.
         self.layers = self._probe(text)
         self.sinks = _pass.sinks  #: Whether a layer's softmax has one more logit.
 
@@ -244,6 +245,8 @@ class PagedModel:
         """What each layer caches, found by one pass over one token."""
         found: dict[int, LayerShape] = {}
         _pass.probe, _pass.sinks = found, False
+        if self.state_layers:
+            _pass.states = states.StatePass([0, 1], [{}], self.device)
         try:
             zero = torch.zeros(1, dtype=torch.long, device=self.device)
             self._call(FlatBatch(zero, zero if self.axes == 1 else zero.expand(self.axes, 1), zero))
@@ -252,7 +255,9 @@ class PagedModel:
             why = str(error) if isinstance(error, UnsupportedModel) else describe(error)
             raise UnsupportedModel(f"{type(self.model).__name__}, a {kind} model: {why}") from error
         finally:
-            _pass.probe = None
+            probed, _pass.probe, _pass.states = _pass.states, None, None
+        if probed is not None:
+            self.state_bytes = sum(value.nbytes for state in probed.after[0].values() for value in state.values())
         known = found.keys() | {one.layer for one in self.state_layers}
         if len(known) != text.num_hidden_layers:
             state = f", {len(known) - len(found)} keep state in transformers' cache" if self.state_layers else ""

@@ -124,6 +124,9 @@ class StatePass:
         return value[0, self._places][:, None] if _by_token(value, self._tokens) else value
 
 
+STATES_KEPT: Final = 2  # of each request
+
+
 class StateSlots:
     """The states of requests. A step that is computed again begins from the one before, so two are kept of each."""
 
