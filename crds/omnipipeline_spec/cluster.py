@@ -363,9 +363,22 @@ class Rollout(Spec, frozen=True, kw_only=True):
 
     strategy: Annotated[
         Literal["Coherent", "Recreate"],
-        doc("Coherent: new pods beside old ones, each request on one revision. Recreate: old pods end first."),
+        doc(
+            "Coherent: new pods beside old ones, each request on one revision. Recreate: old pods end first, and "
+            "requests wait for the new ones."
+        ),
     ] = "Coherent"
-    max_surge: Annotated[Annotated[int, Meta(ge=1, le=100)], doc("New instances of a unit at a time.")] = 1
+    max_surge: Annotated[
+        Annotated[int, Meta(ge=0, le=100)],
+        doc("New instances of a unit at a time, beside its replicas. 0: old ones end first, see maxUnavailable."),
+    ] = 1
+    max_unavailable: Annotated[
+        Annotated[int, Meta(ge=0, le=100)],
+        doc(
+            "Instances of a unit that may be missing during a roll; one of several always stays. For rolls without "
+            "spare GPUs: maxSurge: 0, maxUnavailable: 1."
+        ),
+    ] = 0
     progress_deadline_seconds: Annotated[
         WholeSeconds, doc("A roll without progress for this long sets Progressing=False.")
     ] = 3600

@@ -69,6 +69,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     writes_per_s: float = 200.0  # creates 500 pipelines within a minute
     write_burst: int = 200
     relist_s: float = 300.0
+    #: Longer than a node usually takes to come: until then, a pipeline keeps GPUs that another one waits for.
+    gpu_patience_s: float = 300.0
 
 
 def read(environ: Mapping[str, str], *, hostname: str) -> Settings:
@@ -96,6 +98,7 @@ def read(environ: Mapping[str, str], *, hostname: str) -> Settings:
         writes_per_s=_number(environ, "OMNI_OPERATOR_WRITES_PER_SECOND", 200.0),
         write_burst=int(_number(environ, "OMNI_OPERATOR_WRITE_BURST", 200)),
         relist_s=_number(environ, "OMNI_OPERATOR_RELIST_SECONDS", 300.0),
+        gpu_patience_s=_number(environ, "OMNI_OPERATOR_GPU_PATIENCE_SECONDS", 300.0),
     )
 
 

@@ -2,8 +2,9 @@
 
 The coordinator is told of no orders: whoever ends an instance (a crash, a roll, a drain) does not say what follows. So
 an instance is expected for a while after the last one left, longer while one loads that has not failed to. Of a group
-that starts on demand one is always expected, because a request that waits is what starts it; after one has failed to
-start, for a while, and then again.
+that starts on demand one is always expected, because a request that waits is what starts it, and of a group whose old
+instances end before new ones start (the operator names both); after one has failed to start, for a while, and then
+again.
 """
 
 from __future__ import annotations

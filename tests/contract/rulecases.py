@@ -133,6 +133,10 @@ CASES: dict[tuple[str, str], tuple[Document, Document]] = {
         pair(processGroups=[_scaled(targetQueueSeconds=2.0)]),
         pair(processGroups=[_scaled(targetQueueSeconds=2.0, targetUtilization=0.5)]),
     ),
+    ("Rollout", "must not have 0 as both maxSurge and maxUnavailable"): (
+        pair(rollout={"maxSurge": 0, "maxUnavailable": 1}),
+        pair(rollout={"maxSurge": 0}),
+    ),
     ("Disaggregation", "the process of prefill must not be called coordinator"): (
         pair(second={"process": None, "disaggregation": {"prefill": {"process": "p"}, "decode": {"process": "d"}}}),
         pair(second=_prefill(process="coordinator")),

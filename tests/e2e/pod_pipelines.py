@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -14,6 +15,8 @@ import msgspec
 
 from omnipipeline_spec import planning
 from omnipipeline_spec.pipeline import PipelineConfig
+from omnipipeline_spec.types.plan import PipelinePlan
+from omnipipeline_spec.types.pods import ON_DEMAND_FILE
 from stage_runtime.processes import launching
 from stage_runtime.processes.launching import Addresses, StageLaunch
 from stage_runtime.processes.supervision.children import Command
@@ -88,8 +91,14 @@ class Pods:
                 commands=partial(lambda one: [one], command),
             )
             self._coordinators[name] = self._supervisor.add(spec, POLICY)
+        self._add(plan)
+        await self.ready()
+        self._supervisor.settle()
+
+    def _add(self, plan: PipelinePlan) -> None:
+        """One process of each group."""
         for unit in plan.units:
-            file = self._file(f"{unit.name}.json", unit)
+            file = self._file(f"{unit.name}-{unit.revision}.json", unit)
             for group in unit.groups:
                 launch = StageLaunch(
                     unit=unit,
@@ -101,8 +110,22 @@ class Pods:
                     addresses=lambda: Addresses(listen=ANYWHERE, advertise=ANYWHERE),
                 )
                 self._supervisor.add(launching.stage_instance(launch), POLICY)
+
+    def announce(self, spec: PipelineConfig, *, awaited: Sequence[str]) -> PipelinePlan:
+        """As an operator: this spec's revision is the next one, and requests wait for these groups."""
+        plan = planning.plan(spec)
+        self._file(ON_DEMAND_FILE, list(awaited))
+        self._file("revisions.json", [self.plan.current, plan.current])
+        return plan
+
+    async def end_all(self) -> None:
+        """Drain the processes of all groups at once."""
+        await asyncio.gather(*(self.end(group.name) for unit in self.plan.units for group in unit.groups))
+
+    async def begin(self, plan: PipelinePlan) -> None:
+        """Start the processes of another revision, whose predecessors have ended."""
+        self._add(plan)
         await self.ready()
-        self._supervisor.settle()
 
     async def end(self, name: str) -> None:
         """Drain one process, as a pod that is deleted: when this returns it is gone."""

@@ -115,6 +115,10 @@ class RolloutSimulation:
         """Pods that start or are ready."""
         return sum(held.starting + held.ready for (name, _), held in self.held.items() if name == unit)
 
+    def holding(self, unit: str) -> int:
+        """Pods that have not ended."""
+        return self.staying(unit) + sum(held.leaving for (name, _), held in self.held.items() if name == unit)
+
     def settle_everything(self) -> None:
         """Let all pods start that can, and all draining pods end."""
         for key, held in self.held.items():

@@ -93,6 +93,28 @@ def test_edits_reverts_and_regroupings_in_mid_roll_never_leave_half_a_set(
             assert sum(count for (name, _), count in state.items() if name == unit) >= desired, state
 
 
+@pytest.mark.proves("roll-out")
+def test_without_a_surge_a_roll_takes_one_pod_of_each_unit_and_leaves_complete_sets(
+    kube: Kube, operator: OperatorProcess
+) -> None:
+    alone = {"maxSurge": 0, "maxUnavailable": 1}
+    operator.start()
+    one, two = (trio(size=size) for size in (1, 2))
+    for each in (one, two):
+        each["spec"]["rollout"] = alone
+    kube.apply(one)
+    kube.wait_ready("duo")
+    with PodRecorder(kube, "duo") as recorder:
+        kube.apply(two)
+        kube.wait_ready("duo")
+    states = list(recorder.states())
+    assert len(states) > 6
+    for state in states:
+        assert is_whole(state, [units_of(one), units_of(two)]), state
+        for unit, desired in REPLICAS.items():
+            assert desired - 1 <= sum(count for (name, _), count in state.items() if name == unit) <= desired, state
+
+
 def test_processes_are_renamed_and_regrouped_without_a_gap(kube: Kube, operator: OperatorProcess) -> None:
     operator.start()
     shapes = [trio(size=1), trio(size=1, last="final"), trio(size=1, first="both", last="both"), trio(size=1)]

@@ -115,6 +115,86 @@ def test_regrouped_units_go_only_when_all_new_ones_are_ready() -> None:
     assert (spec_of(world, "a"), spec_of(world, "b")) == ({"a1": 0}, {"b1": 0})
 
 
+def test_without_a_surge_one_old_pod_of_each_unit_ends_and_a_new_one_starts_when_its_gpu_is_free() -> None:
+    world = running(OLD, {"a": 3, "b": 2, "c": 1})
+    desired = goal({"a": "a2", "b": "b2", "c": "c1"}, {"a": 3, "b": 2, "c": 1}, max_surge=0, max_unavailable=1)
+    world.act(desired)
+    assert (spec_of(world, "a"), spec_of(world, "b")) == ({"a1": 2, "a2": 0}, {"b1": 1, "b2": 0})
+    world.finish(("a", "a1"))
+    world.finish(("b", "b1"))
+    world.act(desired)
+    assert (spec_of(world, "a"), spec_of(world, "b")) == ({"a1": 2, "a2": 1}, {"b1": 1, "b2": 1})
+    world.start(("a", "a2"))
+    world.act(desired)
+    assert spec_of(world, "a") == {"a1": 2, "a2": 1}, "b has none yet, so no set of the new revision is complete"
+    world.start(("b", "b2"))
+    world.act(desired)
+    assert (spec_of(world, "a"), spec_of(world, "b")) == ({"a1": 1, "a2": 1}, {"b1": 1, "b2": 1}), "a third is complete"
+    world.run(desired)
+    assert (spec_of(world, "a"), spec_of(world, "b")) == ({"a1": 0, "a2": 3}, {"b1": 0, "b2": 2})
+    assert spec_of(world, "c") == {"c1": 1}
+
+
+def test_without_a_surge_a_revision_that_is_never_ready_leaves_complete_old_sets_that_scale() -> None:
+    world = running({"a": "a1"}, {"a": 2})
+    world.broken = {("a", "a2")}
+    asked = {"max_surge": 0, "max_unavailable": 5}
+    world.run(goal({"a": "a2"}, {"a": 2}, **asked))
+    assert spec_of(world, "a") == {"a1": 1, "a2": 1}
+    world.run(goal({"a": "a2"}, {"a": 4}, max_surge=0, max_unavailable=1))
+    assert spec_of(world, "a") == {"a1": 3, "a2": 1}
+    world.run(goal({"a": "a1"}, {"a": 4}, max_surge=0, max_unavailable=1))
+    assert spec_of(world, "a") == {"a1": 4, "a2": 0}
+
+
+def test_without_a_surge_the_only_pod_of_a_unit_ends_before_its_successor_starts() -> None:
+    world, desired = running({"a": "a1"}, {"a": 1}), goal({"a": "a2"}, {"a": 1}, max_surge=0, max_unavailable=1)
+    world.act(desired)
+    assert spec_of(world, "a") == {"a1": 0, "a2": 0}
+    world.finish(("a", "a1"))
+    world.act(desired)
+    assert spec_of(world, "a") == {"a1": 0, "a2": 1}
+    beside = running({"a": "a1"}, {"a": 1})
+    beside.act(goal({"a": "a2"}, {"a": 1}, max_unavailable=1))
+    assert spec_of(beside, "a") == {"a1": 1, "a2": 1}, "with a surge the only one stays"
+
+
+AWAITED = ObservedPod(name="x", unschedulable=True, reason="Unschedulable")
+
+
+@pytest.mark.parametrize(
+    ("asked", "pods", "due"),
+    [
+        ({"strategy": "Recreate"}, (), True),
+        ({"max_surge": 0, "max_unavailable": 1}, (), True),
+        ({}, (), False),
+        ({"strategy": "Recreate"}, (ObservedPod(name="x"),), True),
+        ({"strategy": "Recreate"}, (AWAITED,), True),
+        ({"strategy": "Recreate"}, (ObservedPod(name="x", ready=True),), False),
+        ({"strategy": "Recreate"}, (ObservedPod(name="x", reason="CrashLoopBackOff"),), False),
+        ({"strategy": "Recreate"}, (AWAITED, ObservedPod(name="y", reason="ImagePullBackOff")), False),
+        ({"strategy": "Recreate", "paused": True}, (), False),
+        ({"strategy": "Recreate", "suspended": True}, (), False),
+    ],
+)
+def test_requests_wait_for_units_whose_old_pods_end_first_unless_their_new_ones_fail(
+    asked: dict[str, object], pods: tuple[ObservedPod, ...], due: bool
+) -> None:
+    desired = goal({"a": "a2", "b": "b1"}, {"a": 1, "b": 0}, **asked)
+    old = Workload(unit="a", revision="a1", name="a1", uid="a1", replicas=0, pods=(ObservedPod(name="o", ready=True),))
+    new = Workload(unit="a", revision="a2", name="a2", uid="a2", replicas=1, pods=pods)
+    assert rollout.awaited(desired, [old, new]) == ({"a"} if due else set())
+    refused = msgspec.structs.replace(new, pods=(), refused="exceeded quota")
+    assert rollout.awaited(desired, [old, refused]) == set()
+
+
+def test_requests_wait_until_every_coordinator_has_met_the_new_pod() -> None:
+    desired = goal({"a": "a2"}, {"a": 1}, strategy="Recreate")
+    new = Workload(unit="a", revision="a2", name="a2", uid="a2", replicas=1, pods=(ObservedPod(name="x", ready=True),))
+    assert rollout.awaited(desired, [new], {("a", "a1"): 1, ("a", "a2"): 0}) == {"a"}
+    assert rollout.awaited(desired, [new], {("a", "a2"): 1}) == rollout.awaited(desired, [new]) == set()
+
+
 def test_recreate_starts_nothing_before_the_last_old_pod_has_ended() -> None:
     world = running({"a": "a1", "b": "b1"}, {"a": 2, "b": 1})
     desired = goal({"a": "a2", "b": "b1"}, {"a": 2, "b": 1}, strategy="Recreate")
@@ -275,14 +355,18 @@ worlds = st.builds(
     serving=st.one_of(st.just({}), revisions),
 )
 
+BOUNDS = st.sampled_from([(1, 0), (2, 0), (3, 0), (0, 1), (0, 2), (1, 1), (1, 3)]).map(
+    lambda pair: {"max_surge": pair[0], "max_unavailable": pair[1]}
+)
+
 
 @settings(max_examples=examples(100), deadline=None)
-@given(worlds, revisions, counts, st.integers(1, 3), st.sampled_from(["Coherent", "Recreate"]))
+@given(worlds, revisions, counts, BOUNDS, st.sampled_from(["Coherent", "Recreate"]))
 def test_from_any_state_the_goal_is_reached_and_then_nothing_changes(
-    world: RolloutSimulation, desired: dict[str, str], replicas: dict[str, int], surge: int, strategy: str
+    world: RolloutSimulation, desired: dict[str, str], replicas: dict[str, int], bounds: dict[str, int], strategy: str
 ) -> None:
     world.settle()
-    asked = goal(desired, replicas, max_surge=surge, strategy=strategy)
+    asked = goal(desired, replicas, strategy=strategy, **bounds)
     world.run(asked)
     for unit in UNITS:
         assert {rev: n for rev, n in spec_of(world, unit).items() if n} == {desired[unit]: replicas[unit]}
@@ -294,45 +378,50 @@ def test_from_any_state_the_goal_is_reached_and_then_nothing_changes(
 
 @pytest.mark.proves("roll-out")
 @settings(max_examples=examples(100), deadline=None)
-@given(counts, revisions, st.integers(1, 3), happenings, st.sets(keys))
+@given(counts, revisions, BOUNDS, happenings, st.sets(keys))
 def test_a_roll_is_never_below_capacity_and_never_above_its_surge(
     replicas: dict[str, int],
     desired: dict[str, str],
-    surge: int,
+    bounds: dict[str, int],
     events: list[tuple[str, tuple[str, str]]],
     broken: set[tuple[str, str]],
 ) -> None:
     world = running(OLD, replicas)
     world.broken = broken - set(OLD.items())
-    asked = goal(desired, replicas, max_surge=surge)
+    asked, surge = goal(desired, replicas, **bounds), bounds["max_surge"]
+    alone = not surge and any(replicas[unit] == 1 and desired[unit] != OLD[unit] for unit in UNITS)
     for what, key in events:
         if what == "reconcile":
             world.reconcile(asked)
         else:
             getattr(world, what)(key)
         for unit in UNITS:
-            assert world.ready(unit) >= replicas[unit]
+            assert world.ready(unit) >= replicas[unit] - bounds["max_unavailable"]
             assert world.replicas_of(unit) <= replicas[unit] + surge
             assert world.staying(unit) <= replicas[unit] + surge
+            assert surge or world.holding(unit) <= replicas[unit], "old pods that end have their GPUs still"
         complete = [min(world.ready(unit, one[unit]) for unit in UNITS) for one in (OLD, desired)]
-        assert max(complete) >= 1, "no revision has a complete set"
+        assert alone or max(complete) >= 1, "no revision has a complete set"
 
 
 @settings(max_examples=examples(70), deadline=None)
-@given(counts, st.lists(revisions, min_size=2, max_size=4), happenings)
+@given(counts, st.lists(revisions, min_size=2, max_size=4), BOUNDS, happenings)
 def test_edits_in_mid_roll_never_take_the_capacity_that_is_there(
-    replicas: dict[str, int], edits: list[dict[str, str]], events: list[tuple[str, tuple[str, str]]]
+    replicas: dict[str, int],
+    edits: list[dict[str, str]],
+    bounds: dict[str, int],
+    events: list[tuple[str, tuple[str, str]]],
 ) -> None:
     world = running(OLD, replicas)
     every = max(len(events) // len(edits), 1)
     for index, (what, key) in enumerate(events):
         if what == "reconcile":
-            world.reconcile(goal(edits[min(index // every, len(edits) - 1)], replicas))
+            world.reconcile(goal(edits[min(index // every, len(edits) - 1)], replicas, **bounds))
         else:
             getattr(world, what)(key)
         for unit in UNITS:
-            assert world.ready(unit) >= replicas[unit]
-    world.run(goal(edits[-1], replicas))
+            assert world.ready(unit) >= replicas[unit] - bounds["max_unavailable"]
+    world.run(goal(edits[-1], replicas, **bounds))
     for unit in UNITS:
         assert {rev: n for rev, n in spec_of(world, unit).items() if n} == {edits[-1][unit]: replicas[unit]}
 
@@ -380,6 +469,20 @@ def test_across_two_keys_old_units_outlast_the_old_coordinator_and_it_the_roll()
     assert decided(last, new, draining, coordinators[1])["a", "a1"] == 1, "kept connections send requests to it"
     gone = _keyed(COORDINATOR, "c1", "k1", replicas=0)
     assert decided(last, new, gone, coordinators[1])["a", "a1"] == 0
+
+
+def test_an_old_coordinator_stays_while_requests_wait_at_it_for_new_pods_of_its_key() -> None:
+    desired = msgspec.structs.replace(_goal(1), strategy="Recreate")
+    old, new = _keyed(COORDINATOR, "c1", "k", replicas=1), _keyed(COORDINATOR, "c2", "k", replicas=1)
+
+    def decided(old: Workload, *observed: Workload) -> int:
+        return rollout.decide(desired, [old, new, *observed], {"a": "a1"}).replicas[COORDINATOR, "c1"]
+
+    starts = msgspec.structs.replace(_keyed("a", "a2", "k", replicas=1), pods=(ObservedPod(name="x"),))
+    assert decided(old, _keyed("a", "a1", "k", replicas=1)) == 1
+    assert decided(old, starts) == 1
+    assert decided(old, _keyed("a", "a2", "k", replicas=1)) == 0
+    assert decided(_keyed(COORDINATOR, "c1", "k1", replicas=1), starts) == 0, "it will never meet them"
 
 
 def test_with_one_key_old_units_go_as_soon_as_the_new_ones_are_ready() -> None:

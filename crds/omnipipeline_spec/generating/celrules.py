@@ -223,6 +223,12 @@ RULES: Final[Mapping[type[msgspec.Struct], tuple[Rule, ...]]] = {
             message="must not have both targetQueueSeconds and targetUtilization",
         ),
     ),
+    cluster.Rollout: (
+        Rule(
+            rule="self.maxSurge > 0 || self.maxUnavailable > 0",
+            message="must not have 0 as both maxSurge and maxUnavailable",
+        ),
+    ),
     cluster.EnvVar: (
         Rule(
             rule="!(has(self.value) && self.value != '' && has(self.valueFrom))",

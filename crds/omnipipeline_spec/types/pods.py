@@ -12,7 +12,9 @@ from typing import Final
 #: of a terminal stage's edge. No author's process may have it.
 COORDINATOR: Final = "coordinator"
 PROFILING_FILE: Final = "profiling.json"  #: Beside the list of revisions: what a coordinator takes over as it runs.
-ON_DEMAND_FILE: Final = "on-demand.json"  #: Beside it: the groups that have no instance until a request needs one.
+#: Beside it: the groups that requests wait for, however long they have had no instance: those that start when a request
+#: needs one, and those whose old instances end before new ones start.
+ON_DEMAND_FILE: Final = "on-demand.json"
 HTTP_PORT: Final = 8000  # by default; the spec may set another
 ADMIN_PORT: Final = 8001  # on the loopback only
 PROBE_PORT: Final = 8081  # probes, metrics, status

@@ -59,6 +59,19 @@ class UnitStatus(Spec, frozen=True, kw_only=True):
     message: Annotated[Message | None, doc("Why it is not ready: the worst pod, its container and the cause.")] = None
 
 
+class YieldedGpus(Spec, frozen=True, kw_only=True):
+    """GPUs that the pipeline has let go of since it served last, because another one waited for them."""
+
+    since: Annotated[
+        Annotated[str, Meta(max_length=64, extra={"format": "date-time"})] | None,
+        doc("When it let go of them last; unset once it has come back."),
+    ] = None
+    to: Annotated[Text | None, doc("Namespace and name of the pipeline that waited for them.")] = None
+    gpus: Annotated[Count, doc("GPUs that all pipelines held then.")] = 0
+    tries: Annotated[Count, doc("How often it has let go.")] = 0
+    failed: Annotated[Count, doc("How often of these it was short though no other one was in its way.")] = 0
+
+
 class Condition(Spec, frozen=True, kw_only=True):
     """One aspect of the pipeline's state."""
 
@@ -83,6 +96,7 @@ class PipelineStatus(Spec, frozen=True, kw_only=True):
     stages_ready: Annotated[ShortText | None, doc("Ready stages and all stages, as 4/5.")] = None
     gpus: Annotated[GpuCounts, doc("GPUs of all pods.")] = field(default_factory=GpuCounts)
     revision: Annotated[Revisions, doc("Pipeline revisions.")] = field(default_factory=Revisions)
+    yielded: Annotated[YieldedGpus | None, doc("Unset where it waits for no GPUs that others hold.")] = None
     units: Annotated[
         Annotated[Sequence[UnitStatus], Meta(max_length=65, extra={"map_key": "name"})], doc("The pod units.")
     ] = ()

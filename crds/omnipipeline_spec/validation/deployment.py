@@ -33,6 +33,7 @@ def faults(spec: PipelineConfig) -> Iterator[Fault]:
     yield from _code(spec)
     yield from _amounts(spec)
     yield from _coordinator(spec)
+    yield from _rollout(spec)
     yield from _model_cache(spec)
     yield from _storage(spec)
 
@@ -122,6 +123,12 @@ def _coordinator(spec: PipelineConfig) -> Iterator[Fault]:
             f"{dead:g} must be more than heartbeatSeconds {beat:g}, or peers are considered dead between two heartbeats"
         )
         yield Fault(path="control.deadAfterSeconds", message=message)
+
+
+def _rollout(spec: PipelineConfig) -> Iterator[Fault]:
+    if not spec.rollout.max_surge and not spec.rollout.max_unavailable:
+        message = "is 0, as maxUnavailable is: a roll could neither start a new instance nor end an old one"
+        yield Fault(path="rollout.maxSurge", message=message)
 
 
 def _model_cache(spec: PipelineConfig) -> Iterator[Fault]:

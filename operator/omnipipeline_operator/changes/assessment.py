@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from omnipipeline_operator.changes import diagnostics
+from omnipipeline_operator.changes import diagnostics, gangs
 from omnipipeline_operator.changes.conditions import ObservedCondition, condition
 from omnipipeline_operator.changes.diagnostics import Diagnostic
 from omnipipeline_operator.changes.status_inputs import (
@@ -92,7 +92,7 @@ def _why_available(inputs: StatusInputs, available: bool, worst: Diagnostic | No
 
 
 def _scheduled(inputs: StatusInputs, found: Mapping[str, Diagnostic]) -> ObservedCondition:
-    unplaced = [each for each in found.values() if each.reason in ("Unschedulable", *_UNMADE)]
+    unplaced = [each for each in found.values() if each.reason in ("Unschedulable", gangs.REASON, *_UNMADE)]
     worst = diagnostics.worst(unplaced)
     if worst is not None:
         return condition("Scheduled", False, worst.reason, worst.description)
@@ -166,9 +166,11 @@ def _insufficient_capacity(inputs: StatusInputs, found: Mapping[str, Diagnostic]
             what, cure = _SQUEEZED[diagnostic.reason]
             # The coordinator always rolls beside the old one.
             is_alone = diagnostic.unit == COORDINATOR
-            then = (
-                " or lower its replicas" if is_alone else ", lower its replicas, or choose rollout.strategy: Recreate"
-            )
+            cures = [cure, "lower its replicas"]
+            if not is_alone and inputs.goal.units[diagnostic.unit].replicas > 1 and not inputs.goal.max_unavailable:
+                cures.append("set rollout.maxUnavailable")
+            then = " or lower its replicas" if is_alone else ", or choose rollout.strategy: Recreate"
+            cure = cure if is_alone else ", ".join(cures)
             return f"unit {diagnostic.unit} {what} beside the old revision: {diagnostic.message}; {cure}{then}"
     return None
 

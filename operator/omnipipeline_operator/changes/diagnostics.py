@@ -37,6 +37,7 @@ _SEVERITY: Final = (
     "OutOf",  # OutOfcpu, OutOfpods, …
     "Evicted",
     "NodeLost",
+    "GPUsYielded",
     "Unschedulable",
 )
 

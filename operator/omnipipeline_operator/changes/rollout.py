@@ -1,15 +1,20 @@
 """How many replicas each unit revision should have now: a stateless step function of the observed workloads.
 
 Here: Coherent and Recreate, pause and suspend, which pipeline revisions the coordinator may serve, which old
-Deployments are deleted. Not here: writing anything (`controller`), what is reported of it (`status`). Pure.
+Deployments are deleted, of which units requests wait for a new pod. Not here: writing anything (`controller`), what is
+reported of it (`status`). Pure.
 
 Coherent. Let ``f`` be the completed share of the new revision: the minimum, over the units that change, of ready new
-pods / desired replicas. Each changing unit keeps ``ceil(R * (1 - f))`` old pods, and new ones are made as long as
+pods / desired replicas. Each changing unit keeps ``ceil(R * (1 - f)) - U`` old pods, and new ones are made as long as
 ``new + old <= R + maxSurge``, where an old pod counts until it is terminating: a Deployment controller that is asked to
 remove one pod and to make another may make it first. So an old pod is removed only when every changing unit has its
-share of ready new pods, complete sets of the old revision remain, and ``ready new + old >= R`` at every step. A new
+share of ready new pods, complete sets of the old revision remain, and ``ready new + old >= R - U`` at every step. A new
 revision that never becomes ready has f = 0: the old one remains complete, and is scaled when the author scales. Across
 two control keys the old units also outlast the old coordinator.
+
+U is maxUnavailable, and at most R - 1, so that a complete set remains. Without a surge an old pod counts until it has
+ended, because its GPU is not free before; and the only pod of a unit ends first, as under Recreate: requests wait for
+its successor (`awaited`).
 """
 
 from __future__ import annotations
@@ -44,6 +49,7 @@ class Goal(msgspec.Struct, frozen=True, kw_only=True):
     coordinator: DesiredUnit
     strategy: Literal["Coherent", "Recreate"] = "Coherent"
     max_surge: int = 1
+    max_unavailable: int = 0  #: Not 0 where ``max_surge`` is 0.
     paused: bool = False
     suspended: bool = False
     history: int = 5
@@ -52,6 +58,12 @@ class Goal(msgspec.Struct, frozen=True, kw_only=True):
     def asleep(self) -> frozenset[str]:
         """The units that have no pod until a request needs them."""
         return frozenset(unit for unit, one in self.units.items() if one.asleep)
+
+    def unavailable(self, replicas: int) -> int:
+        """How many pods of a unit with so many replicas may be missing during a roll."""
+        if replicas <= 1:
+            return replicas if not self.max_surge else 0
+        return min(self.max_unavailable, replicas - 1)
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,12 +93,15 @@ def decide(goal: Goal, observed: Sequence[Workload], serving: Mapping[str, str])
         if goal.paused and any(_old(desired, of_coordinator)):
             replicas = _paused(desired, of_coordinator).replicas
         else:
-            replicas = _coherent(desired, of_coordinator, before, surge=1).replicas
+            beside = msgspec.structs.replace(goal, max_surge=1, max_unavailable=0)  # it has no GPU
+            replicas = _coherent(beside, desired, of_coordinator, before).replicas
         step = _step(goal, of_units, serving)
         replicas |= step.replicas
         complete = step.complete
         if goal.strategy == "Coherent" and not goal.paused:
             replicas |= _held_across_keys(goal, of_units, of_coordinator, complete)
+        if awaited(goal, of_units):
+            replicas |= _with_waiting_requests(goal, of_coordinator)
     current = {(unit, each.revision) for unit, each in {**goal.units, **desired}.items()}
     outdated = [each for each in observed if (each.unit, each.revision) not in current]
     return Decision(
@@ -113,6 +128,16 @@ def _held_across_keys(
     return {(each.unit, each.revision): each.replicas for each in of_units if each.control_secret in served}
 
 
+def _with_waiting_requests(goal: Goal, of_coordinator: Sequence[Workload]) -> dict[UnitRevision, int]:
+    """Old coordinators that stay until the new pods are ready: requests wait at them, and would end with their drain.
+
+    Those of another control key never meet the new pods.
+    """
+    secrets = {each.control_secret for each in of_coordinator if each.revision == goal.coordinator.revision}
+    old = [each for each in of_coordinator if each.revision != goal.coordinator.revision]
+    return {(each.unit, each.revision): each.replicas for each in old if not secrets or each.control_secret in secrets}
+
+
 def entries(
     goal: PipelineRevision,
     known: Sequence[PipelineRevision],
@@ -136,6 +161,29 @@ def entries(
     return (*others, goal)
 
 
+def awaited(
+    goal: Goal, observed: Sequence[Workload], taking: Mapping[UnitRevision, int] | None = None
+) -> frozenset[str]:
+    """The units whose old pods end before new ones start, while a new one is due: requests wait for it.
+
+    A pod that fails to start is not due; one that waits for a node is.
+    taking: instances that every coordinator can bind requests to; None: no coordinator has answered.
+    """
+    if goal.suspended or goal.paused or (goal.strategy == "Coherent" and goal.max_surge):
+        return frozenset()
+    desired = {(each.unit, each.revision): each for each in observed}
+    due = set()
+    for unit, one in goal.units.items():
+        current = desired.get((unit, one.revision))
+        pods = () if current is None else current.present
+        failed = current is not None and current.refused is not None
+        failed = failed or any(pod.reason is not None and not pod.unschedulable for pod in pods)
+        takes = any(pod.ready for pod in pods) and (taking is None or taking.get((unit, one.revision), 0) > 0)
+        if one.replicas and not failed and not takes:
+            due.add(unit)
+    return frozenset(due)
+
+
 class _Step(msgspec.Struct, frozen=True, kw_only=True):
     replicas: dict[UnitRevision, int]
     complete: Fraction
@@ -146,7 +194,7 @@ def _step(goal: Goal, observed: Sequence[Workload], serving: Mapping[str, str]) 
         return _paused(goal.units, observed)
     if goal.strategy == "Recreate":
         return _recreate(goal.units, observed)
-    return _coherent(goal.units, observed, serving, surge=goal.max_surge)
+    return _coherent(goal, goal.units, observed, serving)
 
 
 def _old(desired: Mapping[str, DesiredUnit], observed: Iterable[Workload]) -> list[Workload]:
@@ -185,22 +233,22 @@ def _recreate(desired: Mapping[str, DesiredUnit], observed: Sequence[Workload]) 
 
 
 def _coherent(
-    desired: Mapping[str, DesiredUnit], observed: Sequence[Workload], serving: Mapping[str, str], *, surge: int
+    goal: Goal, desired: Mapping[str, DesiredUnit], observed: Sequence[Workload], serving: Mapping[str, str]
 ) -> _Step:
-    old = _old(desired, observed)
+    surge, old = goal.max_surge, _old(desired, observed)
     changing = {unit for unit, one in desired.items() if serving.get(unit) != one.revision}
     changing |= {each.unit for each in old if each.unit in desired}
     complete = _completeness(desired, changing, observed) if old else Fraction(1)
     existing = {(each.unit, each.revision): each.replicas for each in observed}
     replicas = dict.fromkeys(existing, 0)
     for unit, one in desired.items():
-        stays = ceil(one.replicas * (1 - complete))
+        stays = max(ceil(one.replicas * (1 - complete)) - goal.unavailable(one.replicas), 0)
         room = one.replicas + surge - existing.get((unit, one.revision), 0)
         kept = _kept([each for each in old if each.unit == unit], serving, stays, room if complete == 0 else 0)
         replicas |= kept
         made = existing.get((unit, one.revision), 0)
         outdated = [each for each in observed if each.unit == unit and each.revision != one.revision]
-        occupied = sum(max(kept.get((unit, each.revision), 0), each.staying) for each in outdated)
+        occupied = sum(max(kept.get((unit, each.revision), 0), _occupying(each, surge)) for each in outdated)
         replicas[unit, one.revision] = min(one.replicas, max(made, one.replicas + surge - occupied))
     for each in old:
         if (
@@ -209,6 +257,11 @@ def _coherent(
             was_serving = serving.get(each.unit) == each.revision
             replicas[each.unit, each.revision] = each.replicas if was_serving else min(each.replicas, each.ready)
     return _Step(replicas=replicas, complete=complete)
+
+
+def _occupying(workload: Workload, surge: int) -> int:
+    """Pods beside which no more than ``surge`` new ones are made. Without a surge, ending ones hold their GPUs, too."""
+    return workload.staying if surge else len(workload.awaited)
 
 
 def _completeness(

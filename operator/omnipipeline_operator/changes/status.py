@@ -13,6 +13,7 @@ from omnipipeline_operator.changes import conditions
 from omnipipeline_operator.changes.assessment import conditions_of, diagnostics_of, still
 from omnipipeline_operator.changes.conditions import ObservedCondition, condition
 from omnipipeline_operator.changes.diagnostics import Diagnostic
+from omnipipeline_operator.changes.gangs import Yielded
 from omnipipeline_operator.changes.status_inputs import Refusal, StatusInputs, is_complete
 from omnipipeline_operator.changes.workloads import Workload
 from omnipipeline_spec.types.pods import COORDINATOR
@@ -51,7 +52,15 @@ def summarise(
         "units": units,
         "conditions": conditions.merged(reported, before.get("conditions", ()), generation=generation, now=now),
     }
+    if inputs.yielded is not None:
+        status["yielded"] = _yielded(inputs.yielded)
     return status, reported
+
+
+def _yielded(yielded: Yielded) -> dict[str, Any]:
+    since = None if yielded.since is None else conditions.rfc3339(yielded.since)
+    counts = {"gpus": yielded.gpus, "tries": yielded.tries, "failed": yielded.failed}
+    return _set({"since": since, "to": yielded.to or None, **counts})
 
 
 def serving_revision(inputs: StatusInputs, before: Mapping[str, Any]) -> str | None:

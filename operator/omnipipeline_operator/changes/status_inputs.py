@@ -12,6 +12,7 @@ import msgspec
 
 from omnipipeline_operator.changes import required
 from omnipipeline_operator.changes.diagnostics import Diagnostic
+from omnipipeline_operator.changes.gangs import Yielded
 from omnipipeline_operator.changes.rollout import Decision, Goal
 from omnipipeline_operator.changes.workloads import Workload
 from omnipipeline_operator.desired.pods import COORDINATOR_START_S, PRE_STOP_S
@@ -57,6 +58,7 @@ class StatusInputs(msgspec.Struct, frozen=True, kw_only=True):
     #: Whether all coordinators that answered bind new requests to the desired revision alone; None: none answered.
     switched: bool | None = None
     scaling: Mapping[str, str] = {}  #: Why the load set the replicas last, by unit.
+    yielded: Yielded | None = None  #: That it has let go of its GPUs since it served last.
     note: str | None = None  #: A remark for the author in the Accepted condition.
 
 

@@ -9,11 +9,15 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Final
 
-from omnipipeline_operator.changes import required
+from omnipipeline_operator.changes import required, rollout
+from omnipipeline_operator.changes.rollout import UnitRevision
+from omnipipeline_operator.changes.workloads import Workload
 from omnipipeline_operator.cluster.client import Client
 from omnipipeline_operator.cluster.status_client import CoordinatorStatus, InstanceStatus, StatusClient
+from omnipipeline_operator.controller.planned import Planned
 from omnipipeline_operator.controller.snapshots import Snapshot
 from omnipipeline_operator.desired import naming
+from omnipipeline_spec import scaling
 from omnipipeline_spec.types.plan import PipelineRevision
 from omnipipeline_spec.types.pods import COORDINATOR
 
@@ -72,6 +76,23 @@ def registered(coordinators: Sequence[CoordinatorStatus]) -> dict[tuple[str, str
             unit: max(counts.get(unit, 0), (registered or {}).get(unit, 0)) for unit in {*counts, *(registered or {})}
         }
     return registered
+
+
+def expected_groups(
+    planned: Planned,
+    observed: Sequence[Workload],
+    coordinators: Sequence[CoordinatorStatus],
+    held: Collection[UnitRevision] = (),
+) -> tuple[str, ...]:
+    """The groups that will have an instance however long that takes: requests wait for it.
+
+    held: unit revisions that get no pods: references are missing, or another pipeline comes first.
+    """
+    counts = [each.registered() for each in coordinators]
+    everywhere = {unit: min(count.get(unit, 0) for count in counts) for unit in {*counts[0]}} if counts else None
+    awaited = rollout.awaited(planned.goal, observed, everywhere) - {unit for unit, _ in held}
+    groups = [group.name for unit in planned.plan.units if unit.name in awaited for group in unit.groups]
+    return tuple(dict.fromkeys([*scaling.on_demand(planned.plan), *groups]))
 
 
 def loads(coordinators: Sequence[CoordinatorStatus]) -> dict[str, int]:

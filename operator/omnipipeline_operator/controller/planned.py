@@ -35,6 +35,7 @@ def rollout_goal(spec: PipelineConfig, plan: PipelinePlan) -> Goal:
         coordinator=DesiredUnit(revision=plan.coordinator.revision, replicas=spec.coordinator.replicas),
         strategy=spec.rollout.strategy,
         max_surge=spec.rollout.max_surge,
+        max_unavailable=spec.rollout.max_unavailable,
         paused=spec.rollout.paused,
         suspended=spec.suspend,
         history=spec.rollout.revision_history_limit,

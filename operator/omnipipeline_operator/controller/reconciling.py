@@ -32,6 +32,7 @@ from omnipipeline_operator.controller import (
     revision_history,
 )
 from omnipipeline_operator.controller.event_recorder import EventRecorder
+from omnipipeline_operator.controller.gpu_rivals import GpuRivals
 from omnipipeline_operator.controller.missing import MissingReferences, ReferenceChecker, retry_at
 from omnipipeline_operator.controller.plan_cache import PlanCache
 from omnipipeline_operator.controller.planned import Planned, rollout_goal
@@ -80,6 +81,7 @@ class Reconciler:
         self._plan_cache = PlanCache()
         recorder = EventRecorder(client, name=settings.lease.identity or "operator")
         self._reporter = StatusReporter(recorder, clock=clock)
+        self._gpu_rivals = GpuRivals(store, patience_s=settings.gpu_patience_s, clock=clock)
         #: What was wanted of each unit lately, for delays; after a restart of the operator they begin anew.
         self._seen: dict[PipelineKey, Mapping[str, Seen]] = {}
         #: Pipelines that wait for missing references: the more there are, the less often each is checked.
@@ -145,6 +147,7 @@ class Reconciler:
             allow_privileged=self._settings.allow_privileged,
             default_resources=self._settings.default_resources,
             users=self._settings.pod_users,
+            queue=resource["metadata"].get("labels", {}).get(naming.QUEUE_LABEL, ""),
         )
         desired = children.children(spec, plan, inputs, scrapers=self._settings.scrapers)
         return Planned(spec=spec, plan=plan, goal=rollout_goal(spec, plan), pins=pins, desired=desired)
@@ -189,6 +192,9 @@ class Reconciler:
         decision, now = rollout.decide(planned.goal, observed, serving), self._clock()
         checker = ReferenceChecker(self._client, applier, snapshot.owner, now=now)
         missing_references = await self._missing_references(checker, planned, snapshot, observed, decision)
+        gpus = self._gpu_rivals.decide(resource, planned, snapshot)
+        held = missing_references.held | gpus.held
+        expected = coordinators.expected_groups(planned, observed, statuses, held)
         state = DesiredState(
             desired=planned.desired,
             decision=decision,
@@ -200,20 +206,21 @@ class Reconciler:
                 asleep=asleep,
             ),
             pins=planned.pins,
-            held=missing_references.held,
+            held=held,
             prefetch_held=missing_references.prefetch_held,
             aside=await coordinators.aside(self._client, snapshot, statuses),
             retried=[each for each in observed if each.refused is not None and retry_at(each, now) <= now],
             now=now,
             profiling=planned.spec.profiling,
-            on_demand=scaling.on_demand(planned.plan),
+            on_demand=expected,
             curve=planned.spec.control.security.mode == "Curve",
             may_shrink=may_shrink or planned.goal.suspended,
             loads=coordinators.loads(statuses),
         )
         # No watch reports when coordinators have read the list.
         switches = len(state.entries) == 1 and coordinators.have_switched(statuses, update) is False
-        again = SOON_S if switches or not may_shrink else None
+        awaits = bool(statuses) and set(expected) > set(scaling.on_demand(planned.plan))
+        again = SOON_S if switches or awaits or not may_shrink else None
         if planned.plan.autoscaling and not planned.goal.suspended:
             again = SCALED_EVERY_S
         try:
@@ -227,7 +234,7 @@ class Reconciler:
             again = SOON_S if any(each.temporary for each in taken) else LATER_S
         after = self._snapshot(snapshot.owner)
         claim_refusal = writer.claim_refusal
-        inputs = reporting.inputs(planned, after, statuses, refusal, serving, missing_references, claim_refusal)
+        inputs = reporting.inputs(planned, after, statuses, refusal, serving, missing_references, claim_refusal, gpus)
         reported = await self._reporter.summarise(resource, inputs, applier)
         if failed is not None:
             raise failed
@@ -236,7 +243,7 @@ class Reconciler:
         now = self._clock()
         times = [retry_at(each, now) for each in inputs.observed if each.refused is not None]
         times += filter(None, [assessment.deadline(inputs, now)])
-        waits = [again, missing_references.again_s, *(max(each - now, SOON_S) for each in times)]
+        waits = [again, missing_references.again_s, gpus.again_s, *(max(each - now, SOON_S) for each in times)]
         return min((each for each in waits if each is not None), default=None)
 
     def _scaled(

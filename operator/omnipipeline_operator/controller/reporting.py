@@ -19,6 +19,7 @@ from omnipipeline_operator.cluster.status_client import CoordinatorStatus
 from omnipipeline_operator.controller import coordinators as coordinators_of
 from omnipipeline_operator.controller import exposure, model_cache
 from omnipipeline_operator.controller.event_recorder import EventRecorder
+from omnipipeline_operator.controller.gpu_rivals import NO_VERDICT, Verdict
 from omnipipeline_operator.controller.missing import MissingReferences
 from omnipipeline_operator.controller.planned import Planned
 from omnipipeline_operator.controller.snapshots import Snapshot
@@ -35,11 +36,13 @@ def inputs(
     serving: Mapping[str, str],
     missing: MissingReferences,
     claim_refusal: str | None,
+    gpus: Verdict = NO_VERDICT,
 ) -> StatusInputs:
     """The inputs that the status is made of.
 
     snapshot:      taken after the writes.
     claim_refusal: why the model cache's claim cannot grow.
+    gpus:          whether it has let go of its GPUs.
     """
     observed = [
         msgspec.structs.replace(each, refused=missing.refused.get(each.name, each.refused))
@@ -64,7 +67,8 @@ def inputs(
         switched=coordinators_of.have_switched(coordinators, planned.plan.current),
         refusal=refusal,
         progress_deadline_s=float(planned.spec.rollout.progress_deadline_seconds),
-        missing=missing.diagnostics,
+        missing=[*missing.diagnostics, *gpus.diagnostics],
+        yielded=gpus.yielded,
         image=planned.pins.image,
         images=planned.pins.images,
         fetching=model_cache.fetching(snapshot, created, planned.spec.model_path or ""),

@@ -44,7 +44,7 @@ class DesiredState(msgspec.Struct, frozen=True, kw_only=True):
     aside: Sequence[str] = ()  #: Addresses of pods that were taken out of their unit: they get no more requests.
     retried: Sequence[Workload] = ()  #: Workloads whose refused pods are due for a retry.
     profiling: Profiling = Profiling()
-    on_demand: Sequence[str] = ()  #: Groups that have no instance until a request needs one.
+    on_demand: Sequence[str] = ()  #: Groups that requests wait for, however long they have had no instance.
     curve: bool
     now: float
     may_shrink: bool  #: Whether all coordinators know the new revision, so that old pods may be removed.

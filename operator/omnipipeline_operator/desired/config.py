@@ -65,7 +65,7 @@ def revisions(
     images: of the others, as far as known.
     aside:  addresses of pods that were taken out of their unit and get no more requests. None: there never were any.
     profiling: whether profiles may be taken, and for how long. None: the defaults, which were never changed.
-    on_demand: groups that have no instance until a request needs one. None: there never were any.
+    on_demand: groups that requests wait for, however long they have had no instance. None: there never were any.
     """
     pins = {naming.IMAGE_PIN: image, naming.SECRET_PIN: control_secret}
     pinned = {each.revision: images[each.revision] for each in entries[:-1] if each.revision in images}
@@ -121,7 +121,7 @@ def has_profiling(manifest: Mapping[str, Any] | None) -> bool:
 
 
 def has_on_demand(manifest: Mapping[str, Any] | None) -> bool:
-    """Whether the list names groups that start on demand, perhaps none."""
+    """Whether the list names groups that requests wait for, perhaps none."""
     return ON_DEMAND_FILE in (manifest or {}).get("data", {})
 
 

@@ -20,6 +20,8 @@ PIPELINE_LABEL: Final = "omnipipeline.dev/pipeline"
 UNIT_LABEL: Final = "omnipipeline.dev/unit"
 INSTANCE_LABEL: Final = "app.kubernetes.io/instance"
 REVISION_LABEL: Final = "omnipipeline.dev/revision"
+#: On the resource and on the pods of its units: Kueue decides when they get nodes.
+QUEUE_LABEL: Final = "kueue.x-k8s.io/queue-name"
 #: On the revisions ConfigMap: what was chosen once and must not change while the pipeline runs: the image of the newest
 #: pipeline revision, those of the others where they differ (JSON), the key. On a Deployment: the image that was pinned
 #: when it was made.

@@ -42,6 +42,7 @@ class PodFacts(msgspec.Struct, frozen=True, kw_only=True):
     allow_privileged: bool = False
     default_resources: DefaultResources = DefaultResources()
     users: PodUsers = OWN_USER
+    queue: str = ""  #: Kueue's, for the units' pods.
 
 
 def unit_deployment(unit: UnitPlan, facts: PodFacts) -> Manifest:
@@ -150,7 +151,8 @@ def _deployment(
     }
     if settings.get("gpus"):
         annotations[GPU_RESOURCE] = settings["gpuResourceName"]
-    template: Manifest = {"metadata": {"labels": labels, "annotations": annotations}, "spec": pod}
+    queue = {naming.QUEUE_LABEL: facts.queue} if facts.queue and unit != COORDINATOR else {}
+    template: Manifest = {"metadata": {"labels": queue | labels, "annotations": annotations}, "spec": pod}
     template = _merged(template, settings.get("podTemplate", {}), unit, facts)
     template["metadata"]["labels"] = {
         **template["metadata"].get("labels", {}),

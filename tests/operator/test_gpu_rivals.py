@@ -1,0 +1,106 @@
+"""Two pipelines that want the same GPUs: whole reconciles against an API server in memory, which gives no pods."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from omnipipeline_operator.changes.conditions import rfc3339
+from omnipipeline_operator.desired.naming import QUEUE_LABEL
+from omnipipeline_operator.kinds import DEPLOYMENT, PIPELINE, POD
+from tests.operator.test_reconcile_snapshots import KEY, SETTINGS, Operator
+
+GPUS = [
+    {"name": "first", "factory": "m:first", "next": ["last"], "gpu": [0, 1], "tpSize": 2},
+    {"name": "last", "process": "last", "factory": "m:last", "terminal": True, "gpu": [2]},
+]
+NAMES = ("older", "duo")
+PATIENCE_S = SETTINGS.gpu_patience_s
+
+
+class Rivals(Operator):
+    """Both pipelines; `reconcile` is of the younger one, duo."""
+
+    def __init__(self, **labels: str) -> None:
+        super().__init__()
+        for age_s, name in zip((200, 100), NAMES, strict=True):
+            metadata = {"name": name, "namespace": KEY[0], "uid": f"u-{name}", "generation": 1, "labels": labels}
+            metadata["creationTimestamp"] = rfc3339(self.now - age_s)
+            resource: dict[str, Any] = {"kind": PIPELINE.name, "metadata": metadata, "spec": {"stages": GPUS}}
+            self.watch({"apiVersion": PIPELINE.api_version, **resource})
+
+    async def both(self) -> None:
+        for name in NAMES:
+            self.again_s = await self._reconciler.reconcile((KEY[0], name))
+
+    def place(self, name: str, unit: str, *, node: str | None, ready: bool = False) -> None:
+        """The pod of a unit, made ``PATIENCE_S`` ago where it has no node."""
+        [its] = [one for one in self.deployments(name) if one["metadata"]["name"].startswith(f"{name}-{unit}-")]
+        scheduled = {"type": "PodScheduled", "status": str(node is not None), "message": "0/1 nodes are available"}
+        conditions = [scheduled, {"type": "Ready", "status": str(ready), "lastTransitionTime": rfc3339(self.now)}]
+        metadata = {"name": f"{name}-{unit}-x", "namespace": KEY[0], "uid": f"{name}-{unit}"}
+        metadata |= {"labels": its["spec"]["selector"]["matchLabels"]}
+        metadata["creationTimestamp"] = rfc3339(self.now - PATIENCE_S)
+        pod: dict[str, Any] = {"kind": POD.name, "metadata": metadata, "status": {"conditions": conditions}}
+        self.watch({**pod, "spec": {"nodeName": node} if node else {}})
+
+    def deployments(self, name: str) -> list[dict[str, Any]]:
+        labelled = {"omnipipeline.dev/pipeline": name}.items()
+        found = [one for (kind, _, _), one in self.server.objects.items() if kind == DEPLOYMENT.name]
+        return [one for one in found if labelled <= one["metadata"]["labels"].items()]
+
+    def replicas(self, name: str) -> dict[str, int]:
+        named = {one["metadata"]["labels"]["omnipipeline.dev/unit"]: one for one in self.deployments(name)}
+        return {unit: one["spec"]["replicas"] for unit, one in named.items()}
+
+    def conditions(self, name: str) -> dict[str, Any]:
+        return {each["type"]: each for each in self.live(PIPELINE, name)["status"]["conditions"]}
+
+
+WHOLE = {"first": 1, "last": 1, "coordinator": 1}
+AWAY = {"first": 0, "last": 0, "coordinator": 1}
+
+
+async def half_each(**labels: str) -> Rivals:
+    operator = Rivals(**labels)
+    await operator.both()
+    for name in NAMES:
+        operator.place(name, "first", node="n")
+        operator.place(name, "last", node=None)
+    await operator.both()
+    return operator
+
+
+async def test_the_younger_one_lets_go_says_so_and_the_older_one_keeps_what_it_holds() -> None:
+    operator = await half_each()
+    assert (operator.replicas("older"), operator.replicas("duo")) == (WHOLE, AWAY)
+    found = operator.conditions("duo")
+    assert {found[kind]["reason"] for kind in ("Ready", "Scheduled", "StagesReady")} == {"GPUsYielded"}
+    assert "space/older waits for GPUs" in found["Ready"]["message"]
+    yielded = operator.live(PIPELINE, "duo")["status"]["yielded"]
+    assert yielded == {"since": rfc3339(operator.now), "to": "space/older", "gpus": 4, "tries": 1, "failed": 0}
+    assert operator.conditions("older")["Scheduled"]["reason"] == "Unschedulable"
+    assert await operator.reconcile() == [], "nothing more is written"
+    assert operator.again_s is not None and operator.again_s <= PATIENCE_S / 10
+
+
+async def test_it_comes_back_when_the_older_one_is_gone() -> None:
+    operator = await half_each()
+    for unit in ("first", "last"):
+        operator.store.drop(operator.live(POD, f"duo-{unit}-x"))
+    await operator.reconcile()
+    assert operator.replicas("duo") == AWAY
+    operator.store.drop(operator.live(PIPELINE, "older"))
+    operator.now += 10
+    await operator.reconcile()
+    assert operator.replicas("duo") == WHOLE
+
+
+async def test_pods_of_units_have_the_queue_of_their_pipeline() -> None:
+    operator = Rivals(**{QUEUE_LABEL: "gpus"})
+    await operator.both()
+    templates = {
+        one["metadata"]["labels"]["omnipipeline.dev/unit"]: one["spec"]["template"]
+        for one in operator.deployments("duo")
+    }
+    queues = {unit: one["metadata"]["labels"].get(QUEUE_LABEL) for unit, one in templates.items()}
+    assert queues == {"first": "gpus", "last": "gpus", "coordinator": None}
