@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import resource
-import select
 import socket
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.local_pipelines import PATIENCE_S, Client, diamond, eventually, running
+from tests.e2e import descriptors
+from tests.e2e.local_pipelines import PATIENCE_S, Client, diamond, running
 
 FLOOD = 400
 LIMIT = 256
@@ -22,27 +21,6 @@ def unix_sockets(folder: Path) -> list[str]:
     """Those that anybody listens at, in ``folder`` or below it."""
     found = [path for path in folder.rglob("*") if path.is_socket()]
     return [str(path) for path in found]
-
-
-def accepts_one_at_a_time(pid: int) -> bool:
-    """Every Unix socket that the process listens at. It asks for that at its next look at its limit of descriptors."""
-    listening = {
-        line.split()[6] for line in Path(f"/proc/{pid}/net/unix").read_text().splitlines() if " 00010000 " in line
-    }
-    descriptors = Path(f"/proc/{pid}/fd")
-    kinds = {}
-    for name in os.listdir(descriptors):
-        with contextlib.suppress(OSError):  # closed meanwhile
-            kinds[name] = os.readlink(descriptors / name)
-    asked = {}
-    for name in (name for name, kind in kinds.items() if kind == "anon_inode:[eventpoll]"):
-        with contextlib.suppress(OSError):
-            for line in Path(f"/proc/{pid}/fdinfo/{name}").read_text().splitlines():
-                match line.split():
-                    case ["tfd:", target, "events:", events, *_]:
-                        asked[target] = int(events, 16)
-    own = {name for name, kind in kinds.items() if kind.removeprefix("socket:[").removesuffix("]") in listening}
-    return bool(own) and all(asked.get(name, 0) & select.EPOLLONESHOT for name in own)
 
 
 def flood(family: socket.AddressFamily, address: str | tuple[str, int], peers: contextlib.ExitStack) -> None:
@@ -61,12 +39,7 @@ async def test_a_flood_at_any_socket_of_a_pipeline_ends_no_process_and_no_reques
             await client.answer("before", size=1 << 20)
         pids = pipeline.pids()
         for pid in pids.values():
-            resource.prlimit(pid, resource.RLIMIT_NOFILE, (LIMIT, LIMIT))
-
-        async def looked() -> bool:
-            return all(map(accepts_one_at_a_time, pids.values()))
-
-        await eventually(looked, what="each process must see its new limit")
+            await descriptors.allow(pid, LIMIT, LIMIT)
         paths = unix_sockets(base)
         assert len(paths) >= 2 * len(pids), "of the control plane and of the relay tcp, and the coordinator publishes"
         host, _, port = pipeline.url.removeprefix("http://").rpartition(":")

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from omnipipeline_spec.cluster import ProcessGroup
+from tests.e2e import descriptors
 from tests.e2e.local_pipelines import APART, Client, diamond, eventually, replicas, running
 
 #: Of each instance of the diamond, once a request has gone through it: to the coordinator, and to those it sends to.
@@ -69,7 +70,7 @@ async def test_a_coordinator_without_descriptors_refuses_the_new_instance_and_se
         assert soft == hard, "it has raised its limit"
         used = {int(entry.name) for entry in os.scandir(f"/proc/{pid}/fd")}
         free = (number for number in itertools.count() if number not in used)
-        resource.prlimit(pid, resource.RLIMIT_NOFILE, (next(itertools.islice(free, left, None)), hard))
+        await descriptors.allow(pid, next(itertools.islice(free, left, None)), hard)
         scaling = asyncio.create_task(pipeline.scale("side", 2))
 
         async def refused() -> bool:

@@ -8,25 +8,26 @@ import itertools
 import os
 import resource
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import httpx
 import pytest
 
 from stage_runtime.rules.introductions import FRESH_S
+from tests.e2e import descriptors
 from tests.e2e.local_pipelines import APART, PATIENCE_S, Client, diamond, running
 
 
-@contextlib.contextmanager
-def none_left(pid: int, *, but: float = 0.0) -> Iterator[None]:
+@contextlib.asynccontextmanager
+async def none_left(pid: int, *, but: float = 0.0) -> AsyncIterator[None]:
     """The process can open nothing: not even what it keeps free where it counts by itself. but: or so many, as a share
     of those that it has.
     """
     used = {int(entry.name) for entry in os.scandir(f"/proc/{pid}/fd")}
     soft, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
     lowest = next(number for number in itertools.count() if number not in used)
-    resource.prlimit(pid, resource.RLIMIT_NOFILE, (int(lowest * (1 + but)), hard))
+    await descriptors.allow(pid, int(lowest * (1 + but)), hard)
     try:
         yield
     finally:
@@ -50,7 +51,7 @@ async def test_a_process_without_descriptors_serves_on_and_says_what_it_cannot_o
             await client.answer("before", size=1 << 20)
         pids = pipeline.pids()
         for process in ("coordinator", "front"):
-            with none_left(pids[process]):
+            async with none_left(pids[process]):
                 turned_away = asyncio.create_task(connect(pipeline.url))
                 await client.answer("a short one")
                 await client.answer("a large one", size=1 << 20)
@@ -71,7 +72,7 @@ async def test_a_process_without_descriptors_serves_on_and_says_what_it_cannot_o
 @pytest.mark.proves("no-descriptors")
 async def test_a_pair_of_instances_that_had_no_descriptor_to_meet_serves_as_soon_as_it_has(base: Path) -> None:
     async with running(diamond(APART), base) as pipeline, Client(pipeline.url) as client:
-        with none_left(pipeline.pids()["front"], but=0.25):  # less than it keeps free for others
+        async with none_left(pipeline.pids()["front"], but=0.25):  # less than it keeps free for others
             began = time.monotonic()
             while time.monotonic() - began < FRESH_S + 1:  # until then, requests bring along whom they are bound to
                 refused = await client.ask("no link")

@@ -10,6 +10,7 @@ import pytest
 import zmq
 
 from stage_runtime.rules.links import ACK_EVERY
+from stage_runtime.sockets.connections import connecting
 from stage_runtime.sockets.connections.links import Link
 from stage_runtime.sockets.endpoints.addresses import CurveSecurity
 from stage_runtime.sockets.frames import resending
@@ -53,7 +54,10 @@ async def test_who_has_only_received_opens_a_connection_when_it_sends() -> None:
 
 
 @pytest.mark.proves("receives-only")
-async def test_what_a_broken_connection_has_lost_is_sent_and_acknowledged_on_the_next_one() -> None:
+async def test_what_a_broken_connection_has_lost_is_sent_and_acknowledged_on_the_next_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(connecting, "RECONNECT_GRACE_S", PATIENCE_S)  # on a busy machine it is back late
     a, b = End("aa", TCP), End("bb", TCP)
     proxy = Proxy(b.endpoint)
     async with ends(a, b):
@@ -84,8 +88,10 @@ class Ring(Listener):
             self.channels.send(self.following, Deregister(str(left - 1)))
 
 
-async def test_an_ack_hides_nothing_that_has_come_before_it() -> None:
+async def test_an_ack_hides_nothing_that_has_come_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """To send on a socket takes the edge on which it is read. One message goes round, and nothing else would wake."""
+    for name in ("RESEND_FIRST_S", "RESEND_LATER_S"):
+        monkeypatch.setattr(resending, name, 3600.0)
     names = ["aa", "bb", "cc"]
     made = [End(name, TCP, listener=Ring(names[(at + 1) % 3])) for at, name in enumerate(names)]
     async with ends(*made):
