@@ -7,6 +7,7 @@ import base64
 import contextlib
 import io
 import json
+import re
 import tempfile
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -125,6 +126,22 @@ async def test_engines_in_processes_of_their_own_give_the_same(tiny_omni: str, o
     async with pipeline(tiny_omni, *TOGETHER, *own) as client:
         for case in CASES[3:6]:
             check(tiny_omni, oracle, case, await ask(client, case))
+
+
+@pytest.mark.nightly  # tests/engines/test_kv_transfer.py has rows, positions and kept rows each time
+async def test_a_thinker_whose_prompts_are_computed_elsewhere_gives_the_same(
+    tiny_omni: str, oracle: dict[str, Any]
+) -> None:
+    """Pictures and sounds cross to prefill, and rows for the talker come back with the blocks."""
+    apart = [f"stages.{name}.process=all" for name in STAGES if name != "thinker"]
+    apart += ["stages.thinker.disaggregation={prefill: {process: prompts}}"]
+    apart += ["stages.thinker.factoryArgs.remote_prefill_tokens=1"]
+    async with pipeline(tiny_omni, *apart) as client:
+        for case in CASES[3:6]:
+            check(tiny_omni, oracle, case, await ask(client, case))
+        async with asyncio.timeout(PATIENCE_S):
+            while not re.search(r'kv_received_tokens_total\{.*"thinker"\} [1-9]', (await client.get("/metrics")).text):
+                await asyncio.sleep(0.1)
 
 
 @ONE_FOR_ALL
