@@ -87,6 +87,8 @@ class CoordinatorSettings(ProcessSettings, frozen=True, kw_only=True):
     probe_port: int = 0  #: 0: probes, metrics and status are served on the HTTP port.
     api_key_file: Path | None = None  #: Read again when it changes.
     api_keys: tuple[str, ...] = ()  #: Bearer tokens of which clients must send one; empty: none is required.
+    #: Files of the HTTP server's certificate and its key, read again when they change; None: it serves plain HTTP.
+    certificate: tuple[Path, Path] | None = None
     http_hosts: tuple[str, ...] = ()  #: Names, beside those of the loopback, allowed in Host and Origin headers.
     bodies_nbytes: int | None = None  #: Of bodies and media of all requests in flight; None: derived from the memory.
     answers_nbytes: int | None = None  #: Of answers that are not read yet; None: derived from the memory.
@@ -161,6 +163,7 @@ def coordinator(environ: Mapping[str, str]) -> CoordinatorSettings:
         probe_port=read.port("OMNI_PROBE_PORT", 0),
         api_key_file=Path(read.text("OMNI_API_KEY_FILE")) if read.optional("OMNI_API_KEY_FILE") else None,
         api_keys=_api_keys(read),
+        certificate=_certificate(read),
         http_hosts=tuple(host.lower() for host in read.several("OMNI_HTTP_HOSTS", empty=True)),
         bodies_nbytes=read.integer("OMNI_HTTP_BODIES_MB", 0, least=1) << 20 or None,
         answers_nbytes=read.integer("OMNI_HTTP_ANSWERS_MB", 0, least=1) << 20 or None,
@@ -351,6 +354,14 @@ def _control_key(read: _EnvironmentReader) -> bytes | None:
     if len(key) != KEY_BYTES:
         raise ConfigurationError(f"OMNI_CONTROL_KEY_FILE: {len(key)} bytes, a control key has {KEY_BYTES}")
     return key
+
+
+def _certificate(read: _EnvironmentReader) -> tuple[Path, Path] | None:
+    names = ("OMNI_TLS_CERT_FILE", "OMNI_TLS_KEY_FILE")
+    if not any(read.optional(name) for name in names):
+        return None
+    chain, key = (Path(read.text(name)) for name in names)
+    return chain, key
 
 
 def _api_keys(read: _EnvironmentReader) -> tuple[str, ...]:

@@ -210,6 +210,15 @@ class ProcessGroup(Spec, frozen=True, kw_only=True):
     ] = {}
 
 
+class Tls(Spec, frozen=True, kw_only=True):
+    """The certificate of the HTTP server."""
+
+    secret_name: Annotated[
+        ResourceName,
+        doc("Secret of type kubernetes.io/tls: `tls.crt`, with its chain, and `tls.key`. Read again when it changes."),
+    ]
+
+
 class Http(Spec, frozen=True, kw_only=True):
     """The pipeline's HTTP server."""
 
@@ -226,6 +235,7 @@ class Http(Spec, frozen=True, kw_only=True):
         KeyReference | None,
         doc("Bearer tokens, one per line; a client must send one of them. Read again when the Secret changes."),
     ] = None
+    tls: Annotated[Tls | None, doc("Serve HTTPS instead of HTTP; unset is plain HTTP inside the cluster.")] = None
     media_hosts: Annotated[
         Annotated[Sequence[ShortText], Meta(max_length=64)],
         doc("Hosts allowed in media URLs of requests, as host or host:port."),
@@ -259,9 +269,9 @@ class Coordinator(Spec, frozen=True, kw_only=True):
     """The processes that admit, bind and follow requests."""
 
     replicas: Annotated[
-        Annotated[int, Meta(ge=1, le=64)],
-        doc("Coordinators behind the Service, which share the requests. See docs/scaling.md."),
-    ] = 1
+        Annotated[int, Meta(ge=1, le=64)] | None,
+        doc("Coordinators behind the Service, which share the requests; unset is 2. See docs/scaling.md."),
+    ] = None
     resources: Annotated[Resources | None, doc("CPU and memory of the coordinator.")] = None
     http: Annotated[Http, doc("The pipeline's HTTP server.")] = field(default_factory=Http)
     retries: Annotated[
@@ -399,7 +409,8 @@ class Disruption(Spec, frozen=True, kw_only=True):
     """Voluntary disruptions."""
 
     pod_disruption_budget: Annotated[
-        PodDisruptionBudget | None, doc("A limit for node drains; unset creates no budget.")
+        PodDisruptionBudget | None,
+        doc("A limit for node drains; unset creates a budget for the coordinators alone, where there are several."),
     ] = None
 
 

@@ -19,6 +19,7 @@ from stage_runtime.cli.measuring import arrivals, prompts, statistics
 from stage_runtime.cli.measuring.prompts import Prompt
 from stage_runtime.cli.measuring.statistics import Outcome
 from stage_runtime.errors import ConfigurationError
+from stage_runtime.web.listening import certificates
 
 ENDPOINTS: Final = ("/v1/chat/completions", "/v1/completions", "/v1/audio/speech")
 TIMEOUT_S: Final = 6 * 3600.0  # as vLLM's: a benchmark measures slow answers, too
@@ -90,10 +91,13 @@ def command(
         percentiles = _percentiles(given["metric_percentiles"])
         bounds = _bounds(given["goodput"])
         asked, body = _prompts(given), _body(given)
-        base = url or base_url or runs.url(pipeline=pipeline, pid=pid, base_path=base_path)
+        given_url = url or base_url
+        base, certificate = (
+            (given_url, None) if given_url else runs.url(pipeline=pipeline, pid=pid, base_path=base_path)
+        )
         if base.rstrip("/").endswith("/v1"):
             base = base.rstrip("/")[: -len("/v1")]
-        outcomes, duration, model = asyncio.run(_measured(base, asked, body, given))
+        outcomes, duration, model = asyncio.run(_measured(base, certificate, asked, body, given))
         found = statistics.summary(outcomes, duration=duration, metrics=metrics, percentiles=percentiles, bounds=bounds)
         facts = _facts(given, base, model)
         if given["save_result"] or given["save_detailed"] or given["result_filename"]:
@@ -110,7 +114,7 @@ def command(
 
 
 async def _measured(
-    base: str, asked: list[Prompt], body: dict[str, Any], given: dict[str, Any]
+    base: str, certificate: Path | None, asked: list[Prompt], body: dict[str, Any], given: dict[str, Any]
 ) -> tuple[list[Outcome], float, str]:
     import httpx
 
@@ -118,9 +122,10 @@ async def _measured(
 
     headers = {"authorization": f"Bearer {given['api_key']}"} if given["api_key"] else {}
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    verify = httpx.create_ssl_context() if certificate is None else certificates.pinned(certificate)
     try:
         async with httpx.AsyncClient(
-            base_url=base, headers=headers, timeout=TIMEOUT_S, limits=limits, trust_env=False
+            base_url=base, headers=headers, timeout=TIMEOUT_S, limits=limits, trust_env=False, verify=verify
         ) as http:
             model = given["model"] or await _model(http, base)
             load = clients.Load(

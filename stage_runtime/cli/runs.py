@@ -38,13 +38,14 @@ def order(what: admin.Scale | admin.Restart, *, pipeline: str | None, pid: int |
     asyncio.run(admin.send(find(pipeline=pipeline, pid=pid, base_path=base_path), what))
 
 
-def url(*, pipeline: str | None, pid: int | None, base_path: str | None) -> str:
-    """Where the one run that is meant serves HTTP.
+def url(*, pipeline: str | None, pid: int | None, base_path: str | None) -> tuple[str, Path | None]:
+    """Where the one run that is meant serves HTTP, and the certificate that it shows, if it has one.
 
     Raises: ConfigurationError: none or several are meant.
     """
     folder = find(pipeline=pipeline, pid=pid, base_path=base_path)
-    return next(str(facts["url"]) for path, facts in rundir.running(base_path) if path == folder)
+    facts = next(facts for path, facts in rundir.running(base_path) if path == folder)
+    return str(facts["url"]), Path(facts["certificate"]) if "certificate" in facts else None
 
 
 def find(*, pipeline: str | None, pid: int | None, base_path: str | None) -> Path:

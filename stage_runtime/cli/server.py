@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Final
 
 import click
 
 from stage_runtime.cli import options, runs
 from stage_runtime.errors import ConfigurationError
+from stage_runtime.web.listening import certificates
 
 TIMEOUT_S: Final = 600.0  # a report of a long profile takes minutes
 
@@ -18,8 +20,11 @@ TIMEOUT_S: Final = 600.0  # a report of a long profile takes minutes
 class CoordinatorClient:
     """The admin routes of one pipeline."""
 
-    def __init__(self, url: str, api_key: str | None) -> None:
-        """Raises: ConfigurationError: the URL is none, or no header can carry the key."""
+    def __init__(self, url: str, api_key: str | None, certificate: Path | None = None) -> None:
+        """certificate: of a coordinator of this machine; None: an authority must have signed it.
+
+        Raises: ConfigurationError: the URL is none, no header can carry the key, the certificate cannot be read.
+        """
         import httpx
 
         headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
@@ -28,10 +33,12 @@ class CoordinatorClient:
         try:
             # trust_env=False: HTTP_PROXY would get requests to the loopback, and the API key. ~/.netrc would win over
             # the key. SSL_CERT_FILE and SSL_CERT_DIR count all the same.
-            verify = httpx.create_ssl_context()
+            verify = httpx.create_ssl_context() if certificate is None else certificates.pinned(certificate)
             self._http = httpx.Client(base_url=url, timeout=TIMEOUT_S, headers=headers, trust_env=False, verify=verify)
         except httpx.InvalidURL as error:
             raise ConfigurationError(f"{url}: {error}") from error
+        except OSError as error:
+            raise ConfigurationError(f"{certificate}: {error.strerror or error}") from error
         except UnicodeEncodeError:
             raise ConfigurationError("the API key has characters that are not ASCII") from None
 
@@ -90,7 +97,8 @@ def server(
     url: str | None, api_key: str | None, pipeline: str | None, pid: int | None, base_path: str | None
 ) -> Iterator[CoordinatorClient]:
     with options.errors_as_messages():
-        client = CoordinatorClient(url or runs.url(pipeline=pipeline, pid=pid, base_path=base_path), api_key)
+        at = (url, None) if url else runs.url(pipeline=pipeline, pid=pid, base_path=base_path)
+        client = CoordinatorClient(at[0], api_key, at[1])
         try:
             yield client
         except UnicodeEncodeError as error:

@@ -40,6 +40,13 @@ from stage_runtime.settings import LOG_LEVELS
 )
 @click.option("--no-auth", is_flag=True, help="Require no API key, even if other machines can reach --host.")
 @click.option(
+    "--tls-cert",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Serve HTTPS with the certificate in it (PEM, with its chain). Read again when it changes.",
+)
+@click.option("--tls-key", type=click.Path(path_type=Path), metavar="FILE", help="The certificate's private key (PEM).")
+@click.option(
     "--allow-host",
     "allowed_hosts",
     multiple=True,
@@ -73,6 +80,8 @@ def command(
     port: int | None,
     api_key_file: Path | None,
     no_auth: bool,
+    tls_cert: Path | None,
+    tls_key: Path | None,
     allowed_hosts: tuple[str, ...],
     startup_timeout: float,
     debug_values: bool,
@@ -90,6 +99,8 @@ def command(
         raise click.BadParameter("nan is not a number of seconds", param_hint="--startup-timeout")
     if no_auth and api_key_file is not None:
         raise click.UsageError("--no-auth and --api-key-file exclude each other: give one")
+    if (tls_cert is None) != (tls_key is None):
+        raise click.UsageError("--tls-cert and --tls-key belong together: give both")
     watched = updating.file_of(file) if watch else None
     if watch and watched is None:
         raise click.UsageError(f"--watch needs a file, not the module {file}")
@@ -106,6 +117,7 @@ def command(
         startup_s=startup_timeout,
         debug_values=debug_values,
         log_level=log_level,
+        certificate=None if tls_cert is None or tls_key is None else (tls_cert.absolute(), tls_key.absolute()),
         api_key_file=api_key_file,
         no_auth=no_auth,
         debug=None if debug is None else Debug(stage=debug, terminal=(os.dup(0), os.dup(1))),

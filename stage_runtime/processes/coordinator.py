@@ -36,6 +36,8 @@ from stage_runtime.web import routes
 from stage_runtime.web.exchanges.apikeys import ApiKeys
 from stage_runtime.web.exchanges.memory_budget import MemoryBudget
 from stage_runtime.web.exchanges.metrics import CoordinatorMetrics
+from stage_runtime.web.listening import certificates
+from stage_runtime.web.listening.certificates import CertificatePair, Certificates
 from stage_runtime.web.listening.connection_limits import ConnectionLimits
 from stage_runtime.web.listening.server import Server
 from stage_runtime.web.settings import WebSettings
@@ -92,7 +94,9 @@ async def _serve(settings: CoordinatorSettings) -> int:
         app = web.make_app(manager, shown, codecs=codecs, metrics=metrics, admin=of_client, budget=budget)
         drain_s = drain_seconds(settings.plan.drain_timeout_s)
         limits = ConnectionLimits(unread_nbytes=shown.max_held_bytes)
-        server = Server(app, host=settings.http_host, port=settings.http_port, drain_s=drain_s, limits=limits)
+        tls = None if settings.certificate is None else Certificates(_pair(*settings.certificate))
+        host, port = settings.http_host, settings.http_port
+        server = Server(app, host=host, port=port, drain_s=drain_s, limits=limits, certificates=tls)
         await server.__aenter__()
         serving, tasks = Tasks(ended), stack.enter_context(Tasks(ended))
         serving.start("HTTP server", server.ended())
@@ -112,6 +116,8 @@ async def _serve(settings: CoordinatorSettings) -> int:
         _watch(settings.revisions, _revisions, coordinator.update_revisions, tasks)
         if settings.api_key_file is not None:
             _watch(settings.api_key_file, _keys, shown.api_keys.replace, tasks)
+        if tls is not None and settings.certificate is not None:
+            tasks.start("watch of the certificate", _watch_certificate(*settings.certificate, tls))
         _watch(settings.revisions.with_name(ASIDE), _hosts, coordinator.set_aside, tasks, known=b"[]")
         on_demand = settings.revisions.with_name(ON_DEMAND_FILE)
         _watch(on_demand, _groups, coordinator.start_on_demand, tasks, known=b"[]")
@@ -293,6 +299,33 @@ async def _watch_file(path: Path, read: Callable[[bytes], T], changed: Callable[
             except ConfigurationError as error:
                 log.error("%s: %s; what was read before stays", path, error)
         await asyncio.sleep(REREAD_EVERY_S)
+
+
+def _pair(chain: Path, key: Path) -> CertificatePair:
+    """Raises: ConfigurationError: a file cannot be read."""
+    try:
+        return certificates.read(chain, key)
+    except OSError as error:
+        raise ConfigurationError(f"{error.filename}: {error.strerror}") from error
+
+
+async def _watch_certificate(chain: Path, key: Path, tls: Certificates) -> None:
+    """Show the certificate that is in the files now. One that is wrong is logged once, and the present one stays."""
+    known, problem = tls.pair, ""
+    while True:
+        await asyncio.sleep(REREAD_EVERY_S)
+        try:
+            pair = await asyncio.to_thread(_pair, chain, key)
+            if pair == known:
+                continue
+            known = pair
+            tls.replace(pair)
+            problem = ""
+            log.info("the certificate has changed: connections from now on get the new one")
+        except ConfigurationError as error:
+            if str(error) != problem:
+                problem = str(error)
+                log.error("%s: %s; the certificate that was read before stays", chain, problem)
 
 
 async def _beat(beat: Callable[[], None]) -> None:

@@ -22,6 +22,7 @@ from stage_runtime.web.exchanges.memory_budget import MemoryBudget
 from stage_runtime.web.exchanges.metrics import CoordinatorMetrics
 from stage_runtime.web.exchanges.middleware import OPEN, Middleware
 from stage_runtime.web.exchanges.origins import Origins
+from stage_runtime.web.idempotency import Repeats
 from stage_runtime.web.page import files
 from stage_runtime.web.reading.fetching import Fetcher
 from stage_runtime.web.routing import Direct, Route, mounted, sockets
@@ -54,7 +55,7 @@ def make_app(
     keyed = settings.api_keys.asked_for
     shown = (*files.documentation(keyed=keyed), *(files.page(keyed=keyed) if settings.probes else ()))
     served = [one for one in public if one.serves is None or one.serves in settings.serves]
-    endpoints = mounted(public, serves=settings.serves)
+    endpoints = mounted(public, serves=settings.serves, repeats=Repeats())
     budget = budget or MemoryBudget(settings.max_held_bytes, grace_s=settings.body_grace_s)
     metrics.read(catalog.HTTP_HELD_BYTES, lambda: budget.held_nbytes)
     origins = Origins(local=settings.local, hosts=settings.hosts)

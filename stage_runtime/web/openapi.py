@@ -76,6 +76,12 @@ _HEADERS: list[dict[str, Any]] = [
         "description": "Seconds until the request fails.",
         "schema": {"type": "number", "exclusiveMinimum": 0},
     },
+    {
+        "name": "Idempotency-Key",
+        "in": "header",
+        "description": "A repeat under the same key gets the same answer, or 409 while the first request runs.",
+        "schema": {"type": "string", "minLength": 1, "maxLength": 255},
+    },
 ]
 
 

@@ -15,6 +15,7 @@ from stage_runtime.errors import RequestError
 from stage_runtime.web.answers import JSON, ResponseType
 from stage_runtime.web.exchanges.exchange import KEY, Exchange
 from stage_runtime.web.exchanges.web_sockets import WebSocket
+from stage_runtime.web.idempotency import Repeats
 
 RouteHandler = Callable[[Exchange], Awaitable[None]]
 SocketHandler = Callable[[WebSocket], Awaitable[None]]
@@ -48,9 +49,11 @@ def sockets(routes: Iterable[Route], *, serves: Sequence[str] = ()) -> list[rout
     return [routing.WebSocketRoute(one.path, _RouteApplication(one, serves)) for one in found]
 
 
-def mounted(routes: Iterable[Route], *, serves: Sequence[str] = ()) -> list[routing.Route]:
-    """As Starlette takes them. serves: of the pipeline."""
-    return [routing.Route(one.path, _RouteApplication(one, serves), methods=[one.method]) for one in routes]
+def mounted(
+    routes: Iterable[Route], *, serves: Sequence[str] = (), repeats: Repeats | None = None
+) -> list[routing.Route]:
+    """As Starlette takes them. serves: of the pipeline. repeats: of the routes that take requests of it."""
+    return [routing.Route(one.path, _RouteApplication(one, serves, repeats), methods=[one.method]) for one in routes]
 
 
 class Direct:
@@ -76,8 +79,9 @@ class Direct:
 class _RouteApplication:
     """A route as an ASGI application. Starlette gives it the scope untouched, and spends no time on it."""
 
-    def __init__(self, route: Route, serves: Sequence[str]) -> None:
+    def __init__(self, route: Route, serves: Sequence[str], repeats: Repeats | None = None) -> None:
         self._route = route
+        self._repeats = repeats if route.ids is not None else None
         self._served = route.serves is None or route.serves in serves
         self._all_served = ", ".join(serves) or "no OpenAI route"
 
@@ -91,5 +95,7 @@ class _RouteApplication:
             raise RequestError("unsupported_endpoint", problem)
         if exchange.is_socket and route.socket is not None:
             await route.socket(WebSocket(exchange, receive, send))
+        elif self._repeats is not None:
+            await self._repeats.once(exchange, route.handler)
         else:
             await route.handler(exchange)

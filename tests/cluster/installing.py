@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import httpx
 
@@ -93,7 +93,8 @@ class Installed:
 
 
 def pipeline(name: str, stages: list[dict[str, object]], *, code: str, **spec: object) -> dict[str, Any]:
-    """A chat pipeline whose factories are in the module ``made``."""
+    """A chat pipeline whose factories are in the module ``made``, one coordinator unless told."""
+    spec["coordinator"] = {"replicas": 1, **cast(dict[str, object], spec.get("coordinator", {}))}
     return {
         "apiVersion": "omnipipeline.dev/v1alpha1",
         "kind": "OmniPipeline",

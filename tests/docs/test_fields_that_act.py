@@ -38,7 +38,7 @@ DERIVED = {"GroupPlan.unit", "StagePlan.group"}
 KUBERNETES = (
     *(cluster.KeyReference, cluster.FieldReference, cluster.ResourceReference, cluster.EnvSource, cluster.EnvVar),
     *(cluster.EnvReference, cluster.EnvFrom, cluster.LocalReference, cluster.Toleration, cluster.Placement),
-    *(cluster.Rdma, cluster.Tracing, cluster.EmptyDir, cluster.ProfilingStorage),
+    *(cluster.Rdma, cluster.Tls, cluster.Tracing, cluster.EmptyDir, cluster.ProfilingStorage),
 )
 
 
@@ -168,7 +168,10 @@ def document(sample: Sample, where: str) -> dict[str, Any]:
         rdma = sample.of(cluster.Rdma, "rdma", count=3)
         refined = {"processGroups": [{"name": "a", **own}], "dataPlane": {"rdma": rdma}}
         return common | refined | {"profiling": {"storage": storage}}
-    http = {"apiKeySecretRef": sample.of(cluster.KeyReference, "apiKeySecretRef")}
+    http = {
+        "apiKeySecretRef": sample.of(cluster.KeyReference, "apiKeySecretRef"),
+        "tls": sample.of(cluster.Tls, "tls"),
+    }
     storage = {"emptyDir": sample.of(cluster.EmptyDir, "emptyDir")}
     return common | {"coordinator": {**own, "http": http}, "profiling": {"storage": storage}}
 

@@ -230,7 +230,7 @@ def environment(cluster: Cluster, folder: Path, *, namespaces: str = "", lease: 
 
 
 def pipeline(name: str = "duo", *, stages: list[dict[str, Any]] | None = None, **spec: Any) -> dict[str, Any]:
-    """A pipeline of two CPU stages whose pods fit on fake nodes."""
+    """A pipeline of two CPU stages and one coordinator whose pods fit on fake nodes."""
     stages = stages or [
         {"name": "first", "process": "first", "factory": "some.module:first", "next": ["last"]},
         {"name": "last", "process": "last", "factory": "some.module:last", "terminal": True},
@@ -244,7 +244,7 @@ def pipeline(name: str = "duo", *, stages: list[dict[str, Any]] | None = None, *
         "metadata": {"name": name},
         "spec": {
             "stages": stages,
-            "coordinator": {"placement": placement},
+            "coordinator": {"replicas": 1, "placement": placement},
             "processGroups": [{"name": each, "placement": placement, **groups.get(each, {})} for each in processes],
             **spec,
         },

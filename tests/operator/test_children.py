@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from omnipipeline_operator.changes import workloads
 from omnipipeline_operator.cluster import store
-from omnipipeline_operator.desired import children, config, naming, pods, podsecurity, templates
+from omnipipeline_operator.desired import children, config, naming, pods, podsecurity, services, templates
 from omnipipeline_operator.desired.naming import Owner
 from omnipipeline_operator.desired.pods import PodFacts
 from omnipipeline_operator.errors import NotAllowed
@@ -140,8 +140,24 @@ def test_a_stage_finds_its_coordinators_by_the_headless_service() -> None:
 def test_as_many_coordinators_as_the_spec_says_and_more_of_them_restart_none() -> None:
     one, three = (desired(coordinator={"replicas": replicas}).workloads[-1] for replicas in (1, 3))
     assert (one.unit, one.replicas, three.replicas) == ("coordinator", 1, 3)
-    assert desired().workloads[-1].replicas == 1
+    assert desired().workloads[-1].replicas == 2
     assert (one.revision, one.deployment, one.plan) == (three.revision, three.deployment, three.plan)
+
+
+def test_coordinators_prefer_nodes_and_zones_of_their_own_unless_the_author_says_otherwise() -> None:
+    made = desired()
+    revision = made.workloads[-1].revision
+    own = {"pipeline": "demo", "unit": "coordinator", "revision": revision}
+    labels = {f"omnipipeline.dev/{label}": value for label, value in own.items()}
+    spread = {"maxSkew": 1, "whenUnsatisfiable": "ScheduleAnyway", "labelSelector": {"matchLabels": labels}}
+    assert pod_of(made, "coordinator")["topologySpreadConstraints"] == [
+        {**spread, "topologyKey": "kubernetes.io/hostname"},
+        {**spread, "topologyKey": "topology.kubernetes.io/zone"},
+    ]
+    assert "topologySpreadConstraints" not in pod_of(made, "mouth")
+    given = {"topologySpreadConstraints": [{**spread, "topologyKey": "rack"}]}
+    other = pod_of(desired(coordinator={"placement": given}), "coordinator")
+    assert other["topologySpreadConstraints"] == given["topologySpreadConstraints"]
 
 
 def test_without_curve_no_key_is_mounted() -> None:
@@ -154,7 +170,7 @@ def test_every_mount_has_its_volume() -> None:
     made = desired(
         code={"configMapRef": {"name": "mine"}},
         modelCache={"type": "PersistentVolumeClaim", "size": "10Gi"},
-        coordinator={"http": {"apiKeySecretRef": {"name": "keys", "key": "main"}}},
+        coordinator={"http": {"apiKeySecretRef": {"name": "keys", "key": "main"}, "tls": {"secretName": "door"}}},
         profiling={"storage": {"claimName": "profiles"}},
     )
     for each in made.workloads:
@@ -377,8 +393,11 @@ def test_a_broken_list_of_revisions_reads_as_none() -> None:
     assert config.read_revisions(None) == ()
 
 
-def test_only_services_and_policies_are_made_unasked() -> None:
-    assert [each["kind"] for each in desired().applied] == ["Service", "Service", "NetworkPolicy", "NetworkPolicy"]
+def test_only_services_policies_and_the_budget_of_several_coordinators_are_made_unasked() -> None:
+    plain = ["Service", "Service", "NetworkPolicy", "NetworkPolicy"]
+    assert [each["kind"] for each in desired(coordinator={"replicas": 1}).applied] == plain
+    assert [each["kind"] for each in desired().applied] == [*plain, "PodDisruptionBudget"]
+    assert desired().applied[-1]["spec"]["selector"]["matchLabels"]["omnipipeline.dev/unit"] == "coordinator"
     assert desired().applied == desired(networkPolicy={}).applied
     rich = desired(
         networkPolicy={}, disruption={"podDisruptionBudget": {}}, expose={"ingress": {"host": "example.org"}}
@@ -514,6 +533,35 @@ def test_the_ingress_bears_the_authors_annotations() -> None:
     made = desired(expose={"ingress": {"annotations": annotations}})
     [ingress] = [each for each in made.applied if each["kind"] == "Ingress"]
     assert annotations.items() <= ingress["metadata"]["annotations"].items()
+
+
+def test_a_certificate_is_mounted_and_all_doors_are_https() -> None:
+    https, http = (
+        desired(
+            coordinator={"http": {"tls": {"secretName": "door"} if secured else None}},
+            expose={"ingress": {"annotations": {"mine": "1"}}},
+        )
+        for secured in (True, False)
+    )
+    pod = pod_of(https, "coordinator")
+    items = [{"key": name, "path": name} for name in ("tls.crt", "tls.key")]
+    volume = {"name": "tls", "secret": {"secretName": "door", "items": items, "defaultMode": 0o440}}
+    assert volume in pod["volumes"]
+    given = {name: value for name, value in variables(pod).items() if "TLS" in name}
+    assert given == {
+        "OMNI_TLS_CERT_FILE": "/etc/omnipipeline/tls/tls.crt",
+        "OMNI_TLS_KEY_FILE": "/etc/omnipipeline/tls/tls.key",
+    }
+    protocols = [made.applied[0]["spec"]["ports"][0]["appProtocol"] for made in (https, http)]
+    assert protocols == ["https", "http"]
+    backend = "nginx.ingress.kubernetes.io/backend-protocol"
+    annotated = [
+        each["metadata"]["annotations"] for made in (https, http) for each in made.applied if each["kind"] == "Ingress"
+    ]
+    assert [(each["mine"], each.get(backend)) for each in annotated] == [("1", "HTTPS"), ("1", None)]
+    assert services.url(spec(coordinator={"http": {"tls": {"secretName": "door"}}}), OWNER).startswith("https://")
+    assert https.workloads[-1].revision != http.workloads[-1].revision
+    assert pod["containers"][0]["livenessProbe"]["httpGet"] == {"path": "/livez", "port": 8081}, "probes stay plain"
 
 
 @pytest.mark.parametrize(

@@ -135,9 +135,13 @@ def test_processes_are_renamed_and_regrouped_without_a_gap(kube: Kube, operator:
 def test_several_coordinators_are_scaled_without_a_restart_and_roll_one_at_a_time(
     kube: Kube, operator: OperatorProcess
 ) -> None:
-    def with_coordinators(replicas: int, **coordinator: Any) -> dict[str, Any]:
+    """Unasked there are two, on nodes of their own."""
+
+    def with_coordinators(replicas: int | None, **coordinator: Any) -> dict[str, Any]:
         manifest = pipeline(disruption={"podDisruptionBudget": {}})
         manifest["spec"]["coordinator"] |= {"replicas": replicas, **coordinator}
+        if replicas is None:
+            del manifest["spec"]["coordinator"]["replicas"], manifest["spec"]["disruption"]
         return manifest
 
     def coordinators() -> dict[str, str]:
@@ -155,9 +159,18 @@ def test_several_coordinators_are_scaled_without_a_restart_and_roll_one_at_a_tim
         allowed = [each.get("status", {}).get("disruptionsAllowed") for each in found]
         return dict(zip(units, allowed, strict=True))
 
+    def nodes() -> set[str]:
+        found = kube.all("pods", "omnipipeline.dev/unit=coordinator")
+        return {each["spec"]["nodeName"] for each in found if each["metadata"]["uid"] in coordinators()}
+
     operator.start()
+    kube.apply(with_coordinators(None))
+    kube.wait_ready("duo")
+    eventually(lambda: len(coordinators()) == len(nodes()) == 2)
+    eventually(lambda: allowed_disruptions() == {"coordinator": 1})
     kube.apply(with_coordinators(3))
-    ready = kube.wait_ready("duo")
+    ready = eventually(lambda: len(coordinators()) == 3 and kube.wait_ready("duo"))
+    assert len(nodes()) == 3
     three = eventually(lambda: len(found := coordinators()) == 3 and found)
     [reported] = [each for each in ready["status"]["units"] if each["name"] == "coordinator"]
     assert (reported["replicas"], reported["ready"], reported["updated"]) == (3, 3, 3)

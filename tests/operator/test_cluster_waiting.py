@@ -27,7 +27,7 @@ PLACED = {"placement": {"tolerations": [{"operator": "Exists"}], "nodeSelector":
 
 def on_bare_node(**spec: Any) -> dict[str, Any]:
     groups = [{"name": name, **PLACED} for name in ("first", "last")]
-    return pipeline(coordinator=PLACED, processGroups=groups, **spec)
+    return pipeline(coordinator={"replicas": 1, **PLACED}, processGroups=groups, **spec)
 
 
 @pytest.fixture

@@ -30,6 +30,7 @@ def test_every_way_to_name_a_config_map_or_a_secret_is_found() -> None:
     volumes = [
         {"name": "code", "configMap": {"name": "my-code"}},
         {"name": "api-key", "secret": {"secretName": "keys"}},
+        {"name": "tls", "secret": {"secretName": "door"}},
         {"name": "own", "secret": {"secretName": "theirs"}},
         {"name": "mixed", "projected": {"sources": [{"secret": {"name": "p1"}}, {"configMap": {"name": "p2"}}]}},
         {"name": "data", "persistentVolumeClaim": {"claimName": "claim"}},
@@ -41,6 +42,7 @@ def test_every_way_to_name_a_config_map_or_a_secret_is_found() -> None:
         "ConfigMap my-code (code.configMapRef)",
         "ConfigMap p2 (volume mixed)",
         "ConfigMap some (env C)",
+        "Secret door (coordinator.http.tls.secretName)",
         "Secret early (envFrom[0])",
         "Secret hub (envFrom[1])",
         "Secret keys (coordinator.http.apiKeySecretRef)",

@@ -27,7 +27,8 @@ def replicas(**spec: Any) -> dict[str, int]:
 @pytest.mark.parametrize(
     "spec, wanted",
     [
-        ({}, {"first": 1, "last": 1, "coordinator": 1}),
+        ({}, {"first": 1, "last": 1, "coordinator": 2}),
+        ({"coordinator": {"replicas": 1}}, {"first": 1, "last": 1, "coordinator": 1}),
         ({"coordinator": {"replicas": 3}}, {"first": 1, "last": 1, "coordinator": 3}),
         (
             {"coordinator": {"replicas": 2}, "processGroups": [{"name": "last", "replicas": 4}]},

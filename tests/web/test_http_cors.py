@@ -58,7 +58,7 @@ async def test_a_browser_that_asks_for_a_listed_page_is_answered_before_a_key_is
     assert headers == {
         "access-control-allow-origin": PAGE,
         "access-control-allow-methods": "GET, POST, DELETE",
-        "access-control-expose-headers": "x-request-id, retry-after, x-should-retry",
+        "access-control-expose-headers": "x-request-id, retry-after, x-should-retry, idempotent-replayed",
         "access-control-max-age": "7200",
     }
 
@@ -77,7 +77,7 @@ async def test_a_page_that_is_not_listed_gets_no_header(settings: WebSettings, o
 
 SHOWN = {
     "access-control-allow-origin": PAGE,
-    "access-control-expose-headers": "x-request-id, retry-after, x-should-retry",
+    "access-control-expose-headers": "x-request-id, retry-after, x-should-retry, idempotent-replayed",
 }
 
 

@@ -154,4 +154,4 @@ async def test_the_document_names_the_headers_of_a_request() -> None:
         if "post" in item
     }
     assert set(named) == {"/v1/pipeline", *(one.path for one in ROUTES)}
-    assert set(map(tuple, named.values())) == {("X-Request-Id", "X-Request-Timeout")}
+    assert set(map(tuple, named.values())) == {("X-Request-Id", "X-Request-Timeout", "Idempotency-Key")}

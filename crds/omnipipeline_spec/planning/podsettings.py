@@ -45,6 +45,7 @@ def of_coordinator(spec: PipelineConfig) -> dict[str, Any]:
         "placement": to_document(placement),
         "podTemplate": coordinator.pod_template,
         "apiKeySecretRef": to_document(key) if key else None,
+        "tlsSecretName": coordinator.http.tls.secret_name if coordinator.http.tls else None,
     }
     return _settled(_common(spec) | own)
 

@@ -29,7 +29,11 @@ def exposure(spec: PipelineConfig, snapshot: Snapshot) -> Exposure:
     if spec.expose.service.type == "LoadBalancer":
         host = _address(service or {})
         pending = None if host else "the load balancer has no address yet"
-        return Exposure(url=url, external=f"http://{host}:{services.port_of(spec)}" if host else None, pending=pending)
+        return Exposure(
+            url=url,
+            external=f"{services.scheme(spec)}://{host}:{services.port_of(spec)}" if host else None,
+            pending=pending,
+        )
     return Exposure(url=url)
 
 

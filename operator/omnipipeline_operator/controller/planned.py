@@ -32,7 +32,7 @@ def rollout_goal(spec: PipelineConfig, plan: PipelinePlan) -> Goal:
     units = {unit.name: DesiredUnit(revision=unit.revision, replicas=plan.replicas[unit.name]) for unit in plan.units}
     return Goal(
         units=units,
-        coordinator=DesiredUnit(revision=plan.coordinator.revision, replicas=spec.coordinator.replicas),
+        coordinator=DesiredUnit(revision=plan.coordinator.revision, replicas=children.coordinators(spec)),
         strategy=spec.rollout.strategy,
         max_surge=spec.rollout.max_surge,
         max_unavailable=spec.rollout.max_unavailable,

@@ -8,7 +8,7 @@ omni manifests``.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
@@ -20,6 +20,8 @@ from omnipipeline_spec.cluster import Profiling
 from omnipipeline_spec.pipeline import PipelineConfig
 from omnipipeline_spec.types.plan import PipelinePlan, PipelineRevision
 from omnipipeline_spec.types.pods import COORDINATOR
+
+COORDINATORS: Final = 2  # one may be killed or evicted while the other serves
 
 
 class DesiredWorkload(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,6 +40,11 @@ class Children(msgspec.Struct, frozen=True, kw_only=True):
     workloads: tuple[DesiredWorkload, ...]  #: Units in spec order, the coordinator last.
     applied: tuple[Manifest, ...]  #: Kept equal to these manifests; those that are no longer here are deleted.
     created: tuple[Manifest, ...]  #: Created once and never updated: a claim, a Job.
+
+
+def coordinators(spec: PipelineConfig) -> int:
+    """How many coordinators serve. The default is not the CRD's: that would be written into resources that exist."""
+    return spec.coordinator.replicas or COORDINATORS
 
 
 def children(
@@ -62,7 +69,7 @@ def children(
         DesiredWorkload(
             unit=COORDINATOR,
             revision=plan.coordinator.revision,
-            replicas=spec.coordinator.replicas,
+            replicas=coordinators(spec),
             deployment=pods.coordinator_deployment(plan.coordinator, facts),
             plan=config.plan(plan.coordinator, COORDINATOR, owner),
         )
@@ -75,7 +82,7 @@ def children(
             services.peers(owner),
             *([ingress] if ingress else []),
             *policies.network(spec, owner, scrapers),
-            *policies.budgets(spec, plan, owner),
+            *policies.budgets(spec, plan, owner, coordinators=coordinators(spec)),
         ),
         created=tuple(
             made for made in (storage.claim(spec, plan, facts), storage.prefetch(spec, plan, facts)) if made is not None

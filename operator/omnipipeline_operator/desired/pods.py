@@ -72,6 +72,7 @@ def coordinator_deployment(plan: CoordinatorPlan, facts: PodFacts) -> Manifest:
         _variable("OMNI_ADMIN_PORT", str(ADMIN_PORT)),
         _variable("OMNI_PROBE_PORT", str(PROBE_PORT)),
         *([_variable("OMNI_API_KEY_FILE", f"{volumes.API_KEY_DIR}/key")] if "apiKeySecretRef" in plan.pod else []),
+        *(_certificate() if "tlsSecretName" in plan.pod else []),
     ]
     container = _container(COORDINATOR, ["coordinator"], plan.pod, facts, environment)
     container["ports"] = [
@@ -129,6 +130,8 @@ def _deployment(
     pinned = {naming.IMAGE_PIN: facts.image}
     deployment = naming.child(kinds.DEPLOYMENT, named, owner, of=labels, annotations=pinned)
     placement = settings.get("placement", {})
+    if unit == COORDINATOR and not placement.get("topologySpreadConstraints"):
+        placement = {**placement, "topologySpreadConstraints": _spread(owner.name, plan.revision)}
     own = volumes.volumes(plan, unit, owner=owner, control_secret=facts.control_secret, shared_memory=shared_memory)
     pod: Manifest = {
         "containers": [container],
@@ -281,6 +284,23 @@ def _resources(settings: Mapping[str, Any], default: Resources, groups: int) -> 
 def default_resources(default: Resources) -> Manifest:
     """Requests and limits of a container for which the author gives none."""
     return _resources({}, default, groups=1)
+
+
+def _certificate() -> list[Manifest]:
+    files = (("OMNI_TLS_CERT_FILE", "tls.crt"), ("OMNI_TLS_KEY_FILE", "tls.key"))
+    return [_variable(name, f"{volumes.TLS_DIR}/{file}") for name, file in files]
+
+
+def _spread(pipeline: str, revision: str) -> list[Manifest]:
+    """Coordinators go to nodes and zones of their own where there are several. The author's constraints replace these.
+
+    Those of one revision count: a roll's new coordinators need not avoid the old ones' nodes.
+    """
+    selector = {"matchLabels": naming.selector(pipeline, COORDINATOR, revision)}
+    return [
+        {"maxSkew": 1, "topologyKey": key, "whenUnsatisfiable": "ScheduleAnyway", "labelSelector": selector}
+        for key in ("kubernetes.io/hostname", "topology.kubernetes.io/zone")
+    ]
 
 
 def _node_loss() -> list[Manifest]:

@@ -29,9 +29,14 @@ def network(spec: PipelineConfig, owner: Owner, scrapers: Sequence[Mapping[str, 
     return [_pods(settings.extra_egress, owner, scrapers), _http(settings.ingress_from, owner)]
 
 
-def budgets(spec: PipelineConfig, plan: PipelinePlan, owner: Owner) -> list[Manifest]:
-    """One per unit and one of the coordinators, over all revisions; a pod that is not ready does not block a drain."""
+def budgets(spec: PipelineConfig, plan: PipelinePlan, owner: Owner, *, coordinators: int) -> list[Manifest]:
+    """One per unit and one of the coordinators, over all revisions; a pod that is not ready does not block a drain.
+
+    A spec that does not ask for them gets that of its coordinators, if there are several.
+    """
     settings = spec.disruption.pod_disruption_budget
+    if settings is None and coordinators > 1:
+        return [_budget(COORDINATOR, owner, max_unavailable=1)]
     if settings is None or not settings.enabled:
         return []
     names = [*(unit.name for unit in plan.units), COORDINATOR]

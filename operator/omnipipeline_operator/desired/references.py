@@ -13,7 +13,11 @@ from typing import Any, Final, Literal
 import msgspec
 
 #: Generated volumes -> the field of the spec that names their source. The control plane's key is the operator's own.
-_VOLUMES: Final = {"code": "code.configMapRef", "api-key": "coordinator.http.apiKeySecretRef"}
+_VOLUMES: Final = {
+    "code": "code.configMapRef",
+    "api-key": "coordinator.http.apiKeySecretRef",
+    "tls": "coordinator.http.tls.secretName",
+}
 _OWN: Final = ("plan", "revisions", "control")
 
 

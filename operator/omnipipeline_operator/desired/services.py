@@ -5,12 +5,17 @@ Here: these three. Not here: who may reach them (`policies`). Called by `childre
 
 from __future__ import annotations
 
+from typing import Final
+
 from omnipipeline_operator import kinds
 from omnipipeline_operator.desired import naming
 from omnipipeline_operator.desired.naming import Owner
 from omnipipeline_operator.kinds import Manifest
 from omnipipeline_spec.pipeline import PipelineConfig
 from omnipipeline_spec.types.pods import CONTROL_PORT, COORDINATOR, PUBLISH_PORT
+
+#: ingress-nginx does not read ``appProtocol``, which Traefik, GKE and the Gateway API do.
+BEHIND_TLS: Final = {"nginx.ingress.kubernetes.io/backend-protocol": "HTTPS"}
 
 
 def http(spec: PipelineConfig, owner: Owner) -> Manifest:
@@ -23,13 +28,19 @@ def http(spec: PipelineConfig, owner: Owner) -> Manifest:
         of=naming.labels(owner.name, COORDINATOR),
         annotations=settings.annotations,
     )
-    port = {"name": "http", "port": port_of(spec), "targetPort": "http", "protocol": "TCP", "appProtocol": "http"}
+    port = {"name": "http", "port": port_of(spec), "targetPort": "http", "protocol": "TCP"}
+    port["appProtocol"] = scheme(spec)
     selector = naming.selector(owner.name, COORDINATOR)
     return {**manifest, "spec": {"type": settings.type, "selector": selector, "ports": [port]}}
 
 
 def port_of(spec: PipelineConfig) -> int:
     return spec.expose.service.port or spec.coordinator.http.port
+
+
+def scheme(spec: PipelineConfig) -> str:
+    """What coordinators speak on the Service's port."""
+    return "http" if spec.coordinator.http.tls is None else "https"
 
 
 def peers(owner: Owner) -> Manifest:
@@ -56,7 +67,8 @@ def ingress(spec: PipelineConfig, owner: Owner) -> Manifest | None:
     if settings is None:
         return None
     labels = naming.labels(owner.name, COORDINATOR)
-    manifest = naming.child(kinds.INGRESS, owner.name, owner, of=labels, annotations=settings.annotations)
+    annotations = {**(BEHIND_TLS if scheme(spec) == "https" else {}), **settings.annotations}
+    manifest = naming.child(kinds.INGRESS, owner.name, owner, of=labels, annotations=annotations)
     backend = {"service": {"name": naming.service(owner.name), "port": {"name": "http"}}}
     rule: Manifest = {"http": {"paths": [{"path": "/", "pathType": "Prefix", "backend": backend}]}}
     if settings.host:
@@ -73,4 +85,4 @@ def ingress(spec: PipelineConfig, owner: Owner) -> Manifest | None:
 
 def url(spec: PipelineConfig, owner: Owner) -> str:
     """The pipeline's URL inside the cluster."""
-    return f"http://{naming.service(owner.name)}.{owner.namespace}.svc:{port_of(spec)}"
+    return f"{scheme(spec)}://{naming.service(owner.name)}.{owner.namespace}.svc:{port_of(spec)}"

@@ -18,6 +18,7 @@ PLAN_DIR: Final = "/etc/omnipipeline/plan"
 REVISIONS_DIR: Final = "/etc/omnipipeline/revisions"
 CONTROL_DIR: Final = "/etc/omnipipeline/control"
 API_KEY_DIR: Final = "/etc/omnipipeline/api-key"
+TLS_DIR: Final = "/etc/omnipipeline/tls"
 CODE_DIR: Final = "/etc/omnipipeline/code"
 MODELS_DIR: Final = "/models"
 HUB_DIR: Final = f"{MODELS_DIR}/huggingface"  #: HF_HOME
@@ -34,6 +35,7 @@ def mounts(settings: Mapping[str, Any], environment: list[Manifest]) -> list[Man
         "plan": ("plan", PLAN_DIR, True),
         "control": ("control", CONTROL_DIR, True) if "OMNI_CONTROL_KEY_FILE" in names else None,
         "api-key": ("api-key", API_KEY_DIR, True) if "OMNI_API_KEY_FILE" in names else None,
+        "tls": ("tls", TLS_DIR, True) if "OMNI_TLS_CERT_FILE" in names else None,
         "code": ("code", CODE_DIR, True) if JOINED in names else None,
         "shm": ("shm", "/dev/shm", False),
         "tmp": ("tmp", "/tmp", False),
@@ -56,6 +58,10 @@ def volumes(
         key = plan.pod["apiKeySecretRef"]
         items = [{"key": key["key"], "path": "key"}]
         made.append({"name": "api-key", "secret": {"secretName": key["name"], "items": items, "defaultMode": 0o440}})
+    if "tlsSecretName" in plan.pod:
+        items = [{"key": name, "path": name} for name in ("tls.crt", "tls.key")]
+        secret = {"secretName": plan.pod["tlsSecretName"], "items": items, "defaultMode": 0o440}
+        made.append({"name": "tls", "secret": secret})
     if plan.code_config_map:
         made.append({"name": "code", "configMap": {"name": plan.code_config_map}})
     memory: Manifest = {"medium": "Memory"} | ({"sizeLimit": shared_memory} if shared_memory else {})

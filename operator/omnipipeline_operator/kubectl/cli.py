@@ -19,7 +19,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from omnipipeline_operator.desired import naming
+from omnipipeline_operator.desired import children, naming
 from omnipipeline_operator.errors import NotAllowed
 from omnipipeline_operator.kinds import Manifest
 from omnipipeline_operator.kubectl import acting, admin_routes, offline, page, picture, profiling, tree
@@ -93,7 +93,7 @@ def plan(file: str, overrides: tuple[str, ...]) -> None:
     """The plan of a file: pods, processes, GPUs, edges. Needs no cluster."""
     with errors_as_messages():
         loaded, planned = offline.read(file, overrides)
-    _console().print(picture.plan(planned, coordinators=loaded.spec.coordinator.replicas))
+    _console().print(picture.plan(planned, coordinators=children.coordinators(loaded.spec)))
 
 
 @main.command()

@@ -61,8 +61,18 @@ class Launcher:
         for unit in plan.units:
             directory.write(f"{self._prefix}{unit.name}.unit.json", msgspec.json.encode(unit))
 
-    def add_coordinator(self, *, host: str, port: Callable[[], int], api_keys: Sequence[str]) -> None:
-        """Start the coordinator. port: called at each start; a restarted one keeps its port."""
+    def add_coordinator(
+        self,
+        *,
+        host: str,
+        port: Callable[[], int],
+        api_keys: Sequence[str],
+        certificate: tuple[Path, Path] | None = None,
+    ) -> None:
+        """Start the coordinator. port: called at each start; a restarted one keeps its port.
+
+        certificate: files of the HTTP server's certificate and its key.
+        """
         plan = self._plan.coordinator
         self._dir.write(ON_DEMAND_FILE, msgspec.json.encode(scaling.on_demand(self._plan)))
         variables = {
@@ -75,6 +85,9 @@ class Launcher:
         }
         if api_keys:
             variables["OMNI_API_KEY_FILE"] = str(self._dir.write(KEY_FILE, "\n".join(api_keys).encode()))
+        if certificate is not None:
+            names = ("OMNI_TLS_CERT_FILE", "OMNI_TLS_KEY_FILE")
+            variables |= zip(names, map(str, certificate), strict=True)
         common = {**self._environment, "CUDA_VISIBLE_DEVICES": ""}
         spec = launching.coordinator_instance(common, lambda: {**variables, "OMNI_HTTP_PORT": str(port())})
         self._supervisor.add(spec, RestartPolicy(startup_s=self._startup_s, grace_s=plan.drain_timeout_s))

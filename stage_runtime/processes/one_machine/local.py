@@ -61,6 +61,7 @@ class LocalOptions(msgspec.Struct, frozen=True, kw_only=True):
     startup_s: float = STARTUP_S
     debug_values: bool = False
     api_key_file: Path | None = None  #: Bearer token that clients must send; None: the Secret's of the spec, if any.
+    certificate: tuple[Path, Path] | None = None  #: Files of a certificate and its key; None: plain HTTP is served.
     log_level: str | None = None  #: One of `settings.LOG_LEVELS`; None: the environment's.
     no_auth: bool = False  #: Require no key, even if others can reach ``host``.
     debug: Debug | None = None
@@ -141,6 +142,11 @@ class LocalPipeline:
         return self.folder / KEY_FILE if self._api_keys else None
 
     @property
+    def _certificate(self) -> Path | None:
+        """The file of the HTTP server's certificate."""
+        return None if self.options.certificate is None else self.options.certificate[0]
+
+    @property
     def folder(self) -> Path:
         """The run's private folder."""
         assert self._dir is not None, "the pipeline is not up"
@@ -180,6 +186,8 @@ class LocalPipeline:
             )
         if self.options.debug is not None:
             preflight.check_debugged(self.plan, self.options.debug.stage)
+        if self.options.certificate is not None:
+            preflight.check_certificate(*self.options.certificate)
         preflight.check_gpus(self.plan, self._shown_gpus)
         preflight.check_port(self.options.host, self._port())
 
@@ -200,7 +208,8 @@ class LocalPipeline:
             self._supervisor.settle()
             if self.plan.autoscaling:
                 self._autoscaling = asyncio.create_task(self._follow_load(), name=AUTOSCALING)
-            self._dir.publish({"pipeline": self.plan.pipeline, "pid": os.getpid(), "url": self.url})
+            shown = {"certificate": str(self._certificate)} if self._certificate else {}
+            self._dir.publish({"pipeline": self.plan.pipeline, "pid": os.getpid(), "url": self.url, **shown})
         except BaseException:
             await self.abandon()
             raise
@@ -398,7 +407,7 @@ class LocalPipeline:
     async def _follow_load(self) -> None:
         key = next(iter(self._api_keys), None)
         while True:
-            self._autoscaler.step(await admitted.status(self.url, key), time.monotonic())
+            self._autoscaler.step(await admitted.status(self.url, key, self._certificate), time.monotonic())
             await asyncio.sleep(autoscaling.STEP_S)
 
     # --- inside -----------------------------------------------------------------------------------------------------
@@ -438,14 +447,19 @@ class LocalPipeline:
 
     async def _admitted(self, ready: Callable[[], Awaitable[None]], group: str | None = None) -> None:
         key = next(iter(self._api_keys), None)
-        await admitted.wait(ready, self._supervisor, lambda: self.url, key, group)
+        await admitted.wait(ready, self._supervisor, lambda: self.url, key, group, self._certificate)
 
     def _launch(self) -> None:
         assert self._dir is not None
         self._launcher = self._launcher_of(self)
         limits = {"enabled": self.spec.profiling.enabled, "maxSeconds": self.spec.profiling.max_seconds}
         self._dir.write(PROFILING_FILE, msgspec.json.encode(limits))
-        self._launcher.add_coordinator(host=self.options.host, port=self._port, api_keys=self._api_keys)
+        self._launcher.add_coordinator(
+            host=self.options.host,
+            port=self._port,
+            api_keys=self._api_keys,
+            certificate=self.options.certificate,
+        )
         for unit in self.plan.units:
             for group in unit.groups:
                 for _ in range(self.plan.replicas[unit.name]):

@@ -5,11 +5,13 @@ from __future__ import annotations
 import errno
 import ipaddress
 import socket
+from pathlib import Path
 
 from omnipipeline_spec.types.plan import GroupPlan, PipelinePlan, UnitPlan
 from omnipipeline_spec.types.pods import COORDINATOR
 from stage_runtime.errors import ConfigurationError
 from stage_runtime.processes import launching
+from stage_runtime.web.listening import certificates
 
 
 def is_loopback(host: str) -> bool:
@@ -43,6 +45,16 @@ def check_debugged(plan: PipelinePlan, stage: str) -> None:
         raise ConfigurationError(f"--debug {stage!r} is not a stage of {plan.pipeline}: {', '.join(groups)}")
     if groups[stage].tp_size > 1:
         raise ConfigurationError(f"--debug {stage}: it has {groups[stage].tp_size} ranks, which wait for each other")
+
+
+def check_certificate(chain: Path, key: Path) -> None:
+    """Refuse files that are not a certificate and its key."""
+    try:
+        certificates.context(certificates.read(chain, key))
+    except OSError as error:
+        raise ConfigurationError(f"{error.filename}: {error.strerror}") from error
+    except ConfigurationError as error:
+        raise ConfigurationError(f"--tls-cert {chain}, --tls-key {key}: {error}") from error
 
 
 def check_gpus(plan: PipelinePlan, shown: str | None) -> None:

@@ -72,6 +72,7 @@ CLUSTER_ONLY: Final[Mapping[str, str]] = {
     "processGroups[].startup": "--startup-timeout sets how long a stage may do nothing while it loads",
     "coordinator.replicas": "one coordinator serves; several need a Service in front",
     "coordinator.resources": _NO_PODS,
+    "coordinator.http.tls": "--tls-cert and --tls-key set the certificate",
     "coordinator.placement": _NO_PODS,
     "coordinator.podTemplate": _NO_PODS,
     "dataPlane.rdma": "relays use the RDMA devices of this machine as they are",

@@ -50,6 +50,16 @@ class ConnectedClient(Protocol):
         """Call ``poke`` when the client has closed its sending half: what is written next tells whether it is gone."""
 
 
+class Claim(Protocol):
+    """What a request under an ``Idempotency-Key`` tells of itself (`web.idempotency`)."""
+
+    async def read(self, body: bytes) -> None:
+        """The whole body is here. May raise: its request is known."""
+
+    def replied(self, body: bytes, status: int, content_type: bytes, headers: Headers) -> None:
+        """The whole answer is about to be sent."""
+
+
 class Exchange:
     """One request and its answer."""
 
@@ -69,6 +79,7 @@ class Exchange:
         self.begun_at = time.perf_counter()
         self.first_byte_at: float | None = None
         self.complete = False  #: The whole answer was sent.
+        self.claim: Claim | None = None  #: While it is handled under a key of its client's.
         self.answer_times: AnswerTimes | None = None  #: Of an answer that is made of a request's events.
         self._client: ConnectedClient = scope[CLIENT]
         self._receive = receive
@@ -186,7 +197,10 @@ class Exchange:
             self.reservation.add(len(piece))
             pieces.append(piece)
             more = message.get("more_body", False)
-        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        whole = pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        if self.claim is not None:
+            await self.claim.read(whole)
+        return whole
 
     def _check_codings(self) -> None:
         """Raises: Refused: the body is not sent as it is. Read as it comes, it would be other data than was meant."""
@@ -244,6 +258,8 @@ class Exchange:
         headers: Headers | None = None,
     ) -> None:
         """The whole answer."""
+        if self.claim is not None:
+            self.claim.replied(body, status, content_type, list(headers or ()))
         fixed = [(b"content-type", content_type), (b"content-length", str(len(body)).encode())]
         await self.send({"type": "http.response.start", "status": status, "headers": [*fixed, *(headers or ())]})
         await self.send({"type": "http.response.body", "body": body})

@@ -23,13 +23,14 @@ from stage_runtime.web.exchanges.exchange import Exchange
 _SAFE: Final = frozenset({"GET", "HEAD", "OPTIONS"})
 _FOREIGN: Final = frozenset({"cross-site", "same-site"})
 _PORTS: Final = {"http": 80, "https": 443}
-_READABLE: Final = b"x-request-id, retry-after, x-should-retry"  # the official client follows the last two
+_READABLE: Final = b"x-request-id, retry-after, x-should-retry, idempotent-replayed"  # the official client follows two
 _METHODS: Final = b"GET, POST, DELETE"
 _SENT: Final = (
     "authorization",
     "content-type",
     "x-request-id",
     "x-request-timeout",
+    "idempotency-key",
     "traceparent",
     "tracestate",
 )

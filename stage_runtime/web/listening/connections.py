@@ -173,6 +173,8 @@ class HttpConnection(HttpToolsProtocol):
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """The client sends nothing more. True: it may wait for an answer, so the connection stays open for that."""
+        if self.scheme == "https":
+            return False  # an alert of TLS, or a lost connection: asyncio keeps neither open
         answering = self._answering
         if self._over() or answering is None or (self._in_message and self.cycle is answering):
             return False
@@ -364,7 +366,10 @@ class HttpConnection(HttpToolsProtocol):
         )
         extra = "".join(f"{name.decode()}: {value.decode()}\r\n" for name, value in errors.headers(error))
         self.transport.write(f"{head}{extra}\r\n".encode() + body)
-        self.transport.write_eof()
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        else:  # TLS, where a connection has no half: what is written is sent first, and the rest is read
+            self.transport.close()
         self._disconnect()  # a request that was begun: what follows it, or its body, has turned out to be none
         self.flow.resume_reading()
         self._enter(Phase.REFUSED)

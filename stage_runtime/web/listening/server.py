@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import socket
 from collections.abc import Iterator
 from types import TracebackType
+from typing import cast
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -14,8 +16,10 @@ from starlette.types import ASGIApp
 from omnipipeline_spec.types.pods import HTTP_PORT
 from stage_runtime.errors import ConfigurationError
 from stage_runtime.web.listening import socket_connections
+from stage_runtime.web.listening.certificates import Certificates
 from stage_runtime.web.listening.connection_limits import ConnectionLimits
-from stage_runtime.web.listening.connections import limited
+from stage_runtime.web.listening.connections import HttpConnection, limited
+from stage_runtime.web.listening.handshakes import SecuredListener
 from stage_runtime.web.listening.idle_connections import IdleConnections
 
 BACKLOG = 2048
@@ -28,6 +32,7 @@ class Server:
 
     port: 0 takes a free one; `port` and `url` have it.
     limits: of each connection.
+    certificates: given, it serves HTTPS alone.
     drain_s: how long open answers may go on once it stops; what is left then is cut off (and so aborted).
     """
 
@@ -39,11 +44,13 @@ class Server:
         port: int = HTTP_PORT,
         drain_s: float = 30.0,
         limits: ConnectionLimits | None = None,
+        certificates: Certificates | None = None,
     ) -> None:
         self._app = app
         self._limits = limits or ConnectionLimits()
         self._watch: IdleConnections | None = None
         self._protocol = limited(self._limits)
+        self._certificates = certificates
         self._host = host
         self._wanted_port = port
         self._drain_s = drain_s
@@ -54,7 +61,7 @@ class Server:
     @property
     def url(self) -> str:
         host = f"[{self._host}]" if ":" in self._host else self._host
-        return f"http://{host}:{self.port}"
+        return f"{'http' if self._certificates is None else 'https'}://{host}:{self.port}"
 
     @property
     def open_connections(self) -> int:
@@ -86,7 +93,7 @@ class Server:
             proxy_headers=False,  # no code needs a client's address, and each request would pay for it
             backlog=BACKLOG,
         )
-        self._server = _Uvicorn(config)
+        self._server = _Uvicorn(config, self._certificates, self._limits)
         self._task = asyncio.create_task(self._server.serve(sockets=[listener]))
         while not self._server.started:
             if self._task.done():
@@ -125,7 +132,7 @@ class Server:
                     await drain.gone()
                 server.close_listeners()
                 await asyncio.sleep(POLL_S)  # what was accepted just before is a connection by then
-                if not server.server_state.connections:
+                if not server.server_state.connections and not server.shaking:
                     return
         finally:
             listening.cancel()
@@ -140,6 +147,7 @@ class Server:
             return
         server, task = self._server, self._task
         server.should_exit = True
+        server.end_handshakes()
         limit_s = max(LAST_WORDS_S, self._drain_s if drain_s is None else drain_s)
         timer = asyncio.get_running_loop().call_later(limit_s, server.cut)
         try:
@@ -158,6 +166,37 @@ class Server:
 
 class _Uvicorn(uvicorn.Server):
     """uvicorn's server without signal handlers: the process has its own."""
+
+    def __init__(self, config: uvicorn.Config, certificates: Certificates | None, limits: ConnectionLimits) -> None:
+        super().__init__(config)
+        self._certificates = certificates
+        self._limits = limits
+        self._secured: list[SecuredListener] = []
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """As uvicorn's, with TLS in front where there is a certificate."""
+        if self._certificates is None:
+            await super().startup(sockets)
+            return
+        await self.lifespan.startup()
+        protocol: type[HttpConnection] = self.config.http_protocol_class  # type: ignore[assignment]
+        make = functools.partial(protocol, self.config, self.server_state, self.lifespan.state)
+        most, head_s = protocol.limit.most, self._limits.head_s
+        self._secured = [
+            SecuredListener(one, make, self._certificates, timeout_s=head_s, most=most) for one in sockets or ()
+        ]
+        self.servers = cast(list[asyncio.base_events.Server], self._secured)
+        self.started = True
+
+    def end_handshakes(self) -> None:
+        """Cut off connections that have no protocol yet: none of their requests has begun."""
+        for one in self._secured:
+            one.end_handshakes()
+
+    @property
+    def shaking(self) -> bool:
+        """Handshakes are under way."""
+        return any(one.busy for one in self._secured)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
