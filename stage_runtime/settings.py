@@ -103,7 +103,7 @@ class SupervisorSettings(msgspec.Struct, frozen=True, kw_only=True):
     coordinators: str  #: Passed on as it is.
     address: str  #: The pod's IP address, which is advertised to peers.
     control_port: int = CONTROL_PORT  #: Of the first group.
-    probe_host: str = "0.0.0.0"
+    probe_host: str = "*"  #: Every address of the pod.
     probe_port: int = PROBE_PORT
     termination_log: Path | None = None  #: None: no kubelet reads it.
     grace_s: float
@@ -185,7 +185,7 @@ def supervisor(environ: Mapping[str, str]) -> SupervisorSettings:
         coordinators=read.text("OMNI_COORDINATOR"),
         address=read.text("OMNI_POD_IP"),
         control_port=read.port("OMNI_CONTROL_PORT", CONTROL_PORT),
-        probe_host=read.optional("OMNI_PROBE_HOST") or "0.0.0.0",
+        probe_host=read.optional("OMNI_PROBE_HOST") or "*",
         probe_port=read.port("OMNI_PROBE_PORT", PROBE_PORT),
         termination_log=termination_log(environ),
         grace_s=plan.drain_timeout_s,

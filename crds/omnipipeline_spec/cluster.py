@@ -349,6 +349,10 @@ class Service(Spec, frozen=True, kw_only=True):
 
     type: Annotated[Literal["ClusterIP", "NodePort", "LoadBalancer"], doc("Kind of Service.")] = "ClusterIP"
     port: Annotated[Port | None, doc("Port of the Service; unset is the coordinator's http.port.")] = None
+    ip_family_policy: Annotated[
+        Literal["SingleStack", "PreferDualStack", "RequireDualStack"] | None,
+        doc("IP families of the Service; unset is PreferDualStack: both, where the cluster has both."),
+    ] = None
     annotations: Annotated[Labels, doc("Annotations of the Service.")] = {}
 
 

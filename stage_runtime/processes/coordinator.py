@@ -63,7 +63,7 @@ def run(settings: CoordinatorSettings) -> int:
     logs.configure(settings.log_format, name=COORDINATOR, level=settings.log_level)
     limits.raise_limits()
     pages.limit_heaps()
-    return loops.run(_serve(settings))
+    return loops.run(_serve(process_context.listening(settings)))
 
 
 async def _serve(settings: CoordinatorSettings) -> int:

@@ -28,6 +28,7 @@ from stage_runtime.processes.supervision import activity, parent_death
 from stage_runtime.processes.supervision.instances import ProcessView, RestartPolicy
 from stage_runtime.processes.supervision.supervisor import Supervisor
 from stage_runtime.settings import SupervisorSettings
+from stage_runtime.sockets.endpoints import hosts
 
 EXIT_FAILED = 1
 #: Deaths before ready, in a row, after which the pod ends: CrashLoopBackOff then has the reason, where people look.
@@ -57,7 +58,9 @@ class Pod:
         loop.add_signal_handler(signal.SIGCHLD, self._reap_adopted)
         folder = rundir.RunDir(None)
         try:
-            async with ProbeServer(self.routes(), host=self._settings.probe_host, port=self._settings.probe_port):
+            async with ProbeServer(
+                self.routes(), host=hosts.host(self._settings.probe_host), port=self._settings.probe_port
+            ):
                 self._launch(folder)
                 return await self._until_over()
         finally:
@@ -168,11 +171,10 @@ def samples(views: Sequence[ProcessView]) -> Samples:
 def _addresses(pod_ip: str, port: int, group: GroupPlan, folder: Path) -> Callable[[], Addresses]:
     """Rank 0 on its fixed port, for everybody; the other ranks on Unix sockets, for rank 0 alone."""
     fresh = launching.local_addresses(folder, group.processes)
-    everywhere, host = ("[::]", f"[{pod_ip}]") if ":" in pod_ip else ("0.0.0.0", pod_ip)
+    listen = hosts.written_out(f"tcp://{hosts.ANYWHERE}:{port}")
+    advertise = hosts.written_out(f"tcp://{pod_ip}:{port}")
 
     def addresses() -> Addresses:
-        return Addresses(
-            listen=f"tcp://{everywhere}:{port}", advertise=f"tcp://{host}:{port}", followers=fresh().followers
-        )
+        return Addresses(listen=listen, advertise=advertise, followers=fresh().followers)
 
     return addresses

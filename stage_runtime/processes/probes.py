@@ -14,9 +14,11 @@ from types import TracebackType
 import msgspec
 
 from stage_runtime.errors import ConfigurationError
+from stage_runtime.sockets.endpoints import hosts
 
 MAX_HEAD = 8 << 10  # kubelets and scrapers send a few hundred bytes
 MAX_CONNECTIONS = 64  # a kubelet and a few scrapers have one each; others could use up the pod's descriptors
+BACKLOG = 100
 TIMEOUT_S = 5.0  # for one request and its answer
 
 
@@ -41,11 +43,12 @@ class ProbeServer:
     async def __aenter__(self) -> ProbeServer:
         """Listen. Raises: ConfigurationError: the address cannot be bound; names it."""
         try:
-            self._server = await asyncio.start_server(self._serve, self._host, self._port, limit=MAX_HEAD)
+            listener = hosts.listener(self._host, self._port, backlog=BACKLOG)
         except OSError as error:
             raise ConfigurationError(
                 f"cannot listen on {self._host}:{self._port}: {error.strerror or error}"
             ) from error
+        self._server = await asyncio.start_server(self._serve, sock=listener, limit=MAX_HEAD)
         return self
 
     async def __aexit__(

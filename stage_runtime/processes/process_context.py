@@ -14,7 +14,7 @@ from omnipipeline_spec.types.pods import COORDINATOR
 from stage_runtime.profiler.session import ProfileSession
 from stage_runtime.relays.context import RelaySettings
 from stage_runtime.settings import CoordinatorSettings, StageSettings
-from stage_runtime.sockets.endpoints import limits
+from stage_runtime.sockets.endpoints import hosts, limits
 from stage_runtime.sockets.endpoints.addresses import CurveSecurity
 
 BODIES_SHARE: Final = 0.125  # of it, for what clients send: decoded and encoded for the relay it is there three times
@@ -39,6 +39,13 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def listening(settings: CoordinatorSettings) -> CoordinatorSettings:
+    """With the addresses that are meant by ``*`` and by a pod's address as Kubernetes writes it."""
+    endpoints = ("listen", "advertise", "publish", "publish_advertise")
+    written = {name: hosts.written_out(getattr(settings, name)) for name in endpoints}
+    return msgspec.structs.replace(settings, http_host=hosts.host(settings.http_host), **written)
 
 
 def security(key: bytes | None) -> CurveSecurity | None:

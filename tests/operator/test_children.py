@@ -146,18 +146,23 @@ def test_as_many_coordinators_as_the_spec_says_and_more_of_them_restart_none() -
 
 def test_coordinators_prefer_nodes_and_zones_of_their_own_unless_the_author_says_otherwise() -> None:
     made = desired()
-    revision = made.workloads[-1].revision
-    own = {"pipeline": "demo", "unit": "coordinator", "revision": revision}
-    labels = {f"omnipipeline.dev/{label}": value for label, value in own.items()}
-    spread = {"maxSkew": 1, "whenUnsatisfiable": "ScheduleAnyway", "labelSelector": {"matchLabels": labels}}
-    assert pod_of(made, "coordinator")["topologySpreadConstraints"] == [
-        {**spread, "topologyKey": "kubernetes.io/hostname"},
-        {**spread, "topologyKey": "topology.kubernetes.io/zone"},
-    ]
-    assert "topologySpreadConstraints" not in pod_of(made, "mouth")
-    given = {"topologySpreadConstraints": [{**spread, "topologyKey": "rack"}]}
-    other = pod_of(desired(coordinator={"placement": given}), "coordinator")
-    assert other["topologySpreadConstraints"] == given["topologySpreadConstraints"]
+    own = {"pipeline": "demo", "unit": "coordinator", "revision": made.workloads[-1].revision}
+    selector = {"matchLabels": {f"omnipipeline.dev/{label}": value for label, value in own.items()}}
+    apart = {
+        "preferredDuringSchedulingIgnoredDuringExecution": [
+            {"weight": weight, "podAffinityTerm": {"labelSelector": selector, "topologyKey": key}}
+            for weight, key in ((100, "kubernetes.io/hostname"), (50, "topology.kubernetes.io/zone"))
+        ]
+    }
+    assert pod_of(made, "coordinator")["affinity"] == {"podAntiAffinity": apart}
+    assert "affinity" not in pod_of(made, "mouth")
+
+    def affinity(**placement: Any) -> Any:
+        return pod_of(desired(coordinator={"placement": placement}), "coordinator").get("affinity")
+
+    assert affinity(topologySpreadConstraints=[{"maxSkew": 1}]) is None
+    assert set(affinity(affinity={"nodeAffinity": {"mine": 1}})) == {"nodeAffinity", "podAntiAffinity"}
+    assert affinity(affinity={"podAntiAffinity": {"mine": 1}}) == {"podAntiAffinity": {"mine": 1}}
 
 
 def test_without_curve_no_key_is_mounted() -> None:
@@ -533,6 +538,15 @@ def test_the_ingress_bears_the_authors_annotations() -> None:
     made = desired(expose={"ingress": {"annotations": annotations}})
     [ingress] = [each for each in made.applied if each["kind"] == "Ingress"]
     assert annotations.items() <= ingress["metadata"]["annotations"].items()
+
+
+def test_clients_get_both_ip_families_and_stages_one_address_for_each_coordinator() -> None:
+    http, peers = desired().applied[:2]
+    assert (http["spec"]["ipFamilyPolicy"], "ipFamilyPolicy" in peers["spec"]) == ("PreferDualStack", False)
+    given = desired(expose={"service": {"ipFamilyPolicy": "SingleStack"}}).applied[0]
+    assert given["spec"]["ipFamilyPolicy"] == "SingleStack"
+    listens = {name: value for name, value in variables(pod_of(desired(), "coordinator")).items() if "*" in value}
+    assert listens == {"OMNI_LISTEN": "tcp://*:5550", "OMNI_PUBLISH": "tcp://*:5549", "OMNI_HTTP_HOST": "*"}
 
 
 def test_a_certificate_is_mounted_and_all_doors_are_https() -> None:

@@ -63,11 +63,11 @@ def coordinator_deployment(plan: CoordinatorPlan, facts: PodFacts) -> Manifest:
     environment = [
         *_common_environment(plan),
         _variable("OMNI_REVISIONS", f"{volumes.REVISIONS_DIR}/revisions.json"),
-        _variable("OMNI_LISTEN", f"tcp://0.0.0.0:{CONTROL_PORT}"),
+        _variable("OMNI_LISTEN", f"tcp://*:{CONTROL_PORT}"),
         _variable("OMNI_ADVERTISE", f"tcp://$(OMNI_POD_IP):{CONTROL_PORT}"),
-        _variable("OMNI_PUBLISH", f"tcp://0.0.0.0:{PUBLISH_PORT}"),
+        _variable("OMNI_PUBLISH", f"tcp://*:{PUBLISH_PORT}"),
         _variable("OMNI_PUBLISH_ADVERTISE", f"tcp://$(OMNI_POD_IP):{PUBLISH_PORT}"),
-        _variable("OMNI_HTTP_HOST", "0.0.0.0"),
+        _variable("OMNI_HTTP_HOST", "*"),
         _variable("OMNI_HTTP_PORT", str(plan.http_port)),
         _variable("OMNI_ADMIN_PORT", str(ADMIN_PORT)),
         _variable("OMNI_PROBE_PORT", str(PROBE_PORT)),
@@ -131,7 +131,7 @@ def _deployment(
     deployment = naming.child(kinds.DEPLOYMENT, named, owner, of=labels, annotations=pinned)
     placement = settings.get("placement", {})
     if unit == COORDINATOR and not placement.get("topologySpreadConstraints"):
-        placement = {**placement, "topologySpreadConstraints": _spread(owner.name, plan.revision)}
+        placement = {**placement, "affinity": {**_apart(owner.name, plan.revision), **placement.get("affinity", {})}}
     own = volumes.volumes(plan, unit, owner=owner, control_secret=facts.control_secret, shared_memory=shared_memory)
     pod: Manifest = {
         "containers": [container],
@@ -291,16 +291,18 @@ def _certificate() -> list[Manifest]:
     return [_variable(name, f"{volumes.TLS_DIR}/{file}") for name, file in files]
 
 
-def _spread(pipeline: str, revision: str) -> list[Manifest]:
-    """Coordinators go to nodes and zones of their own where there are several. The author's constraints replace these.
+def _apart(pipeline: str, revision: str) -> Manifest:
+    """Coordinators prefer nodes and zones of their own. The author's own rules for that replace these.
 
-    Those of one revision count: a roll's new coordinators need not avoid the old ones' nodes.
+    Those of one revision count: a roll's new coordinators need not avoid the old ones' nodes. Not a spread constraint:
+    the scheduler gives no score for it to nodes without a zone.
     """
     selector = {"matchLabels": naming.selector(pipeline, COORDINATOR, revision)}
-    return [
-        {"maxSkew": 1, "topologyKey": key, "whenUnsatisfiable": "ScheduleAnyway", "labelSelector": selector}
-        for key in ("kubernetes.io/hostname", "topology.kubernetes.io/zone")
+    preferred = [
+        {"weight": weight, "podAffinityTerm": {"labelSelector": selector, "topologyKey": key}}
+        for weight, key in ((100, "kubernetes.io/hostname"), (50, "topology.kubernetes.io/zone"))
     ]
+    return {"podAntiAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": preferred}}
 
 
 def _node_loss() -> list[Manifest]:

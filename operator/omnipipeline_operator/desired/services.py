@@ -31,7 +31,11 @@ def http(spec: PipelineConfig, owner: Owner) -> Manifest:
     port = {"name": "http", "port": port_of(spec), "targetPort": "http", "protocol": "TCP"}
     port["appProtocol"] = scheme(spec)
     selector = naming.selector(owner.name, COORDINATOR)
-    return {**manifest, "spec": {"type": settings.type, "selector": selector, "ports": [port]}}
+    policy = settings.ip_family_policy or "PreferDualStack"  # the API server makes it one family where there is one
+    return {
+        **manifest,
+        "spec": {"type": settings.type, "ipFamilyPolicy": policy, "selector": selector, "ports": [port]},
+    }
 
 
 def port_of(spec: PipelineConfig) -> int:
@@ -44,7 +48,11 @@ def scheme(spec: PipelineConfig) -> str:
 
 
 def peers(owner: Owner) -> Manifest:
-    """The headless Service that stages resolve to find all live coordinators, ready or not."""
+    """The headless Service that stages resolve to find all live coordinators, ready or not.
+
+    It has the cluster's first family alone, which is that of the pods' own addresses: with two, each coordinator would
+    be found twice.
+    """
     labels = naming.labels(owner.name, COORDINATOR)
     manifest = naming.child(kinds.SERVICE, naming.peers(owner.name), owner, of=labels)
     ports = [

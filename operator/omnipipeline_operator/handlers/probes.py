@@ -25,7 +25,7 @@ async def serving(port: int, *, live: Health, ready: Health, registry: Collector
     app.router.add_get("/metrics", _metrics(registry))
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()
-    site = web.TCPSite(runner, "0.0.0.0", port)
+    site = web.TCPSite(runner, None, port)  # every address, of both families
     try:
         await site.start()
         yield runner.addresses[0][1]

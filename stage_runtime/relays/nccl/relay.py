@@ -47,9 +47,8 @@ class NcclRelay(AbstractRelay[NcclRoute, NcclMetadata]):
         self._device = worlds.device(settings.gpus)
         self._store = worlds.WorldStore(bind)
         try:
-            listening = socket.create_server(
-                (bind, 0), family=socket.AF_INET6 if ":" in bind else socket.AF_INET, backlog=BACKLOG
-            )
+            family = socket.AF_INET6 if ":" in bind else socket.AF_INET
+            listening = socket.create_server((bind, 0), family=family, backlog=BACKLOG, dualstack_ipv6=bind == "::")
         except OSError as error:
             raise ConfigurationError(f"relay 'nccl': {bind}: {error}") from error
         self._facts = NcclFacts(

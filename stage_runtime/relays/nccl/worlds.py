@@ -107,7 +107,7 @@ class WorldStore:
         """Raises: ConfigurationError: no such address is here."""
         dist = distributed()
         try:
-            listening = socket.create_server((host, 0), family=_family(host))
+            listening = socket.create_server((host, 0), family=_family(host), dualstack_ipv6=host == "::")
         except OSError as error:
             raise ConfigurationError(f"relay 'nccl': {host}: {error}") from error
         self.port: int = listening.getsockname()[1]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import fcntl
+import ipaddress
 import os
 import socket
 import struct
 from collections.abc import Collection, Mapping, MutableMapping
+from pathlib import Path
 from typing import Final, Literal, TypeAlias
 
 SIOCGIFADDR: Final = 0x8915
@@ -94,13 +96,17 @@ def _host(bind: str) -> str:
 
 
 def _interface(host: str) -> str | None:
-    """The network interface with the address ``host``; None when there is none, or no IPv4 address is meant."""
+    """The network interface with the address ``host``; None when there is none."""
     try:
-        wanted = socket.gethostbyname(host)
-    except OSError:
+        wanted = ipaddress.ip_address(socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)[0][4][0])
+    except (OSError, ValueError):
         return None
-    if wanted.startswith("127."):
+    if wanted.is_loopback:
         return "lo"
+    return _interface6(wanted) if wanted.version == 6 else _interface4(wanted)
+
+
+def _interface4(wanted: ipaddress.IPv4Address) -> str | None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             request = struct.pack("256s", name.encode()[: INTERFACE_NAME_NBYTES - 1])
@@ -108,6 +114,15 @@ def _interface(host: str) -> str | None:
                 answer = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, request)
             except OSError:  # it has no IPv4 address
                 continue
-            if socket.inet_ntoa(answer[20:24]) == wanted:
+            if answer[20:24] == wanted.packed:
                 return name
     return None
+
+
+def _interface6(wanted: ipaddress.IPv6Address, table: Path = Path("/proc/net/if_inet6")) -> str | None:
+    """``table``: an address in hexadecimal digits, four more columns, and the interface."""
+    try:
+        lines = table.read_text().splitlines()
+    except OSError:  # the kernel has no IPv6
+        return None
+    return next((line.split()[5] for line in lines if bytes.fromhex(line.split()[0]) == wanted.packed), None)

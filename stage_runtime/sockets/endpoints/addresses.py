@@ -19,6 +19,7 @@ from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils import z85
 
 from stage_runtime.errors import ConfigurationError
+from stage_runtime.sockets.endpoints import hosts
 
 KEY_NBYTES: Final = 32
 SOCKET_PATH_LIMIT: Final = 107  # sun_path holds 108 bytes, the last one is NUL
@@ -114,5 +115,4 @@ def resolve(endpoint: str) -> list[str]:
         found = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
     except OSError:
         return []
-    hosts = {str(item[4][0]) for item in found}
-    return sorted(f"tcp://[{one}]:{port}" if ":" in one else f"tcp://{one}:{port}" for one in hosts)
+    return sorted(f"tcp://{one}:{port}" for one in {hosts.bracketed(str(item[4][0])) for item in found})

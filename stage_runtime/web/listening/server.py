@@ -15,6 +15,7 @@ from starlette.types import ASGIApp
 
 from omnipipeline_spec.types.pods import HTTP_PORT
 from stage_runtime.errors import ConfigurationError
+from stage_runtime.sockets.endpoints import hosts
 from stage_runtime.web.listening import socket_connections
 from stage_runtime.web.listening.certificates import Certificates
 from stage_runtime.web.listening.connection_limits import ConnectionLimits
@@ -215,14 +216,7 @@ class _Uvicorn(uvicorn.Server):
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
     try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port))
-        listener.listen(BACKLOG)
-        listener.setblocking(False)
+        return hosts.listener(host, port, backlog=BACKLOG)
     except OSError as error:
-        listener.close()
         raise ConfigurationError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
-    return listener

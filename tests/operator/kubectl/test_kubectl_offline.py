@@ -25,7 +25,13 @@ def test_the_same_file_gives_the_same_manifests() -> None:
 
 def test_manifests_for_review_hold_no_key_and_no_owner() -> None:
     made = list(yaml.safe_load_all(run("manifests", "-f", HELLO, "--image", "stage:1").output))
-    assert {each["kind"] for each in made} == {"ConfigMap", "Service", "NetworkPolicy", "Deployment"}
+    assert {each["kind"] for each in made} == {
+        "ConfigMap",
+        "Service",
+        "NetworkPolicy",
+        "PodDisruptionBudget",
+        "Deployment",
+    }
     assert not any("ownerReferences" in each["metadata"] for each in made)
 
 
@@ -71,7 +77,7 @@ def test_a_plan_names_units_and_the_relay_of_each_edge() -> None:
 def test_a_plan_shows_how_many_coordinators_the_file_asks_for(tmp_path: Path) -> None:
     file = tmp_path / "pipeline.yaml"
     file.write_text(Path(HELLO).read_text().replace("spec:\n", "spec:\n  coordinator: {replicas: 3}\n"))
-    for given, counted in ((HELLO, "1"), (str(file), "3")):
+    for given, counted in ((HELLO, "2"), (str(file), "3")):
         lines = [line.split() for line in run("plan", "-f", given).output.splitlines()]
         [row] = [line for line in lines if line[:1] == ["coordinator"]]
         assert row[2] == counted
