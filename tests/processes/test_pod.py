@@ -30,6 +30,7 @@ from omnipipeline_spec.types import metrics
 from stage_runtime.metrics import catalog
 from stage_runtime.processes import probes
 from stage_runtime.processes.probes import ProbeServer, Reply
+from stage_runtime.sockets.endpoints import hosts
 from tests.patience import patience
 from tests.ports import free_port
 from tests.thoroughness import rows
@@ -292,7 +293,8 @@ def test_a_stage_whose_control_port_is_taken_ends_its_pod_with_a_line_that_names
     ports = Ports()
     with socket.create_server(("0.0.0.0", ports.stage)), stage_pod(tmp_path, ports, "create") as running:
         assert running.wait(PATIENCE_S) == 1
-    cause = f"echo: cannot listen at tcp://0.0.0.0:{ports.stage}: Address already in use"
+    anywhere = hosts.written_out(f"tcp://*:{ports.stage}")
+    cause = f"echo: cannot listen at {anywhere}: Address already in use"
     assert (tmp_path / "termination-log").read_text().splitlines()[0] == cause
 
 
