@@ -1,8 +1,7 @@
 """Steady load on a pipeline, and the outcome of every request for its client.
 
-Here: clients that retry nothing, or ask again under an ``Idempotency-Key`` while nothing was streamed; half of them
-stream, each request has unique words; a list of outcomes. Not here: what is done to the pipeline meanwhile. Used by the
-end-to-end tests.
+Here: clients that retry nothing, half of them streaming, each request with unique words; a list of outcomes. Not here:
+what is done to the pipeline meanwhile. Used by the end-to-end tests.
 """
 
 from __future__ import annotations
@@ -23,21 +22,17 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
     streamed: bool
     outcome: str  #: ``ok``, ``wrong``, or why not: ``503 unavailable``, ``ReadError``…
     replica: str = ""  #: The replica that signed the answer.
-    repeats: int = 0  #: How often the client has asked again.
-    streamed_nothing: bool = True  #: No word of the answer had come when it failed.
 
 
 class Load:
     """Runs from ``async with`` until `stop`; ``entries`` has one line per request.
 
     slow: so many of the clients ask what takes 6 s, longer than a pod waits before it begins to drain.
-    again: clients ask again under their key, for a minute, where no word of an answer has come.
     """
 
-    def __init__(self, url: str, *, clients: int = 4, slow: int = 0, again: bool = False) -> None:
+    def __init__(self, url: str, *, clients: int = 4, slow: int = 0) -> None:
         self.entries: list[Entry] = []
         self._url = url
-        self._again = again
         self._clients = clients
         self._slow = slow
         self._stopping = False
@@ -79,28 +74,15 @@ class Load:
                 words = (
                     [f"slow-{name}-{i}" for i in range(20)] if number < self._slow else [f"{name}-{i}" for i in (0, 1)]
                 )
-                self.entries.append(await self._outcome(client, name, words, streamed))
-
-    async def _outcome(self, client: httpx.AsyncClient, name: str, words: list[str], streamed: bool) -> Entry:
-        loop, repeats = asyncio.get_running_loop(), 0
-        until = loop.time() + (REPEATED_S if self._again else 0)
-        while True:
-            got: list[str] = []
-            entry = Entry(id=name, streamed=streamed, outcome="ok", repeats=repeats)
-            try:
-                await _ask(client, words, streamed, got, key=name if self._again else None)
-                text = "".join(got)
-                outcome = "ok" if _is_answer(text, words) else "wrong"
-                return msgspec.structs.replace(entry, outcome=outcome, replica=(text.split() or [""])[-1])
-            except (_Failed, httpx.HTTPError) as error:
-                if got or loop.time() >= until:
-                    problem = str(error) if isinstance(error, _Failed) else type(error).__name__
-                    return msgspec.structs.replace(entry, outcome=problem, streamed_nothing=not got)
-            repeats += 1
-            await asyncio.sleep(0.1)
-
-
-REPEATED_S = 60.0
+                try:
+                    text = await _ask(client, words, streamed)
+                    outcome = "ok" if _is_answer(text, words) else "wrong"
+                    replica = (text.split() or [""])[-1]
+                    self.entries.append(Entry(id=name, streamed=streamed, outcome=outcome, replica=replica))
+                except _Failed as error:
+                    self.entries.append(Entry(id=name, streamed=streamed, outcome=str(error)))
+                except httpx.HTTPError as error:
+                    self.entries.append(Entry(id=name, streamed=streamed, outcome=type(error).__name__))
 
 
 class _Failed(Exception):
@@ -113,29 +95,28 @@ def _is_answer(text: str, words: list[str]) -> bool:
     return answer[:-2] == [word.upper() for word in words] and answer[-2] == "--"
 
 
-async def _ask(client: httpx.AsyncClient, words: list[str], streamed: bool, got: list[str], *, key: str | None) -> None:
-    """``got`` has what has come of the answer, also when this fails."""
+async def _ask(client: httpx.AsyncClient, words: list[str], streamed: bool) -> str:
     content = " ".join(words)
     body = {"model": "choir", "messages": [{"role": "user", "content": content}], "stream": streamed}
-    headers = {"idempotency-key": key} if key else {}
-    async with client.stream("POST", "/v1/chat/completions", json=body, headers=headers) as answer:
+    async with client.stream("POST", "/v1/chat/completions", json=body) as answer:
         if answer.status_code != 200:
             failure = json.loads(await answer.aread())["error"]
             raise _Failed(f"{answer.status_code} {failure.get('code')}: {failure.get('message')}")
-        if streamed:
-            await _join(answer, got)
-        else:
-            got.append(str(json.loads(await answer.aread())["choices"][0]["message"]["content"]))
+        if not streamed:
+            return str(json.loads(await answer.aread())["choices"][0]["message"]["content"])
+        return await _joined(answer)
 
 
-async def _join(answer: httpx.Response, got: list[str]) -> None:
+async def _joined(answer: httpx.Response) -> str:
+    text = ""
     async for line in answer.aiter_lines():
         if not line.startswith("data: "):
             continue
         if line == "data: [DONE]":
-            return
+            return text
         event = json.loads(line.removeprefix("data: "))
         if "error" in event:
             raise _Failed(f"in the stream: {event['error'].get('code')}: {event['error'].get('message')}")
-        got += [choice["delta"]["content"] for choice in event["choices"] if choice["delta"].get("content")]
+        for choice in event["choices"]:
+            text += choice["delta"].get("content") or ""
     raise _Failed("the stream ended without [DONE]")
