@@ -236,6 +236,29 @@ class Embeddings(msgspec.Struct):
     usage: InputTokens
 
 
+class ImageData(msgspec.Struct):
+    b64_json: str
+
+
+class ImageTokens(msgspec.Struct):
+    text_tokens: int
+    image_tokens: int
+
+
+class ImageUsage(msgspec.Struct):
+    input_tokens: int
+    output_tokens: int
+    total_tokens: int
+    input_tokens_details: ImageTokens
+
+
+class Images(msgspec.Struct):
+    created: int
+    data: list[ImageData]
+    output_format: Literal["png", "jpeg", "webp"]
+    usage: ImageUsage | UnsetType = UNSET
+
+
 class RankedText(msgspec.Struct):
     text: str
 

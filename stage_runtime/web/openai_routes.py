@@ -18,6 +18,7 @@ from stage_runtime.web.exchanges.exchange import Exchange
 from stage_runtime.web.exchanges.web_sockets import WebSocket
 from stage_runtime.web.handlers.chat import Chat
 from stage_runtime.web.handlers.completions import Completions
+from stage_runtime.web.handlers.images import ImageRoutes
 from stage_runtime.web.handlers.responses import Responses
 from stage_runtime.web.handlers.speech import Speech
 from stage_runtime.web.handlers.tokens import Tokens
@@ -107,6 +108,18 @@ CODE: Final[dict[str, RouteCode]] = {
         ),
         media=(FORM,),
         file="file",
+    ),
+    "/v1/images/generations": RouteCode(
+        handler=lambda context: ImageRoutes(context).generate,
+        body=schemas.ImageBody,
+        answers=(ResponseType((answers.Images,)),),
+    ),
+    "/v1/images/edits": RouteCode(
+        handler=lambda context: ImageRoutes(context).edit,
+        body=schemas.ImageEditFields,
+        answers=(ResponseType((answers.Images,)),),
+        media=(FORM,),
+        file="image",
     ),
     "/tokenize": RouteCode(
         handler=lambda context: Tokens(context).tokenize,

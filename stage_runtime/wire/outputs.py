@@ -12,13 +12,26 @@ import msgspec
 
 from stage_runtime.errors import ValueRefused, safe_str
 from stage_runtime.wire.parts import NAME_LIMIT
-from stage_runtime.wire.values import Audio, Chunk, Finish, Note, Reasoning, Scores, Text, ToolCall, Usage, Vectors
+from stage_runtime.wire.values import (
+    Audio,
+    Chunk,
+    Finish,
+    Image,
+    Note,
+    Reasoning,
+    Scores,
+    Text,
+    ToolCall,
+    Usage,
+    Vectors,
+)
 
 REASONS: Final = ("stop", "length", "tool_calls", "content_filter")
 CHOICES_MOST: Final = 128
 SAMPLES: Final = frozenset(["float16", "bfloat16", "float32", "float64", "uint8", "int16", "int32"])
 RATES: Final = (1_000, 192_000)  # Hz
 CHANNELS_MOST: Final = 8
+IMAGES: Final = ("image/png", "image/jpeg", "image/webp")
 TOKENS_MOST: Final = 2**53  # JSON readers in other languages are exact up to here
 #: In the metadata of a chunk for a client: tokens of the request at that stage so far, as of `Usage`. Not shown.
 USAGE_SO_FAR: Final = "omni.usage"
@@ -27,7 +40,7 @@ PROMPT_TOKEN_IDS: Final = "prompt_token_ids"
 TOKEN_IDS: Final = "token_ids"
 #: Name of the note that answers a request of kind ``tokenize``: ``tokens``, ``token_strs``, ``max_model_len``.
 TOKENS: Final = "tokens"
-SHOWN: Final = (Text, Reasoning, Audio, Usage, Finish, Note, ToolCall, Vectors, Scores)
+SHOWN: Final = (Text, Reasoning, Audio, Usage, Finish, Note, ToolCall, Vectors, Scores, Image)
 #: What an answer is made of, and what may stand beside that, by kind of request; `_TOLD` for those that are not here.
 _TOLD: Final = (
     (Text, Reasoning, Audio, Finish, Note, ToolCall),
@@ -36,11 +49,13 @@ _TOLD: Final = (
 _ANSWERS: Final[dict[str, tuple[tuple[type, ...], tuple[type, ...]]]] = {
     "embedding": ((Vectors,), (Vectors, Usage)),
     "score": ((Scores,), (Scores, Usage)),
+    "image": ((Image,), (Image, Usage)),
     "pipeline": (SHOWN, SHOWN),
 }
 _WORDS: Final = {
     "embedding": "omni.Vectors and omni.Usage",
     "score": "omni.Scores and omni.Usage",
+    "image": "omni.Image and omni.Usage",
 }
 
 
@@ -162,6 +177,14 @@ def _scores(value: Scores) -> str | None:
     return None
 
 
+def _image(value: Image) -> str | None:
+    if not isinstance(value.data, bytes | bytearray | memoryview) or not len(value.data):
+        return f"omni.Image: data is {_quoted(value.data)}: use the bytes of a file"
+    if type(value.mime) is not str or value.mime not in IMAGES:
+        return f"omni.Image: mime is {_quoted(value.mime)}: use one of {', '.join(IMAGES)}"
+    return None
+
+
 _CHECKS: Final[dict[type, Callable[[Any], str | None]]] = {
     Text: _text,
     Reasoning: _reasoning,
@@ -172,6 +195,7 @@ _CHECKS: Final[dict[type, Callable[[Any], str | None]]] = {
     ToolCall: _tool_call,
     Vectors: _vectors,
     Scores: _scores,
+    Image: _image,
 }
 
 

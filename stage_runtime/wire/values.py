@@ -23,6 +23,7 @@ RequestKind = Literal[
     "translation",
     "tokenize",
     "detokenize",
+    "image",
     "pipeline",
 ]
 StructType = TypeVar("StructType", bound=type[msgspec.Struct])
@@ -141,6 +142,14 @@ class Vectors(msgspec.Struct, frozen=True):
     """
 
     values: Any
+
+
+@message
+class Image(msgspec.Struct, frozen=True):
+    """A picture for the client of an image request: a file as its ``mime`` says, one for each that is asked for."""
+
+    data: bytes
+    mime: str = "image/png"
 
 
 @message

@@ -191,6 +191,7 @@ GIVEN: dict[str, Any] = {
     "strs": ["x", "y"],
     "vectors": [omni.Vectors(np.zeros((1, 2), np.float32)), omni.Usage(1)],
     "scores": omni.Scores([0.5]),
+    "image": omni.Image(b"png"),
 }
 
 
@@ -245,6 +246,9 @@ TOLD = "omni.Text, omni.Audio, omni.Usage, omni.Finish and omni.Note"
         ("score", ["scores"], None),
         ("score", ["vectors"], ("Vectors", "omni.Scores and omni.Usage")),
         ("pipeline", ["scores"], None),
+        ("image", ["image"], None),
+        ("image", ["text"], ("Text", "omni.Image and omni.Usage")),
+        ("chat", ["image"], ("Image", TOLD)),
     ],
 )
 async def test_a_stage_refuses_what_the_route_of_its_request_does_not_show(

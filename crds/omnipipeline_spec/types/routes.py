@@ -12,7 +12,16 @@ import msgspec
 
 #: Values of a pipeline's ``serves``.
 Served = Literal[
-    "chat", "completion", "embedding", "score", "speech", "transcription", "translation", "realtime", "tokenize"
+    "chat",
+    "completion",
+    "embedding",
+    "score",
+    "speech",
+    "transcription",
+    "translation",
+    "realtime",
+    "tokenize",
+    "image",
 ]
 
 
@@ -114,6 +123,22 @@ ROUTES: tuple[OpenAIRoute, ...] = (
         ids="translation",
         example=Example(file=True),
         sound=True,
+    ),
+    OpenAIRoute(
+        path="/v1/images/generations",
+        serves="image",
+        summary="OpenAI's images, as base64",
+        kind="image",
+        ids="img",
+        example=Example(body={"prompt": "hello there", "size": "256x256"}),
+    ),
+    OpenAIRoute(
+        path="/v1/images/edits",
+        serves="image",
+        summary="OpenAI's edits of images, as base64",
+        kind="image",
+        ids="img",
+        example=Example(body={"prompt": "hello there"}),
     ),
     OpenAIRoute(
         path="/tokenize",

@@ -292,6 +292,35 @@ class SpeechBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     timeout: Seconds | None = None
 
 
+class ImageBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """POST /v1/images/generations."""
+
+    prompt: Annotated[str, Meta(min_length=1, max_length=32_000)]
+    model: str | None = None
+    n: Annotated[int, Meta(ge=1, le=10)] | None = None
+    size: Annotated[str, Meta(pattern=r"^([1-9][0-9]{0,4}x[1-9][0-9]{0,4}|auto)$")] | None = None
+    response_format: Literal["b64_json"] | None = None
+    stream: Literal[False] | None = None  # pictures come whole
+    output_format: Literal["png", "jpeg", "webp"] | None = None
+    output_compression: Annotated[int, Meta(ge=0, le=100)] | None = None
+    background: str | None = None
+    quality: str | None = None
+    style: str | None = None
+    input_fidelity: str | None = None
+    negative_prompt: str | None = None
+    num_inference_steps: Positive | None = None
+    guidance_scale: Annotated[float, Meta(ge=0)] | None = None
+    seed: int | None = None
+    metadata: dict[str, Any] | None = None
+    moderation: str | None = None
+    user: str | None = None
+    timeout: Seconds | None = None
+
+
+class ImageEditFields(ImageBody, forbid_unknown_fields=True, kw_only=True):
+    """POST /v1/images/edits, the fields beside ``image`` and ``mask``."""
+
+
 class TranscriptionFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """POST /v1/audio/transcriptions, the fields beside ``file``."""
 

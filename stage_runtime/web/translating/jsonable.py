@@ -12,11 +12,23 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from stage_runtime.wire.values import Audio, Finish, Note, RawTensor, Reasoning, Scores, Text, ToolCall, Usage, Vectors
+from stage_runtime.wire.values import (
+    Audio,
+    Finish,
+    Image,
+    Note,
+    RawTensor,
+    Reasoning,
+    Scores,
+    Text,
+    ToolCall,
+    Usage,
+    Vectors,
+)
 
 _TYPES = {
     Text: "text", Reasoning: "reasoning", Audio: "audio", Usage: "usage", Finish: "finish", Note: "note",
-    ToolCall: "tool_call", Vectors: "vectors", Scores: "scores",
+    ToolCall: "tool_call", Vectors: "vectors", Scores: "scores", Image: "image",
 }  # fmt: skip
 _UNLESS_SET = {
     "choice": 0,
