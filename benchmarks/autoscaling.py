@@ -37,7 +37,7 @@ Rate = Callable[[float], float]
 
 @dataclass(frozen=True)
 class GroupSpec:
-    """What one process group is like."""
+    """The properties of one process group."""
 
     name: str
     service_s: float
@@ -136,7 +136,7 @@ class Oracle(Policy):
         self._rate, self._utilization = rate, utilization
 
     def _needed(self, spec: GroupSpec, now: float) -> int:
-        """What the greatest rate needs between now and the moment when an instance ordered now is ready."""
+        """Those that the greatest rate needs between now and the moment when an instance ordered now is ready."""
         ahead = spec.cold_start_s + 2 * STEP_S
         peak = max(self._rate(now + ahead * part / 8) for part in range(9))
         return max(1, math.ceil(peak * spec.service_s / spec.per_instance / self._utilization))

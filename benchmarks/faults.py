@@ -1,4 +1,4 @@
-"""What faults cost: each member killed, frozen, cut off, parted, drained, restarted and scaled, under steady load.
+"""The cost of faults: each member killed, frozen, cut off, parted, drained, restarted and scaled, under steady load.
 
     python -m benchmarks.faults [--networked] [--fault NAME …] [--member NAME …] [--replicas N …] [--all] [--json FILE]
 

@@ -1,4 +1,4 @@
-"""What a hop costs: echo pipelines beside a bare prototype of the same design, measured in turns in one run.
+"""The cost of a hop: echo pipelines beside a bare prototype of the same design, measured in turns in one run.
 
     python -m benchmarks.hops [--quick] [--curve] [--json FILE]
 

@@ -131,7 +131,7 @@ async def arriving(client: httpx.AsyncClient, rate: float, requests: int) -> lis
 
 @contextlib.asynccontextmanager
 async def watched(client: httpx.AsyncClient, steps: Path) -> AsyncIterator[dict[str, Any]]:
-    """What the stages did meanwhile. busy: the mean share of time in which each computed, looked at each second."""
+    """The stages' work meanwhile. busy: the mean share of time in which each computed, looked at each second."""
     found: dict[str, Any] = {}
     shares: dict[str, list[float]] = {}
 
@@ -175,7 +175,7 @@ def monolith(folder: str, requests: int) -> list[float]:
 
 
 def row(answers: Sequence[Answer], alone: Sequence[float]) -> dict[str, Any]:
-    """What users hear."""
+    """The sound that users hear."""
     heard = [one for one in answers if one.sound]
     whole = statistics.median(alone)
     smooth = [one for one in heard if one.whole / one.sound < SMOOTH]

@@ -1,4 +1,4 @@
-"""What the profiler costs: two stages that echo, 64 requests under way, in processor time of all their processes.
+"""The cost of the profiler: two stages that echo, 64 requests under way, in processor time of all their processes.
 
     python -m benchmarks.profiler [--generations 6] [--blocks 60] [--seconds 1]
 
@@ -62,7 +62,7 @@ BODY: Final = json.dumps({"inputs": "hello"}).encode()
 
 
 class Cost(NamedTuple):
-    """What one side costs in one block, in microseconds of processor time per request."""
+    """The cost of one side in one block, in microseconds of processor time per request."""
 
     pipeline_us: float
     client_us: float

@@ -218,7 +218,7 @@ def idle(relays: Relays, control: Control, name: str, seconds: float) -> tuple[f
 
 
 class Held(NamedTuple):
-    """What a process holds."""
+    """The holdings of a process."""
 
     resident_mib: int
     descriptors: int

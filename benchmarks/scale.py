@@ -62,7 +62,7 @@ class Figures(msgspec.Struct):
     broken: list[str] = []  #: Parts that did not come to their end, and why.
 
     def beyond(self) -> Iterator[str]:
-        """What is beyond its target."""
+        """The figures beyond their targets."""
         yield from self.broken
         for one in self.joined:
             if one.join_s > JOIN_S:
@@ -136,7 +136,7 @@ async def measure(figures: Figures, arguments: argparse.Namespace) -> None:
 
 @contextlib.asynccontextmanager
 async def part(figures: Figures, name: str) -> AsyncIterator[None]:
-    """What fails in it is noted, and the next part is measured all the same."""
+    """A failure in it is noted, and the next part is measured all the same."""
     try:
         yield
     except Exception as error:

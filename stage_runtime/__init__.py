@@ -8,7 +8,9 @@ from stage_runtime.api import __all__ as __all__
 
 
 def __getattr__(name: str) -> Any:
-    """What a light import must not bring, when it is asked for: ``omni.testing``, ``omni.emit``, ``omni.span``."""
+    """Names that a light import must not bring, made when they are asked for: ``omni.testing``, ``omni.emit``,
+    ``omni.span``.
+    """
     if name in ("emit", "span"):
         return getattr(importlib.import_module("stage_runtime.profiler"), name)
     if name == "testing":

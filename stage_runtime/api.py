@@ -1,4 +1,4 @@
-"""What stage authors import, as ``import stage_runtime as omni``. Light: no torch, zmq or fastapi until used.
+"""The API of stage authors, ``import stage_runtime as omni``. Light: no torch, zmq or fastapi until used.
 
 The kinds of stage function (`Simple`, `Batched`, `Streaming`) are declared here; `engines` runs them.
 """
@@ -100,7 +100,7 @@ class Streaming(msgspec.Struct, frozen=True):
 
 
 class Prompt(msgspec.Struct, frozen=True, kw_only=True):
-    """What an `Autoregressive` stage continues: one of messages (for the chat template), text, tokens, and parts.
+    """The prompt of an `Autoregressive` stage: one of messages (for the chat template), text, tokens, and parts.
 
     parts: token ids and embeddings, one after the other: lists of ids, and float tensors ``[tokens, hidden]`` as the
     model's own embedding of tokens gives them.
@@ -132,7 +132,7 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Generation(msgspec.Struct, frozen=True, kw_only=True):
-    """What an `Autoregressive` stage has generated since the last call for the same request.
+    """The output of an `Autoregressive` stage since the last call for the same request.
 
     ``begins`` is true in the first part, which comes before any token. finish: ``stop``, ``length`` or ``tool_calls``,
     in the last part. answer: all text so far, including ``text``.
@@ -208,7 +208,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NextRows(msgspec.Struct, frozen=True, kw_only=True):
-    """What `Decoder.after_step` gives. rows: ``[B, hidden]``, each request's next input in place of its token.
+    """The result of `Decoder.after_step`. rows: ``[B, hidden]``, each request's next input in place of its token.
 
     emitted: ``[B, …]``, given out with the tokens. ends: whether each request ends with this token; then its row and
     what was emitted for it are not used.
@@ -379,7 +379,7 @@ class Session(Protocol):
 
 
 class StageContext(Protocol):
-    """What the runtime gives a factory: the stage's name, device and model, and calls back to the runtime."""
+    """The runtime as a factory sees it: the stage's name, device and model, and calls back to the runtime."""
 
     @property
     def name(self) -> str: ...

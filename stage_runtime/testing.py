@@ -37,7 +37,7 @@ Factory = Callable[..., Any]
 
 
 def __getattr__(name: str) -> Any:
-    """What needs the processes of a pipeline, when it is asked for."""
+    """The functions that need the processes of a pipeline, made when they are asked for."""
     if name in ("run_pipeline", "chat", "RunningPipeline", "Answer"):
         return getattr(importlib.import_module("stage_runtime.whole_pipelines"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -48,7 +48,7 @@ class WroteShared(AssertionError):
 
 
 class Emitted(msgspec.Struct):
-    """What the stage gave for one request."""
+    """The outputs of the stage for one request."""
 
     request_id: str
     chunks: list[Chunk] = []  #: In order, as the next stage would see them.
@@ -212,7 +212,7 @@ class _Outbox:
                 raise TimeoutError(f"the stage has not finished {late} after {patience_s:g} s")
 
     def judged(self, works: Sequence[_Work]) -> list[Emitted]:
-        """What the stage gave, once all of it is there; a request whose memory was written into has failed."""
+        """The stage's outputs, once all of them are there; a request whose memory was written into has failed."""
         self._mutation_check.began(self._name)
         by_request = {work.request_id: work.emitted for work in works}
         for violation in self._mutation_check.violations:

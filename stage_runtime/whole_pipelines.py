@@ -22,7 +22,7 @@ PATIENCE_S: Final = 300.0  # of a request
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """What a chat was answered with. whole: the JSON of /v1/chat/completions."""
+    """The answer of a chat. whole: the JSON of /v1/chat/completions."""
 
     text: str
     finish: str

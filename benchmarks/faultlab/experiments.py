@@ -284,7 +284,7 @@ async def _rest(http: httpx.AsyncClient, within_s: float = 15.0) -> dict[str, fl
 
 
 def _held(pipeline: Hurtable) -> Counter[tuple[str, looking.Held]]:
-    """What every process holds, by its group, because a restarted process may have another number."""
+    """The holdings of every process, by its group, because a restarted process may have another number."""
     return Counter((_group(name), held) for name, held in looking.held(pipeline.pids()).items())
 
 
@@ -294,7 +294,7 @@ async def _left(
     before: Counter[tuple[str, looking.Held]],
     within_s: float = 15.0,
 ) -> list[str]:
-    """What is not as before."""
+    """The holdings that are not as before."""
     left = [f"{name}: {value:g}" for name, value in (await _rest(http)).items()]
     end = time.monotonic() + within_s
     while (now := _held(pipeline)) != before and time.monotonic() < end:

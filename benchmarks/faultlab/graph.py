@@ -82,7 +82,7 @@ def finish():
 
 
 def answer_hash(text: str) -> str:
-    """What the terminal must say of ``text``."""
+    """The terminal's right answer to ``text``."""
     return hashlib.sha256(f"{text.upper()}|{text}".encode()).hexdigest()
 
 

@@ -1,4 +1,4 @@
-"""What a pipeline holds, seen from outside: its gauges in /status and /metrics, and Linux's own of its processes."""
+"""A pipeline from outside: its gauges in /status and /metrics, and Linux's own of its processes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ AT_REST = (
 
 
 class Held(msgspec.Struct, frozen=True):
-    """What one process has of the kernel, whoever it has links to."""
+    """The kernel's objects of one process, whoever it has links to."""
 
     descriptors: int  #: Without those that links and relays need.
     threads: int
@@ -65,7 +65,7 @@ async def under_way(http: httpx.AsyncClient) -> dict[str, float]:
 
 
 def held(pids: Mapping[str, int]) -> dict[str, Held]:
-    """What each process holds, by its name."""
+    """The holdings of each process, by its name."""
     return {name: Held(len(_descriptors(pid)[0]), len(os.listdir(f"/proc/{pid}/task"))) for name, pid in pids.items()}
 
 
@@ -77,7 +77,7 @@ def linked(pids: Mapping[str, int]) -> int:
 
 
 def _descriptors(pid: int) -> tuple[list[str], list[str]]:
-    """What a process has open: what it always needs, and what links and relays need."""
+    """The open descriptors of a process: what it always needs, and what links and relays need."""
     targets = []
     for entry in os.scandir(f"/proc/{pid}/fd"):
         with contextlib.suppress(OSError):

@@ -84,7 +84,7 @@ class End:
         self._let_go()
 
     def _let_go(self) -> None:
-        """What a relay without quarantine would do."""
+        """The behaviour of a relay without quarantine."""
         if not self.careless:
             return
         # The same bytes, by a view that the arena does not know of.

@@ -181,7 +181,7 @@ class Ground:
             await asyncio.sleep(0.05)
 
     async def held(self, end: End) -> dict[str, int]:
-        """What a survivor has not got back in time."""
+        """The slots that a survivor has not got back in time."""
         until = time.monotonic() + SETTLED_S
         while True:
             stats = await end.ask(do="stats")

@@ -1,4 +1,4 @@
-"""What no hop can beat on this machine: a copy, a raw TCP connection, one ZeroMQ message with one hand-off."""
+"""The limits of a hop on this machine: a copy, a raw TCP connection, one ZeroMQ message with one hand-off."""
 
 from __future__ import annotations
 

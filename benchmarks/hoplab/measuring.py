@@ -1,4 +1,4 @@
-"""What processes have used: processor time and voluntary context switches, read from outside of them."""
+"""The use of processes: processor time and voluntary context switches, read from outside of them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Used(msgspec.Struct, frozen=True):
 
 
 def used(pids: Sequence[int]) -> Used:
-    """What all these processes and their threads have used since they began."""
+    """The use of all these processes and their threads since they began."""
     return Used(sum(map(_cpu_s, pids)), sum(map(_waits, pids)))
 
 
@@ -43,7 +43,7 @@ def _waits(pid: int) -> int:
 
 
 class Visits(msgspec.Struct, frozen=True):
-    """What one request cost, on average. cpu_us, waits: per visit of a stage. wall_us: of the whole request."""
+    """The cost of one request, on average. cpu_us, waits: per visit of a stage. wall_us: of the whole request."""
 
     cpu_us: float
     waits: float

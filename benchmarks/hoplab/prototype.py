@@ -83,7 +83,7 @@ class Frame(msgspec.Struct, array_like=True):
 
 
 class Tensor(msgspec.Struct):
-    """What a request's tensor is where torch is not imported."""
+    """A request's tensor where torch is not imported."""
 
     shape: tuple[int, ...]
     dtype: str

@@ -136,7 +136,7 @@ async def edit(ground: Ground, number: int, word: str) -> None:
 
 
 async def incomplete(ground: Ground, pipelines: int) -> list[str]:
-    """What is missing of the pipelines' children and status after a first look at each."""
+    """The missing children and status of the pipelines after a first look at each."""
     missing = []
     status = {
         (each["metadata"]["namespace"], each["metadata"]["name"]): each.get("status", {}).get("observedGeneration")

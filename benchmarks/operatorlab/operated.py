@@ -48,7 +48,7 @@ class Audit:
         self._at = path.stat().st_size
 
     def new(self) -> list[Request]:
-        """What was written since the last call."""
+        """The writes since the last call."""
         return list(self._read())
 
     def _read(self) -> Iterator[Request]:

@@ -61,7 +61,7 @@ def plan_of(group: str, groups: tuple[str, ...] = GROUPS) -> StagePlan:
 
 
 class NoRelays:
-    """What is asked of `relays.dispatch.Relays` when all payloads ride in their messages."""
+    """The part of `relays.dispatch.Relays` that is used when all payloads ride in their messages."""
 
     def facts(self) -> dict[str, Any]:
         return FACTS

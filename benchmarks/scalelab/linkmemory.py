@@ -1,4 +1,4 @@
-"""What a link takes at one end: memory and descriptors, by who sends on it. Real `Channels` over Unix sockets.
+"""The cost of a link at one end: memory and descriptors, by who sends on it. Real `Channels` over Unix sockets.
 
 One process has one end of all links, another one the other ends. A third of the links is used before the first look, so
 that what the process itself takes is not counted. Called by `benchmarks/scale.py`, and started by it as both processes.
@@ -29,7 +29,7 @@ MESSAGE: Final = Deregister("x" * 64)
 
 
 class LinkMemory(msgspec.Struct, frozen=True):
-    """What one link takes at an end that sends, receives or does both; on average."""
+    """The cost of one link at an end that sends, receives or does both; on average."""
 
     sends: bool
     receives: bool

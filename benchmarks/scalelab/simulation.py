@@ -38,7 +38,7 @@ REVISION: Final = PipelineRevision(
 
 
 class Fleet(msgspec.Struct, frozen=True, kw_only=True):
-    """What is simulated. Each request spends no time at the entry and its length at the other group."""
+    """The simulated load. Each request spends no time at the entry and its length at the other group."""
 
     instances: int  #: Of either group.
     coordinators: int = 4

@@ -43,7 +43,7 @@ OPENING: Final = 200  # connections at the same time
 
 
 class Streams(msgspec.Struct, frozen=True):
-    """What idle streams and slow readers cost a coordinator."""
+    """The cost of idle streams and slow readers to a coordinator."""
 
     streams: int
     bytes_per_stream: float

@@ -287,7 +287,7 @@ class Coordinator(Spec, frozen=True, kw_only=True):
 
 
 class Security(Spec, frozen=True, kw_only=True):
-    """Who may connect to the stages."""
+    """The peers that may connect to the stages."""
 
     mode: Annotated[
         Literal["Curve", "None"],
@@ -419,7 +419,7 @@ class Disruption(Spec, frozen=True, kw_only=True):
 
 
 class NetworkPolicy(Spec, frozen=True, kw_only=True):
-    """Who may reach the pods."""
+    """The clients that may reach the pods."""
 
     enabled: Annotated[bool, doc("Allow others HTTP only; false creates no policy.")] = True
     ingress_from: Annotated[FreeObjects, doc("NetworkPolicy peers that may reach HTTP; empty allows all.")] = ()

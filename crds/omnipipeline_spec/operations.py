@@ -17,14 +17,14 @@ MAX_TIMEOUT_S: Final = 3600.0
 
 
 class Line(NamedTuple):
-    """What one process has answered."""
+    """The answer of one process."""
 
     text: str
     failed: bool
 
 
 def arguments(text: str) -> dict[str, Any]:
-    """What an operation takes, as JSON. Raises: ValueError: it is not JSON object, or no request can carry it."""
+    """The arguments of an operation, as JSON. Raises: ValueError: it is not JSON object, or no request can carry it."""
     try:
         given = json.loads(text, parse_constant=_no_json)
         json.dumps(given, allow_nan=False, ensure_ascii=False).encode()

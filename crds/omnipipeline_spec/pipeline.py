@@ -1,4 +1,4 @@
-"""What an author writes: the pipeline, its stages, its relays and endpoints.
+"""The author's types: the pipeline, its stages, its relays and endpoints.
 
 Here: `PipelineConfig` (the resource's ``spec``, and what a Python module instantiates), `StageConfig`, `RelayConfig`,
 `EndpointsConfig`, and properties derived from their own fields. Not here: the cluster's value types (`cluster`), the

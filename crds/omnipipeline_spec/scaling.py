@@ -38,7 +38,7 @@ MOST_SEEN: Final = 256  # changes of one group that are remembered
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):
-    """What is observed of one group now. All numbers are finite and not negative."""
+    """The observed load of one group now. All numbers are finite and not negative."""
 
     ready: int  #: Instances that take requests.
     pending: int = 0  #: Ordered, and not ready yet.
@@ -52,7 +52,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Seen(msgspec.Struct, frozen=True, kw_only=True):
-    """What was wanted of one group lately: (time, instances), oldest first; each holds until the next one."""
+    """The wanted instances of one group lately: (time, instances), oldest first; each holds until the next one."""
 
     wanted: tuple[tuple[float, int], ...] = ()
 
@@ -84,7 +84,7 @@ def on_demand(plan: PipelinePlan) -> list[str]:
 
 
 def joined(reports: Sequence[Mapping[str, Load]]) -> dict[str, Load]:
-    """What several coordinators report of the same groups, as one: each has its own requests, and all instances."""
+    """The reports of several coordinators on the same groups, as one: each has its own requests, and all instances."""
     found: dict[str, Load] = {}
     for name in dict.fromkeys(name for report in reports for name in report):
         loads = [report[name] for report in reports if name in report]
@@ -274,6 +274,6 @@ def _kept(
 
 
 def _during(wanted: Sequence[tuple[float, int]], begin: float, end: float) -> Iterable[int]:
-    """What was wanted at any moment between the two; before the first change, nothing is known."""
+    """The instances wanted at any moment between the two; before the first change, nothing is known."""
     held = [count for at, count in wanted if at <= begin][-1:]
     return [*held, *(count for at, count in wanted if begin < at <= end)] or [wanted[-1][1]]

@@ -1,4 +1,4 @@
-"""What a visit of a stage costs beside the bare prototype, as bars. The figures are `hops.json`, of one run of
+"""The cost of a stage's visit beside the bare prototype, as bars. The figures are `hops.json`, of one run of
 ``python -m benchmarks.hops --json``.
 """
 

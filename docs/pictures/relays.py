@@ -1,4 +1,4 @@
-"""What a payload takes by each relay, as a table. The figures are `relays.json`, of one run of
+"""The time of a payload by each relay, as a table. The figures are `relays.json`, of one run of
 ``python -m benchmarks.relays --json``.
 """
 

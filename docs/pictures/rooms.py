@@ -112,7 +112,7 @@ def imports_of(package: Package) -> Imports:
 
 
 def _between() -> Iterator[tuple[Package, Package]]:
-    """Which package imports which."""
+    """The imports of packages."""
     for package in PACKAGES:
         names = {module.partition(".")[0] for file in _files(package) for module in _imported(file)}
         yield from ((package, other) for other in PACKAGES if other != package and other.name in names)

@@ -1,4 +1,4 @@
-"""What the pictures have in common: fonts, colours in light and dark, the page around a drawing."""
+"""The common parts of the pictures: fonts, colours in light and dark, the page around a drawing."""
 
 from __future__ import annotations
 

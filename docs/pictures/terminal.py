@@ -22,7 +22,7 @@ ANSI: Final = {2: "green", 3: "yellow"}
 
 
 def draw(recording: str) -> str:
-    """What a terminal of `COLUMNS` columns shows of a recording with ANSI colours."""
+    """The view of a terminal of `COLUMNS` columns of a recording with ANSI colours."""
     console = Console(width=COLUMNS)
     shown = Text.from_ansi(recording.rstrip()).wrap(console, COLUMNS)
     rows = [list(_runs(console, line)) for line in shown]

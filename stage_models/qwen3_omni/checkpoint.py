@@ -69,7 +69,7 @@ _GENERATION: Final = {
 
 
 def generation_of(model: str, name: str, revision: str | None = None) -> dict[str, Any]:
-    """What the checkpoint's ``generation_config.json`` says of ``thinker`` or ``talker``, as defaults of sampling."""
+    """The checkpoint's ``generation_config.json`` for ``thinker`` or ``talker``, as defaults of sampling."""
     file = _file(model, "generation_config.json", revision)
     given = {} if file is None else json.loads(file.read_text())
     found = {

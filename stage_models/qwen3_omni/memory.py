@@ -1,4 +1,4 @@
-"""What each stage of a Qwen3-Omni checkpoint takes, from its config alone.
+"""The memory that each stage of a Qwen3-Omni checkpoint takes, from its config alone.
 
 ``python -m stage_models.qwen3_omni.memory [MODEL]`` prints it as a table. Weights are counted on torch's meta device:
 none is read.

@@ -1,4 +1,4 @@
-"""Which way a request goes through the graph: the hooks of ``examples/qwen3_omni/pipeline.yaml``. Pure.
+"""The way of a request through the graph: the hooks of ``examples/qwen3_omni/pipeline.yaml``. Pure.
 
 preprocess ─┬─> image_encoder ─┐
             ├─> audio_encoder ─┼─> thinker ─┬─> decode
@@ -17,7 +17,7 @@ Parts: TypeAlias = tuple[values.Prepared, values.Pictures | None, values.Sounds 
 
 
 def terminals(request: omni.OmniRequest) -> list[str]:
-    """Which stages end the request (``terminalStagesFn``)."""
+    """The stages that end the request (``terminalStagesFn``)."""
     return ["decode", "code2wav"] if aloud(request) else ["decode"]
 
 
@@ -39,7 +39,7 @@ def after_thinker(request_id: str, output: values.Thought) -> list[str]:
 
 
 def ready(request_id: str, from_stage: str, payload: omni.StagePayload) -> list[str] | None:
-    """What the thinker waits for (``waitForFn``): the prompt, and the encoders of its media."""
+    """The stages that the thinker waits for (``waitForFn``): the prompt, and the encoders of its media."""
     if from_stage != "preprocess":
         return None
     prepared: values.Prepared = payload.data

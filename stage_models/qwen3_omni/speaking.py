@@ -23,7 +23,7 @@ PADS: Final = 4  #: Text rows of the tokens that choose language and voice.
 
 
 class Speaking:
-    """What speaking needs of one checkpoint."""
+    """The parts of one checkpoint that speaking needs."""
 
     def __init__(self, model: str, *, dtype: str = "float32", revision: str | None = None) -> None:
         config = checkpoint.config_of(model, revision)
@@ -83,7 +83,7 @@ class Speaking:
         return [first, feed]
 
     def _of_users(self, tokens: Tensor) -> Tensor:
-        """Which tokens are of users' messages: from ``<|im_start|>user`` to the next ``<|im_start|>``."""
+        """The tokens of users' messages: from ``<|im_start|>user`` to the next ``<|im_start|>``."""
         starts = torch.where(tokens == self._im_start, torch.arange(len(tokens)), torch.tensor(-1))
         begun = starts.cummax(0).values.clamp_min(0)
         found: Tensor = tokens[(begun + 1).clamp_max(len(tokens) - 1)] == self._user

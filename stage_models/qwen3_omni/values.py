@@ -73,7 +73,7 @@ class Heard(msgspec.Struct, frozen=True, kw_only=True):
 
 @omni.message
 class Understood(msgspec.Struct, frozen=True, kw_only=True):
-    """What the thinker gets: the prompt and the rows of its media."""
+    """The thinker's input: the prompt and the rows of its media."""
 
     prepared: Prepared
     seen: Seen | None = None

@@ -18,7 +18,7 @@ from torch.nn import functional
 
 
 class State:
-    """What one request's layers keep. Made by `Vocoder.begin`, changed by `Vocoder.decode`."""
+    """The values that one request's layers keep. Made by `Vocoder.begin`, changed by `Vocoder.decode`."""
 
     def __init__(self) -> None:
         self.frames = 0  #: Decoded so far.
@@ -105,7 +105,7 @@ class Vocoder:
         return normed_all
 
     def _mask(self, past: Tensor, count: int) -> Tensor:
-        """What each query sees, ``[requests, 1, count, window - 1 + count]``: of kept keys the newest stand last."""
+        """The mask of each query, ``[requests, 1, count, window - 1 + count]``: of kept keys the newest stand last."""
         kept = self._window - 1
         query = torch.arange(count, device=past.device)[:, None] + kept
         key = torch.arange(kept + count, device=past.device)[None, :]

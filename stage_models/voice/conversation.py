@@ -72,7 +72,7 @@ class Fact(msgspec.Struct, frozen=True, kw_only=True):
 
 @omni.message
 class Facts(msgspec.Struct, frozen=True, kw_only=True):
-    """What `retrieve` found for a question, best first."""
+    """The facts that `retrieve` found for a question, best first."""
 
     facts: list[Fact]
 
@@ -87,7 +87,7 @@ class Grounded(msgspec.Struct, frozen=True, kw_only=True):
 
 @omni.message
 class Prompt(msgspec.Struct, frozen=True, kw_only=True):
-    """What the language model is given, and how it came about, for the client."""
+    """The prompt of the language model, and how it came about, for the client."""
 
     messages: list[Turn]
     aloud: bool

@@ -1,4 +1,4 @@
-"""What a client asked, checked and put into the example's own words. No models. Called by the stages.
+"""The client's question, checked and put into the example's own words. No models. Called by the stages.
 
 Everything refused here is the client's fault, and says which part of the request is meant.
 """

@@ -1,4 +1,4 @@
-"""Which way a request goes through the graph: the hooks of ``examples/voice/pipeline.yaml``. Pure.
+"""The way of a request through the graph: the hooks of ``examples/voice/pipeline.yaml``. Pure.
 
 typed question    listen ──────────────┬─> retrieve ─┬─> prompt -> chat ─┬─> write
 spoken question   listen -> recognise ─┘ └───────────┘                   └─> speak
@@ -16,7 +16,7 @@ from stage_models.voice.conversation import Answer, Facts, Grounded, Heard, Ques
 
 
 def terminals(request: omni.OmniRequest) -> list[str]:
-    """Which stages end the request (``terminalStagesFn``)."""
+    """The stages that end the request (``terminalStagesFn``)."""
     if request.kind == "speech":
         return ["speak"]
     if request.kind == "transcription":
@@ -44,7 +44,7 @@ def after_chat(request_id: str, output: Answer) -> list[str]:
 
 
 def question_and_facts(request_id: str, from_stage: str, payload: omni.StagePayload) -> list[str] | None:
-    """What `prompt` waits for: the facts, and the question from whoever has it (``waitForFn``)."""
+    """The inputs that `prompt` waits for: the facts, and the question from whoever has it (``waitForFn``)."""
     return None if from_stage == "retrieve" else [from_stage, "retrieve"]
 
 

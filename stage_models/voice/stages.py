@@ -192,7 +192,7 @@ def write() -> omni.Streaming:
 
 
 def _notes(opening: Opening) -> list[omni.Note]:
-    """What the client may show beside the answer, before its first word."""
+    """The notes that the client may show beside the answer, before its first word."""
     heard = [] if opening.transcript is None else [omni.Note("transcript", opening.transcript)]
     return [*heard, omni.Note("facts", [msgspec.structs.asdict(fact) for fact in opening.facts])]
 

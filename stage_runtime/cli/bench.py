@@ -235,7 +235,7 @@ def _bounds(given: tuple[str, ...]) -> dict[str, float]:
 
 
 def _facts(given: dict[str, Any], base: str, model: str) -> dict[str, Any]:
-    """What was measured."""
+    """The measured values."""
     rate = given["request_rate"]
     return {
         "date": datetime.now(UTC).strftime("%Y%m%d-%H%M%S"),

@@ -1,4 +1,4 @@
-"""What several commands share: the options that name a pipeline, and errors printed without a traceback.
+"""Parts that several commands share: the options that name a pipeline, and errors printed without a traceback.
 
 Called by the commands beside it.
 """
@@ -67,7 +67,7 @@ def errors_as_messages() -> Iterator[None]:
 
 
 def _refused(error: OSError) -> str:
-    """What the operating system did not let us do, and with which file."""
+    """The refusal of the operating system, with the file that it was about."""
     if error.filename is None and isinstance(error, FileNotFoundError) and _working_directory_is_gone():
         return "the working directory is gone"
     return f"{error.filename}: {error.strerror}" if error.filename is not None else error.strerror or str(error)
@@ -89,7 +89,7 @@ def _fail(problem: str) -> None:
 
 
 def _leave_output_alone() -> None:
-    """What could not be written is not tried again when the interpreter ends: it would print a traceback."""
+    """Output that could not be written is not tried again when the interpreter ends: it would print a traceback."""
     try:
         sys.stdout.flush()
     except (OSError, ValueError):

@@ -113,7 +113,7 @@ def _edges(plan: PipelinePlan) -> Table:
 
 
 def _notes(plan: PipelinePlan) -> list[str]:
-    """What the words of the edges mean, and where `omni up` uses something else."""
+    """Notes on the words of the edges, and where `omni up` uses something else."""
     between = [edge for edge in plan.edges if edge.transport == "network"]
     notes = []
     if between and plan.coordinator.relay_backend == "auto":

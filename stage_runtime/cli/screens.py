@@ -1,4 +1,4 @@
-"""What `omni up` shows: a live table on a terminal, plain lines anywhere else.
+"""The screens of `omni up`: a live table on a terminal, plain lines anywhere else.
 
 Here: words, colours and the two ways to show them. Not here: when things happen (`up`). Called by `up`.
 """

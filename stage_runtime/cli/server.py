@@ -86,7 +86,7 @@ def _reason(content: bytes, status: int) -> str:
 
 
 def server_options(function: Any) -> Any:
-    """Which pipeline is meant: a running `omni up`, or a URL (of a port-forward, for example)."""
+    """Options that name the pipeline: a running `omni up`, or a URL (of a port-forward, for example)."""
     function = click.option("--api-key", envvar="OMNI_API_KEY", help="API key, if the pipeline requires one.")(function)
     function = click.option("--url", help="URL of the coordinator. Default: the `omni up` that runs here.")(function)
     return runs.run_options(function)

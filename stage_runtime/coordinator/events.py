@@ -63,7 +63,7 @@ AnswerEvent: TypeAlias = ChunkEvent | ResultEvent
 
 
 class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of a request, in flight or finished lately (`GET /v1/requests/{id}`)."""
+    """The record of a request, in flight or finished lately (`GET /v1/requests/{id}`)."""
 
     id: str
     kind: str
@@ -112,7 +112,7 @@ class RequestHandleApi(Protocol):
 
 
 class RequestManagerApi(Protocol):
-    """What the web room calls. Implemented by `coordinator.request_manager`; knows no HTTP."""
+    """The calls of the web room. Implemented by `coordinator.request_manager`; knows no HTTP."""
 
     async def call_terminal_stages(
         self,

@@ -46,7 +46,7 @@ FENCED: Final = "this incarnation was declared dead"
 
 
 class Joined(NamedTuple):
-    """What a Hello has changed."""
+    """The changes that a Hello has made."""
 
     new: bool  #: It was not a member before.
     replaced: list[str]  #: Members that this proves gone: they were at the same endpoint.
@@ -333,7 +333,7 @@ class Membership:
         }
 
     def stage_beats(self) -> Iterator[StageBeat]:
-        """What the last beats of all instances report of each stage."""
+        """The last beats of all instances, by stage."""
         for incarnation, beat in self._beats.items():
             group = self.state.instances[incarnation].member.group
             for name, count in beat.waiting.items():

@@ -96,7 +96,7 @@ class Outbox(Protocol):
 
 
 class Engine(Protocol):
-    """What a factory's return value is made into."""
+    """The engine that a factory's return value is made into."""
 
     takes_chunks: bool  #: Whether stream chunks may be sent to it.
     takes_admin: bool  #: Whether it answers operations of its own.
@@ -112,7 +112,9 @@ class Engine(Protocol):
 
 
 class Inbox:
-    """What waits for a stage's engine, in order of arrival. `tensor_parallel` has a leader's and a follower's."""
+    """The events that wait for a stage's engine, in order of arrival. `tensor_parallel` has a leader's and a
+    follower's.
+    """
 
     def __init__(self, fail: Callable[[Work, BaseException], None], leaves: Template | None = None) -> None:
         """leaves: the event of a payload that the engine takes, with the queue's depth. None: none is recorded."""

@@ -1,4 +1,4 @@
-"""What goes into a stage's engine and what comes out: the types of the low-level interface.
+"""The events that go into a stage's engine and come out: the types of the low-level interface.
 
 Engines with a loop of their own (``run(inbox, outbox, stop)``) speak these directly; `simple`, `batched` and
 `streaming` speak them for functions.

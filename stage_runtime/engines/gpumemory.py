@@ -24,7 +24,7 @@ _of_stage: Final = contextvars.ContextVar[float | None]("omni_gpu_memory", defau
 
 
 def share_of_stage() -> float | None:
-    """What the stage that is being loaded in this thread may take of its device; None: it states no budget."""
+    """The share of its device that the stage being loaded in this thread may take; None: it states no budget."""
     return _of_stage.get()
 
 
@@ -52,7 +52,7 @@ def left_for_cache(*, total: int, free: int, share: float, weights: int) -> int:
 
 
 def fraction(stages: Iterable[StagePlan], capacity_bytes: int) -> float | None:
-    """What the stages of one process may take of their device together, 0 < f <= 1.
+    """The share of their device that the stages of one process may take together, 0 < f <= 1.
 
     capacity_bytes: the device's memory.
     Returns: None when a stage that uses the GPU states no budget: then the process has none.

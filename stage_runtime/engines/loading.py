@@ -128,7 +128,7 @@ def as_engine(
 
 
 def _likely(made: Any) -> str:
-    """What the author has probably done."""
+    """The author's probable mistake."""
     if inspect.iscoroutine(made):
         made.close()  # or Python would warn that it is never awaited
         return ". A factory is a plain function; what it returns may be async"

@@ -80,7 +80,9 @@ class LoopEngine:
             await asyncio.wrap_future(gate)
 
     def _bind_executor(self, loop: asyncio.AbstractEventLoop) -> None:
-        """What authors give to ``run_in_executor`` records events of this stage: asyncio copies no context there."""
+        """Functions that authors give to ``run_in_executor`` record events of this stage: asyncio copies no context
+        there.
+        """
         stage = active_stage()
         if stage is not None:
             executor = ThreadPoolExecutor(

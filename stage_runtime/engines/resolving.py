@@ -103,7 +103,7 @@ def _no_module(missing: str, name: str) -> str:
 
 
 def _functions_of(holder: Any) -> Iterator[str]:
-    """What could have been meant by a name in a module or a class."""
+    """The names in a module or a class that could have been meant."""
     own = getattr(holder, "__name__", None)
     for name, value in getattr(holder, "__dict__", {}).items():
         if callable(value) and (not inspect.ismodule(holder) or getattr(value, "__module__", own) == own):

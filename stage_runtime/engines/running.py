@@ -17,7 +17,7 @@ class BadYield(TypeError):
 
 
 class Yields:
-    """What one generator has given so far: any number of chunks, at most one result, yielded last or returned."""
+    """The values of one generator so far: any number of chunks, at most one result, yielded last or returned."""
 
     def __init__(self, work: Work, outbox: Outbox) -> None:
         self._work = work
@@ -36,7 +36,7 @@ class Yields:
         return self._outbox.emit(self._work, item)
 
     def through(self, generator: Generator[Any, Any, Any]) -> Iterator[Any]:
-        """What a sync generator yields; what it returns, unless that is None, is its result.
+        """The values that a sync generator yields; what it returns, unless that is None, is its result.
 
         Raises: BadYield: it has yielded one already, or returned a Chunk.
         """

@@ -138,7 +138,7 @@ def decorates_async(fn: Callable[..., Any]) -> bool:
 
 
 def _behind(fn: Callable[..., Any]) -> list[Any]:
-    """What is called when ``fn`` is: itself, what is behind `functools.partial`, an object's ``__call__``."""
+    """The function behind ``fn``: itself, what is behind `functools.partial`, an object's ``__call__``."""
     return [one for one in (fn, getattr(fn, "func", None), getattr(fn, "__call__", None)) if one is not None]  # noqa: B004
 
 

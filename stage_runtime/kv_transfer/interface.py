@@ -1,4 +1,4 @@
-"""What an engine and the transport of its process say to each other about blocks that cross.
+"""The messages of an engine and the transport of its process about blocks that cross.
 
 The engine's half implements `KVSink`, the process's half `KVTransport`. Header bytes and records are MessagePack that
 the engine's half writes and reads; the transport moves them and does not look into them.
@@ -18,7 +18,9 @@ __all__ = ["KVSink", "KVTransport", "Piece", "Room"]
 
 
 class Piece(NamedTuple):
-    """What is shipped at once. tensors: may be views of the cache. sent: called when their memory may change."""
+    """The blocks that are shipped at once. tensors: may be views of the cache. sent: called when their memory may
+    change.
+    """
 
     header: bytes
     tensors: Sequence[Tensor]

@@ -1,4 +1,4 @@
-"""What the two ends of a room write to each other: the prompt that is asked for, and the header of a piece.
+"""The records that the two ends of a room write to each other: the prompt that is asked for, and the header of a piece.
 
 Both come from another process: they are decoded into these types and checked, and nothing in them names memory of the
 receiver but the index of a block in the prompt.

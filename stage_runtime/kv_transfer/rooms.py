@@ -67,7 +67,7 @@ class KVManager:
 
 
 class _End:
-    """What both ends have."""
+    """The common part of both ends."""
 
     def __init__(self, manager: KVManager, room: Room) -> None:
         self._manager = manager

@@ -139,7 +139,7 @@ def of_ranks(gauges: Mapping[int, Gauges]) -> dict[str, float]:
 
 
 def by_rank(gauges: Gauges) -> dict[int, dict[str, float]]:
-    """What `of_ranks` has put beside rank 0's own, apart again."""
+    """The values that `of_ranks` has put beside rank 0's own, apart again."""
     found: dict[int, dict[str, float]] = {0: {}}
     for name, value in gauges.items():
         ranked = _RANK.fullmatch(name)

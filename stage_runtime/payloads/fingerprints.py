@@ -27,7 +27,7 @@ class Fingerprint(msgspec.Struct):
 
 
 def fingerprint(value: Any, *, where: str = "payload.data") -> Fingerprint:
-    """What all tensors and arrays in ``value`` hold now. For the debug mode."""
+    """A fingerprint of all tensors and arrays in ``value`` as they are now. For the debug mode."""
     walk = _FlatParts(where)
     walk.run(value, where)
     return Fingerprint(walk.parts, {path: _digest(part) for path, part in walk.parts.items()})

@@ -71,7 +71,7 @@ class Pack(msgspec.Struct, frozen=True):
         return Pack(parts, offsets, self.nbytes, self.private | frozenset(range(len(self.parts), len(parts))))
 
     def host_part(self) -> Pack:
-        """What of it lies in the host's memory, which is the beginning of the flat buffer."""
+        """The part that lies in the host's memory, which is the beginning of the flat buffer."""
         there = self.on_device
         return self if there is None else Pack(self.parts, self.offsets, there.start, self.private)
 

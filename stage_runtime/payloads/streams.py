@@ -60,7 +60,7 @@ CUDA: Final = CudaStreams()
 
 
 class StreamHandover:
-    """What the taker of a value waits for."""
+    """The event that the taker of a value waits for."""
 
     __slots__ = ("_events", "_streams", "_tensors")
 

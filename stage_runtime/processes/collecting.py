@@ -14,7 +14,7 @@ YOUNG: Final = 2000
 
 
 def settle() -> None:
-    """What exists now stays for as long as the process: look through what comes later alone, and less often."""
+    """Today's objects stay for as long as the process: look through what comes later alone, and less often."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(YOUNG, 10, 10)

@@ -51,7 +51,7 @@ class Addresses(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StageLaunch(msgspec.Struct, frozen=True, kw_only=True):
-    """What the processes of one instance are started with."""
+    """The start parameters of one instance's processes."""
 
     unit: UnitPlan
     group: GroupPlan
@@ -65,7 +65,7 @@ class StageLaunch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def environment(base: Mapping[str, str], *, path: Sequence[Path], code_dir: Path | None) -> dict[str, str]:
-    """What all processes of a run have in common.
+    """The environment that all processes of a run have in common.
 
     path: folders to import from, ahead of PYTHONPATH. Never the working directory: it would surprise.
     """
@@ -182,7 +182,7 @@ def local_addresses(folder: Path, processes: Sequence[str]) -> Callable[[], Addr
 
 
 def visible_gpus(unit: UnitPlan, group: GroupPlan, devices: Sequence[int], shown: str | None) -> tuple[str, ...]:
-    """What CUDA_VISIBLE_DEVICES must be so that the plan's renumbered ids of ``group`` are ``devices``.
+    """The value of CUDA_VISIBLE_DEVICES that makes the plan's renumbered ids of ``group`` be ``devices``.
 
     devices: of this replica, in the order of the group's ids. shown: CUDA_VISIBLE_DEVICES of this machine's user.
     Raises:  ConfigurationError: the user's own CUDA_VISIBLE_DEVICES has no such device.

@@ -75,7 +75,7 @@ def _escaped(text: str) -> str:
 
 
 def _fields(record: logging.LogRecord) -> dict[str, Any]:
-    """What was given as ``extra``."""
+    """The fields given as ``extra``."""
     given = {name: value for name, value in vars(record).items() if name not in _COMMON}
     facts = given.pop(_FACTS, None)
     return {**given, **facts} if isinstance(facts, Mapping) else given | ({} if facts is None else {_FACTS: facts})

@@ -68,7 +68,7 @@ class Pod:
             folder.remove()
 
     def routes(self) -> Routes:
-        """What the kubelet and Prometheus ask for."""
+        """The routes that the kubelet and Prometheus ask for."""
         return {"/livez": self._livez, "/readyz": self._readyz, "/metrics": self._metrics, "/status": self._status}
 
     def _launch(self, folder: rundir.RunDir) -> None:
@@ -157,7 +157,7 @@ class Pod:
 
 
 def samples(views: Sequence[ProcessView]) -> Samples:
-    """What a pod serves of its processes."""
+    """The samples that a pod serves of its processes."""
     running = [(view.process, view.pid) for view in views if view.pid is not None]
     of_processes: Samples = {
         catalog.PROCESS_READY: {(view.process,): float(view.state == "ready") for view in views},

@@ -23,7 +23,7 @@ TIMEOUT_S = 5.0  # for one request and its answer
 
 
 class Reply(msgspec.Struct, frozen=True, kw_only=True):
-    """What a path answers now."""
+    """The answer of a path now."""
 
     body: str
     status: HTTPStatus = HTTPStatus.OK

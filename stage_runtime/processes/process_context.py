@@ -1,4 +1,4 @@
-"""What settings mean for sockets and relays: keys, addresses, sizes. Used by the wiring of both programs."""
+"""The meaning of settings for sockets and relays: keys, addresses, sizes. Used by the wiring of both programs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the processes of all ranks have in common: planes, loading, signals, the exit code.
+"""The common part of the processes of all ranks: planes, loading, signals, the exit code.
 
 `stage` is rank 0, and every process of a stage without ranks; `follower` is ranks 1...
 """
@@ -39,7 +39,7 @@ THREADS_S: Final = 1.0
 
 
 class RankProcess:
-    """What all ranks have in common: planes, loading, signals, the exit code."""
+    """The common part of all ranks: planes, loading, signals, the exit code."""
 
     _relays: Relays
     _endpoint: str

@@ -117,7 +117,7 @@ def check_access(base: str | None) -> None:
 
 
 def objection(owner: int, mode: int) -> str | None:
-    """What is wrong with a folder above the run's, and the cure. None: nothing."""
+    """The fault of a folder above the run's, and the cure. None: nothing."""
     trusted = {0, os.geteuid(), os.stat("/").st_uid}  # in a user namespace root may have another number
     if owner not in trusted:
         return f"belongs to {_user(owner)}, who could replace its content: choose another folder"

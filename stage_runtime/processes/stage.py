@@ -59,7 +59,7 @@ async def _serve(kind: type[FollowerProcess] | type[StageProcess], settings: Sta
 
 
 def _meet_ranks(settings: StageSettings) -> None:
-    """What torch.distributed's ``env://`` reads, for factories of a TP stage."""
+    """Set the variables that torch.distributed's ``env://`` reads, for factories of a TP stage."""
     if settings.rendezvous is None:
         return
     host, _, port = settings.rendezvous.removeprefix("tcp://").rpartition(":")

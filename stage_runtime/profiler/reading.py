@@ -47,7 +47,7 @@ class Clock(msgspec.Struct, frozen=True, kw_only=True, order=True):
 
 
 class Process(msgspec.Struct, kw_only=True):
-    """What one event file contains about the process that wrote it."""
+    """The content of one event file about the process that wrote it."""
 
     path: Path
     pid: int = 0

@@ -161,7 +161,7 @@ _by_thread = threading.local()
 
 
 class ActiveStage(msgspec.Struct, frozen=True):
-    """What `set_active_stage` replaced."""
+    """The stage that `set_active_stage` replaced."""
 
     thread: str | None
     task: contextvars.Token[str | None]

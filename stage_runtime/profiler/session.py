@@ -37,7 +37,7 @@ NOT_RECORDING: Final = "not recording"
 
 
 class ProfileSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What a run shall record. Paths are below the root of every process, and were checked against the sender's."""
+    """The settings of a run. Paths are below the root of every process, and were checked against the sender's."""
 
     run_id: str
     event_dir: str
@@ -218,5 +218,5 @@ class ProfileSession:
 
 
 def _endless(settings: ProfileSettings) -> ProfileSettings:
-    """What is recorded and where, for however long."""
+    """The part of a run's settings that does not depend on its length: what is recorded, and where."""
     return msgspec.structs.replace(settings, max_seconds=0)

@@ -51,7 +51,7 @@ class Hop(NamedTuple):
 
 
 class PairedEvents(NamedTuple):
-    """What the events of one request show. ``unpaired``: hop events without their other half, by name."""
+    """The pairs in the events of one request. ``unpaired``: hop events without their other half, by name."""
 
     intervals: list[Interval]
     hops: list[Hop]

@@ -148,7 +148,7 @@ class RunWriter:
 
     @property
     def missing(self) -> str:
-        """What the disk did not take, and why; empty: it took all."""
+        """The bytes that the disk did not take, and why; empty: it took all."""
         return f"{self.dropped} events were not written: {self._disk}" if self._disk and self.dropped else ""
 
     def line(self, event: str, request_id: str, stage: str, time_ns: int, metadata: Mapping[str, Any]) -> EventLine:

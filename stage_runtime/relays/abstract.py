@@ -1,4 +1,4 @@
-"""What all relays have in common: account of its peers, its puts and the buffers that it has received.
+"""The common part of all relays: account of its peers, its puts and the buffers that it has received.
 
 A relay is a subclass in a folder of its own. It defines how a peer is connected, how bytes get there and come from
 there, and what a put holds; when that is given back is decided here. `base.Relay` is what callers see.

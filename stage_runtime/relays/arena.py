@@ -272,9 +272,9 @@ class Arena:
         return None
 
     def read_region(self, part: memoryview) -> np.ndarray[Any, Any] | None:
-        """What ``part`` of an author's tensor holds now, for a transport of this process that reads it later; `settle`
-        follows. The slot stays taken until the last view of it has died. None: ``part`` lies elsewhere, or is not to be
-        sent from there.
+        """The value of ``part`` of an author's tensor now, for a transport of this process that reads it later;
+        `settle` follows. The slot stays taken until the last view of it has died. None: ``part`` lies elsewhere, or is
+        not to be sent from there.
         """
         found = self.find(part)
         if found is None:

@@ -30,8 +30,8 @@ class RelayOperation(Protocol):
 
     @property
     def metadata(self) -> bytes:
-        """What the other end's `Relay.get` needs, opaque to all others. Reading it counts as announcing it:
-        until then no peer can know of the transfer.
+        """The metadata that the other end's `Relay.get` needs, opaque to all others. Reading it counts as announcing
+        it: until then no peer can know of the transfer.
         """
 
     @property
@@ -81,13 +81,13 @@ class Relay(Protocol):
     name: str
 
     def facts(self) -> dict[str, Any]:
-        """What peers must know to reach this process; goes into Hello."""
+        """The facts that peers must know to reach this process; they go into Hello."""
 
     def open(self, peer: Peer, facts: Mapping[str, Any]) -> bool:
         """Learn a peer's facts. True when this relay can move bytes to and from it; never raises for bad facts."""
 
     def medium(self, peer: Peer) -> Medium:
-        """What the bytes to and from a peer that is open go through. Both ends give the same."""
+        """The medium that the bytes to and from an open peer go through. Both ends give the same."""
 
     def prepare(self, peer: Peer) -> None:
         """Prepare for a put to ``peer``, for example connect. From any thread."""

@@ -1,4 +1,5 @@
-"""Which relay carries what one process sends to another: derived from what both have announced in Hello.
+"""The choice of the relay that carries what one process sends to another: derived from what both have announced in
+Hello.
 
 Pure: facts in, a choice or the reason of a refusal out. `dispatch` opens the relays, collects the facts and remembers
 choices; `registry` has the order of preference.
@@ -23,7 +24,7 @@ PROCESS: Final = "process"  #: The key of `ProcessFacts` among the relays' facts
 
 
 class ProcessFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a process announces of itself and of where it runs."""
+    """The facts that a process announces of itself and of where it runs."""
 
     incarnation: str = ""
     pod: str = ""  #: The pod's uid; empty outside of Kubernetes.
@@ -133,7 +134,7 @@ def share_world(own: ProcessFacts, peer: ProcessFacts) -> bool:
 
 
 def apart(own: ProcessFacts, peer: ProcessFacts) -> str:
-    """What separates two processes."""
+    """The boundary that separates two processes."""
     if own.boot != peer.boot:
         return "another machine"
     if own.pod != peer.pod:

@@ -1,4 +1,4 @@
-"""What a relay is made with: the process's loop, name, arena and settings. Made by `dispatch.Relays`."""
+"""The parts that a relay is made with: the process's loop, name, arena and settings. Made by `dispatch.Relays`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from stage_runtime.relays.locking import MemoryLock
 
 
 class SocketSecurity(Protocol):
-    """What guards TCP sockets (`sockets.endpoints.addresses.Security`)."""
+    """The security of TCP sockets (`sockets.endpoints.addresses.Security`)."""
 
     def server(self, socket: Any) -> None:
         """Called before ``bind``."""
@@ -69,7 +69,7 @@ class RelaySettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RelayContext(msgspec.Struct, frozen=True, kw_only=True):
-    """What a relay is made with."""
+    """The parts that a relay is made with."""
 
     loop: asyncio.AbstractEventLoop
     incarnation: Peer

@@ -1,4 +1,4 @@
-"""What this machine, or this container of it, has: the facts by which a relay is chosen.
+"""The devices of this machine, or of this container of it: the facts by which a relay is chosen.
 
 Read from the kernel; no library is loaded for it.
 """

@@ -112,7 +112,7 @@ class Relays:
         self._trimming = loop.call_later(TRIM_S, self._trim)
 
     def facts(self) -> dict[str, Any]:
-        """What a peer's `open` needs, for Hello: plain data."""
+        """The facts that a peer's `open` needs, for Hello: plain data."""
         relays = {name: relay.facts() for name, relay in self._relays.items()}
         return {**relays, PROCESS: msgspec.to_builtins(self.process)}
 
@@ -285,7 +285,7 @@ class Relays:
         return relay.get(rest, request_id=request_id, peer=Peer(peer), holder=holder)
 
     def report(self, metadata: bytes, *, peer: str, error: RelayFailed) -> None:
-        """What ``peer`` put does not come: by its relay, nothing more is sent between the two."""
+        """The values that ``peer`` put do not come: by its relay, nothing more is sent between the two."""
         name, _, _ = bytes(metadata).partition(b":")
         self.fail(peer, name.decode("ascii", "replace"), str(error))
 

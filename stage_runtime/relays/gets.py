@@ -23,7 +23,7 @@ ROOM_S: Final = 2e-3  # how often memory is looked for by what found none
 
 
 class GetRoute(Protocol):
-    """What a get needs to know of its peer."""
+    """The facts that a get needs of its peer."""
 
     @property
     def peer(self) -> Peer: ...

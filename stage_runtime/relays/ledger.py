@@ -1,4 +1,4 @@
-"""What this process has put and not got back. Shared by the relays."""
+"""The account of what this process has put and not got back. Shared by the relays."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from stage_runtime.relays.operations import PutOperation
 
 
 class Ledger:
-    """What this process has put and not got back, and who waits for room. From any thread."""
+    """The values that this process has put and not got back, and who waits for room. From any thread."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop

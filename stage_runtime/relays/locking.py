@@ -22,7 +22,7 @@ MIB: Final = 1 << 20
 
 
 class MemoryLock(msgspec.Struct, frozen=True, kw_only=True):
-    """What the kernel lets this process lock."""
+    """The memory that the kernel lets this process lock."""
 
     limit_nbytes: int | None = None  #: RLIMIT_MEMLOCK; None: unlimited.
     capable: bool = False  #: It has the capability IPC_LOCK, for which the limit does not count.

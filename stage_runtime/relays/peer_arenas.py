@@ -23,7 +23,7 @@ from stage_runtime.relays.base import Peer
 
 
 class ArenaFacts(msgspec.Struct, frozen=True):
-    """What a peer must know to map our arena."""
+    """The facts that a peer must know to map our arena."""
 
     boot_id: str
     pid_namespace: int
@@ -79,7 +79,7 @@ def mapped(facts: ArenaFacts) -> mmap.mmap | None:
 
 
 def region(mapping: mmap.mmap, place: ArenaPlace, relay: str, peer: Peer) -> Any:
-    """What lies there, as `pages.region`.
+    """The bytes that lie there, as `pages.region`.
 
     Raises: TransferError: it is not inside the arena, or is there no more.
     """

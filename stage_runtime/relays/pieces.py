@@ -139,7 +139,7 @@ class GetPieces:
 
 
 def announced(rest: bytes, limit: int) -> PiecesAnnouncement:
-    """What a `PutPieces` of a peer has announced.
+    """The pieces that a `PutPieces` of a peer has announced.
 
     Raises: TransferError: it is not an announcement of pieces, or of more than ``limit`` bytes."""
     try:

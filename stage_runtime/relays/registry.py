@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class RelayFactory(Protocol):
-    """What a line names: makes the relay of a process."""
+    """A line's factory: it makes the relay of a process."""
 
     def __call__(self, context: RelayContext) -> Relay: ...
 

@@ -1,4 +1,4 @@
-"""Which part of an arena is whose: the allocator of extents and the life of a slot, as a table.
+"""The owners of an arena's parts: the allocator of extents and the life of a slot, as a table.
 
 Pure: no memory is touched here (`arena` owns it), nothing is locked (`arena` does).
 """

@@ -21,7 +21,7 @@ RETRIED_AFTER: Final = 2.0  # of the time that one is expected: then a group on 
 
 
 class Outlook(IntEnum):
-    """What a request for a set of groups may expect; a greater one is worse."""
+    """The prospect of a request for a set of groups; a greater one is worse."""
 
     HERE = 0  #: Each has an instance.
     COMING = 1  #: The ones that have none are expected to have one.

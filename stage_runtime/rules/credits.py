@@ -10,7 +10,7 @@ from enum import Enum
 
 
 class Reservation(Enum):
-    """What a transfer has taken of its edge's window, until it is released."""
+    """The part of its edge's window that a transfer has taken, until it is released."""
 
     SHARED = "shared"  #: Its bytes.
     CREDIT = "credit"
@@ -18,7 +18,8 @@ class Reservation(Enum):
 
 
 class Window:
-    """What one edge may have under way. The holder takes a reservation per transfer and gives it back with the release.
+    """The transfers that one edge may have under way. The holder takes a reservation per transfer and gives it back
+    with the release.
 
     Invariant: 0 <= credits <= limit, 0 <= shared <= shared_nbytes.
 

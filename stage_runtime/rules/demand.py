@@ -1,4 +1,4 @@
-"""What requests ask of each process group: how many come, how long one is at work, how many wait. Pure.
+"""The demand of requests for each process group: how many come, how long one is at work, how many wait. Pure.
 
 Here: counting at one coordinator. Not here: how many instances that needs (`omnipipeline_spec.scaling`). The time is
 passed in. Also counted while a group has no instance, so that whoever starts instances knows of the demand.
@@ -23,7 +23,7 @@ SERVICES: Final = 64  # a mean over about so many of the last requests
 
 
 class StageBeat(msgspec.Struct, frozen=True, kw_only=True):
-    """What one instance reports of one stage."""
+    """The report of one instance on one stage."""
 
     stage: str
     group: str

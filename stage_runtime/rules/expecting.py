@@ -1,4 +1,4 @@
-"""Which inputs of one request a stage may still receive, edge by edge, so that it never waits for an input in vain.
+"""The inputs of one request that a stage may still receive, edge by edge, so that it never waits for an input in vain.
 
 Every source ends each edge: a normal edge with a payload or `Skip`; a stream with the done signal or `Skip`. A payload,
 a chunk or a done signal begins the request at the stage; a skip does not. When all edges have ended and the request has
@@ -15,7 +15,7 @@ import msgspec
 
 
 class Outlook(Enum):
-    """What a stage can still expect of a request."""
+    """The inputs that a stage can still expect of a request."""
 
     OPEN = "open"  #: Something may come.
     NO_PAYLOAD = "no payload"  #: It has begun, by a stream; no payload can come.

@@ -1,4 +1,4 @@
-"""Who may free which blocks while keys and values cross between engines, and how far a room is. Pure.
+"""The right to free blocks while keys and values cross between engines, and how far a room is. Pure.
 
 A decode engine takes blocks for a prompt before it asks for it (`Loads`), and keeps them until the request is scheduled
 or ends. A prefill engine keeps what it has not copied out (`BlockPool.pin`). A block that has come is known by the hash

@@ -18,14 +18,14 @@ RETRY_WAIT_S: Final = 5.0
 
 
 class HoldLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """What may wait at one coordinator."""
+    """The bounds of the requests that may wait at one coordinator."""
 
     requests: int
     nbytes: int  #: Of the encoded requests.
 
 
 class Verdict(Enum):
-    """What becomes of a new request. The values are the metric's reasons."""
+    """The decision on a new request. The values are the metric's reasons."""
 
     WAIT = "wait"
     GONE = "gone"  #: No instance is expected.
@@ -43,7 +43,7 @@ def verdict(outlook: Outlook, nbytes: int, *, waiting: int, waiting_nbytes: int,
 
 
 class Step(Enum):
-    """What happens to a request that waits and cannot be bound."""
+    """The next step of a request that waits and cannot be bound."""
 
     WAIT = "wait"
     TAKE_ANY = "take any"  #: Bind it to an instance that was avoided: it may be reached again by now.

@@ -1,4 +1,4 @@
-"""What `membership` keeps of instances and of their complete sets, and the error where there is none. Pure."""
+"""The instances and their complete sets, as `membership` keeps them, and the error where there is none. Pure."""
 
 from __future__ import annotations
 
@@ -64,14 +64,14 @@ class Sets(msgspec.Struct):
 
 
 class Wanted(NamedTuple):
-    """What a request asks of a revision."""
+    """A request's needs of a revision."""
 
     terminals: frozenset[str] | None  #: None: all.
     required: frozenset[str]  #: Stages that a route has led to.
 
 
 class Needs(NamedTuple):
-    """What a request needs of a revision."""
+    """A request's needs of a revision."""
 
     met: dict[str, str]  #: stage -> group, of the stages that it may meet.
     certain: list[str]  #: Those without which it cannot be served.

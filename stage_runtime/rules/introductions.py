@@ -1,4 +1,5 @@
-"""Which instances know each other's endpoint, and which are notified of a departure. Pure: the caller passes the time.
+"""The instances that know each other's endpoint, and which are notified of a departure. Pure: the caller passes the
+time.
 
 Two instances are introduced when a request is bound to both and an edge connects its stages there. So an instance
 is notified only of those that it shares requests with, and the cost of a join or a departure follows from the number of
@@ -17,7 +18,7 @@ FRESH_S: Final = 5.0
 
 
 class News(msgspec.Struct, frozen=True):
-    """What a binding makes known."""
+    """The news that a binding makes known."""
 
     introduced: dict[str, list[str]]  #: Each instance -> those whose endpoints it must be sent now.
     along: set[str]  #: The instances whose facts the request brings along.

@@ -1,4 +1,4 @@
-"""Which rooms of one stage are open, to whom, and whose leases are over. Pure: the caller passes the time.
+"""The open rooms of one stage: to whom, and whose leases are over. Pure: the caller passes the time.
 
 A room is opened once and ends once. A prefill instance holds blocks for a room until it ends, so its rooms are under a
 lease, which decode's beats renew: a decode instance that is stopped, or cut off in one direction, holds nothing for
@@ -44,7 +44,7 @@ class Rooms:
         return peer
 
     def peer(self, room: Room) -> str | None:
-        """Who is at the other end; None: it is not open."""
+        """The peer at the other end; None: it is not open."""
         return self._peers.get(room)
 
     def renew(self, room: Room, peer: str, now: float) -> bool:

@@ -75,7 +75,7 @@ class LinkSender:
         return iter(self._frames)
 
     def after(self, seq: int) -> Iterator[tuple[int, bytes]]:
-        """What of it follows ``seq``, with its numbers."""
+        """The frames that follow ``seq``, with their numbers."""
         first = self.last - len(self._frames) + 1
         return ((number, frame) for number, frame in enumerate(self._frames, first) if number > seq)
 
@@ -88,7 +88,7 @@ class Verdict(Enum):
 
 
 class Standing(Enum):
-    """Which session of a link a frame belongs to. Either end may drop a link alone; the other must detect it."""
+    """The session of a link that a frame belongs to. Either end may drop a link alone; the other must detect it."""
 
     CURRENT = "current"
     OLD = "old"  #: Sent in a session that its sender has dropped since: ignore.
@@ -184,7 +184,7 @@ class LinkReceiver:
         return Verdict.ASKED if asked else Verdict.GAP
 
     def acked(self) -> int:
-        """What to write into an outgoing frame's ``ack``; nothing is owed afterwards."""
+        """The value to write into an outgoing frame's ``ack``; nothing is owed afterwards."""
         self.owed = 0
         self.acknowledged = self.last_received > 0
         return self.last_received

@@ -227,7 +227,9 @@ class MembershipState:
     def lacks(
         self, terminals: Collection[str] | None, required: AbstractSet[str] = frozenset()
     ) -> list[list[UnitKind]]:
-        """What a request needs and has no instance: of each revision that has these terminals, newest last."""
+        """The groups that a request needs and that have no instance: of each revision that has these terminals, newest
+        last.
+        """
         wanted = Wanted(None if terminals is None else frozenset(terminals), frozenset(required))
         return [self._lacks_of(one, wanted) for one in self.having(terminals)]
 
@@ -259,7 +261,7 @@ class MembershipState:
         return needs
 
     def missing_of(self, revision: PipelineRevision, stages: Iterable[str]) -> list[UnitKind]:
-        """What has no instance that takes requests, of the groups of these stages."""
+        """The groups of these stages that have no instance that takes requests."""
         kinds = (self._kind(revision, group) for group in dict.fromkeys(revision.stages[stage] for stage in stages))
         return [kind for kind in kinds if self._is_missing(kind)]
 
@@ -269,7 +271,7 @@ class MembershipState:
         return pool.items if pool is not None else ()
 
     def missing(self) -> set[UnitKind]:
-        """What has no instance that takes requests, of all revisions."""
+        """The groups that have no instance that takes requests, of all revisions."""
         kinds = (self._kind(one, group) for one in self.revisions for group in set(kvpairs.served(one).values()))
         return {kind for kind in kinds if self._is_missing(kind)}
 
@@ -299,7 +301,7 @@ class MembershipState:
         return self._eligible.get(kind) is None
 
     def _kind(self, revision: PipelineRevision, group: str) -> UnitKind:
-        """What may serve ``group`` in ``revision``."""
+        """The kind of instance that may serve ``group`` in ``revision``."""
         unit = revision.groups[group]
         return group, unit, revision.units[unit], self._schemas[revision.revision][group]
 

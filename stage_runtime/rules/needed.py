@@ -1,4 +1,4 @@
-"""Which stages a request still needs: the part of the others is over, and their process may end. Pure.
+"""The stages that a request still needs: the part of the others is over, and their process may end. Pure.
 
 A stage is needed while the request waits for it as a terminal, or while a needed one may still get input from it. A
 stage that has begun and has no streams as input has had all of it: it begins with its payload, of a join with all that

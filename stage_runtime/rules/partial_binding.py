@@ -1,4 +1,4 @@
-"""Which stages a request is bound to while some have no ready instance. Pure.
+"""The stages that a request is bound to while some have no ready instance. Pure.
 
 A stage whose `routeFn` chooses may never send to one that is away, so the request is bound without it: it fails, or
 waits for that stage, only when its route leads there. Everything else that a stage declares is used by every request

@@ -80,7 +80,7 @@ class Pools(Generic[Kind, Item]):
 
 
 class Endpoints:
-    """Which incarnations are known at each endpoint."""
+    """The known incarnations at each endpoint."""
 
     def __init__(self) -> None:
         self._at: dict[str, list[str]] = {}

@@ -110,7 +110,7 @@ class CoordinatorStopped(Stimulus, frozen=True):
 
 
 class Instruction(Enum):
-    """What the request manager must do, in this order."""
+    """The orders to the request manager, in this order."""
 
     DELIVER = "deliver"  #: Pass the event on to the client.
     ABORT = "abort"  #: Tell every bound instance to drop this attempt.
@@ -277,7 +277,7 @@ class Tracked:
 
 
 class TransitionRow(NamedTuple):
-    """What an event leads to. Of several rows of one event the first whose ``when`` holds is taken."""
+    """The consequences of an event. Of several rows of one event the first whose ``when`` holds is taken."""
 
     to: RequestState
     instructions: Instructions = NOTHING
@@ -302,7 +302,7 @@ def _over(state: RequestState) -> Rows:
 
 
 def _given_up(*instructions: Instruction) -> Rows:
-    """What ends a request in every live state."""
+    """The events that end a request in every live state."""
     return {
         Cancelled: (TransitionRow(CANCELLED, instructions, effect=Tracked._fail_cancelled),),
         DeadlinePassed: (TransitionRow(FAILED, instructions, effect=Tracked._fail_late),),

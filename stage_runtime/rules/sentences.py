@@ -38,7 +38,7 @@ class Splitter:
         return [sentence for sentence in found if speakable(sentence)]
 
     def flush(self) -> list[str]:
-        """What is left, once no more text comes; the splitter is empty afterwards."""
+        """The text that is left once no more comes; the splitter is empty afterwards."""
         last, self._rest = self._rest.strip(), ""
         return [last] if speakable(last) else []
 

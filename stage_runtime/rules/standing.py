@@ -12,7 +12,7 @@ import msgspec
 
 
 class _Seen(msgspec.Struct):
-    """What one instance has reported."""
+    """The reports of one instance."""
 
     beat_at: float
     progress: Mapping[str, int] = {}

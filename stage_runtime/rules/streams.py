@@ -18,7 +18,7 @@ HEAVIEST: Final = STREAM_WINDOW // 4  # four chunks fit, however large: one is m
 
 
 def weight(nbytes: int) -> int:
-    """What a chunk of so many bytes takes of its stream's window."""
+    """The part of its stream's window that a chunk of so many bytes takes."""
     return min(HEAVIEST, 1 + nbytes // UNIT_NBYTES)
 
 

@@ -1,4 +1,4 @@
-"""Which instances of the next group an instance is bound to: a bounded, even and stable choice. Pure.
+"""The instances of the next group that an instance is bound to: a bounded, even and stable choice. Pure.
 
 The instances of each group stand on a circle, in the order of their incarnations, which are random. An instance at
 ``position`` of its group is bound to an arc of the next group's circle around the same angle. So

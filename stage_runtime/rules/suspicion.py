@@ -1,4 +1,4 @@
-"""Which request ends instances again and again: one that was under way at more than one of them. Pure.
+"""The requests that end instances again and again: one that was under way at more than one of them. Pure.
 
 A request that ends its process takes its neighbours along, and all of them are sent again. Those go one at a time to an
 instance (a few at a time where they are many), until they have streamed or run for longer than they had run before: so
@@ -22,7 +22,7 @@ DEATHS_MOST: Final = 3  # of one stage, under one request, however many others w
 
 
 class Blame(Enum):
-    """What the end of an instance means for a request that was under way there."""
+    """The meaning of an instance's end for a request that was under way there."""
 
     NONE = "none"  #: The first one: it is sent again as its retries allow.
     UNCLEAR = "unclear"  #: Another suspect was there: sent again at no cost, strictly one at a time.

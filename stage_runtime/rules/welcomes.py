@@ -1,4 +1,4 @@
-"""Which Hello is answered, of a member that repeats it. Pure: the caller passes the time.
+"""The Hellos that are answered, of a member that repeats them. Pure: the caller passes the time.
 
 A process sends Hello until it has read Welcome. Where thousands join at once that takes longer than the time between
 two of them, and each answer delays the others. The link to the member repeats a Welcome by itself; another one is

@@ -18,7 +18,7 @@ from stage_runtime.wire.messages import Message
 
 
 class Broadcasts:
-    """What one process publishes and subscribes to."""
+    """The broadcasts that one process publishes and subscribes to."""
 
     def __init__(
         self,

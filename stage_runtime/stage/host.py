@@ -148,7 +148,7 @@ class Host:
             transport.wire()
 
     def open_ranks(self, leader: Leader) -> RankPlane:
-        """What this process, as rank 0 of a TP stage, has towards its followers."""
+        """The part of this process, as rank 0 of a TP stage, towards its followers."""
         (stage,) = self.stages.values()
         self._ranks = RankPlane(
             leader,

@@ -1,4 +1,5 @@
-"""What a process's stages share: its incarnation, its ends of the planes, the inputs of its stages. Any thread.
+"""The parts that a process's stages share: its incarnation, its ends of the planes, the inputs of its stages. Any
+thread.
 
 Made by `host`, which exchanges the planes when the process takes another incarnation (`wire`, `renew`).
 """

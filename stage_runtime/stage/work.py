@@ -27,8 +27,8 @@ _lock: Final = Lock()
 
 
 class Fate(msgspec.Struct, eq=False):
-    """What user code may ask of a request, kept apart from its work: a request that knew its work would be a cycle,
-    and the slots of its senders would wait for the garbage collector.
+    """The facts that user code may ask of a request, kept apart from its work: a request that knew its work would be a
+    cycle, and the slots of its senders would wait for the garbage collector.
     """
 
     is_cancelled: bool = False
@@ -178,7 +178,7 @@ class RequestWork(msgspec.Struct, eq=False, kw_only=True):
         self._held.setdefault(target, []).append(own)
 
     def held(self, target: str) -> list[Chunk]:
-        """What was kept for ``target``, in order; it is kept no longer."""
+        """The values that were kept for ``target``, in order; they are kept no longer."""
         return self._held.pop(target, [])
 
     def takes(self, target: str) -> bool:

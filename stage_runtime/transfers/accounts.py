@@ -1,4 +1,6 @@
-"""What each edge has sent, by the relay that carried it: for /metrics. Under the lock of `sending.SendQueues`."""
+"""The bytes that each edge has sent, by the relay that carried them: for /metrics. Under the lock of
+`sending.SendQueues`.
+"""
 
 from __future__ import annotations
 

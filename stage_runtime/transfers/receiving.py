@@ -51,7 +51,7 @@ class Fetched(msgspec.Struct, eq=False):
 
     @property
     def held_nbytes(self) -> int:
-        """What it takes of memory before it is opened: its buffer, and what came in its message."""
+        """The memory that it takes before it is opened: its buffer, and what came in its message."""
         return self.nbytes + len(self._body.value) + len(self._body.inline)
 
     def copy_out(self) -> None:

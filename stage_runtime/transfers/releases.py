@@ -14,7 +14,7 @@ from stage_runtime.wire.messages import Message, Release
 
 
 class Releases:
-    """What this process has released and not reported yet. Made on ``loop``'s thread."""
+    """The slots that this process has released and not reported yet. Made on ``loop``'s thread."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, send: Callable[[str, Message], object]) -> None:
         self._loop = loop

@@ -72,7 +72,7 @@ class PendingSend(msgspec.Struct):
 
 
 def attempt_key(owner: str, request_id: str, attempt: int) -> str:
-    """What relays call a request's transfers: the abort of one attempt must not free those of another one.
+    """The key by which relays call a request's transfers: the abort of one attempt must not free those of another one.
 
     Request ids are chosen by clients, so two coordinators may use the same id at the same time. An abort comes from the
     coordinator and a payload of the next attempt from a stage, in any order.

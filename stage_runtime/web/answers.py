@@ -1,4 +1,4 @@
-"""What answers look like, as types that `openapi` reads. No answer is made of them: `translating` makes plain dicts.
+"""The forms of answers, as types that `openapi` reads. No answer is made of them: `translating` makes plain dicts.
 
 A test compares real answers with the schemas. Fields that may be missing are UNSET.
 """

@@ -1,4 +1,4 @@
-"""What all routes share: the request manager and the settings behind them, and how a handler becomes a route."""
+"""The common part of all routes: the request manager and the settings, and how a handler becomes a route."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Read = TypeVar("Read")
 
 
 class HandlerContext(msgspec.Struct, frozen=True, kw_only=True):
-    """What handlers work with."""
+    """The objects that handlers work with."""
 
     manager: RequestManagerApi
     settings: WebSettings

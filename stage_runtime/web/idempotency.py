@@ -139,6 +139,6 @@ def _key(exchange: Exchange) -> str | None:
 
 
 def _name(exchange: Exchange, key: str) -> Name:
-    """Who has another API key has other requests under the same key."""
+    """A client with another API key has other requests under the same key."""
     parts = (exchange.path, exchange.header(b"authorization") or "", key)
     return hashlib.sha256("\0".join(parts).encode("utf-8", "surrogatepass")).digest()

@@ -32,7 +32,7 @@ from stage_runtime.web.spoken.room import SpeechStream
 
 
 class SocketEndpoint(Protocol):
-    """What answers the path of a WebSocket."""
+    """The application that answers the path of a WebSocket."""
 
     async def refuse(self, exchange: Exchange) -> None:
         """Answer a request that asks for no WebSocket."""

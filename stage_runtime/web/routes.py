@@ -109,7 +109,7 @@ def probes(
 
 
 def page(manager: RequestManagerApi, settings: WebSettings, *, profiler: bool) -> tuple[Route, ...]:
-    """What the page for people asks beside the routes of clients. profiler: its routes are on the same port."""
+    """The routes that the page for people asks beside those of clients. profiler: its routes are on the same port."""
     about = {
         "model": settings.model,
         "serves": settings.serves,

@@ -1,4 +1,4 @@
-"""What a route is, and how a table of routes becomes an application. The table itself is in `routes`."""
+"""The type of a route, and how a table of routes becomes an application. The table itself is in `routes`."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ FRAME_LIMIT: Final = 1 << 20  # a valid frame is never larger: the value of a la
 
 
 class RequestRef(msgspec.Struct, frozen=True, array_like=True):
-    """Which request a message belongs to; bounded by its message, which is checked before it is sent."""
+    """The request that a message belongs to; bounded by its message, which is checked before it is sent."""
 
     request_id: str
     attempt: int

@@ -1,4 +1,5 @@
-"""What authors give clients, checked where they give it: the outputs' fields, a chunk's fields, what a route can show.
+"""The outputs of authors for clients, checked where they give them: the outputs' fields, a chunk's fields, what a route
+can show.
 
 Pure, and called by every sender: a wrong field is then refused with the stage's name, not found by the coordinator.
 """
@@ -96,7 +97,7 @@ def shows(data: Any, kind: str = "pipeline") -> bool:
 
 
 def shown_words(kind: str) -> str:
-    """What the route of a request of this kind shows, for a message."""
+    """The kinds of output that the route of a request of this kind shows, for a message."""
     return _WORDS.get(kind, "omni.Text, omni.Audio, omni.Usage, omni.Finish and omni.Note")
 
 

@@ -41,7 +41,7 @@ class Member(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Header(msgspec.Struct, frozen=True, array_like=True):
-    """What every message of a request carries."""
+    """The fields that every message of a request carries."""
 
     request_id: RequestId
     attempt: Count

@@ -66,7 +66,7 @@ class Text(msgspec.Struct, frozen=True):
 
 @message
 class Reasoning(msgspec.Struct, frozen=True):
-    """What the model thinks before its answer, for the client: a piece when streamed, or all of it in a result.
+    """The model's thoughts before its answer, for the client: a piece when streamed, or all of it in a result.
 
     choice: which of several answers it belongs to.
     """

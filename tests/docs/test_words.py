@@ -19,7 +19,10 @@ AVOIDED = {
     r"\bWhat it holds to\b": "Guarantees",
 }
 #: In the product's code: a docstring or a field's comment has a subject.
-WITHOUT_SUBJECT = {r'^\s*(#:|""")\s*(Of|By) ': "what it is"}
+WITHOUT_SUBJECT = {
+    r'^\s*(#:|""")\s*(Of|By) ': "what it is",
+    r'^\s*"""(What|Which|Who) ': "the noun: what one process has answered -> the answer of one process",
+}
 #: Made by a program, or of words that somebody else wrote.
 OTHERS = ("CHANGELOG.md", "tests/docs/test_words.py", "benchmarks/RESULTS.md")
 

@@ -57,7 +57,7 @@ def documents(text: str, source: str) -> tuple[Document, ...]:
 
 
 def _nodes(text: str, source: str) -> list[yaml.Node]:
-    """What PyYAML makes of each document."""
+    """The nodes that PyYAML makes of each document."""
     try:
         composer = _Composer(text)
     except yaml.reader.ReaderError as error:

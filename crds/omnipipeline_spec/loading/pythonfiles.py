@@ -185,7 +185,7 @@ def _import(module: str, text: str) -> ModuleType:
 
 
 def _raised(text: str, error: BaseException) -> UnreadableSpec:
-    """What importing a module raised, in one line, with the location in it. Its ``__str__`` may raise, too."""
+    """The error of importing a module, in one line, with the location in it. Its ``__str__`` may raise, too."""
     try:
         summary = " ".join(f"{type(error).__name__}: {error}".split())
     except Exception:

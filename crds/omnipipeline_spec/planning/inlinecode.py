@@ -1,4 +1,4 @@
-"""Which files of ``code.inline`` a process needs and what they mean: only an edit of their meaning restarts a unit.
+"""The files of ``code.inline`` that a process needs, and their meaning: only an edit of it restarts a unit.
 
 Here: two rules over names and texts. It may keep unneeded files and never drops a needed one. A module is needed when a
 needed file imports it or contains its name in a string. All files are kept when code finds modules by computed names,

@@ -326,7 +326,7 @@ def _edge_relay(spec: PipelineConfig, transport: str, *, one_gpu: bool) -> str:
 
 
 def _edge_medium(spec: PipelineConfig, relay: str) -> str:
-    """What the bytes of an edge go through on a cluster. relay: as of `_edge_relay`."""
+    """The medium that carries the bytes of an edge on a cluster. relay: as of `_edge_relay`."""
     if relay == "in_process":
         return "reference"
     traits = RELAYS[relay]

@@ -66,7 +66,7 @@ def _common(spec: PipelineConfig) -> dict[str, Any]:
 
 
 def _cache(spec: PipelineConfig) -> dict[str, Any]:
-    """What a stage's pod mounts. A claim's size, its class and the prefetch Job change no pod."""
+    """The model cache that a stage's pod mounts. A claim's size, its class and the prefetch Job change no pod."""
     cache = spec.model_cache
     match cache.type:
         case "None":

@@ -126,7 +126,7 @@ class PipelineRevision(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
 
 
 class CoordinatorPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What the coordinator's process gets. Not part of the revision map: it serves old and new revisions."""
+    """The plan that the coordinator's process gets. Not part of the revision map: it serves old and new revisions."""
 
     version: int = PLAN_VERSION
     pipeline: str
@@ -156,7 +156,7 @@ class CoordinatorPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What the author asks of one unit's replicas (`omnipipeline_spec.scaling`)."""
+    """The author's limits of one unit's replicas (`omnipipeline_spec.scaling`)."""
 
     least: int
     most: int

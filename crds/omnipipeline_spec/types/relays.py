@@ -14,7 +14,7 @@ RelayBackend = Literal["auto", "shm", "tcp", "nccl", "nixl", "mooncake", "cuda_i
 
 
 class RelayTraits(msgspec.Struct, frozen=True, kw_only=True):
-    """What one relay can do."""
+    """The abilities of one relay."""
 
     one_pod: bool = False  #: It never crosses pods.
     by_rdma: bool = False  #: It uses RDMA devices where there are some.

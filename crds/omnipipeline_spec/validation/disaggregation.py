@@ -22,7 +22,7 @@ SUFFIX: Final = "-prefill"
 
 
 class Part(msgspec.Struct, frozen=True):
-    """What one stage is of a pair."""
+    """The part that one stage has in a pair."""
 
     role: Role = ""
     peer: str = ""  #: The stage of the other role.
@@ -73,7 +73,7 @@ def declared_path(spec: PipelineConfig, path: str) -> str:
 
 
 def faults(spec: PipelineConfig) -> Iterator[Fault]:
-    """What is wrong with the field itself, of the declared spec."""
+    """Faults of the field itself, of the declared spec."""
     names = {stage.name for stage in spec.stages}
     apart = [stage for stage in spec.stages if stage.disaggregation is not None]
     for index, stage in enumerate(spec.stages):

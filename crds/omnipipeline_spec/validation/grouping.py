@@ -1,4 +1,4 @@
-"""Which stages share a process, and which processes share a pod.
+"""Stages that share a process, and processes that share a pod.
 
 Here: process groups after fusion, the pod units that shared GPU ids make of them, and the names of OS processes. Not
 here: whether that is allowed (`placement`), the plan of a process (`planning`). Called by both; works on invalid specs

@@ -43,7 +43,7 @@ def check_on_cluster(spec: PipelineConfig) -> None:
 
 
 def faults_on_cluster(spec: PipelineConfig) -> tuple[Fault, ...]:
-    """What works on one machine only, of a spec that `check` accepts."""
+    """Faults of settings that work on one machine only, of a spec that `check` accepts."""
     return tuple(transports.on_cluster(spec))
 
 

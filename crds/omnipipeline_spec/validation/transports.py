@@ -34,7 +34,7 @@ def _faults(spec: PipelineConfig, pairs: Pairs) -> Iterator[Fault]:
 
 
 def on_cluster(spec: PipelineConfig) -> Iterator[Fault]:
-    """What is refused on a cluster and works on one machine."""
+    """Transports that are refused on a cluster and work on one machine."""
     far = _between_pods(disaggregation.expanded(spec), disaggregation.pairs(spec))
     named = RELAYS.get(spec.relay_backend)
     if named is not None and named.one_pod and far is not None:

@@ -1,1 +1,1 @@
-"""What differs between desired and live, in which order to change it, and what the status reports. Pure."""
+"""The differences of desired and live, the order in which to change them, and what the status reports. Pure."""

@@ -36,7 +36,7 @@ class Yielded(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Gang(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of one pipeline."""
+    """The known facts of one pipeline."""
 
     name: str  #: With its namespace.
     created_at: float
@@ -61,7 +61,7 @@ class Gang(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def decide(own: Gang, others: Sequence[Gang], *, now: float, patience_s: float) -> Yielded | None:
-    """What is to be kept of ``own``; with a ``since`` its pods that want GPUs get no node.
+    """The part of ``own`` to keep; with a ``since`` its pods that want GPUs get no node.
 
     others: those that want GPUs of the same kind.
     """

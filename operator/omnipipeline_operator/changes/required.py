@@ -1,4 +1,4 @@
-"""Which units of a pipeline revision requests need: all but those of prefill stages alone. Pure.
+"""The units of a pipeline revision that requests need: all but those of prefill stages alone. Pure.
 
 Without a pod of prefill, decode computes prompts itself.
 """

@@ -35,7 +35,7 @@ UnitRevision = tuple[str, str]  # name of a unit, its revision
 
 
 class DesiredUnit(msgspec.Struct, frozen=True, kw_only=True):
-    """What the spec asks of one unit."""
+    """The spec's wishes for one unit."""
 
     revision: str
     replicas: int
@@ -43,7 +43,7 @@ class DesiredUnit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Goal(msgspec.Struct, frozen=True, kw_only=True):
-    """What the spec asks for."""
+    """The spec's wishes."""
 
     units: Mapping[str, DesiredUnit]  #: Without the coordinator.
     coordinator: DesiredUnit
@@ -67,7 +67,7 @@ class Goal(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
-    """What to do now. Applying it and deciding again leads to the goal."""
+    """The next step of a roll-out. Applying it and deciding again leads to the goal."""
 
     replicas: Mapping[UnitRevision, int]  #: For every Deployment that should exist; missing ones of the goal are made.
     retired: tuple[Workload, ...]  #: Old Deployments beyond the history limit.

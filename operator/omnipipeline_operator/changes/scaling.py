@@ -20,7 +20,7 @@ from omnipipeline_spec.types.plan import PipelinePlan
 
 
 class Scaling(msgspec.Struct, frozen=True, kw_only=True):
-    """What follows the load of one pipeline."""
+    """The groups of one pipeline that follow its load."""
 
     replicas: Mapping[str, int] = {}  #: By unit.
     reasons: Mapping[str, str] = {}  #: Why they were changed last, by unit.

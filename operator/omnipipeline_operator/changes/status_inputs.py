@@ -1,4 +1,4 @@
-"""What is known of a pipeline at one moment, from which its status follows; and simple questions about it. Pure.
+"""The known facts of a pipeline at one moment, from which its status follows; and simple questions about them. Pure.
 
 Here: no judgement. Not here: conditions (`assessment`), the status itself (`status`).
 """

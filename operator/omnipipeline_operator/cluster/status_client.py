@@ -84,7 +84,7 @@ class GroupLoad(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CoordinatorStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """What one coordinator reports."""
+    """The report of one coordinator."""
 
     revisions: Annotated[tuple[_Text, ...], msgspec.Meta(max_length=MAX_INSTANCES)] = ()
     instances: Annotated[tuple[InstanceStatus, ...], msgspec.Meta(max_length=MAX_INSTANCES)] = ()

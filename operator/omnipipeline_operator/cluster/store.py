@@ -165,7 +165,7 @@ def _uid(manifest: Mapping[str, Any]) -> str:
 
 
 def _spec_identity(pipeline: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What changes when a pipeline's spec changes or it is deleted."""
+    """The identity of a pipeline's spec: it changes when the spec does, or when the pipeline is deleted."""
     metadata = pipeline["metadata"]
     return _uid(pipeline), metadata.get("generation"), "deletionTimestamp" in metadata
 

@@ -1,4 +1,4 @@
-"""What the coordinators of one pipeline report, and which of their instances must get no more requests.
+"""The reports of the coordinators of one pipeline, and which of their instances must get no more requests.
 
 Here: asking all that are ready, and merging their answers: during a roll-out there are two coordinators. Not here: the
 request (`cluster.status_client`). Called by `reconciling` and `reporting`.

@@ -29,7 +29,7 @@ LEAST_S: Final = 1.0
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
-    """What becomes of the GPUs of one pipeline."""
+    """The future of one pipeline's GPUs."""
 
     yielded: Yielded | None = None
     held: frozenset[UnitRevision] = frozenset()  #: Unit revisions that get no pods.

@@ -38,7 +38,7 @@ _SCHEDULING: Final = "FailedScheduling"  # the pod's condition reports it, and i
 
 
 class MissingReferences(msgspec.Struct, frozen=True, kw_only=True):
-    """What was found for one pipeline."""
+    """The references of one pipeline that were not found."""
 
     diagnostics: tuple[Diagnostic, ...] = ()
     held: frozenset[rollout.UnitRevision] = frozenset()  #: They get no pods yet: these could not start.

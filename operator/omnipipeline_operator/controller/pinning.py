@@ -1,4 +1,4 @@
-"""What is chosen once for a pipeline and must not change while it runs: the image of a revision, the key's Secret.
+"""Choices made once for a pipeline, which must not change while it runs: the image of a revision, the key's Secret.
 
 Here: reading it back from the revisions ConfigMap and the Deployments, and choosing it the first time. Not here: the
 ConfigMap's form (`desired.config`), writing it (`writing`). Called by `reconciling`.
@@ -18,7 +18,7 @@ from omnipipeline_spec.types.pods import COORDINATOR
 
 
 class PinnedChoices(msgspec.Struct, frozen=True, kw_only=True):
-    """What was chosen once, for the life of a pipeline revision (its image) or of the pipeline (its key)."""
+    """Choices made once, for the life of a pipeline revision (its image) or of the pipeline (its key)."""
 
     image: str
     images: Mapping[str, str]  #: Of other pipeline revisions.

@@ -1,4 +1,4 @@
-"""What follows from one spec and the pins of its pipeline.
+"""The consequences of one spec and the pins of its pipeline.
 
 Here: one value, and the goal of the roll-out in it. Not here: planning (the contract's `planning`), the children
 (`desired.children`). Made by `reconciling`, read by it and by `reporting`.

@@ -284,7 +284,7 @@ class Reconciler:
         observed: Sequence[Workload],
         decision: rollout.Decision,
     ) -> MissingReferences:
-        """What keeps pods from starting and is not in their status."""
+        """The references that keep pods from starting and are not in their status."""
         key = (snapshot.owner.namespace, snapshot.owner.name)
         every_s = max(MISSING_CHECK_S, MISSING_CHECK_SHARE_S * len(self._with_missing_references))
         job = model_cache.podless_job(snapshot, planned.desired.created)

@@ -21,7 +21,7 @@ from omnipipeline_spec.types.plan import PipelineRevision
 
 
 class Snapshot:
-    """What the store has of one pipeline when the snapshot is taken; later changes of the store are not in it."""
+    """The store's objects of one pipeline when the snapshot is taken; later changes of the store are not in it."""
 
     def __init__(self, store: Store, key: PipelineKey, owner: Owner, *, now: float) -> None:
         self.owner = owner

@@ -33,7 +33,7 @@ NODE_LOSS_S: Final = 60  # instead of 300: a lost node's pods are replaced about
 
 
 class PodFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What a template needs beside the plan; pinned for the life of a pipeline revision."""
+    """The facts that a template needs beside the plan; pinned for the life of a pipeline revision."""
 
     owner: Owner
     image: str  #: Used where the spec names none.

@@ -43,7 +43,7 @@ def port_of(spec: PipelineConfig) -> int:
 
 
 def scheme(spec: PipelineConfig) -> str:
-    """What coordinators speak on the Service's port."""
+    """The protocol of coordinators on the Service's port."""
     return "http" if spec.coordinator.http.tls is None else "https"
 
 

@@ -1,1 +1,3 @@
-"""What kopf calls, and what runs around it: lifecycle, watches, probes, metrics. Reconciling is in `controller`."""
+"""The handlers that kopf calls, and what runs around them: lifecycle, watches, probes, metrics. Reconciling is in
+`controller`.
+"""

@@ -47,7 +47,7 @@ class Kubectl(msgspec.Struct, frozen=True, kw_only=True):
         return [self.program, *arguments, *flags]
 
     def run(self, *arguments: str, stdin: str | None = None) -> str:
-        """What kubectl prints. Raises: KubectlError."""
+        """The output of kubectl. Raises: KubectlError."""
         try:
             done = subprocess.run(
                 self.command(*arguments),

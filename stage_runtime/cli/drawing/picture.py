@@ -1,4 +1,4 @@
-"""What the picture of a plan shows: boxes in boxes, and the lines between stages.
+"""The content of a plan's picture: boxes in boxes, and the lines between stages.
 
 Here: pods hold processes hold stages, each level arranged by itself, from the inside out; the text of each box. The
 stages of a process stand below each other: so each has both sides free for its lines. Not here: the lines' ways

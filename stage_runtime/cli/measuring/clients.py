@@ -16,7 +16,7 @@ from stage_runtime.cli.measuring.statistics import Outcome
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):
-    """What is sent, beside prompts. body: fields of every request."""
+    """The load to send, beside prompts. body: fields of every request."""
 
     endpoint: str
     model: str
@@ -80,7 +80,7 @@ async def ask(http: httpx.AsyncClient, load: Load, prompt: Prompt) -> Outcome:
 
 
 class _Seen:
-    """What has come of one answer."""
+    """The parts of one answer that have come."""
 
     def __init__(self, begun: float) -> None:
         self._begun = self._last = begun

@@ -1,4 +1,4 @@
-"""What a benchmark asks: random words, conversations in ShareGPT's form, or prompts of a file."""
+"""The prompts of a benchmark: random words, conversations in ShareGPT's form, or prompts of a file."""
 
 from __future__ import annotations
 

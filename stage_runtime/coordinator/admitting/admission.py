@@ -1,4 +1,4 @@
-"""What must be known of a request before anything is sent: its terminals, its encoded body, its deadline, its retries.
+"""Facts of a request that are needed before anything is sent: terminals, encoded body, deadline, retries.
 
 A request that is refused here has sent nothing. Called by the request manager alone.
 """

@@ -27,7 +27,7 @@ AT_ONCE: Final = 32  # threads; one that never returns keeps its place, and the 
 
 
 class TerminalStagesResult(msgspec.Struct, frozen=True):
-    """What the function gave or raised for one request, and how long that took."""
+    """The value or the error of the function for one request, and how long it took."""
 
     returned: Any
     error: BaseException | None

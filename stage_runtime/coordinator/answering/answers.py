@@ -1,4 +1,4 @@
-"""What terminal stages send of a request: fetched, put in order, turned into events. On the I/O thread.
+"""The outputs of terminal stages for a request: fetched, put in order, turned into events. On the I/O thread.
 
 What an event leads to is decided by `rules.requests` and carried out by `request_manager`, which calls this.
 """

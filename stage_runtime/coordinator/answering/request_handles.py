@@ -48,7 +48,7 @@ class Resulted(msgspec.Struct):
 
 
 class UnreadBytes:
-    """What has come of the answers of one coordinator's requests, and was not read yet."""
+    """The bytes of answers that one coordinator has received and nobody has read yet."""
 
     def __init__(self) -> None:
         self.nbytes = 0
@@ -271,7 +271,7 @@ class RequestHandle:
         )
 
     def _let_go(self) -> None:
-        """What will not be delivered any more holds slots of its senders."""
+        """Events that will not be delivered any more hold slots of their senders."""
         self.streams = {}
         self.undelivered.clear()
         self._recount()

@@ -18,7 +18,7 @@ from stage_runtime.wire.parts import Timing
 
 
 class Observed(msgspec.Struct, kw_only=True):
-    """What the coordinator itself sees of a request, in microseconds since the epoch."""
+    """The coordinator's own observations of a request, in microseconds since the epoch."""
 
     admitted_us: int
     submitted_us: int = 0  #: The current attempt was sent to its entry stage.

@@ -1,1 +1,1 @@
-"""Which instances serve a request: bindings, waiting for a free instance, instances that are avoided."""
+"""The instances that serve a request: bindings, waiting for a free instance, instances that are avoided."""

@@ -1,4 +1,4 @@
-"""Which requests are bound to which instances: the one place that binds and unbinds. Called by `request_manager`.
+"""The bindings of requests to instances: the one place that binds and unbinds. Called by `request_manager`.
 
 Who may be bound is decided by `rules.membership`. A request without a binding waits for an instance in `waiting`.
 """

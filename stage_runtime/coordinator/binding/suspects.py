@@ -27,7 +27,7 @@ NAMED_MOST: Final = 10  # requests in a log line
 
 
 class _Record(msgspec.Struct):
-    """What is held against one request."""
+    """The suspicion against one request."""
 
     deaths: dict[str, list[str]] = {}  #: stage -> its instances that ended while the request was under way there
     began_at: float = 0.0  #: Its attempt.

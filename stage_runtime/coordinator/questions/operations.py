@@ -22,7 +22,7 @@ GONE: Final = "no answer: the process is gone"
 
 
 class OperationResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What one process has answered."""
+    """The answer of one process."""
 
     stage: str
     group: str
@@ -33,7 +33,7 @@ class OperationResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OperationResults(msgspec.Struct, frozen=True, kw_only=True):
-    """What all have answered."""
+    """The answers of all processes."""
 
     operation: str
     failed: int  #: Results with an error.

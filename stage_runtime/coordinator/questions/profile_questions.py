@@ -1,4 +1,4 @@
-"""What a coordinator asks processes about profiles, and what they answer. Each answer also measures a clock.
+"""The questions of a coordinator to processes about profiles, and their answers. Each answer also measures a clock.
 
 Here: calls, their answers, what is made of none. Not here: what a run is (`profiling`). On the I/O thread.
 """
@@ -31,13 +31,13 @@ CLOCKS_MOST_S: Final = 1.0
 
 
 class Participants(Protocol):
-    """Who takes part now, by incarnation."""
+    """The processes that take part now, by incarnation."""
 
     def __call__(self) -> Mapping[str, Member]: ...
 
 
 class StageState(msgspec.Struct, frozen=True, kw_only=True):
-    """What one stage of one process has answered."""
+    """The answer of one stage of one process."""
 
     stage: str
     group: str
@@ -48,7 +48,9 @@ class StageState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AskedProcess(NamedTuple):
-    """Which one is asked. Ranks 1.. of a TP stage are not members: rank 0 passes on what they are asked and answer."""
+    """The process that is asked. Ranks 1.. of a TP stage are not members: rank 0 passes on what they are asked and
+    answer.
+    """
 
     instance: str
     rank: int = 0

@@ -1,1 +1,1 @@
-"""What `/status`, `/metrics`, traces and profiles show of requests."""
+"""The view of requests in `/status`, `/metrics`, traces and profiles."""

@@ -1,4 +1,4 @@
-"""What `/status` and `/metrics` show of one coordinator, beside the counts of its requests (`stats`).
+"""The content of `/status` and `/metrics` for one coordinator, beside the counts of its requests (`stats`).
 
 Called by `request_manager`.
 """

@@ -1,4 +1,4 @@
-"""What the coordinator counts: outcomes, times per stage, the records of requests that ended lately."""
+"""The coordinator's counts: outcomes, times per stage, the records of requests that ended lately."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class AdminAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AdministeredPipeline(Protocol):
-    """What the server needs of `local.LocalPipeline`."""
+    """The part of `local.LocalPipeline` that the server needs."""
 
     @property
     def folder(self) -> Path: ...

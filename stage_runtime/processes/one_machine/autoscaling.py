@@ -28,7 +28,7 @@ class Instances(msgspec.Struct, frozen=True):
 
 
 class Scaled(Protocol):
-    """What the autoscaler needs of `local.LocalPipeline`."""
+    """The part of `local.LocalPipeline` that the autoscaler needs."""
 
     def instances(self, unit: str) -> Instances | None:
         """None: a person changes them at the moment."""

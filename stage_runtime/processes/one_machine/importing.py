@@ -66,7 +66,9 @@ def named(plan: PipelinePlan) -> tuple[NamedFunction, ...]:
 
 
 def faults(pipeline: LocalPipeline) -> tuple[Fault, ...]:
-    """What cannot be imported as `omni up` would, each with its place. Author's code runs, in a child process."""
+    """The names that cannot be imported as `omni up` would, each with its place. Author's code runs, in a child
+    process.
+    """
     wanted = named(pipeline.plan)
     found: list[Fault] = []
     with tempfile.TemporaryDirectory(prefix="omni-imports-") as folder:

@@ -1,4 +1,4 @@
-"""Which groups' code is in which files of a pipeline's folder: what a changed file concerns. Reads, never imports.
+"""The groups whose code is in the files of a pipeline's folder: what a changed file concerns. Reads, never imports.
 
 Called by `updating`. A file that cannot be parsed imports nothing; the group that imports it is found all the same.
 """

@@ -1,4 +1,4 @@
-"""What the processes of a run have written, kept in its folder for `omni logs`: the last few MiB.
+"""The output of a run's processes, kept in its folder for `omni logs`: the last few MiB.
 
 Here: both ends. The writer is `local`, the reader `cli.logs`. The folder is 0700 and gone with the run.
 """
@@ -67,7 +67,7 @@ class Reader:
         yield from self._split(self._file.read())
 
     def new(self) -> Iterator[tuple[str, str]]:
-        """What has come since it was last asked. Raises: OSError: the run is gone."""
+        """The output since it was last asked. Raises: OSError: the run is gone."""
         assert self._file is not None, "`all` comes first"
         yield from self._split(self._file.read())
         there = os.stat(self._folder / OUTPUT)

@@ -486,7 +486,7 @@ class LocalPipeline:
         )
 
     def environment(self, code_dir: Path) -> dict[str, str]:
-        """What all processes of the run have in common; the inline files are written to ``code_dir``."""
+        """The environment of all processes of the run; the inline files are written to ``code_dir``."""
         if self._code:
             codefiles.write(self._code, code_dir)
         path = (*([code_dir] if self._code else []), *([self._author_folder] if self._author_folder else []))

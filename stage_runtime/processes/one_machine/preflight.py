@@ -1,4 +1,4 @@
-"""What is refused before a local run starts anything: ports, GPUs, names of sockets. Called by `local`."""
+"""Checks before a local run starts anything: ports, GPUs, names of sockets. Called by `local`."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def check_gpus(plan: PipelinePlan, shown: str | None) -> None:
 
 
 def gpus_of(plan: PipelinePlan, unit: UnitPlan, group: GroupPlan, replica: int, shown: str | None) -> tuple[str, ...]:
-    """What each rank of an instance is shown of this machine's GPUs."""
+    """The GPUs of this machine that each rank of an instance is shown."""
     devices = plan.local_gpus.get(group.name, ())
     own = devices[replica % len(devices)] if devices else ()
     return launching.visible_gpus(unit, group, own, shown)

@@ -1,4 +1,5 @@
-"""What a spec takes from Secrets and ConfigMaps, on a machine that has no cluster to ask: those of its own file.
+"""The values that a spec takes from Secrets and ConfigMaps, on a machine that has no cluster to ask: those of its own
+file.
 
 Here: the documents beside the pipeline, and what of `env`, `envFrom`, the API key and `code.configMapRef` they answer;
 whatever they do not answer is named, with the cure. Not here: fields that one machine has no use for (`unsupported`),
@@ -28,7 +29,7 @@ _FILE_NAME = re.compile(r"(?!\.\.)[-._a-zA-Z0-9]+")
 
 
 class Resolved(msgspec.Struct, frozen=True, kw_only=True):
-    """What was found."""
+    """The values that were found."""
 
     environment: dict[str, str]  #: Over what the person's own environment holds.
     api_keys: tuple[str, ...] = ()

@@ -89,7 +89,7 @@ CLUSTER_ONLY: Final[Mapping[str, str]] = {
 
 
 def notices(spec: PipelineConfig, *, local: bool) -> tuple[str, ...]:
-    """What ``spec`` sets in vain, one line per reason with all fields it is the reason of.
+    """The fields that ``spec`` sets in vain, one line per reason with all fields it is the reason of.
 
     local: on one machine; otherwise only what no program of this version reads.
     """
@@ -103,7 +103,9 @@ def notices(spec: PipelineConfig, *, local: bool) -> tuple[str, ...]:
 
 
 def _set(value: Any, place: str, field: str) -> Iterator[tuple[str, str]]:
-    """What is set inside ``value``: (place, with names of list entries; field of the tables). Down to the tables."""
+    """The fields that are set inside ``value``: (place, with names of list entries; field of the tables). Down to the
+    tables.
+    """
     if field in NOT_IN_THIS_VERSION or field in CLUSTER_ONLY or field in HONOURED:
         yield place, field
     elif isinstance(value, dict):

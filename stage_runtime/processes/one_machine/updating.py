@@ -1,4 +1,5 @@
-"""What a changed file means for a run: which units get new instances, and when the files have changed. Used by `local`.
+"""The meaning of a changed file for a run: which units get new instances, and when the files have changed. Used by
+`local`.
 
 Pure but for looking at files.
 """
@@ -66,7 +67,7 @@ def scaled(old: PipelinePlan, new: PipelinePlan, wanted: Change) -> dict[str, in
 
 
 def _at_start(plan: PipelinePlan) -> object:
-    """What is read at a start only; not code, of which a coordinator uses that of its hook alone."""
+    """The fields that are read at a start only; not code, of which a coordinator uses that of its hook alone."""
     own = plan.coordinator
     return (own if own.terminal_stages_fn else msgspec.structs.replace(own, code={})), plan.autoscaling
 

@@ -33,7 +33,7 @@ MAX_LAST_WORDS = 16 << 20  # read from a dead child's pipes at most: another pro
 
 
 class Command(msgspec.Struct, frozen=True, kw_only=True):
-    """What to start, and the events that it must send before it counts as ready."""
+    """A process to start, and the events that it must send before it counts as ready."""
 
     name: str  #: Of the process, for people: ``voice``, ``voice.1`` (a replica), ``talker_tp1``.
     argv: tuple[str, ...]
@@ -221,7 +221,7 @@ class _Lines:
 
 
 def _visible(line: bytes) -> bytes:
-    """What a terminal would show of a line that a progress bar has written over and over."""
+    """The part of a line that a terminal would show, where a progress bar has written it over and over."""
     return line.rstrip(b"\r").rpartition(b"\r")[2]
 
 

@@ -35,7 +35,7 @@ ProcessState = Literal[
 
 
 class ProcessView(msgspec.Struct, frozen=True, kw_only=True):
-    """What people are shown of one process."""
+    """The view of one process for people."""
 
     process: str
     instance: str
@@ -57,7 +57,7 @@ class RestartPolicy(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class InstanceSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What to keep running. ``commands`` is called for each life: addresses may be fresh ones."""
+    """An instance to keep running. ``commands`` is called for each life: addresses may be fresh ones."""
 
     name: str
     group: str

@@ -37,7 +37,7 @@ class StartupFailed(Exception):
 
     @property
     def details(self) -> str:
-        """What led to it: the traceback, else the end of the output."""
+        """The output that led to it: the traceback, else the end of the output."""
         return self.traceback if self.reported else "\n".join(self.tail)
 
     def with_cure(self, more: str) -> StartupFailed:
@@ -76,7 +76,7 @@ def failure_of(child: Child) -> StartupFailed:
 
 
 def _problem(child: Child) -> str:
-    """What ended a process, in one line.
+    """The reason why a process ended, in one line.
 
     What a process printed while it loaded says how far it came. One that served was killed by a signal: its last words
     count if they are of a crash, and it can print nothing about SIGKILL.

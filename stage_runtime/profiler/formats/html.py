@@ -87,7 +87,7 @@ def _request(request_id: str, moments: Sequence[Moment]) -> dict[str, Any]:
 
 
 def _is_stay(each: Interval) -> bool:
-    """What the list of requests shows: when a stage had it."""
+    """The list of requests shows this event: when a stage had it."""
     return each.opened == "stage_run_start" or (each.opened, each.closed) == ("stage_dispatch", "stage_complete")
 
 

@@ -1,4 +1,4 @@
-"""What two cuda_ipc relays send each other: facts in Hello, metadata in control messages, and the handles in them.
+"""The messages of two cuda_ipc relays: facts in Hello, metadata in control messages, and the handles in them.
 
 Handles come from peers. torch opens what they name, among it a shared-memory file, so `handle_of` checks their form.
 """
@@ -31,8 +31,8 @@ class GpuProbe(msgspec.Struct, frozen=True):
 
 
 class CudaIpcFacts(msgspec.Struct, frozen=True):
-    """What a peer must know. gpus: UUIDs of those on which this process's stages compute. probes: of those of which it
-    has memory; one without is not used between the two.
+    """The facts that a peer must know. gpus: UUIDs of those on which this process's stages compute. probes: of those of
+    which it has memory; one without is not used between the two.
     """
 
     arena: ArenaFacts
@@ -67,7 +67,9 @@ class CudaIpcMetadata(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ChunkHandle(msgspec.Struct, frozen=True, array_like=True):
-    """What torch's ``UntypedStorage._share_cuda_`` gives, without the number of the GPU, which is another one there."""
+    """The handle that torch's ``UntypedStorage._share_cuda_`` gives, without the number of the GPU, which is another
+    one there.
+    """
 
     handle: bytes
     storage_nbytes: Count

@@ -52,7 +52,7 @@ class CudaIpcRoute(NamedTuple):
 
 
 class Resource(NamedTuple):
-    """What a put holds."""
+    """The resource that a put holds."""
 
     host: Placed
     host_nbytes: int
@@ -60,7 +60,7 @@ class Resource(NamedTuple):
 
 
 class _Held:
-    """What the buffer of the host and that of the GPU keep alive: its death is the transfer's end."""
+    """The object that the buffers of the host and of the GPU keep alive: its death is the transfer's end."""
 
     __slots__ = ("__weakref__",)
 
@@ -213,7 +213,7 @@ class CudaIpcRelay(AbstractRelay[CudaIpcRoute, CudaIpcMetadata]):
     # --- sending ------------------------------------------------------------------------------------------------
 
     def _shared(self, route: CudaIpcRoute, like: RelayOperation | None) -> Resource | None:
-        """What another receiver of the same pack has; None where that cannot be shared."""
+        """The buffer that another receiver of the same pack has; None where that cannot be shared."""
         if not isinstance(like, PutOperation):
             return None
         resource: Resource = like.resource
@@ -260,7 +260,7 @@ class CudaIpcRelay(AbstractRelay[CudaIpcRoute, CudaIpcMetadata]):
     # --- receiving ----------------------------------------------------------------------------------------------
 
     def _view(self, route: CudaIpcRoute, there: OnGpu, key: TransferKey, held: _Held) -> Any:
-        """What a peer has put on a GPU.
+        """The tensor that a peer has put on a GPU.
 
         Raises: TransferError: it is not inside a chunk of that peer's. RelayFailed: the chunk cannot be opened.
         """

@@ -1,4 +1,4 @@
-"""What two mooncake relays send each other: facts in Hello, metadata in control messages."""
+"""The messages of two mooncake relays: facts in Hello, metadata in control messages."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ class MooncakeMemory(msgspec.Struct, frozen=True):
 
 
 class MooncakeFacts(msgspec.Struct, frozen=True):
-    """What a peer must know to read what we send. session: host and port of the engine; protocol: what it moves by."""
+    """The facts that a peer must know to read what we send. session: host and port of the engine; protocol: what it
+    moves by.
+    """
 
     session: Session
     sends: MooncakeMemory

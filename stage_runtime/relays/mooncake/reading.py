@@ -1,4 +1,4 @@
-"""What the mooncake relay fetches: memory for each transfer, a few threads that read, quarantine.
+"""The mooncake relay's fetching side: memory for each transfer, a few threads that read, quarantine.
 
 A read cannot be cancelled: the bytes of one that was given up come when the frozen peer goes on. Its memory is not used
 again before they have, or Mooncake has closed the connection, or the peer's process is gone. All memory lies in an

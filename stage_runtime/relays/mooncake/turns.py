@@ -1,5 +1,5 @@
-"""Which get the mooncake relay reads next. A read has a thread until its bytes are here, or it is late by seconds: so
-reads of peers from which nothing comes do not count against the others.
+"""The order in which the mooncake relay reads gets. A read has a thread until its bytes are here, or it is late by
+seconds: so reads of peers from which nothing comes do not count against the others.
 
 No threads and no clock here. Used by `reading`, on the loop.
 """
@@ -14,7 +14,7 @@ STALL_S: Final = 1.0  # a peer that is read from, and of which nothing came for 
 
 
 class ReadRoute(Protocol):
-    """What is to be known of a peer. Compared by identity."""
+    """The facts that are known of a peer. Compared by identity."""
 
     moved_at: float  #: When something last came from it.
 

@@ -1,4 +1,4 @@
-"""What two nccl relays send each other: facts in Hello, metadata in control messages, orders on a connection per world.
+"""The messages of two nccl relays: facts in Hello, metadata in control messages, orders on a connection per world.
 
 The receiver connects to the sender, and the world lives as long as the connection.
 """
@@ -19,7 +19,7 @@ Port: TypeAlias = Annotated[int, msgspec.Meta(ge=1, lt=1 << 16)]
 
 
 class NcclFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What a peer must know to receive from us.
+    """The facts that a peer must know to receive from us.
 
     orders, store: where we listen for the connections of receivers, and where the worlds' TCPStore is.
     gpu: the device that NCCL is used with, no other process's; empty: gloo, on the CPU.

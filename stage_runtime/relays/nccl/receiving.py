@@ -1,4 +1,4 @@
-"""What the nccl relay receives: memory for each transfer, a thread and a world for each sender.
+"""The nccl relay's receiving side: memory for each transfer, a thread and a world for each sender.
 
 A transfer that was given up keeps its memory until its thread has received it, or has ended the world: then the library
 has let go of it, and nothing can be written there. On the loop, except where a method says otherwise.
@@ -72,7 +72,7 @@ class NcclRoute:
         self._world: World | None = None
 
     def end(self) -> None:
-        """What its thread waits for fails, and it ends the world. From any thread."""
+        """Its thread's waits fail, and it ends the world. From any thread."""
         connection = self._connection
         if connection is not None:
             try:

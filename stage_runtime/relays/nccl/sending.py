@@ -1,4 +1,4 @@
-"""What the nccl relay has put, and the threads that send it: one for each connection of a receiver.
+"""The values that the nccl relay has put, and the threads that send them: one for each connection of a receiver.
 
 A slot from which the library may still read stays taken, whatever has become of its put, until the thread that sends it
 has ended the piece or the world.
@@ -167,7 +167,7 @@ class NcclSender:
                 self._sessions.discard(session)
 
     def _joined(self, session: _ReceiverSession) -> Join | None:
-        """Which peer has connected; None when it is none that was opened."""
+        """The peer that has connected; None when it is none that was opened."""
         session.connection.settimeout(JOIN_S)
         join = messages.decode_order(messages.receive(session.connection))
         if not isinstance(join, Join) or not hmac.compare_digest(join.token.encode(), self._facts.token.encode()):
@@ -215,7 +215,7 @@ class _ReceiverSession:
         self.thread = worlds.caller("send", sending.serve, self)
 
     def end(self) -> None:
-        """What its thread waits for fails, and it ends the world. From any thread."""
+        """Its thread's waits fail, and it ends the world. From any thread."""
         self.is_over = True
         try:
             self.connection.shutdown(socket.SHUT_RDWR)

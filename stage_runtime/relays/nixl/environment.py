@@ -1,4 +1,6 @@
-"""What UCX reads from the environment, set before NIXL is loaded. A variable that is set already is left as it is."""
+"""The variables that UCX reads from the environment, set before NIXL is loaded. A variable that is set already is left
+as it is.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +68,7 @@ def prepare(
 
 
 def used(devices: Collection[str], environment: Mapping[str, str] = os.environ) -> frozenset[Way]:
-    """What UCX may send by, as its variables say. devices: the RDMA devices of this process."""
+    """The transports that UCX may send by, as its variables say. devices: the RDMA devices of this process."""
     return frozenset(
         way for way in TRANSPORTS if _named(way, environment) and (way != "rdma" or _reaches(devices, environment))
     )

@@ -1,4 +1,4 @@
-"""What two nixl relays send each other: facts in Hello, metadata in control messages, notices over NIXL.
+"""The messages of two nixl relays: facts in Hello, metadata in control messages, notices over NIXL.
 
 Notices are NIXL notifications, which anybody on the pods' network can send. Each carries the receiver's token, which
 is sent in Hello; one without it is counted and dropped.
@@ -27,7 +27,7 @@ class NixlMemory(msgspec.Struct, frozen=True):
 
 
 class NixlFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What a peer must know.
+    """The facts that a peer must know.
 
     agent: the incarnation. metadata: NIXL's, in hexadecimal. sends, receives: what it sends from and receives into.
     machine: boot and process-id namespace. shares: UCX may use shared memory. rdma: it may use an RDMA

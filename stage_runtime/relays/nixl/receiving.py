@@ -1,4 +1,4 @@
-"""What the nixl relay receives: memory for each transfer, given back when nothing can be written there any more.
+"""The nixl relay's receiving side: memory for each transfer, given back when nothing can be written there any more.
 
 All memory lies in an arena of its own, so that what is to be sent never takes the room of what is to come: two
 processes that send to each other would wait for each other. What is received stays there while its views live; above

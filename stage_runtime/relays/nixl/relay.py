@@ -274,5 +274,5 @@ def _meet(own: NixlFacts, theirs: NixlFacts) -> bool:
 
 
 def _machine() -> str:
-    """Who shares memory: the boot and the process-id namespace."""
+    """The identity of what shares memory: the boot and the process-id namespace."""
     return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}/{os.stat('/proc/self/ns/pid').st_ino}"

@@ -1,4 +1,5 @@
-"""What the nixl relay has put: each is written once into the memory that its receiver grants, and held until released.
+"""The values that the nixl relay has put: each is written once into the memory that its receiver grants, and held until
+released.
 
 A slot from which bytes may still be read stays taken, whatever has become of its put: NIXL cannot cancel a transfer,
 and what came into the slot meanwhile would reach the peer.

@@ -1,4 +1,4 @@
-"""What the tcp relay has received and has not been fetched, and its waiters: assembly, bounds, refusals.
+"""The transfers that the tcp relay has received and nobody has fetched, and its waiters: assembly, bounds, refusals.
 
 Nothing from the socket is trusted: a message without our token, from a peer that is gone, or that does not
 fit its transfer is counted and dropped. Used by `tcp`, whose thread brings the messages; all else is on the loop.

@@ -20,7 +20,7 @@ BYTES_RECEIVED: Final = 128  # offset of tcpi_bytes_received in Linux's struct t
 
 
 class Movement:
-    """What has come, by peer."""
+    """The bytes that have come, by peer."""
 
     def __init__(self) -> None:
         self._connections: set[int] = set()  #: Descriptors of accepted connections; libzmq owns and closes them.

@@ -49,14 +49,14 @@ TURNED_AWAY: Final = (
 
 
 class TcpFacts(msgspec.Struct, frozen=True):
-    """What a peer must know to send to us. token: messages without it are dropped."""
+    """The facts that a peer must know to send to us. token: messages without it are dropped."""
 
     endpoint: str
     token: str
 
 
 class TcpMetadata(msgspec.Struct, frozen=True, array_like=True):
-    """Which of the sender's transfers is announced."""
+    """The number of the sender's transfer that is announced."""
 
     transfer: int
     nbytes: int

@@ -1,4 +1,4 @@
-"""Which of an instance's engines gets a request. Pure: counts in, a rank out.
+"""The choice of the engine, of an instance's, that gets a request. Pure: counts in, a rank out.
 
 The coordinator's bindings choose the instance (`rules.membership`); this chooses among the engines inside one.
 """

@@ -58,7 +58,7 @@ class FinishReason(Enum):
 
 
 class Hold(Enum):
-    """What a request waits for before it is queued."""
+    """The condition that a request waits for before it is queued."""
 
     REMOTE_KV = "remote_kv"
     UPSTREAM_ROWS = "upstream_rows"
@@ -81,7 +81,7 @@ Reason: TypeAlias = int | str | None
 
 
 class Request:
-    """What the scheduler knows of one request. Changed by the scheduler alone."""
+    """The scheduler's view of one request. Changed by the scheduler alone."""
 
     __slots__ = (
         "accepted", "arrival", "begun", "blocks", "computed", "fed", "feeds_itself", "follows", "hashes", "hit_tokens",

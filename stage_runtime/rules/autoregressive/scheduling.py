@@ -1,4 +1,4 @@
-"""Which tokens of which requests the next step computes, and what becomes of the requests after it. Pure.
+"""The tokens of requests that the next step computes, and what becomes of the requests after it. Pure.
 
 `schedule` fills a token budget: rows that decode first, then prompts in chunks, in the order of the policy. A request
 that finds no block takes those of the newest one, which is computed again later. A request whose next block is being
@@ -122,7 +122,7 @@ class Scheduler:
             self._queue.add(request)
 
     def release(self, request_id: str) -> None:
-        """What a held request waited for is there.
+        """A held request has what it waited for.
 
         Raises: IllegalEvent: it is not held. A request that has finished meanwhile is not a fault.
         """

@@ -1,4 +1,4 @@
-"""What the scheduler is made with and what it gives: limits, the rows of a step, what a step has done, counts. Pure.
+"""The scheduler's inputs and outputs: limits, the rows of a step, what a step has done, counts. Pure.
 
 Which tokens a step computes is decided by `scheduling`.
 """
@@ -70,7 +70,7 @@ class SchedulerOutput(msgspec.Struct, frozen=True):
 
 
 class Update(msgspec.Struct, frozen=True):
-    """What a step has done to one request. accepted: which token of its draft this is; None: it was sampled."""
+    """The effect of a step on one request. accepted: which token of its draft this is; None: it was sampled."""
 
     request: Request
     token: int | None = None

@@ -1,4 +1,5 @@
-"""What the coordinator of an instance's engines knows: counts of each, and the wave. Events in, instructions out. Pure.
+"""The knowledge of the coordinator of an instance's engines: counts of each, and the wave. Events in, instructions out.
+Pure.
 
 A wave is the time in which engines that step in lockstep all run: it begins with the first request and ends when none
 of them has an unfinished one. Engines without lockstep have no waves; of them only counts are kept.

@@ -232,7 +232,7 @@ class _Dialer:
         return bool(answers)
 
     def _answers(self) -> list[bytes]:
-        """What has come back. Not handled under the lock: that may send."""
+        """The answers that have come back. Not handled under the lock: that may send."""
         found: list[bytes] = []
         with self._lock, contextlib.suppress(zmq.ZMQError):
             while True:

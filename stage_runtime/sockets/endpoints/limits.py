@@ -104,7 +104,7 @@ def _taken(most: int) -> int:
 
 
 class _Memory:
-    """What the container may use and uses, read now and then."""
+    """The memory that the container may use and uses, read now and then."""
 
     def __init__(self) -> None:
         self._read_at = -MEMORY_EVERY_S

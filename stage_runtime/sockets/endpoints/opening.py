@@ -53,7 +53,7 @@ EVENT: Final = struct.Struct("=hi")  # of a monitor: the kind and the value
 
 
 class SocketEvent(NamedTuple):
-    """What libzmq reports of a connection. value: a descriptor or an error number, by kind."""
+    """The events that libzmq reports of a connection. value: a descriptor or an error number, by kind."""
 
     kind: int
     value: int

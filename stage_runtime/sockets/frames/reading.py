@@ -34,7 +34,7 @@ NUMBERS: Final = re.compile(r"\d+")
 
 
 class Reading:
-    """What a process reads and refuses."""
+    """The frames that a process reads and refuses."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, counters: Counter[str]) -> None:
         #: Monotonic time of the last frame of another protocol, or connection that ended at once.

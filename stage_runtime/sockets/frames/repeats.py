@@ -38,7 +38,7 @@ class Repeats:
         self._known: dict[bytes, Repeat] = {}
 
     def find(self, data: bytes) -> Repeat | None:
-        """What ``data`` is, if the same bytes came before."""
+        """The message in ``data``, if the same bytes came before."""
         return self._known.get(data) if self._known and len(data) <= LIMIT else None
 
     def keep(self, link: Link, envelope: Envelope, message: Message) -> None:

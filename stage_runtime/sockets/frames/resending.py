@@ -32,7 +32,7 @@ RESEND_MOST_S: Final = 6.0
 
 
 class Acknowledging:
-    """What is owed to peers."""
+    """The acknowledgements owed to peers."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, wake: Callable[[Link], object]) -> None:
         """wake: open the connection of a link that sleeps, if there is room."""

@@ -103,7 +103,7 @@ class Requests:
         return len(orphans)
 
     def hand_back(self) -> None:
-        """What has not begun at an entry stage may go to another instance, if there is one."""
+        """Requests that have not begun at an entry stage may go to another instance, if there is one."""
         for stage in self._stages.values():
             if stage.plan.entry:
                 for work in stage.input.works():

@@ -1,1 +1,1 @@
-"""What a stage receives: payloads and chunks, checked, ordered, joined, opened in the engine's thread."""
+"""The inputs of a stage: payloads and chunks, checked, ordered, joined, opened in the engine's thread."""

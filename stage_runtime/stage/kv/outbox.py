@@ -1,4 +1,4 @@
-"""What one stage sends into its rooms: asks and pieces, in order of their peers' room, by a thread of its own.
+"""The sending side of one stage's rooms: asks and pieces, in order of their peers' room, by a thread of its own.
 
 A piece waits here, as views of its blocks, while its edge has no credit: so a stalled reader costs neither a copy nor a
 step of the engine. Called by `transport`.
@@ -28,7 +28,7 @@ KEY: Final = "kv"  #: Distinguishes a room's transfers from those of the request
 
 
 def key_owner(room: Room) -> str:
-    """What transfers of a room name as their owner: an end of the room must not free the request's payloads."""
+    """The owner that transfers of a room name: an end of the room must not free the request's payloads."""
     return f"{room.owner}:{KEY}"
 
 

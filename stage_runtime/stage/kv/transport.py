@@ -372,7 +372,7 @@ class StageKVTransport:
 
 
 def _key(room: Room) -> str:
-    """What relays call the transfers of a room."""
+    """The key by which relays call the transfers of a room."""
     return attempt_key(key_owner(room), room.request_id, room.generation)
 
 

@@ -49,7 +49,7 @@ class IdleTrimming:
         self._taken = taken
 
     def _give_dropped_back(self, dropped: int) -> None:
-        """What requests have left behind that ended in the queue of a busy stage. It may be busy for long."""
+        """Memory is trimmed after requests that ended in the queue of a busy stage. It may be busy for long."""
         if dropped != self._dropped:
             self._free, self._dropped = True, dropped
         elif self._free:

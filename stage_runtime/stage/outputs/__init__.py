@@ -1,1 +1,1 @@
-"""What a stage sends: results and chunks, by the edges to its neighbours."""
+"""The outputs of a stage: results and chunks, by the edges to its neighbours."""

@@ -1,4 +1,4 @@
-"""Which relay and medium each edge of a process uses, to how many instances: for `/metrics` and `/status`.
+"""The relay and medium of each edge of a process, to how many instances: for `/metrics` and `/status`.
 
 Pure. Called by `host`, at every beat.
 """

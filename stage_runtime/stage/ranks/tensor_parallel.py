@@ -109,7 +109,7 @@ class LeaderInbox(Inbox):
 
 
 class WorkKey(NamedTuple):
-    """Which request of rank 0's: two coordinators may use one request id at the same time."""
+    """The key of rank 0's request: two coordinators may use one request id at the same time."""
 
     owner: str
     request_id: str

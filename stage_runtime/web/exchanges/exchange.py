@@ -51,7 +51,7 @@ class ConnectedClient(Protocol):
 
 
 class Claim(Protocol):
-    """What a request under an ``Idempotency-Key`` tells of itself (`web.idempotency`)."""
+    """The report of a request under an ``Idempotency-Key`` on itself (`web.idempotency`)."""
 
     async def read(self, body: bytes) -> None:
         """The whole body is here. May raise: its request is known."""
@@ -236,7 +236,7 @@ class Exchange:
         self._client.watch_half_close(poke)
 
     async def send(self, message: Message) -> None:
-        """What starlette's own responses go through too."""
+        """Starlette's own responses are sent by this, too."""
         if message["type"] == "http.response.start":
             self.status = message["status"]
             named = (b"x-request-id", self.answer_id().encode())

@@ -1,4 +1,4 @@
-"""What HTTP counts, and the text of `/metrics`. Called by the probes and, per request, by `middleware`."""
+"""The counts of HTTP, and the text of `/metrics`. Called by the probes and, per request, by `middleware`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every HTTP request passes first and last: key, id, errors, the log line. ASGI middleware of all our apps."""
+"""The first and last steps of every HTTP request: key, id, errors, the log line. ASGI middleware of all our apps."""
 
 from __future__ import annotations
 

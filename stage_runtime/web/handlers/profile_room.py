@@ -41,7 +41,7 @@ class Room:
 
 
 class RoomPart:
-    """What one answer holds of a `Room`."""
+    """The bytes of one answer in a `Room`."""
 
     def __init__(self, room: Room) -> None:
         self._room = room

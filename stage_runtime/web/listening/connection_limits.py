@@ -1,4 +1,4 @@
-"""What one HTTP connection may take, and how many a server may have. Pure. Used by `connections` and `server`."""
+"""The limits of one HTTP connection, and how many a server may have. Pure. Used by `connections` and `server`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FEW: Final = 0.25  # of the most connections: those at rest then leave enough ro
 
 
 class ConnectionLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """What one client's connection may take."""
+    """The limits of one client's connection."""
 
     head_nbytes: int = 64 << 10  #: Proxies' cookies and tokens are within 16 KiB; envoy refuses more than 60.
     head_count: int = 128  #: Headers of one request.

@@ -54,7 +54,7 @@ _SOCKETS: Final = frozenset(one.path.encode() for one in SOCKETS)
 
 
 class Phase(enum.Enum):
-    """What a connection waits for."""
+    """The event that a connection waits for."""
 
     HEAD = enum.auto()  #: The rest of a head; of a new connection the first one.
     ANSWER = enum.auto()  #: The application. `exchange` limits the time for the body.
@@ -340,7 +340,7 @@ class HttpConnection(HttpToolsProtocol):
     # --- what is refused before there is a request ---------------------------------------------------------------
 
     def send_400_response(self, msg: str) -> None:
-        """What httptools cannot read, as an error of ours."""
+        """A request that httptools cannot read gets an error of ours."""
         if self._refusal is not None:
             self._refuse(*self._refusal)
         else:

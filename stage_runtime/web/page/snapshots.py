@@ -1,4 +1,4 @@
-"""What the page shows of a coordinator at one moment, and what has changed since the last one. Pure.
+"""The page's view of a coordinator at one moment, and what has changed since the last one. Pure.
 
 Rows are encoded once, so that a row that has not changed is recognised by its bytes and not sent again: with 500
 instances a second brings a few of them. Counts only grow: the page makes rates of them.

@@ -50,7 +50,7 @@ def asks_for_nothing(name: str, value: Any) -> bool:
 
 
 def counterpart(name: str) -> str:
-    """What an error says beside an unknown key; empty: nothing is known of it."""
+    """The hint of an error about an unknown key; empty: nothing is known of it."""
     return f"; here it is {COUNTERPARTS[name]}" if name in COUNTERPARTS else ""
 
 

@@ -1,4 +1,4 @@
-"""What msgspec does not refuse in a client's JSON: duplicate keys, too many values, too many levels. Pure.
+"""Checks of a client's JSON that msgspec lacks: duplicate keys, too many values, too many levels. Pure.
 
 A duplicate key means one thing to a proxy that checks and another one here. Millions of empty lists in a few
 mebibytes cost the loop a second for everybody. Numbers, text and syntax are msgspec's; called by `schemas`.
@@ -45,7 +45,7 @@ def decode_fields(fields: Mapping[str, bytes], decoder: msgspec.json.Decoder[Dec
 
 
 def _skeletons(raws: list[bytes], where: str) -> list[bytes]:
-    """What `_CHECK` is to read of each.
+    """The skeletons that `_CHECK` reads.
 
     Raises: InvalidRequest: they have too many values together.
     """

@@ -1,4 +1,5 @@
-"""What a session is told to do: GA's and the beta's fields read into one value, merged, and shown in either form. Pure.
+"""The configuration of a session: GA's and the beta's fields read into one value, merged, and shown in either form.
+Pure.
 
 A field that an update does not name keeps its value.
 """
@@ -102,7 +103,7 @@ class _Audio(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class SpokenPatch(msgspec.Struct, frozen=True, kw_only=True):
-    """What an update of the session and a response may both name."""
+    """The fields that an update of the session and a response may both name."""
 
     audio: _Audio | None = None
     output_modalities: list[Modality] | None = None
@@ -266,7 +267,7 @@ def format_shown(name: str) -> dict[str, Any]:
 
 
 def answer_shown(config: SessionConfig, *, beta: bool) -> dict[str, Any]:
-    """What a response says of itself."""
+    """The fields that a response shows of itself."""
     if beta:
         return {
             "modalities": _beta_modalities(config),

@@ -12,7 +12,7 @@ MAX_NBYTES: Final = 16 << 20  # five minutes of sound that nobody wrote down
 
 
 class Conversation:
-    """What was said. `added` and `trimmed` keep it within its bound."""
+    """The items of a conversation. `added` and `trimmed` keep it within its bound."""
 
     def __init__(self, *, max_items: int = MAX_ITEMS, max_nbytes: int = MAX_NBYTES) -> None:
         self._max_items = max_items

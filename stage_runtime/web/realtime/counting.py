@@ -1,4 +1,4 @@
-"""What is counted of live sessions, from the events that they are sent. Times are passed in; `room` has the clock."""
+"""The counts of live sessions, from the events that they are sent. Times are passed in; `room` has the clock."""
 
 from __future__ import annotations
 

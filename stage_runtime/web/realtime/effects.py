@@ -1,4 +1,4 @@
-"""What a session wants done: orders to the room. Plain values."""
+"""The effects that a session wants: orders to the room. Plain values."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Listen(msgspec.Struct, frozen=True):
 
 
 class StopListening(msgspec.Struct, frozen=True):
-    """What was scored before has nothing to do with what follows."""
+    """The scores so far have nothing to do with what follows."""
 
 
 Effect: TypeAlias = Send | Answer | Cancel | Listen | StopListening

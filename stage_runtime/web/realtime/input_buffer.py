@@ -1,4 +1,4 @@
-"""What a client has appended and not committed yet. Pure.
+"""The sound that a client has appended and not committed yet. Pure.
 
 Positions are milliseconds of all sound that the session was given: clients compare them with their own recording.
 """
@@ -53,7 +53,7 @@ class InputBuffer:
         return data
 
     def reformat(self, format: SoundFormat) -> None:
-        """What follows has another format; what is held of the earlier one is dropped."""
+        """The sound that follows has another format; what is held of the earlier one is dropped."""
         self.keep_from(self.end_ms)
         self.format = format
 

@@ -32,7 +32,7 @@ _EVENTS: Final = msgspec.json.Decoder(dict[str, Any])
 
 
 class SessionFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What a session is told of the pipeline and its client."""
+    """The facts of the pipeline and its client that a session is told."""
 
     model: str
     beta: bool = False  #: The client reads the beta's events.
@@ -80,7 +80,7 @@ class Session:
 
     @property
     def held_nbytes(self) -> int:
-        """What it keeps of its client's data."""
+        """The bytes of its client's data that it keeps."""
         return self._buffer.nbytes + self._conversation.nbytes
 
     # --- what the client sends ------------------------------------------------------------------------------------
@@ -252,7 +252,7 @@ class Session:
         yield from self._committed(item_id, self._buffer.take(at_ms), respond=detection.create_response)
 
     def _listen_anew(self) -> Iterator[Effect]:
-        """What was heard so far is not part of a turn that follows."""
+        """The sound heard so far is not part of a turn that follows."""
         self._turn_item = None
         self._turn.restart(round(self._buffer.end_ms))
         yield StopListening()
@@ -396,7 +396,7 @@ class Session:
         yield Answer(key, request, None)
 
     def _transcribed(self, item: Item, text: str) -> Iterator[Effect]:
-        """What a message says is known: later requests have the words in the sound's place, and it is not kept."""
+        """The words of a message are known: later requests have them in the sound's place, and it is not kept."""
         part = next(one for one in item.content if one.type == "input_audio")
         if part.transcribed:
             return  # a response and a request for the transcript may both bring it

@@ -1,4 +1,4 @@
-"""What a stage put into `Audio.samples`: taken apart for the codec process, and made valid there.
+"""The values in `Audio.samples` of a stage: taken apart for the codec process, and made valid there.
 
 `flat` runs in the coordinator and looks at no sample. `read` runs in the codec process and is the one place where
 samples become what every encoder takes: float32, finite, in -1..1, ``[n, channels]``.

@@ -1,4 +1,4 @@
-"""What is spoken next: the pieces of a client's text as sentences, in turn, within a bound. Pure.
+"""The order of what is spoken: the pieces of a client's text as sentences, in turn, within a bound. Pure.
 
 An utterance is the text up to an ``input.done``. Its sentences are spoken one after the other, the first as soon as it
 is whole.
@@ -77,7 +77,7 @@ class Script:
                 self.closing = True
 
     def next(self) -> Sentence | UtteranceEnd | None:
-        """What is to be spoken now; None: more text is needed."""
+        """The text that is to be spoken now; None: more text is needed."""
         if not self._waiting:
             return None
         found = self._waiting.popleft()

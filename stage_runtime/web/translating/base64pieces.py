@@ -19,7 +19,7 @@ class Base64Pieces:
         self._rest = b""
 
     def add(self, data: bytes) -> str:
-        """What can be sent of all that was added; empty: nothing yet."""
+        """The part that can be sent of all that was added; empty: nothing yet."""
         given = self._rest + data
         end = len(given) - len(given) % _UNIT
         self._rest = given[end:]

@@ -27,7 +27,7 @@ REFUSED: Final[dict[str, tuple[tuple[Any, ...], str]]] = {
 
 
 class ChatCall(msgspec.Struct, frozen=True, kw_only=True):
-    """What the answer's shape depends on; the stages see none of it but what `request` hands on."""
+    """The fields that the answer's shape depends on; the stages see none of them but what `request` hands on."""
 
     stream: bool
     include_usage: bool
@@ -79,7 +79,9 @@ def call(body: schemas.ChatBody, accepts: Set[str] = frozenset()) -> ChatCall:
 def request(
     body: schemas.ChatBody, request_id: str, fetched: Mapping[str, Media], accepts: Set[str] = frozenset()
 ) -> OmniRequest:
-    """What the entry stage gets. ``fetched``: what the URLs of `media.to_fetch` hold. accepts: as of `call`."""
+    """The request that the entry stage gets. ``fetched``: what the URLs of `media.to_fetch` hold. accepts: as of
+    `call`.
+    """
     return OmniRequest(
         id=request_id,
         kind="chat",

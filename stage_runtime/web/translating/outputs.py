@@ -1,4 +1,4 @@
-"""What terminal stages give a client, sorted: the common half of chat, speech and transcription.
+"""The outputs of terminal stages for a client, sorted: the common half of chat, speech and transcription.
 
 A result's `Text` or `Audio` is the whole: it is dropped if its stage has streamed any of that kind. A `ToolCall` is
 dropped if its stage has streamed one of that id.
@@ -21,7 +21,7 @@ _OUTPUTS = (Text, Reasoning, Audio, Usage, Finish, Note, ToolCall)
 
 
 class StreamedKinds:
-    """Which kinds of output each stage has streamed: its result has them again as a whole."""
+    """The kinds of output that each stage has streamed: its result has them again as a whole."""
 
     def __init__(self) -> None:
         self._streamed: set[tuple[str, type[Any]]] = set()
@@ -47,7 +47,7 @@ class Outputs:
         self._unknown: tuple[str, str] | None = None  #: The first (stage, type) that no OpenAI route can show.
 
     def take(self, event: AnswerEvent) -> Iterator[Shown]:
-        """What the event has for the client's eyes and ears, in order."""
+        """The parts of the event for the client's eyes and ears, in order."""
         self._counts.note(event)
         for value in _values(event):
             if not isinstance(value, _OUTPUTS):

@@ -1,4 +1,4 @@
-"""What stages report of times (``segments``, ``words``) as subtitles: SubRip (``srt``) and WebVTT (``vtt``). Pure."""
+"""Times that stages report (``segments``, ``words``) as subtitles: SubRip (``srt``) and WebVTT (``vtt``). Pure."""
 
 from __future__ import annotations
 

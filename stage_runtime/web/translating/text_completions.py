@@ -28,7 +28,7 @@ Prompt = str | list[int]
 
 
 class CompletionCall(msgspec.Struct, frozen=True, kw_only=True):
-    """What the answer's shape depends on."""
+    """The fields that the answer's shape depends on."""
 
     prompts: list[Prompt]
     choices: int

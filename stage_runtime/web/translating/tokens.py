@@ -50,7 +50,7 @@ def detokenize_request(body: schemas.DetokenizeBody, request_id: str) -> OmniReq
 
 
 class Told:
-    """What the terminal stages have said of tokens."""
+    """The reports of the terminal stages on tokens."""
 
     def __init__(self) -> None:
         self._outputs = Outputs()

@@ -1,3 +1,3 @@
-"""Who asks an engine core: in this process (`inproc`), in one of its own (`sync_mp`, `async_mp`), in several
+"""The clients of an engine core: in this process (`inproc`), in one of its own (`sync_mp`, `async_mp`), in several
 (`data_parallel`). `making` chooses. In a pipeline the stage is the client.
 """

@@ -1,4 +1,4 @@
-"""What every client of an engine core does, and what those of engine processes share: sockets, requests, deaths."""
+"""The common parts of all clients of an engine core, and of those of engine processes: sockets, requests, deaths."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ CONNECT_WITHIN_S: Final = 60.0
 
 
 class UtilityFailed(OmniError):
-    """What a utility raised in the engine."""
+    """The error that a utility raised in the engine."""
 
 
 class MPClient:
@@ -366,7 +366,7 @@ def result_of(output: UtilityOutput) -> Any:
 
 
 def lost(requests: Iterable[str], reason: str) -> EngineCoreOutputs:
-    """What requests get whose engine has ended while others go on."""
+    """The outputs of requests whose engine has ended while others go on."""
     return EngineCoreOutputs(refused=tuple(Refused(name, "stage_failed", reason) for name in requests))
 
 

@@ -78,7 +78,7 @@ class AsyncMPClient(MPClient):
         self._extend(request_id, more)
 
     async def release_requests_async(self, request_ids: Iterable[str]) -> None:
-        """What these held requests wait for is there. Raises: EngineDeadError."""
+        """These held requests have what they wait for. Raises: EngineDeadError."""
         self._release(request_ids)
 
     async def abort_requests_async(self, request_ids: Iterable[str]) -> None:
@@ -108,7 +108,7 @@ class AsyncMPClient(MPClient):
             self._results.pop(call_id, None)
 
     async def call_each_async(self, method: str, *arguments: Any) -> list[Any]:
-        """What the utility returns in each engine, by rank. Raises: as `call_utility_async`."""
+        """The result of the utility in each engine, by rank. Raises: as `call_utility_async`."""
         calls = [self.call_utility_async(method, *arguments, rank=rank) for rank in self._ranks()]
         return await asyncio.gather(*calls)
 

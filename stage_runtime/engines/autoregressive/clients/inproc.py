@@ -31,7 +31,7 @@ class InprocClient:
         self.num_gpu_blocks = {0: served.num_gpu_blocks}
 
     def add_request(self, request: EngineCoreRequest) -> None:
-        """What the engine refuses is returned by `get_output`, as from another process.
+        """`get_output` returns what the engine refuses, as from another process.
 
         Raises: RequestError: its id is in use; the request that is being computed goes on.
         """
@@ -56,7 +56,7 @@ class InprocClient:
             self._refused.append(refused(request_id, error))
 
     def release_requests(self, request_ids: Sequence[str]) -> None:
-        """What these held requests wait for is there."""
+        """These held requests have what they wait for."""
         for name in self.reqs_in_flight.keys() & set(request_ids):
             self.engine_core.release(name)
 

@@ -1,4 +1,4 @@
-"""Which client serves a stage."""
+"""The choice of the client that serves a stage."""
 
 from __future__ import annotations
 

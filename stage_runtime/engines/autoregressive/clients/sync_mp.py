@@ -33,7 +33,7 @@ class SyncMPClient(MPClient):
         self._extend(request_id, more)
 
     def release_requests(self, request_ids: Sequence[str]) -> None:
-        """What these held requests wait for is there. Raises: EngineDeadError."""
+        """These held requests have what they wait for. Raises: EngineDeadError."""
         self._release(request_ids)
 
     def abort_requests(self, request_ids: Sequence[str]) -> None:
@@ -48,7 +48,7 @@ class SyncMPClient(MPClient):
         return self._note(self._pending.popleft())
 
     def call_utility(self, method: str, *arguments: Any, timeout_s: float | None = None) -> Any:
-        """What the engine's utility of this name returns. Raises: UtilityFailed, EngineDeadError, TimeoutError."""
+        """The result of the engine's utility of this name. Raises: UtilityFailed, EngineDeadError, TimeoutError."""
         (rank,) = self._ranks() or (0,)
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         self._called = self._call(rank, method, arguments)

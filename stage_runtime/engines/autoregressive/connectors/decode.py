@@ -243,7 +243,7 @@ class DecodeConnector:
         self._loads.fill(request_id, header.first, flat, header.count)
 
     def _refuse(self, room: Room, problem: str) -> None:
-        """What came is not what was asked for: nothing of the room is believed any more."""
+        """The peer sent something else than was asked for: nothing of the room is believed any more."""
         if (probe := self._probed(room)) is not None:
             probe.fail(problem)
             return

@@ -1,4 +1,4 @@
-"""What it costs to ask a prefill instance, beside its computing: from which length on a prompt is worth asking for.
+"""The cost of asking a prefill instance, beside its computing: from which length on a prompt is worth asking for.
 
 Measured over the links: by a probe of one block to each instance that is met, and by every prompt that is asked for.
 Called by `decode`.

@@ -1,4 +1,4 @@
-"""What an engine's blocks are: the layout that both ends of a room compare, and the pages as bytes."""
+"""The form of an engine's blocks: the layout that both ends of a room compare, and the pages as bytes."""
 
 from __future__ import annotations
 

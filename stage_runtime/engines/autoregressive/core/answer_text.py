@@ -29,7 +29,7 @@ class ShownToken(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """What some tokens have given. ends: the text ends the answer, by the stop string ``stopped`` or by its calls.
+    """The output of some tokens. ends: the text ends the answer, by the stop string ``stopped`` or by its calls.
 
     reasoning: of the model's thinking, which is not in ``text``.
     """
@@ -125,7 +125,7 @@ class AnswerText:
         return Piece("".join(texts), tuple(calls), shown, stopped, ends, thought)
 
     def _read(self, text: str, *, final: bool = False) -> tuple[str, list[Call], str | None]:
-        """What the client gets of new text, the calls in it, and the stop string that ends the answer."""
+        """The client's part of new text, the calls in it, and the stop string that ends the answer."""
         if self._ledger is not None and text:
             self._ledger.spell(text)
         self._text += text
@@ -195,7 +195,7 @@ class _Entry:
 
 
 class _Ledger:
-    """Which bytes each token gave, and what became of them: all in the order of the text."""
+    """The bytes that each token gave, and what became of them: all in the order of the text."""
 
     def __init__(self, decode: Callable[[Sequence[int]], str], spelling: Spelling) -> None:
         self._decode = decode

@@ -36,7 +36,7 @@ class ShutdownState(Enum):
 
 
 class InputQueue(Protocol):
-    """What comes for the loop, from any thread."""
+    """The inputs of the loop, from any thread."""
 
     def get(self, block: bool) -> tuple[RequestType, Any] | None:
         """The next one; None: none now, or, of one that may block, to look again."""

@@ -69,7 +69,7 @@ class EngineCoreRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineCoreOutput(msgspec.Struct, frozen=True, kw_only=True):
-    """What one step gave one request. reason: the stop token, or what failed. refused: the wrong field."""
+    """The result of one step for one request. reason: the stop token, or what failed. refused: the wrong field."""
 
     request_id: str
     new_token_ids: tuple[int, ...] = ()
@@ -268,7 +268,7 @@ class EngineCore:
         return self.kv
 
     def gauges(self) -> dict[str, int]:
-        """What `/metrics` shows of parts that not every engine has. In any thread: single numbers are read."""
+        """The values of parts that not every engine has, for `/metrics`. In any thread: single numbers are read."""
         found = {} if self.kv is None else self.kv.gauges()
         if self.scheduler.limits.num_speculative_tokens:
             stats = self.scheduler.stats
@@ -282,7 +282,7 @@ class EngineCore:
         self.scheduler.finish(request_ids)
 
     def release(self, request_id: str) -> None:
-        """What a held request waited for is there. Raises: IllegalEvent: it is not held; nothing is changed then."""
+        """A held request has what it waited for. Raises: IllegalEvent: it is not held; nothing is changed then."""
         self.scheduler.release(request_id)
 
     def has_work(self) -> bool:
@@ -339,7 +339,7 @@ class EngineCore:
         return self.executor.sample_tokens(masks.result())
 
     def get_grammar_bitmask(self, requests: Iterable[Request]) -> dict[str, npt.NDArray[np.bool_]]:
-        """Which tokens each request may get next, by its grammar. One whose grammar fails ends with this step."""
+        """The tokens that each request may get next, by its grammar. One whose grammar fails ends with this step."""
         masks = {}
         for request in requests:
             try:

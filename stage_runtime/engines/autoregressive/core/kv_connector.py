@@ -216,7 +216,9 @@ class KVLoads:
                     self._release(follower)
 
     def gauges(self) -> dict[str, int]:
-        """What `/metrics` shows, by the names of `metrics.catalog.KV`. In any thread: single numbers are read."""
+        """The connector's values for `/metrics`, by the names of `metrics.catalog.KV`. In any thread: single numbers
+        are read.
+        """
         return {
             "kv_loads_under_way": len(self._scheduler.loads),
             "kv_least_tokens": self.least_tokens(),

@@ -1,4 +1,4 @@
-"""What steps gave, as outputs for those who asked: one pass over all outputs of a step.
+"""The results of steps, as outputs for those who asked: one pass over all outputs of a step.
 
 Text, calls, stop strings, log probabilities, delivery. An answer that ends by its text (see `answer_text`) is found
 here, so the core hears of it by ``reqs_to_abort``. What a reader has not taken yet is joined in its
@@ -80,7 +80,7 @@ class RequestOutputCollector:
         self._output = output
 
     def get_nowait(self) -> RequestOutput | None:
-        """What came since it was last asked; None: nothing. Raises: the error that was put."""
+        """The output since it was last asked; None: nothing. Raises: the error that was put."""
         output, self._output = self._output, None
         if isinstance(output, Exception):
             self._output = output
@@ -241,7 +241,7 @@ class OutputProcessor:
         )
 
     def _piece(self, state: _RequestState, output: EngineCoreOutput) -> Piece:
-        """What the client gets of new tokens. It ends the answer where its text does, not where its tokens do."""
+        """The client's part of new tokens. It ends the answer where its text does, not where its tokens do."""
         if state.answer is None:
             return Piece("")
         # The token that ended the answer is not part of its text, unless a grammar ended with it.

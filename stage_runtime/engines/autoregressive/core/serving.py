@@ -1,4 +1,4 @@
-"""What a factory gives the engine process: a core, and what clients may ask it for."""
+"""The engine process's side of a factory: a core, and what clients may ask it for."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ _FromClient: TypeAlias = FirstRequest | Replaced | ScaleEngines
 
 
 class _FromEngine(msgspec.Struct, frozen=True, kw_only=True):
-    """What matters here of an `EngineCoreOutputs`."""
+    """The fields of an `EngineCoreOutputs` that matter here."""
 
     engine_index: int = 0
     scheduler_stats: SchedulerStats | None = None

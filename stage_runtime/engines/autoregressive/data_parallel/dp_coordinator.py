@@ -53,7 +53,7 @@ class DPCoordinator:
 
     @property
     def coordination(self) -> Coordination:
-        """What engines and clients must know; any process of this user may be one."""
+        """The facts that engines and clients must know; any process of this user may be one."""
         return Coordination(
             size=self.engines,
             input=self._input,

@@ -1,4 +1,4 @@
-"""What the clients of other engines share: requests under way, and outputs for the event loop of the stage."""
+"""The common part of the clients of other engines: requests under way, and outputs for the event loop of the stage."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class ExternalClient:
         self._outputs.put_nowait(EngineCoreOutputs(outputs=tuple(given), refused=tuple(refused)))
 
     def _report(self) -> None:
-        """What is known of the engine, for `/metrics`."""
+        """The known facts of the engine, for `/metrics`."""
         begun = sum(count > 0 for count in self.reqs_in_flight.values())
         self.stats[0] = SchedulerStats(
             waiting=len(self.reqs_in_flight) - begun,

@@ -1,4 +1,4 @@
-"""Which settings and which fields of a request another engine takes; the others are refused by their names."""
+"""The settings and the fields of a request that another engine takes; the others are refused by their names."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ F16: Final = 1  # of general.file_type
 
 
 def name_of(tensor: str) -> str:
-    """What GGUF calls a tensor of transformers. Raises: ConfigurationError: it has no name there."""
+    """GGUF's name of a tensor of transformers. Raises: ConfigurationError: it has no name there."""
     if tensor in _WHOLE:
         return _WHOLE[tensor]
     if (found := _LAYER.fullmatch(tensor)) is not None and found[2] in _LAYERS:

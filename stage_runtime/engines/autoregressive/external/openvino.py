@@ -180,7 +180,7 @@ class _Steps:
                         refused.append(Refused(asked.request_id, "stage_failed", f"openvino: {describe(error)}"))
 
     def _read(self) -> list[EngineCoreOutput]:
-        """What the last step gave."""
+        """The result of the last step."""
         running, ignored = self._package.GenerationStatus.RUNNING, self._package.GenerationStatus.IGNORED
         stopped = self._package.GenerationFinishReason.STOP
         outputs = []

@@ -119,7 +119,7 @@ class VLLMClient(ExternalClient):
 
 
 def _output(name: str, one: Any, params: SamplingParams) -> EngineCoreOutput:
-    """What came of a request, in the form of the own engine."""
+    """The output of a request, in the form of the own engine."""
     part = one.outputs[0]
     finish = None if part.finish_reason is None else _REASONS.get(part.finish_reason, FinishReason.ERROR)
     reason = part.stop_reason
@@ -230,7 +230,9 @@ def cache_bytes(text: Any, longest: int, requests: int, dtype: str) -> int:
 
 @contextlib.contextmanager
 def _environment(spec: Autoregressive) -> Iterator[None]:
-    """What vLLM takes from the environment alone, while its processes are started; it sets more, which ends here."""
+    """Variables that vLLM takes from the environment alone, while its processes are started; it sets more, which ends
+    here.
+    """
     before = dict(os.environ)
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")  # it would report its use to its authors
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")

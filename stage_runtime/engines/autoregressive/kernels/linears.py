@@ -203,7 +203,7 @@ def _seconds(multiply: Callable[[Tensor], Tensor], rows: Tensor) -> float:
 
 
 def least(rounds: Sequence[Mapping[LinearsBackend, Sequence[float]]]) -> dict[LinearsBackend, list[float]]:
-    """What each form takes when nothing else is in its way."""
+    """The least time of each form when nothing else is in its way."""
     return {
         backend: [min(times) for times in zip(*(one[backend] for one in rounds), strict=True)] for backend in rounds[0]
     }

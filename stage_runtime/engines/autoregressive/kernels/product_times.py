@@ -1,4 +1,4 @@
-"""What `linears.measure` has found on this machine, in files, so that an engine that starts again need not measure.
+"""The results of `linears.measure` on this machine, in files, so that an engine that starts again need not measure.
 
 The folder is that of `loop_cache`. A file's name stands for all that the times depend on: shape and dtype, processor,
 threads, torch, the code of the products. Times of a start on a busy machine are joined with those of the next one,

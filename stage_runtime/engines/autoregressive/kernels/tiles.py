@@ -27,7 +27,8 @@ PAIR: Final = 4  # bytes of two bf16 values
 
 
 class Registers(NamedTuple):
-    """What a processor holds while inputs go by. rows: of a tile, at most; with so many it has one panel at a time.
+    """The registers of a processor while inputs go by. rows: of a tile, at most; with so many it has one panel at a
+    time.
 
     sums: vectors of `LANES` beside others, for two panels of fewer rows, and for several queries of a KV head.
     """
@@ -192,7 +193,7 @@ def _portions(dim: int, group: int) -> Iterator[range]:
 
 
 class _Code:
-    """What the loops have in common."""
+    """The common part of the loops."""
 
     def __init__(self, builder: Any) -> None:
         self.builder = builder

@@ -233,7 +233,7 @@ def token_bytes(layers: Any, dtype: torch.dtype) -> int:
 
 
 def _device_budget(paged: PagedModel) -> int:
-    """What the stage's share of the device (``gpuMemory``) leaves beside the weights."""
+    """The bytes that the stage's share of the device (``gpuMemory``) leaves beside the weights."""
     free, total = torch.cuda.mem_get_info(paged.device)
     share = gpumemory.share_of_stage() or torch.cuda.get_per_process_memory_fraction(paged.device)
     weights = sum(one.nbytes for one in (*paged.model.parameters(), *paged.model.buffers()))

@@ -20,7 +20,7 @@ GROUPS: Final = 4  # of decode rows; measured on two cores with 16 rows: one pad
 
 
 class LayerShape(NamedTuple):
-    """What one layer caches for a token."""
+    """The values that one layer caches for a token."""
 
     kv_heads: int
     key_dim: int
@@ -71,7 +71,7 @@ class AttentionBackend(Protocol):
         """K and V of each layer, where they lie: ``[num_blocks, block_size, kv_heads, dim]``."""
 
     def plan(self, batch: BatchMeta) -> Any:
-        """What all layers of one step share."""
+        """The plan that all layers of one step share."""
 
     def clear(self, blocks: Sequence[int]) -> None:
         """Overwrite blocks that may hold NaN before others get them: padding is masked by adding, and NaN stays NaN."""
@@ -95,7 +95,7 @@ class _Group:
         return self.queries > 1 and self.lengths == [self.queries] and (window is None or self.queries <= window)
 
     def mask(self, width: int, window: int | None, dtype: torch.dtype) -> Tensor | None:
-        """What is added to the scores ``[rows, 1, queries, width]``; None: everything is seen."""
+        """The tensor that is added to the scores ``[rows, 1, queries, width]``; None: everything is seen."""
         if window not in self._masks:
             self._masks[window] = self._make_mask(width, window, dtype)
         return self._masks[window]

@@ -97,7 +97,7 @@ class FlashAttention(GatherAttention):
 
 
 class _Layer(NamedTuple):
-    """What flashinfer plans for: layers of one kind share a plan."""
+    """The kind of layer that flashinfer plans for: layers of one kind share a plan."""
 
     heads: int
     kv_heads: int

@@ -1,4 +1,4 @@
-"""What tells one model's keys and values from another's."""
+"""Digests that tell one model's keys and values from another's."""
 
 from __future__ import annotations
 

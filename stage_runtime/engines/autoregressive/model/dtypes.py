@@ -1,4 +1,4 @@
-"""Which dtype a model is computed in: bfloat16 only where the processor has instructions for it."""
+"""The dtype a model is computed in: bfloat16 only where the processor has instructions for it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BF16_FLAGS: Final = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 
 @functools.cache
 def flags() -> frozenset[str]:
-    """What this machine's processor has; empty where the system does not list it."""
+    """The flags of this machine's processor; empty where the system does not list them."""
     try:
         text = Path("/proc/cpuinfo").read_text(errors="replace")
     except OSError:

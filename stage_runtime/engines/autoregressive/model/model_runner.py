@@ -462,7 +462,7 @@ def _ends(rows: Sequence[Row]) -> list[int]:
 
 
 def _checked_rows(given: Any, count: int, model: PagedModel) -> tuple[Tensor, Sequence[Any], Sequence[bool]]:
-    """What a decoder's `after_step` gave, on the host: next rows, what goes out, and who ends.
+    """The result of a decoder's `after_step`, on the host: next rows, what goes out, and who ends.
 
     Raises: TypeError, ValueError: it is something else, or not of every request.
     """

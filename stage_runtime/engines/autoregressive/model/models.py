@@ -81,7 +81,7 @@ def _attention(
     s_aux: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers' layers call. ``[1, heads, tokens, D]`` in, ``[1, tokens, heads, D]`` out."""
+    """The function that transformers' layers call. ``[1, heads, tokens, D]`` in, ``[1, tokens, heads, D]`` out."""
     layer = int(module.layer_idx)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if _pass.probe is not None:
@@ -242,7 +242,7 @@ class PagedModel:
         self.sinks = _pass.sinks  #: Whether a layer's softmax has one more logit.
 
     def _probe(self, text: Any) -> dict[int, LayerShape]:
-        """What each layer caches, found by one pass over one token."""
+        """The shapes that each layer caches, found by one pass over one token."""
         found: dict[int, LayerShape] = {}
         _pass.probe, _pass.sinks = found, False
         if self.state_layers:

@@ -1,4 +1,4 @@
-"""Which checkpoints the engine refuses by their config, each in one sentence that names what it is. Pure.
+"""The checkpoints that the engine refuses by their config, each in one sentence that names what it is. Pure.
 
 Called by `models` before weights are loaded, and for models at hand.
 """

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 
 class MessageTracker(Protocol):
-    """What a socket reports of one message that was sent without a copy."""
+    """The report of a socket on one message that was sent without a copy."""
 
     @property
     def done(self) -> bool: ...

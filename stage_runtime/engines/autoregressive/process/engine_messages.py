@@ -112,7 +112,7 @@ class UtilityOutput(msgspec.Struct, frozen=True, array_like=True):
 
 
 class EngineCoreOutputs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What one step gave one client. timestamp: of the engine's monotonic clock.
+    """The result of one step for one client. timestamp: of the engine's monotonic clock.
 
     scheduled: requests that are computed from now on, each with how many tokens of its prompt were cached.
     """
@@ -173,8 +173,8 @@ class EngineReady(msgspec.Struct, frozen=True, tag="READY"):
 
 
 class FrontEnd(msgspec.Struct, frozen=True, kw_only=True):
-    """What a further front end of running engines must know, in any process of this user. engines: by rank, the pid
-    and the number of blocks. index: its place among ``inputs`` and ``outputs``, where no other one is or was.
+    """The facts that a further front end of running engines must know, in any process of this user. engines: by rank,
+    the pid and the number of blocks. index: its place among ``inputs`` and ``outputs``, where no other one is or was.
     """
 
     index: int

@@ -37,7 +37,7 @@ JOIN_S: Final = 5.0
 
 
 class Inputs:
-    """What came, for the loop; and the thread that reads it. ``queue``: in order of arrival."""
+    """The inputs for the loop, and the thread that reads them. ``queue``: in order of arrival."""
 
     def __init__(
         self,

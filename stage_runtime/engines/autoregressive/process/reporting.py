@@ -1,4 +1,4 @@
-"""What an engine reports of itself, by the same numbers wherever it computes."""
+"""The report of an engine on itself, by the same numbers wherever it computes."""
 
 from __future__ import annotations
 

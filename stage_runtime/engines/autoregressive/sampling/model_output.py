@@ -1,4 +1,4 @@
-"""What a step of the model gives. Without torch: the core and its clients need no more of the model than this."""
+"""The output of a step of the model. Without torch: the core and its clients need no more of the model than this."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class TokenLogprobs(NamedTuple):
 
 
 class GivenRows(msgspec.Struct, frozen=True, kw_only=True):
-    """What an author's stage gets of a request beside its tokens.
+    """The rows of a request that an author's stage gets beside its tokens.
 
     kept: by the name of `Autoregressive.keep_rows`, a row ``[hidden]`` of each new token. prompt: as that, of all
     tokens of the prompt, ``[tokens, hidden]``; with the first new token. emitted: what the decoder's `after_step` gave
@@ -48,7 +48,7 @@ class VerifiedDraft(NamedTuple):
 
 
 class ModelOutput(NamedTuple):
-    """What a step gave, by request id. ``failed``: why. ``prompt_logprobs``: of prompts that are computed to their
+    """The output of a step, by request id. ``failed``: why. ``prompt_logprobs``: of prompts that are computed to their
     ends.
 
     hidden_rows: ``[hidden]``, the last hidden state from which the token was chosen. ended: requests that their decoder

@@ -21,7 +21,7 @@ FIRST_CANDIDATES: Final = 256  # of a nucleus; sorting a whole vocabulary costs 
 
 
 class RowState:
-    """What sampling keeps of one request: which tokens it has seen, where its penalties need that."""
+    """The sampler's state of one request: which tokens it has seen, where its penalties need that."""
 
     def __init__(self, params: SamplingParams, seed: int, end_ids: frozenset[int], prompt: Sequence[int] = ()) -> None:
         self.params = params

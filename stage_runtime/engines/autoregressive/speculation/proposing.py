@@ -1,4 +1,4 @@
-"""Who makes drafts, where steps are computed; and the rows of a step with their drafts."""
+"""The proposer of drafts, where steps are computed; and the rows of a step with their drafts."""
 
 from __future__ import annotations
 

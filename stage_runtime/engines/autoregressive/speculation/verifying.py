@@ -1,4 +1,4 @@
-"""Which tokens of drafts become tokens of answers: those that sampling chooses where they stand.
+"""The tokens of drafts that become tokens of answers: those that sampling chooses where they stand.
 
 Each of them is sampled from its own logits with the random number of its request's seed and its place, as it is
 without a draft. So an answer has the same tokens with drafts and without: a token of a draft is right with the

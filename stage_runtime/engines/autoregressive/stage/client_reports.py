@@ -1,4 +1,4 @@
-"""What the client of a terminal stage learns of a generation whatever the author's ``deliver`` gives: usage and reason.
+"""The client's reports of a generation, whatever the author's ``deliver`` gives: usage and reason.
 
 Chunks for the client carry the tokens so far (`wire.outputs.USAGE_SO_FAR`): a stream may be cancelled, or its client
 may want them. At the end, an author's ``deliver`` that has given no `Usage` or no `Finish` is completed.
@@ -28,7 +28,7 @@ class ClientReport:
         self._finished: set[int] = set()  #: Choices of which it has given the reason.
 
     def added_to(self, items: Iterable[Any], generation: Generation) -> Iterator[Any]:
-        """What ``deliver`` gives for one generation, and the rest."""
+        """The output of ``deliver`` for one generation, and the rest."""
         self._tokens[generation.choice] = generation.completion_tokens
         self._thought[generation.choice] = generation.reasoning_tokens
         if generation.finish is not None:

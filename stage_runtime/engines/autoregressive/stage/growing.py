@@ -40,7 +40,9 @@ class _Streams:
 
 
 def extensions(given: Any) -> list[Extension]:
-    """What an author's ``stream`` returned for a chunk. Raises: InvalidRequest, TypeError: it is something else."""
+    """The extensions that an author's ``stream`` returned for a chunk. Raises: InvalidRequest, TypeError: it is
+    something else.
+    """
     match given:
         case None:
             return []
@@ -87,7 +89,7 @@ class GrowingPrompts:
                 self._fail(work, outbox, RequestError("unavailable", "the stage ends before the request's streams"))
 
     def take(self, event: FromStream, outbox: Outbox) -> list[Entered | Grown]:
-        """What the engine gets. Whatever is wrong with a chunk fails its request alone."""
+        """The extensions that the engine gets. Whatever is wrong with a chunk fails its request alone."""
         work = event.work
         if isinstance(event, events.StreamFailed):
             self._fail(work, outbox, streaming.cause(event))

@@ -1,4 +1,4 @@
-"""Which connector a stage's engine has: of its role with `disaggregation`. What its engine must be for that."""
+"""The choice of a stage's connector: of its role with `disaggregation`. What its engine must be for that."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ DRAIN_S: Final = 60.0  # engines finish what is under way, when the stage ends
 
 
 class EngineClient(Protocol):
-    """What the stage uses of a client of engines. Its calls are made on the loop that it was attached to."""
+    """The part of an engine client that the stage uses. Its calls are made on the loop that it was attached to."""
 
     reqs_in_flight: dict[str, int]
     stats: dict[int, SchedulerStats]
@@ -272,7 +272,7 @@ class ProcessEngine:
             log.warning("engine %d was replaced", rank)
 
     def _report(self) -> None:
-        """What `/metrics` shows of all engines of this instance."""
+        """The values of all engines of this instance for `/metrics`."""
         stats = list(self._client.stats.values())
         self._inbox.gauges = {
             "waiting": sum(one.waiting for one in stats),

@@ -177,7 +177,7 @@ class AutoregressiveEngine:
         return aborts
 
     def _report(self) -> None:
-        """What `/metrics` shows of this engine."""
+        """The values of this engine for `/metrics`."""
         scheduler = self._core.scheduler
         pool, stats = scheduler.pool, scheduler.stats
         self._inbox.gauges = {

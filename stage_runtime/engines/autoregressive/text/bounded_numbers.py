@@ -123,7 +123,7 @@ def _inside(key: str, value: Any, digits: int) -> Any:
 
 
 def _bounds(schema: Mapping[str, Any], kinds: Any, digits: int) -> dict[str, Any]:
-    """What the schema lacks. Nothing where it has a bound beyond ours: both could exclude each other."""
+    """The bounds that the schema lacks. Nothing where it has a bound beyond ours: both could exclude each other."""
     most = 10**digits - 1
     given = [schema[name] for name in (*_LOW, *_HIGH) if name in schema]
     if not all(isinstance(one, int | float) and not isinstance(one, bool) and abs(one) <= most for one in given):

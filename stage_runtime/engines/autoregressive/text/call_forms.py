@@ -95,7 +95,8 @@ def form_of(wanted: str, chat_template: Any) -> CallForm:
 
 
 def grammar(params: Mapping[str, Any], form: CallForm) -> Grammar | None:
-    """What an answer must follow: a forced call of a tool; or ``response_format``, beside calls of offered tools.
+    """The grammar that an answer must follow: a forced call of a tool; or ``response_format``, beside calls of offered
+    tools.
 
     Raises: InvalidRequest.
     """
@@ -165,7 +166,7 @@ def _parallel(params: Mapping[str, Any]) -> bool:
 
 
 def asked(params: Mapping[str, Any], given: Any, form: CallForm, *, thinking: bool = False) -> Asked | None:
-    """What a request says of calls in its answers; None: there are no tools.
+    """The request's wishes for calls in its answers; None: there are no tools.
 
     given: what the chat template gets as tools. thinking: the prompt has begun the model's thinking.
     """

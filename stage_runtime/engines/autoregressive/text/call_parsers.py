@@ -32,7 +32,7 @@ _KEYS: Final = ("name", "arguments", "parameters", "type", "id")  # with which m
 
 
 class Asked(msgspec.Struct, frozen=True, kw_only=True):
-    """What a request says of the calls in its answers.
+    """The request's wishes for the calls in its answers.
 
     names: of the tools. forced: the answer is calls and nothing else. most: how many calls end the answer; 0: no bound.
     structured: beside calls only an answer of the client's schema is allowed, so calls stand at the beginning alone.
@@ -307,7 +307,7 @@ class JSONCallParser(_Parser):
         return self._named_begin() if self._marked else -1
 
     def _take(self, tag: str, at: int) -> None:
-        """What is held begins with this tag, after blanks."""
+        """The held text begins with this tag, after blanks."""
         if tag == THINK:
             self._show(at + len(tag))
             self._thinking = True

@@ -87,7 +87,7 @@ class TextEncoder:
         return [int(token) for token in self._tokenizer(chat.text, add_special_tokens=False, **settings)["input_ids"]]
 
     def form(self, arguments: Mapping[str, Any]) -> TemplateForm:
-        """What the chat template takes of which ``arguments`` are. Raises: as `chat`."""
+        """The form of ``arguments`` that the chat template takes. Raises: as `chat`."""
         source = self._tokenizer.get_chat_template(arguments.get("chat_template"), arguments.get("tools"))
         if source not in self._forms:
             if len(self._forms) == _MOST_TEMPLATES:
@@ -143,7 +143,9 @@ class _Found(NamedTuple):
 
 
 class _Frame(NamedTuple):
-    """What a tokenizer writes around and between texts: one piece more than there are texts. of_texts: their types."""
+    """The texts that a tokenizer writes around and between texts: one piece more than there are texts. of_texts: their
+    types.
+    """
 
     ids: list[list[int]]
     types: list[list[int]]
@@ -261,7 +263,7 @@ class _ControlTokens:
 
     @functools.cached_property
     def _around(self) -> tuple[list[int], list[int]]:
-        """What the tokenizer adds before and after every text."""
+        """The tokens that the tokenizer adds before and after every text."""
         inner = self._backend.encode("a", add_special_tokens=False).ids
         whole = [int(token) for token in self._tokenizer("a")["input_ids"]]
         at = next((at for at in range(len(whole)) if whole[at : at + len(inner)] == inner), len(whole))

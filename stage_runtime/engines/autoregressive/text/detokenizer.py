@@ -82,7 +82,7 @@ class Detokenizer:
         return self._next(final=False)
 
     def flush(self) -> str:
-        """What was held back, as well as it can be read."""
+        """The bytes that were held back, read as well as they can be."""
         return self._next(final=True)
 
     def _next(self, *, final: bool) -> str:
@@ -112,7 +112,7 @@ class StopStrings:
         self._after = ""
 
     def rest(self) -> str:
-        """What came after the stop string that was reached last."""
+        """The text after the stop string that was reached last."""
         return self._after
 
     def feed(self, text: str) -> tuple[str, str | None]:
@@ -142,7 +142,7 @@ class StopStrings:
         return given
 
     def flush(self) -> str:
-        """What was held back: no stop string after all."""
+        """The text that was held back: no stop string after all."""
         given, self._held = self._held, ""
         return given
 

@@ -30,8 +30,8 @@ class SchemaPart(msgspec.Struct, frozen=True):
 
 
 class Grammar(msgspec.Struct, frozen=True):
-    """What an answer must follow. text: a JSON schema, a regular expression, or rules in Lark's form, to which those of
-    ``parts`` belong.
+    """The grammar that an answer must follow. text: a JSON schema, a regular expression, or rules in Lark's form, to
+    which those of ``parts`` belong.
 
     place: of what asks for it in the request, for errors. mark: a text in the rule ``mark``, which may be one special
     token. thinking: the model ``may`` think before the answer, or the prompt has ``begun`` its thinking; see

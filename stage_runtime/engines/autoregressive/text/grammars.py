@@ -178,7 +178,7 @@ class _Compiler:
 
 
 def _checked_mask(matcher: Any, place: str) -> bytes:
-    """Which tokens may come next, a bit each.
+    """The tokens that may come next, a bit each.
 
     Raises: GrammarRefused: it cannot be said, or none may although the answer is not whole.
     """

@@ -18,7 +18,7 @@ _WORDS: Final = ("probealpha", "probebravo", "probecharly", "probedelta", "probe
 
 
 class TemplateForm:
-    """What one chat template takes. Found when it is first needed."""
+    """The messages that one chat template takes. Found when it is first needed."""
 
     def __init__(self, write: Callable[[Messages], str]) -> None:
         """write: what the template makes of messages; raises what it raises."""

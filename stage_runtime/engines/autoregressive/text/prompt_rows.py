@@ -1,5 +1,5 @@
-"""What a request has beside token ids: rows, ``[tokens, hidden]`` floats, in place of some of them, positions of its
-own, rows that are added after named layers, and rows of its stream. Without torch; see `embeddings`.
+"""The parts of a request beside token ids: rows, ``[tokens, hidden]`` floats, in place of some of them, positions of
+its own, rows that are added after named layers, and rows of its stream. Without torch; see `embeddings`.
 
 In a request `ROW` stands for the next row. Inside the core each row has a name, a negative number in the place of its
 token id that is the same for equal rows only; so blocks are hashed, shared and kept by the content of their rows.
@@ -57,7 +57,7 @@ class RequestRows:
         return found
 
     def keep(self, first: int, part: PlacedRows) -> None:
-        """What a part of the prompt has; ``first`` is its place in the prompt."""
+        """The content of a part of the prompt; ``first`` is its place in the prompt."""
         for at, rows in part.rows:
             self.add(first + at, rows)
         if part.positions is not None:
@@ -78,7 +78,7 @@ class RequestRows:
         self.pad = self.pad if more.pad is None else more.pad
 
     def fed_row(self, place: int) -> Any:
-        """What is added to the input of the generated token ``place``; None: nothing."""
+        """The row that is added to the input of the generated token ``place``; None: nothing."""
         if place < len(self.fed):
             return self.fed[place]
         return self.end if place == len(self.fed) and self.end is not None else self.pad
@@ -104,7 +104,7 @@ class RequestRows:
         return found
 
     def key(self, start: int, end: int) -> bytes:
-        """What the keys and values of tokens ``start .. end`` depend on beside their ids and what is before them."""
+        """Facts beside ids, and beside what is before, on which keys and values of tokens ``start .. end`` depend."""
         keys = [key for low, high, key in self._keys if low < end and start < high]
         placed = max((first + given.shape[1] for first, given in self._positions), default=0)
         if self.delta and end > placed:  # tokens without positions of their own, such as generated ones
@@ -166,7 +166,7 @@ class Extension(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Embeddings(Protocol):
-    """What the model takes as rows. In any thread."""
+    """The rows that the model takes. In any thread."""
 
     def place(
         self,

@@ -1,4 +1,4 @@
-"""What a stage continues and what it gives out, where the author gives nothing else; and prompts to tokens."""
+"""The input and output of a stage where the author gives nothing else; and prompts to tokens."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def _template(params: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _continuing(params: Mapping[str, Any], chat: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What the template is told of the last message: the answer continues it, or no answer is begun."""
+    """The template's options for the last message: the answer continues it, or no answer is begun."""
     begins = params.get("add_generation_prompt")
     if params.get("continue_final_message") is not True:
         return {} if begins is None else {"add_generation_prompt": begins is True}

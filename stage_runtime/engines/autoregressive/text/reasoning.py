@@ -112,7 +112,7 @@ class Matcher(Protocol):
     """One answer's place in its grammar."""
 
     def mask(self) -> npt.NDArray[np.bool_]:
-        """Which tokens of the vocabulary may come next. Raises: GrammarRefused: the grammar cannot be followed on."""
+        """The tokens that may come next. Raises: GrammarRefused: the grammar cannot be followed on."""
 
     def take(self, token: int) -> bool:
         """The answer goes on with ``token``. False: it must not."""

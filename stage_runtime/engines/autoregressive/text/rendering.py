@@ -36,7 +36,7 @@ _PLAIN: Final[Callable[[Any], Any]] = getattr(templates, "_plain_template_data",
 def render(
     source: str, messages: Sequence[Mapping[str, Any]], names: Mapping[str, Any], special: Mapping[str, Any]
 ) -> tuple[str, Alphabet]:
-    """What a template writes of messages, with substitutes for a client's characters; and these.
+    """The text that a template writes of messages, with substitutes for a client's characters; and these.
 
     names: what the template is given beside the messages; strings in it are a client's. special: the names of the
     tokenizer's special tokens, which are not.

@@ -41,7 +41,7 @@ class TokenRequests:
         return [int(token) for token in self._tokenizer(text, add_special_tokens=special is not False)["input_ids"]]
 
     def answer(self, request: OmniRequest, tokens: Sequence[int]) -> Note | Text:
-        """What the client gets."""
+        """The answer that the client gets."""
         if request.kind == "detokenize":
             return Text(str(self._tokenizer.decode(list(tokens))))
         strings = [str(self._tokenizer.convert_ids_to_tokens(token)) if token >= 0 else "" for token in tokens]
