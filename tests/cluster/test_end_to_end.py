@@ -49,7 +49,7 @@ def test_the_example_answers_curl_and_the_openai_client_through_its_service(hell
 
 def test_every_pod_talks_by_curve_and_none_holds_a_token(installed: Installed, hello: str) -> None:
     pods = installed.pods("hello")
-    assert len(pods) == 3
+    assert len(pods) == 4, "two coordinators, and one of each group"
     for pod in pods:
         environment = {each["name"] for each in pod["spec"]["containers"][0]["env"]}
         assert "OMNI_CONTROL_KEY_FILE" in environment
