@@ -56,8 +56,8 @@ class Rivals(Operator):
         return {each["type"]: each for each in self.live(PIPELINE, name)["status"]["conditions"]}
 
 
-WHOLE = {"first": 1, "last": 1, "coordinator": 1}
-AWAY = {"first": 0, "last": 0, "coordinator": 1}
+WHOLE = {"first": 1, "last": 1, "coordinator": 2}
+AWAY = {"first": 0, "last": 0, "coordinator": 2}
 
 
 async def half_each(**labels: str) -> Rivals:

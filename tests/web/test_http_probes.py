@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from omnipipeline_spec.types.routes import ROUTES
+from omnipipeline_spec.types.routes import ROUTES, SOCKETS
 from stage_runtime.coordinator.events import ResultEvent
 from stage_runtime.errors import InvalidRequest
 from stage_runtime.metrics import catalog
@@ -196,7 +196,7 @@ async def test_the_document_has_the_routes_that_are_served_and_no_dangling_refer
     always = {"/v1/pipeline", "/v1/requests/{id}", "/v1/models", "/v1/models/{id}"}
     always |= {"/livez", "/readyz", "/health", "/status", "/metrics", "/version"}
     always |= {"/page/events", "/page/requests/{id}"}
-    assert set(document["paths"]) == always | {one.path for one in ROUTES if one.serves in serves}
+    assert set(document["paths"]) == always | {one.path for one in (*ROUTES, *SOCKETS) if one.serves in serves}
     schemas = document["components"]["schemas"]
     used = {item.removeprefix("#/components/schemas/") for item in references(document)}
     assert used - set(schemas) == set()
