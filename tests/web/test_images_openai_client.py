@@ -79,6 +79,9 @@ async def test_what_cannot_be_had_is_refused_by_name(given: Any, param: str) -> 
     [
         ([("prompt", (None, "a"))], "image"),
         ([("image", ("a.gif", b"GIF89a")), ("prompt", (None, "a"))], "image"),
+        ([("image", ("a.wav", b"RIFF\x24\x00\x00\x00WAVEfmt ")), ("prompt", (None, "a"))], "image"),
+        ([("image", ("a.png", PNG)), ("prompt", (None, "a")), ("guidance_scale", (None, "inf"))], "guidance_scale"),
+        ([("image", ("a.png", PNG)), ("prompt", (None, "a")), ("timeout", (None, "inf"))], "timeout"),
         ([("image", ("a.png", PNG)), ("mask", ("m", PNG)), ("mask", ("m", PNG)), ("prompt", (None, "a"))], "mask"),
         ([("image", ("a.png", PNG)), ("prompt", (None, "a")), ("prompt", (None, "b"))], "prompt"),
         ([("image", ("a.png", PNG))], "prompt"),

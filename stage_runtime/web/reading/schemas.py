@@ -8,6 +8,7 @@ other servers gave them.
 from __future__ import annotations
 
 import difflib
+import math
 import re
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -391,12 +392,17 @@ def _object_at(value: Any, path: str) -> dict[str, Any] | None:
 def convert(fields: dict[str, Any], body: type[Body]) -> Body:
     """Form fields as their type; strings become numbers and booleans where the type is one.
 
-    Raises: InvalidRequest: as `decode`.
+    Raises: InvalidRequest: as `decode`; a number is not finite, which JSON has no text for.
     """
     try:
-        return msgspec.convert(fields, body, strict=False)
+        made: Body = msgspec.convert(fields, body, strict=False)
     except msgspec.ValidationError as error:
         raise refusal(str(error), body) from None
+    for name in fields:
+        value = getattr(made, name, None)
+        if isinstance(value, float) and not math.isfinite(value):
+            raise InvalidRequest(f"{name}: expected a finite number, got {value}", param=name)
+    return made
 
 
 _NAME: int = 64  # characters of a key that may be a misspelt one; comparing takes time

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import re
 from collections.abc import Iterable
 from typing import Any, Final
 
@@ -23,7 +24,11 @@ _PARAMS: Final = (
     "num_inference_steps", "guidance_scale", "seed",
 )  # fmt: skip
 #: How files of the formats that stages may give begin; of what a client sends, too.
-_BEGINNINGS: Final = ((b"\x89PNG\r\n", "image/png"), (b"\xff\xd8\xff", "image/jpeg"), (b"RIFF", "image/webp"))
+_BEGINNINGS: Final = {
+    "image/png": re.compile(rb"\x89PNG\r\n"),
+    "image/jpeg": re.compile(rb"\xff\xd8\xff"),
+    "image/webp": re.compile(rb"RIFF.{4}WEBP", re.DOTALL),  # a WAV file begins with RIFF, too
+}
 
 
 class ImageCall(msgspec.Struct, frozen=True, kw_only=True):
@@ -129,7 +134,7 @@ def _usage(usage: Usage) -> dict[str, Any]:
 
 
 def _picture(part: FormPart, name: str) -> dict[str, Any]:
-    mime = next((kind for begins, kind in _BEGINNINGS if part.data.startswith(begins)), None)
+    mime = next((kind for kind, beginning in _BEGINNINGS.items() if beginning.match(part.data)), None)
     if mime is None:
         raise InvalidRequest(f"{name}: expected a png, jpeg or webp", param=name)
     return {"mime": mime, "data": part.data}

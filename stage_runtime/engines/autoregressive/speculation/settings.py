@@ -27,6 +27,8 @@ class Speculation(msgspec.Struct, frozen=True, kw_only=True):
 
 def checked(config: Mapping[str, Any]) -> Speculation:
     """Raises: ConfigurationError: a key is unknown or missing, or a value is out of its range."""
+    if not isinstance(config, Mapping):
+        raise _refused(f"expected a dict, got {type(config).__name__}")
     known = Speculation.__struct_fields__
     unknown = [name for name in config if name not in known]
     if unknown:
