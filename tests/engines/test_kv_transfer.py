@@ -16,6 +16,7 @@ from stage_runtime.rules.autoregressive.requests import FinishReason
 from stage_runtime.rules.autoregressive.steps import Row
 from tests.engines.generation_kit import CONFIGS, GREEDY, Answers, alone, core, rows_of
 from tests.engines.kv_pair_kit import Pair, prompts
+from tests.engines.test_speculation import Foreseeing
 from tests.thoroughness import rows
 
 PROMPT = prompts(1)[0]
@@ -437,4 +438,16 @@ def test_a_reader_that_lags_too_far_loses_its_room_and_computes_the_prompt() -> 
     assert pair.d.tokens["slow"] == alone("llama", prompts(1, 100)[0], 12)
     assert pair.leaked == [0, 0]
     assert "too slowly" in str(pair.prefill.closes[0][1])
+    pair.close()
+
+
+def test_right_and_wrong_drafts_after_a_prompt_from_prefill_give_the_tokens_of_none() -> None:
+    whole = alone("llama", PROMPT, 40)
+    pair = Pair(decoding={"proposer": Foreseeing({"r": whole}), "num_speculative_tokens": 4})
+    pair.d.ask("r", PROMPT, SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True))
+    pair.run()
+    assert pair.d.tokens["r"] == whole
+    stats = pair.d.engine.scheduler.stats
+    assert stats.received_tokens == 28 and stats.accepted_tokens > 20
+    assert pair.leaked == [0, 0]
     pair.close()
