@@ -6,6 +6,7 @@ receiver but the index of a block in the prompt.
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Sequence
 from hashlib import blake2b
@@ -94,9 +95,12 @@ def decode_ask(record: bytes, tensors: Sequence[Tensor]) -> PromptAsk:
 def decode_header(header: bytes) -> PieceHeader:
     """Raises: ProtocolError: it is something else."""
     try:
-        return _decode_header(header)
+        found = _decode_header(header)
     except msgspec.MsgspecError as error:
         raise ProtocolError(f"a piece of KV: {describe(error)}") from error
+    if not 0 <= found.computed_s < math.inf:
+        raise ProtocolError(f"a piece of KV: computed_s: expected seconds, got {found.computed_s}")
+    return found
 
 
 def prompt_digest(ask: PromptAsk, tensors: Sequence[Tensor]) -> bytes:

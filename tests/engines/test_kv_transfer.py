@@ -237,6 +237,10 @@ def _answered(pair: Pair, name: str = "r") -> None:
         {"count": -4},
         {"checksum": 7},
         {"checksum": None},
+        {"computed_s": float("nan")},
+        {"computed_s": float("-inf")},
+        {"computed_s": float("inf")},
+        {"computed_s": -1.0},
     ],
     ids=str,
 )

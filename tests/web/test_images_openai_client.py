@@ -28,7 +28,12 @@ def client_of(running: Running) -> AsyncOpenAI:
 async def test_pictures_reach_the_client_and_its_wishes_the_stages() -> None:
     async with start(TWO) as running, client_of(running) as client:
         answer = await client.images.generate(
-            model="m", prompt="a cat", n=2, size="512x256", quality="high", extra_body={"seed": 7, "guidance_scale": 2}
+            model="m",
+            prompt="a cat",
+            n=2,
+            size="512x256",
+            quality="high",
+            extra_body={"seed": 7, "guidance_scale": 2, "metadata": {"by": "me"}},
         )
         request = running.manager.last.request
     assert [base64.b64decode(one.b64_json or "") for one in answer.data or []] == [PNG, PNG + b"2"]
@@ -38,6 +43,7 @@ async def test_pictures_reach_the_client_and_its_wishes_the_stages() -> None:
     assert (request.kind, request.modalities) == ("image", ["image"])
     assert request.inputs == {"prompt": "a cat", "n": 2, "size": [512, 256]}
     assert request.params == {"quality": "high", "seed": 7, "guidance_scale": 2.0}
+    assert request.metadata == {"by": "me"}
 
 
 async def test_an_edit_brings_its_pictures_and_its_mask() -> None:

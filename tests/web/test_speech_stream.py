@@ -197,8 +197,8 @@ def test_text_that_waits_is_bounded_and_what_is_spoken_makes_room() -> None:
     spoken = script.next()
     while isinstance(spoken, Sentence):
         spoken = script.next()
-    assert script.waiting_chars <= MAX_CHARS
-    script.take(InputText(text="b" * 200))
+    script.take(InputText(text="b" * (MAX_CHARS - script.waiting_chars)))
+    assert script.waiting_chars == MAX_CHARS
     script.take(InputDone())
     for _ in range(MAX_UTTERANCES - 1):
         script.take(InputDone())
