@@ -2,7 +2,8 @@
 
 Here: value types with their descriptions, defaults and bounds, from which the CRD and the config reference are
 generated. Not here: stages and the graph (`pipeline`), rules that span fields (`topology`, `celrules`). Called by
-`pipeline`; the operator reads them through the plan.
+`pipeline`; the operator reads them through the plan. One room however long it grows: it is a list of fields, in the
+order of the reference.
 """
 
 from __future__ import annotations

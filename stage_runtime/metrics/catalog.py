@@ -2,7 +2,7 @@
 
 Here: descriptions. Not here: counting (`counting`), where the numbers of a process come from (`processes`), Prometheus'
 text (`exposition`). Called by all rooms that count; tests compare `/metrics`, the chart and docs/operations.md with the
-list.
+list. One room however long it grows: a reader looks for a metric's name in one place.
 """
 
 from __future__ import annotations
