@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from stage_runtime.engines.autoregressive.connectors import hops
 from stage_runtime.engines.autoregressive.connectors.hops import Hops
 from stage_runtime.kv_transfer.interface import Room
 from tests.engines.generation_kit import alone
@@ -16,16 +17,23 @@ SHORT = prompts(1, 9)[0]
 
 
 def test_the_threshold_follows_the_median_of_the_last_hops() -> None:
-    hops = Hops(1000)
-    assert hops.least_tokens == 10  # 10 ms, before anything was measured
+    measured = Hops(1000)
+    assert measured.least_tokens == 10  # 10 ms, before anything was measured
     for _ in range(3):
-        hops.note(0.05)
-    assert hops.least_tokens == 50
-    hops.note(9.0)  # one that was slow
-    assert hops.least_tokens == 50
+        measured.note(0.05)
+    assert measured.least_tokens == 50
+    measured.note(9.0)  # one that was slow
+    assert measured.least_tokens == 50
     for _ in range(32):
-        hops.note(-0.001)  # clocks of two machines
-    assert hops.least_tokens == 1
+        measured.note(-0.001)  # clocks of two machines
+    assert measured.least_tokens == 1
+
+
+def test_an_instance_is_met_once_and_not_remembered_for_ever() -> None:
+    met = Hops(1000)
+    assert [met.meet(peer) for peer in ("a", "a", "b", "a")] == [True, False, True, False]
+    assert all(met.meet(str(number)) for number in range(hops.MET_MOST))
+    assert met.meet("a")
 
 
 @pytest.mark.parametrize(("hop_s", "asks"), [(0.001, 3), (0.5, 1)])

@@ -11,6 +11,7 @@ from collections import deque
 from typing import Final
 
 ASSUMED_S: Final = 0.010  # until something was measured
+MET_MOST: Final = 4096  # instances; one that is forgotten is probed once more
 KEPT: Final = 32  # the last ones: links change, and one that was slow once must not count for ever
 
 
@@ -25,9 +26,12 @@ class Hops:
 
     def meet(self, peer: str) -> bool:
         """Whether this instance is to be probed: it is asked for the first time."""
-        new = peer not in self._met
+        if peer in self._met:
+            return False
+        if len(self._met) >= MET_MOST:
+            self._met.clear()
         self._met.add(peer)
-        return new
+        return True
 
     def note(self, seconds: float) -> None:
         self._seconds.append(max(seconds, 0.0))
