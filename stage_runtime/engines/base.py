@@ -129,7 +129,7 @@ class Inbox:
         self.parking = Parking()  #: The engine's workers, as far as they wait for others.
         self.taken = 0  #: Events handed to the engine: its sign of progress.
         self.polls = 0  #: How often the engine has polled: the sign of life of a loop that has nothing to do.
-        self.gauges: dict[str, float] = {}  #: What the engine reports of itself; replaced whole, in its thread.
+        self.gauges: dict[str, float] = {}  #: The engine reports them of itself; its thread replaces them whole.
         self.dropped = 0  #: Requests that ended while something of them waited.
 
     def put(self, arrival: InboxItem | events.Incoming) -> None:
@@ -152,7 +152,7 @@ class Inbox:
                     item.discard()
 
     def abort(self, work: Work) -> None:
-        """As `drop`, of a request that the engine may be at: the engine gets an `Abort`."""
+        """The same as `drop`, for a request that the engine may still be computing: the engine gets an `Abort`."""
         self.drop(work)
         if self._forget is not None:
             self._forget(work)

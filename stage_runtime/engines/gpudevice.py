@@ -26,7 +26,7 @@ def use(gpu_id: int | None) -> None:
 
 
 def apply() -> None:
-    """In a new thread, in a copy of its starter's context."""
+    """Selects the GPU that `use` chose. A new thread calls it, in a copy of its starter's context."""
     gpu_id, torch = _gpu.get(), sys.modules.get("torch")
     if gpu_id is None or torch is None:
         return

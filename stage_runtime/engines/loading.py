@@ -1,4 +1,4 @@
-"""From a dotted name to an engine: import, call the factory with what it accepts, wrap what it returns."""
+"""Makes an engine of a dotted name: imports, calls the factory with what it accepts, wraps what it returns."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from omnipipeline_spec.types.plan import StagePlan
 from stage_runtime.api import Autoregressive, Batched, Encoder, Simple, StageContext, Streaming
-from stage_runtime.engines import gpudevice
+from stage_runtime.engines import bars, gpudevice
 from stage_runtime.engines.base import Engine
 from stage_runtime.engines.batched import BatchedEngine
 from stage_runtime.engines.custom import CustomEngine
@@ -63,7 +63,7 @@ def call(
     gpu_id: int | None = None,
     on_cpu: bool = False,
 ) -> Engine:
-    """As `create`, of a factory that is at hand."""
+    """The same as `create`, for a factory that was imported already."""
     offered = {
         "model_path": model_path,
         "model_revision": model_revision,
@@ -74,9 +74,10 @@ def call(
     }
     undecided = {name for name, value in offered.items() if value is None} - ({"gpu_id"} if on_cpu else set())
     gpudevice.use(gpu_id)
-    made = factory(**_arguments(stage, factory, offered, undecided))
+    arguments = _arguments(stage, factory, offered, undecided)
     blame = f"stages.{stage.name}.factory: {stage.factory}"
-    return as_engine(made, sources=stage.stream_from, blame=blame, context=context)
+    with bars.reported(context.progress):
+        return as_engine(factory(**arguments), sources=stage.stream_from, blame=blame, context=context)
 
 
 def check_arguments(stage: StagePlan, factory: Callable[..., Any]) -> None:

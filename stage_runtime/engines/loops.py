@@ -144,7 +144,9 @@ class LoopEngine:
             ticking.cancel()
 
     def _takes_next(self, stop: Event) -> bool:
-        """In lockstep, what need not be here yet stays in the inbox, where the abort of a request still drops it."""
+        """Whether to take another event now. Ranks in lockstep leave it in the inbox while they compute: there an
+        abort still drops it.
+        """
         return not self.lockstep or self.takes_chunks or not self._running or stop.is_set()
 
     async def _tick(self) -> None:

@@ -1,6 +1,6 @@
-"""From a dotted name to the function that it names. An error about a name gives the nearest one that exists.
+"""Finds the function that a dotted name names. An error about a name gives the nearest one that exists.
 
-Of a hook also whether it can be called as the runtime will call it. It is not called.
+A hook must also take the arguments that the runtime will call it with; it is not called here.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def resolve(name: str, *, field: str) -> Callable[..., Any]:
 
 
 def resolve_hook(name: str, hook: str, *, field: str) -> Callable[..., Any]:
-    """As `resolve`, of a function that is called as `HOOKS` says.
+    """The same as `resolve`, for a function that is called with the arguments that `HOOKS` lists.
 
     Raises: ConfigurationError: also where it cannot be called so, or is async or a generator.
     """

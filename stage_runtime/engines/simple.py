@@ -101,7 +101,7 @@ class AsyncEngine(LoopEngine):
             running.finish(event.work, self.outbox, await returned if inspect.isawaitable(returned) else returned)
 
     async def _called_apart(self, payload: StagePayload) -> Any:
-        """On a thread: the decorator of a coroutine function may run the coroutine itself."""
+        """Calls a decorated coroutine function in a thread, because the decorator may run the coroutine itself."""
 
         def call() -> tuple[Any, BaseException | None]:
             try:

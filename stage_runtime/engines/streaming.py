@@ -297,7 +297,7 @@ class RequestSession:
 
 
 def cause(event: events.StreamFailed) -> RequestError:
-    """As the source reported it to the coordinator: whichever arrives first, the client gets the same error."""
+    """The error as the source reported it to the coordinator: whichever report is first, the client gets the same."""
     failure = event.failure
     if failure is None:
         return RequestError("stage_failed", event.error, stage=event.source)

@@ -41,7 +41,7 @@ class CountingExecutor:
     def call(self, function: Callable[[Any], Any]) -> Future[Any]:
         raise AssertionError("no blocks cross")
 
-    def execute_model(self, step: SchedulerOutput, hold: bool = False) -> Future[ModelOutput]:
+    def execute_model(self, step: SchedulerOutput, hold: bool = False, drafted: Any = None) -> Future[ModelOutput]:
         self.steps += bool(step.rows)
         future: Future[ModelOutput] = Future()
         seen = {token for row in step.rows for token in row.request.tokens}
@@ -55,7 +55,7 @@ class CountingExecutor:
         future.set_result(ModelOutput(sampled, {}, {}))
         return future
 
-    def sample_tokens(self, masks: Mapping[str, Any]) -> Future[ModelOutput]:
+    def sample_tokens(self, masks: Mapping[str, Any], after: Any = None) -> Future[ModelOutput]:
         raise AssertionError("no request has a grammar")
 
     def shutdown(self) -> None: ...

@@ -144,7 +144,7 @@ class Rig:
         return self._put(Opening(self.work(request_id), error))
 
     def abort(self, request_id: str) -> None:
-        """As `stage.inputs.stage_input` does it."""
+        """Abort as `stage.inputs.stage_input` does."""
         work = self.work(request_id)
         work.cancelled = work.over = True
         self.inbox.abort(work)

@@ -1,4 +1,4 @@
-"""What the tests of `engine="openvino"` and `engine="vllm"` share: functions of a stage, and how its requests end."""
+"""Parts that the tests of `engine="openvino"` and `engine="vllm"` share: functions of a stage, and ends of requests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ GREEDY_12: dict[str, Any] = {"temperature": 0, "max_tokens": 12, "ignore_eos": T
 
 
 def prompt(defaults: dict[str, Any]) -> Callable[[omni.StagePayload], omni.Prompt]:
-    """Of requests with token ids and, if they want, parameters."""
+    """A prompt function for requests with token ids and, if they want, parameters."""
     return lambda payload: omni.Prompt(
         tokens=payload.data["tokens"], params={**defaults, **payload.data.get("params", {})}
     )

@@ -1,4 +1,4 @@
-"""What the loading tests name by dotted path."""
+"""Factories that the loading tests name by dotted path."""
 
 from __future__ import annotations
 

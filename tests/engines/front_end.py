@@ -1,6 +1,6 @@
 """``python -m tests.engines.front_end ENDED KIND ADDRESS``: a front end of engines that another process has started.
 
-It asks for three tokens and prints them, asks for 400 slow ones, prints ``waiting`` when the first has come, and
+It asks for three tokens and prints them, asks for 5,000 slow ones, prints ``waiting`` when the first has come, and
 waits to be killed; or, with ENDED ``close``, ends by itself. KIND: of client. ADDRESS: what it must know, as digits.
 """
 
@@ -14,7 +14,7 @@ import msgspec
 
 from stage_runtime.engines.autoregressive.clients.async_mp import AsyncMPClient
 from stage_runtime.engines.autoregressive.clients.data_parallel import DPAsyncMPClient, DPLBAsyncMPClient
-from stage_runtime.engines.autoregressive.core.engine_core import EngineCoreRequest
+from stage_runtime.engines.autoregressive.core.engine_requests import EngineCoreRequest
 from stage_runtime.engines.autoregressive.process.engine_messages import Coordination, FrontEnd
 from stage_runtime.engines.autoregressive.process.launching import EngineLaunch
 from stage_runtime.engines.autoregressive.sampling.parameters import SamplingParams
@@ -46,7 +46,7 @@ async def main(ended: str, kind: str, address: str) -> None:
         print(tokens, flush=True)
         if ended == "close":
             return
-        await client.add_request_async(ask("long", 400))
+        await client.add_request_async(ask("long", 5000))
         while not (await client.get_output_async()).outputs:
             pass
         print("waiting", flush=True)

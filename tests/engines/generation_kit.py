@@ -13,7 +13,8 @@ import torch
 import transformers as untyped
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from stage_runtime.engines.autoregressive.core.engine_core import EngineCore, EngineCoreOutput, EngineCoreRequest
+from stage_runtime.engines.autoregressive.core.engine_core import EngineCore
+from stage_runtime.engines.autoregressive.core.engine_requests import EngineCoreOutput, EngineCoreRequest
 from stage_runtime.engines.autoregressive.core.executors import InlineExecutor, ThreadExecutor
 from stage_runtime.engines.autoregressive.kernels import fusing, linears
 from stage_runtime.engines.autoregressive.kernels.attention_pages import PageAttention
@@ -149,7 +150,7 @@ def tiny_tokenizer() -> Any:
 
 
 def alone(kind: str, prompt: Sequence[int], count: int) -> list[int]:
-    """What transformers' own ``generate`` answers to one prompt, greedily, in f32."""
+    """The answer of transformers' own ``generate`` to one prompt, greedily, in f32."""
     return alone_with(tiny_model(kind), prompt, count)
 
 
@@ -220,7 +221,7 @@ def core(
 
 
 def rows_of(kind: str, tokens: Sequence[int]) -> Any:
-    """What the model's embedding gives for token ids, ``[tokens, hidden]``."""
+    """The rows that the model's embedding gives for token ids, ``[tokens, hidden]``."""
     with torch.no_grad():
         return tiny_model(kind).get_input_embeddings()(torch.tensor(list(tokens))).detach().clone()
 
@@ -275,7 +276,7 @@ class ScriptedExecutor:
     def call(self, function: Callable[[Any], Any]) -> Future[Any]:
         raise AssertionError("no blocks cross")
 
-    def execute_model(self, step: SchedulerOutput, hold: bool = False) -> Future[ModelOutput]:
+    def execute_model(self, step: SchedulerOutput, hold: bool = False, drafted: Any = None) -> Future[ModelOutput]:
         future: Future[ModelOutput] = Future()
         self.during(step)
         if self.step_errors:
@@ -286,7 +287,7 @@ class ScriptedExecutor:
         future.set_result(ModelOutput({row.request.id: self._choose(row.request.tokens) for row in rows}, failed, {}))
         return future
 
-    def sample_tokens(self, masks: Mapping[str, Any]) -> Future[ModelOutput]:
+    def sample_tokens(self, masks: Mapping[str, Any], after: Any = None) -> Future[ModelOutput]:
         raise AssertionError("no request has a grammar")
 
     def shutdown(self) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
+import torch
 
 from stage_runtime.api import Autoregressive
 from stage_runtime.engines.autoregressive.connectors import layouts
@@ -15,10 +16,11 @@ from stage_runtime.engines.autoregressive.connectors.decode import DecodeConnect
 from stage_runtime.engines.autoregressive.connectors.hops import Fixed, Hops
 from stage_runtime.engines.autoregressive.connectors.prefill import PrefillConnector
 from stage_runtime.engines.autoregressive.core.engine_core import EngineCore
+from stage_runtime.engines.autoregressive.core.engine_requests import EngineCoreRequest
 from stage_runtime.engines.autoregressive.model.digests import weights_digest
 from stage_runtime.engines.autoregressive.sampling.parameters import SamplingParams
 from stage_runtime.kv_transfer import records
-from stage_runtime.kv_transfer.interface import KVSink, Piece, Room
+from stage_runtime.kv_transfer.interface import KVRooms, KVSink, Piece, Room, Source
 from stage_runtime.kv_transfer.records import PieceHeader
 from stage_runtime.kv_transfer.rooms import KVManager
 from tests.engines.generation_kit import GREEDY, Answers, core, tiny_model
@@ -27,7 +29,7 @@ Ship = Callable[[Room, bytes, Sequence[Any]], None]
 
 
 class Side:
-    """One end of the transport: `kv_transfer.interface.KVTransport`."""
+    """One end of the transport: `kv_transfer.interface.KVRooms`."""
 
     def __init__(self, pair: Pair, name: str) -> None:
         self.pair = pair
@@ -39,7 +41,10 @@ class Side:
         return "prefill" if self.pair.bound else None
 
     def room(self, request_id: str, generation: int) -> Room | None:
-        return Room("cc", request_id, 1, generation)
+        return Room("cc", request_id, 1, generation) if self.pair.bound else None
+
+    def memory(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8)
 
     def ask(self, room: Room, peer: str, record: bytes, tensors: Sequence[Any]) -> None:
         self.pair.asks.append((room, record, tensors))
@@ -114,11 +119,13 @@ class Pair:
         layout: dict[str, Any] | None = None,
         hops: Hops | None = None,
         cores: tuple[EngineCore, EngineCore] | None = None,
+        between: Callable[[Side], KVRooms] = lambda side: side,
         **limits: Any,
     ) -> None:
         """hops: instead of ``least``. layout: what differs in that of prefill.
 
-        cores: of decode and prefill, instead of new ones."""
+        cores: of decode and prefill, instead of new ones. between: from a stage's transport to its engine's.
+        """
         self.bound, self.takes, self.now = True, True, 0.0
         self.stopped: Engine | None = None  #: This side does nothing.
         self.untaken: list[Piece] = []
@@ -133,21 +140,24 @@ class Pair:
         self._weights = weights_digest(tiny_model(kind))
         self.decoder = DecodeConnector(
             self.d.engine,
-            self._manager(self.d.engine, self.decode, max_inflight),
+            self._manager(self.d.engine, between(self.decode), max_inflight),
             post=self.d.posted.put,
-            origin=lambda name: name.split("\0")[0],
+            source=self.source,
             hops=hops or Fixed(least),
             clock=self.clock,
         )
-        manager = self._manager(self.p.engine, self.prefill, max_inflight)
+        manager = self._manager(self.p.engine, between(self.prefill), max_inflight)
         if layout:
             manager.layout = msgspec.structs.replace(manager.layout, **layout)
         self.prefiller = PrefillConnector(self.p.engine, manager, post=self.p.posted.put, clock=self.clock)
 
+    def source(self, request: EngineCoreRequest) -> Source | None:
+        return Source("prefill", Room("cc", request.request_id.split("\0")[0], 1, 0)) if self.bound else None
+
     def clock(self) -> float:
         return self.now
 
-    def _manager(self, engine: EngineCore, side: Side, max_inflight: int) -> KVManager:
+    def _manager(self, engine: EngineCore, side: KVRooms, max_inflight: int) -> KVManager:
         runner: Any = engine.executor.call(lambda one: one).result()
         size = engine.scheduler.limits.block_size
         layout = layouts.layout_of(runner, Autoregressive(model="tiny", block_size=size), self._weights)
@@ -186,14 +196,14 @@ class Pair:
 
     def turn(self) -> None:
         """Threads are idle, then each side's posts and one step."""
-        for pool in (self.decoder._checks, self.prefiller._work):
+        for pool in (self.prefiller._work, self.decoder._checks):  # the first gives the second its pieces
             pool.submit(lambda: None).result()
         for side in (self.p, self.d):
             if side is not self.stopped:
                 side.turn()
 
     def run(self, *, turns: int = 2000) -> None:
-        """Until each request of decode has ended."""
+        """Take turns until each request of decode has ended."""
         for _ in range(turns):
             if len(self.d.finish) == len(self.d.tokens):
                 break
@@ -219,7 +229,7 @@ class Pair:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Of decode; of prompts that it has computed, by reason."""
+        """Decode's counts, and those of prompts that it has computed, by reason."""
         kv = self.d.engine.kv
         assert kv is not None
         return {**kv.counts, **{str(why): count for why, count in kv.computed_here.items()}}

@@ -13,7 +13,7 @@ class Steps:
 
 @pytest.fixture(scope="module", params=[False, True], ids=["in_turn", "overlapping"])
 def each_way(request: pytest.FixtureRequest) -> Iterator[None]:
-    """For ``pytestmark = pytest.mark.usefixtures("each_way")``."""
+    """A fixture for ``pytestmark = pytest.mark.usefixtures("each_way")``."""
     Steps.overlap = request.param
     yield
     Steps.overlap = False

@@ -22,7 +22,7 @@ WAIT_S = 60.0
 
 
 class Meeting:
-    """What the ranks of one engine share."""
+    """State that the ranks of one engine share."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -75,7 +75,7 @@ class ThreadRanks(Ranks):
 def ranked(kind: str, size: int, **fields: Any) -> Iterator[EngineCore]:
     """The core of an engine with ``size`` ranks; 1: an engine without any. fields: of `omni.Autoregressive`."""
     limits = {"block_size": 4, "max_requests": 8, "max_batched_tokens": 32, "max_chunk": 16, "max_model_len": 120}
-    spec = omni.Autoregressive(model="in memory", kernels="torch", **{**limits, **fields})
+    spec = omni.Autoregressive(model="in memory", **{"kernels": "torch", **limits, **fields})
     meeting = Meeting(size)
 
     def made(rank: int) -> loader.Loaded:

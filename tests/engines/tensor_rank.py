@@ -2,6 +2,7 @@
 
 Rank 0 answers the prompts that it reads from its input as JSON, and prints the answers; any rank prints why it ended.
 A rank whose environment has DIES_IN_PASS ends its process in that pass. SPECULATIVE: a `speculative_config`, as JSON.
+ADAPTER: a folder; requests of an odd number are computed with it.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ def main(rank: int, size: int, file: str, kind: str, kernels: str) -> None:
         max_batched_tokens=32,
         max_chunk=16,
         speculative_config=json.loads(os.environ.get("SPECULATIVE", "null")),
+        lora_modules={"one": os.environ["ADAPTER"]} if "ADAPTER" in os.environ else None,
     )
     loaded = loader.assemble(spec, copy.deepcopy(tiny_model(kind)), tiny_tokenizer(), ranks=ranks)
     print(json.dumps({"kv_heads": loaded.runner.model.layers[0].kv_heads}), flush=True)
@@ -56,10 +58,11 @@ def main(rank: int, size: int, file: str, kind: str, kernels: str) -> None:
         return
     answers = Answers(loaded.core)
     for name, prompt in json.load(sys.stdin).items():
+        adapter = "one" if "ADAPTER" in os.environ and int(name) % 2 else ""
         if name in ROWS:
-            answers.ask(name, [ROW] * len(prompt), prompt_embeds=rows_of(kind, prompt))
+            answers.ask(name, [ROW] * len(prompt), prompt_embeds=rows_of(kind, prompt), adapter=adapter)
         else:
-            answers.ask(name, prompt)
+            answers.ask(name, prompt, adapter=adapter)
         answers.step()
     answers.run()
     loaded.core.shutdown()

@@ -145,7 +145,7 @@ def batch(lengths: list[int], counts: list[int], size: int, draw: random.Random,
 
 
 def compare(found: AttentionBackend, size: int, data: st.DataObject, device: str, dim: int) -> None:
-    """With `GatherAttention`, in two layers of one kind and one of another."""
+    """Compare with `GatherAttention`, in two layers of one kind and one of another."""
     lengths = data.draw(st.lists(st.integers(1, 40), min_size=1, max_size=6))
     counts = [data.draw(st.sampled_from([1, 1, min(3, length), length])) for length in lengths]
     kv_heads, group = data.draw(st.sampled_from([(1, 1), (2, 3)]))

@@ -167,7 +167,7 @@ class Stage:
         self.engine = AutoregressiveEngine(spec, self.core, tiny_tokenizer(), None)
 
     def at_rest(self, rig: Rig) -> None:
-        """After the engine's end: nothing of any request is left."""
+        """Check after the engine's end that nothing of any request is left."""
         pool = self.core.scheduler.pool
         assert pool.free == pool.capacity
         assert rig.inbox.parking.all == 0

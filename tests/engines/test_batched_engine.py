@@ -55,7 +55,7 @@ def test_a_full_batch_does_not_wait() -> None:
 
 
 def batch_of(fn: Any, data: list[Any]) -> list[tuple[Any, ...]]:
-    """What becomes of one batch."""
+    """The outputs of one batch."""
     with running(as_engine(omni.Batched(fn, max_batch=len(data), max_wait_s=1000))) as rig:
         for index, item in enumerate(data):
             rig.start(f"r{index}", item)

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import stage_runtime as omni
-from stage_runtime.engines.autoregressive.core.engine_core import EngineCore, EngineCoreRequest
+from stage_runtime.engines.autoregressive.core.engine_core import EngineCore
+from stage_runtime.engines.autoregressive.core.engine_requests import EngineCoreRequest
 from stage_runtime.engines.autoregressive.core.executors import InlineExecutor
 from stage_runtime.engines.autoregressive.kernels import fusing
 from stage_runtime.engines.autoregressive.loading import loader

@@ -23,7 +23,7 @@ PATIENCE_S = 100.0  # how long a test waits before it fails, on a machine that o
 
 
 class Warnings(logging.Handler):
-    """What is logged, as it is logged."""
+    """A handler that collects lines as they are logged."""
 
     def __init__(self) -> None:
         super().__init__()

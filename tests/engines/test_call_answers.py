@@ -28,7 +28,7 @@ WEATHER = {
 CLOCK = {"type": "function", "function": {"name": "clock"}}
 TOOLS = [WEATHER, CLOCK]
 ARGUMENTS = '{"city": "a}b, ]c"}'
-#: By form: a call of each tool, and both in one answer.
+#: Texts by form: a call of each tool, and both in one answer.
 WRITTEN = {
     "hermes": (
         f'<tool_call>\n{{"name": "weather", "arguments": {ARGUMENTS}}}\n</tool_call>',

@@ -5,21 +5,26 @@ from __future__ import annotations
 import asyncio
 import json
 import tempfile
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
+import pytest
+import pytest_asyncio
 
 from stage_runtime.processes.one_machine.local import LocalOptions, LocalPipeline
 from tests.engines.generation_kit import alone, tiny_model, tiny_tokenizer
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 EXAMPLE = Path(__file__).parents[2] / "examples/chat/pipeline.yaml"
 USERS = 16
 
 
 def expected(question: str, count: int) -> str:
-    """Until the end token, as far as ``count`` goes."""
+    """The text until the end token, as far as ``count`` goes."""
     messages = [{"role": "user", "content": question}]
     prompt = tiny_tokenizer().apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
     return str(tiny_tokenizer().decode(alone("llama", prompt, count), skip_special_tokens=True))
@@ -42,26 +47,34 @@ async def ask(client: openai.AsyncOpenAI, user: int) -> tuple[str, str | None, i
     return text, finish, tokens
 
 
-async def test_sixteen_users_of_a_chat_server_in_one_file_get_the_answers_of_each_alone() -> None:
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def server() -> AsyncIterator[LocalPipeline]:
+    """The example with the tiny model. Its template reads tools and the template's arguments, if there are any."""
     with tempfile.TemporaryDirectory(prefix="c-") as folder:
         tiny_model("llama").save_pretrained(f"{folder}/model")
-        tiny_tokenizer().save_pretrained(f"{folder}/model")
+        tokenizer = tiny_tokenizer()
+        tokenizer.chat_template = "{% if tools %}T{% endif %}{{ style }}" + tokenizer.chat_template
+        tokenizer.save_pretrained(f"{folder}/model")
         overrides = [f"endpoints.basePath={folder}", f"stages.chat.factoryArgs.model={folder}/model"]
         overrides += ["stages.chat.factoryArgs.threads=1"]
         async with LocalPipeline(EXAMPLE, overrides=overrides, options=LocalOptions(port=0)) as running:
-            async with openai.AsyncOpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0) as client:
-                answers = await asyncio.gather(*(ask(client, user) for user in range(USERS)))
-            assert answers == [
-                (expected(f"user {user % 5}: hello", 8 + user % 3), "length", 8 + user % 3) for user in range(USERS)
-            ]
-            async with httpx.AsyncClient(base_url=running.url) as http:
-                metrics = ""
-                async with asyncio.timeout(60):  # an engine's numbers come with its process's next beat
-                    while "omnipipeline_engine_kv_blocks{" not in metrics:
-                        metrics = (await http.get("/metrics")).text
-                refused = await http.post("/v1/chat/completions", json={"model": "chat", "messages": []})
-            assert 'stage="chat"' in metrics
-            assert refused.status_code == 400
+            yield running
+
+
+async def test_sixteen_users_of_a_chat_server_in_one_file_get_the_answers_of_each_alone(server: LocalPipeline) -> None:
+    async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        answers = await asyncio.gather(*(ask(client, user) for user in range(USERS)))
+    assert answers == [
+        (expected(f"user {user % 5}: hello", 8 + user % 3), "length", 8 + user % 3) for user in range(USERS)
+    ]
+    async with httpx.AsyncClient(base_url=server.url) as http:
+        metrics = ""
+        async with asyncio.timeout(60):  # an engine's numbers come with its process's next beat
+            while "omnipipeline_engine_kv_blocks{" not in metrics:
+                metrics = (await http.get("/metrics")).text
+        refused = await http.post("/v1/chat/completions", json={"model": "chat", "messages": []})
+    assert 'stage="chat"' in metrics
+    assert refused.status_code == 400
 
 
 CLOCK: dict[str, Any] = {
@@ -79,17 +92,11 @@ CLOCK: dict[str, Any] = {
 SCHEMA = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"], "additionalProperties": False}
 
 
-async def test_the_chat_server_calls_tools_writes_json_and_gives_several_answers_with_probabilities() -> None:
-    with tempfile.TemporaryDirectory(prefix="c-") as folder:
-        tiny_model("llama").save_pretrained(f"{folder}/model")
-        tokenizer = tiny_tokenizer()
-        tokenizer.chat_template = "{% if tools %}T{% endif %}{{ style }}" + tokenizer.chat_template
-        tokenizer.save_pretrained(f"{folder}/model")
-        overrides = [f"endpoints.basePath={folder}", f"stages.chat.factoryArgs.model={folder}/model"]
-        overrides += ["stages.chat.factoryArgs.threads=1"]
-        async with LocalPipeline(EXAMPLE, overrides=overrides, options=LocalOptions(port=0)) as running:
-            async with openai.AsyncOpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0) as client:
-                await _check_fields(client)
+async def test_the_chat_server_calls_tools_writes_json_and_gives_several_answers_with_probabilities(
+    server: LocalPipeline,
+) -> None:
+    async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        await _check_fields(client)
 
 
 async def _check_fields(client: openai.AsyncOpenAI) -> None:

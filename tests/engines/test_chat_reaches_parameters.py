@@ -10,8 +10,8 @@ import pytest
 from omnipipeline_spec.pipeline import ChatParameter
 from stage_runtime.engines.autoregressive.sampling import parameters
 from stage_runtime.engines.autoregressive.sampling.parameters import SamplingParams
+from stage_runtime.web.reading.generation_fields import names_of_accepts
 from stage_runtime.web.translating import chat
-from stage_runtime.web.translating.parameters import ACCEPTED
 
 #: field -> what a chat sets it by.
 SET_BY: dict[str, dict[str, Any]] = {
@@ -63,4 +63,4 @@ def test_what_a_chat_sets_is_what_the_engine_reads(field: str) -> None:
 
 
 def test_every_name_of_accepts_lets_something_through() -> None:
-    assert set(get_args(ChatParameter)) == {one.needs for one in ACCEPTED.values()}
+    assert set(get_args(ChatParameter)) == names_of_accepts()

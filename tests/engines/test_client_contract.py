@@ -1,4 +1,4 @@
-"""What every client of an engine does alike, wherever the engine computes."""
+"""Every client of an engine does these alike, wherever the engine computes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from stage_runtime.engines.autoregressive.clients.async_mp import AsyncMPClient
 from stage_runtime.engines.autoregressive.clients.inproc import InprocClient
 from stage_runtime.engines.autoregressive.clients.making import make_client
 from stage_runtime.engines.autoregressive.clients.sync_mp import SyncMPClient
-from stage_runtime.engines.autoregressive.core.engine_core import EngineCoreRequest
+from stage_runtime.engines.autoregressive.core.engine_requests import EngineCoreRequest
 from stage_runtime.engines.autoregressive.process.engine_messages import EngineCoreOutputs
 from stage_runtime.engines.autoregressive.process.launching import EngineLaunch
 from stage_runtime.engines.autoregressive.sampling.parameters import SamplingParams

@@ -136,7 +136,7 @@ def test_names_tools_and_arguments_are_ordinary_text(kind: str) -> None:
         assert controls(tokenizer, messages, tools=tools) == innocent
 
 
-#: What chat templates do with a text. ``t`` is the content of the first message.
+#: Operations of chat templates on a text. ``t`` is the content of the first message.
 OPERATIONS = [
     "t",
     "t | trim",
@@ -267,7 +267,7 @@ def test_a_template_writes_of_marked_texts_what_it_writes_of_plain_ones(body: st
 
 @given(st.sampled_from(BODIES), texts)
 def test_no_operation_of_a_template_makes_a_control_token_of_a_text(body: str, text: str) -> None:
-    """Of the two that this template has around what it shows."""
+    """The control tokens are the two that this template has around what it shows."""
     tokenizer = kit.tokenizer("byte-level", "plain", operated(body))
     try:
         plain = plain_ids(tokenizer, chat(text))
@@ -281,7 +281,7 @@ def test_no_operation_of_a_template_makes_a_control_token_of_a_text(body: str, t
 
 
 def test_an_answers_thinking_is_cut_off_by_a_template_that_looks_for_it() -> None:
-    """As Qwen3's does: it must see the tags in the text, though they are not tokens of it."""
+    """Qwen3's template does so: it must see the tags in the text, though they are not tokens of it."""
     template = (
         "{% for message in messages %}<|im_start|>{{ message.role }}\n{% set content = message.content %}"
         "{% if '</think>' in content %}"

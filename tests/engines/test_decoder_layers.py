@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from stage_runtime.engines.autoregressive.kernels import fusing, linears
-from stage_runtime.engines.autoregressive.model.model_runner import ModelRunner, Pass
+from stage_runtime.engines.autoregressive.model.input_batch import Pass
+from stage_runtime.engines.autoregressive.model.model_runner import ModelRunner
 from stage_runtime.engines.autoregressive.model.models import PagedModel
 from tests.engines import generation_kit
 from tests.engines.generation_kit import VOCABULARY, Answers, alone_with, core, tiny_model
@@ -32,7 +33,7 @@ BLOCK = 4
 
 @functools.cache
 def wide_model(kind: str) -> Any:
-    """With heads of 32 values, whose chunks are computed by a loop, too."""
+    """A model with heads of 32 values, whose chunks are computed by a loop, too."""
     config = copy.deepcopy(tiny_model(kind).config)
     config.head_dim = 32
     config.max_position_embeddings = 4096
@@ -87,7 +88,7 @@ def runner(
 
 
 def step(rows: list[tuple[int, int]]) -> Pass:
-    """Of requests with so many tokens computed, and so many in this step; request n has the blocks from 40 * n + 1."""
+    """A pass of requests, each (computed tokens, tokens in this step); request n has the blocks from 40 * n + 1."""
     ids: list[int] = []
     positions: list[int] = []
     slots: list[int] = []
@@ -212,7 +213,7 @@ def answer(engine: ModelRunner, index: int) -> list[torch.Tensor]:
 
 
 def answers_of_three(first: ModelRunner) -> list[list[torch.Tensor]]:
-    """Of ``first`` and of two more engines with its decoder, at the same time."""
+    """The answers of ``first`` and of two more engines with its decoder, at the same time."""
     with torch.inference_mode():
         others = [ModelRunner(first.model, PageAttention(), num_blocks=200, block_size=BLOCK) for _ in range(2)]
     with ThreadPoolExecutor(3) as pool:

@@ -12,7 +12,7 @@ import torch
 
 from stage_runtime.engines.autoregressive.sampling.parameters import SamplingParams
 from stage_runtime.engines.autoregressive.sampling.sampler import RowState, sample
-from stage_runtime.engines.autoregressive.speculation.verifying import Drafted, verify
+from stage_runtime.engines.autoregressive.speculation.verifying import DraftedRow, verify
 from stage_runtime.rules.autoregressive.requests import Request, TokenLimits
 from stage_runtime.rules.autoregressive.steps import Row
 
@@ -32,7 +32,7 @@ def test_tokens_come_as_often_as_their_probabilities_say_whatever_the_draft(
         state = RowState(SamplingParams(**params), seed, frozenset())
         first = sample(LOGITS[:1].clone(), [state], [0])
         row = Row(request, 0, 1, True, [])
-        (tokens,) = verify([Drafted(row, state, draft, 0)], first, LOGITS[1 : 1 + len(draft)].clone())
+        (tokens,) = verify([DraftedRow(row, state, draft, 0)], first, LOGITS[1 : 1 + len(draft)].clone())
         found[tuple(one.token for one in tokens)] += 1
     expected = expected_answers(draft, params)
     assert set(found) <= set(expected)
@@ -43,7 +43,7 @@ def test_tokens_come_as_often_as_their_probabilities_say_whatever_the_draft(
 
 
 def expected_answers(draft: Sequence[int], params: Mapping[str, Any]) -> dict[tuple[int, ...], float]:
-    """By answer of one step, its probability: each token has that of the model after the tokens before it."""
+    """The probability of each answer of one step: each token has that of the model after the tokens before it."""
     found: dict[tuple[int, ...], float] = {(): 1.0}
     for at in range(len(draft) + 1):
         scaled = (LOGITS[at].double() / params.get("temperature", 1.0)).softmax(-1)
@@ -63,5 +63,5 @@ def test_nothing_is_verified_beyond_a_token_that_ends_the_answer() -> None:
     logits = torch.eye(4)[[1, 2]]
     state = RowState(SamplingParams(temperature=0.0), 0, frozenset({1}))
     first = sample(torch.eye(4)[:1], [state], [0])
-    (tokens,) = verify([Drafted(Row(request, 0, 1, True, []), state, [0, 1], 0)], first, logits)
+    (tokens,) = verify([DraftedRow(Row(request, 0, 1, True, []), state, [0, 1], 0)], first, logits)
     assert [one.token for one in tokens] == [0, 1]

@@ -1,11 +1,11 @@
-"""What the input thread of an engine process makes of messages, without sockets and threads."""
+"""The input thread of an engine process reads messages here without sockets and threads."""
 
 from __future__ import annotations
 
 import msgspec
 
 from stage_runtime.engines.autoregressive.core.busy_loop import RequestType
-from stage_runtime.engines.autoregressive.core.engine_core import EngineCoreRequest
+from stage_runtime.engines.autoregressive.core.engine_requests import EngineCoreRequest
 from stage_runtime.engines.autoregressive.process.engine_messages import AddHeader, EngineCoreRequestType, Refused
 from stage_runtime.engines.autoregressive.process.inputs import Inputs
 from stage_runtime.engines.autoregressive.process.serial import MsgpackEncoder

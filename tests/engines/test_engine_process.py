@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
+import json
 import os
 import select
 import signal
@@ -21,7 +23,7 @@ from stage_runtime.engines.autoregressive.clients.abstract import UtilityFailed
 from stage_runtime.engines.autoregressive.clients.async_mp import AsyncMPClient
 from stage_runtime.engines.autoregressive.clients.inproc import InprocClient
 from stage_runtime.engines.autoregressive.clients.sync_mp import SyncMPClient
-from stage_runtime.engines.autoregressive.core.engine_core import EngineCoreRequest
+from stage_runtime.engines.autoregressive.core.engine_requests import EngineCoreRequest
 from stage_runtime.engines.autoregressive.process.engine_messages import (
     ENGINE_CORE_DEAD,
     AddHeader,
@@ -123,6 +125,18 @@ def test_a_request_held_for_remote_kv_is_computed_when_it_is_released(shared: Sy
     assert "held" not in answers.tokens
     shared.release_requests(["held", "never seen"])
     assert answers.until("held") == {"held": [6, 7, 8]}
+
+
+def test_a_torch_trace_is_written_beside_the_steps(shared: SyncMPClient, tmp_path: Path) -> None:
+    path = tmp_path / "mine" / "engine.trace.json.gz"
+    shared.call_utility("start_torch_trace", str(path), {"with_stack": False}, timeout_s=PATIENCE_S)
+    shared.add_request(ask("traced"))
+    assert Answers(shared).until("traced") == {"traced": [2, 3, 4]}
+    assert shared.call_utility("stop_torch_trace", timeout_s=PATIENCE_S) == path.name
+    assert json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    assert shared.call_utility("stop_torch_trace", timeout_s=PATIENCE_S) is None
+    with pytest.raises(UtilityFailed, match="Expected `bool`"):
+        shared.call_utility("start_torch_trace", str(path), {"with_stack": "yes"}, timeout_s=PATIENCE_S)
 
 
 def test_arrays_cross_the_boundary_both_ways(shared: SyncMPClient) -> None:
@@ -312,7 +326,7 @@ def test_an_engine_ends_with_a_killed_parent_whatever_it_computes() -> None:
     program = (
         "from stage_runtime.engines.autoregressive.process.launching import EngineLaunch\n"
         "from stage_runtime.engines.autoregressive.clients.sync_mp import SyncMPClient\n"
-        "from stage_runtime.engines.autoregressive.core.engine_core import EngineCoreRequest\n"
+        "from stage_runtime.engines.autoregressive.core.engine_requests import EngineCoreRequest\n"
         "from stage_runtime.engines.autoregressive.sampling.parameters import SamplingParams\n"
         f"client = SyncMPClient(EngineLaunch(factory={LAUNCHED!r}, kwargs={{'slow': {SLOW}}}))\n"
         f"request = EngineCoreRequest(request_id='a', prompt_token_ids=[{SLOW}], params=SamplingParams())\n"
@@ -382,7 +396,7 @@ def test_an_answer_to_a_call_that_was_given_up_ends_no_later_wait(shared: SyncMP
 
 
 class Talking(SyncMPClient):
-    """Of an engine that gives outputs without end, and answers no call."""
+    """A client of an engine that gives outputs without end, and answers no call."""
 
     def _take(self, on_utility: Callable[[UtilityOutput], None]) -> list[EngineCoreOutputs]:
         super()._take(lambda output: None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from stage_runtime.engines.autoregressive.clients.sync_mp import SyncMPClient
-from stage_runtime.engines.autoregressive.core.engine_core import EngineCoreRequest
+from stage_runtime.engines.autoregressive.core.engine_requests import EngineCoreRequest
 from stage_runtime.engines.autoregressive.process.launching import EngineLaunch
 from tests.engines.generation_kit import GREEDY, alone
 

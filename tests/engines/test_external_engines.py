@@ -36,7 +36,7 @@ class FinishReason(Enum):
 
 
 class Handle:
-    """Of one request: the next token is the last one plus one."""
+    """The handle of one request: the next token is the last one plus one."""
 
     def __init__(self, prompt: Sequence[int], config: Any) -> None:
         self.config = config
@@ -69,7 +69,7 @@ class Handle:
 
 
 class Config:
-    """As openvino-genai's: what a request wants."""
+    """The wishes of a request, as in openvino-genai."""
 
     def __init__(self) -> None:
         self.stop_token_ids: set[int] = set()
@@ -80,7 +80,7 @@ class Config:
 
 
 class Pipeline:
-    """As openvino-genai's. A prompt's first token says what becomes of it."""
+    """A pipeline like openvino-genai's. A prompt's first token says what becomes of it."""
 
     REFUSED, BREAKS, TOO_LARGE, NEVER_FITS, ENDLESS = 900, 901, 902, 903, 904
 

@@ -47,7 +47,7 @@ SCHEMA = {
 
 @functools.cache
 def model() -> Any:
-    """As `generation_kit.tiny_model`, with heads as large as vLLM's attention on CPUs wants them."""
+    """The model of `generation_kit.tiny_model`, with heads as large as vLLM's attention on CPUs wants them."""
     torch.set_num_threads(1)
     torch.manual_seed(7)
     config = CONFIGS["llama"]()

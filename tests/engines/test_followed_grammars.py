@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from stage_runtime.engines.autoregressive.core.engine_core import EngineCore, EngineCoreRequest
+from stage_runtime.engines.autoregressive.core.engine_core import EngineCore
+from stage_runtime.engines.autoregressive.core.engine_requests import EngineCoreRequest
 from stage_runtime.engines.autoregressive.sampling.parameters import SamplingParams
 from stage_runtime.engines.autoregressive.text import schemas
 from stage_runtime.engines.autoregressive.text.grammar_texts import Grammar, GrammarRefused
@@ -142,12 +143,15 @@ class _Broken:
     def take(self, token: int) -> bool:
         return True
 
+    def copy(self) -> Any:
+        raise AssertionError("there are no drafts")
+
 
 class _Masked(ScriptedExecutor):
-    def sample_tokens(self, masks: Any) -> Any:
+    def sample_tokens(self, masks: Any, after: Any = None) -> Any:
         return self.execute_model(self.held)
 
-    def execute_model(self, step: Any, hold: bool = False) -> Any:
+    def execute_model(self, step: Any, hold: bool = False, drafted: Any = None) -> Any:
         self.held = step
         return super().execute_model(step, hold)
 

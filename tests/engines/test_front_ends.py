@@ -48,8 +48,9 @@ async def test_two_front_ends_of_the_same_engines_get_their_own_outputs(kind: st
     async with client:
         reader = Reader(client)
         other = await another("killed", kind, client.front_end(1))
-        await client.add_request_async(ask("ours", 450))
         assert (await line(other), await line(other)) == ("[2, 3, 4]", "waiting")
+        await client.add_request_async(ask("ours", 450))
+        await until(lambda: "ours" in reader.tokens)
         assert await running(client) == 2 and set(reader.tokens) == {"ours"}
         other.kill()
         await other.wait()
@@ -95,6 +96,26 @@ async def test_engines_with_several_front_ends_are_not_scaled() -> None:
     async with await DPLBAsyncMPClient.launch_all(LAUNCH, 1, front_ends=2) as client:
         with pytest.raises(ConfigurationError, match="several front ends"):
             await client.scale_async(2)
+
+
+async def test_every_front_end_asks_the_engine_that_replaces_another() -> None:
+    async with await DPLBAsyncMPClient.launch_all(LAUNCH, 2, elastic=True, front_ends=2) as client:
+        second = await DPLBAsyncMPClient.start(EngineLaunch(factory=""), joins=client.front_end(1))
+        async with second:
+            ours, theirs = Reader(client), Reader(second)
+            for turn in range(2):
+                killed = client.pids_by_rank()[1]
+                os.kill(killed, signal.SIGKILL)
+                await until(lambda: 1 in client.lost and 1 in second.lost)
+                await client.replace_async(1)
+                await until(lambda: 1 in second.ranks)
+                assert second.pids_by_rank() == client.pids_by_rank() and killed not in second.pids
+                assert second.lost == client.lost == set()
+                await second.add_request_async(ask(f"theirs {turn}", 3), data_parallel_rank=1)
+                await client.add_request_async(ask(f"ours {turn}", 3), data_parallel_rank=1)
+                assert await theirs.until(f"theirs {turn}") == {f"theirs {turn}": "length"}
+                assert await ours.until(f"ours {turn}") == {f"ours {turn}": "length"}
+            assert set(theirs.tokens) == {"theirs 0", "theirs 1"} and set(ours.tokens) == {"ours 0", "ours 1"}
 
 
 async def test_every_front_end_learns_of_the_end_of_an_engine() -> None:

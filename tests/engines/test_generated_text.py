@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
-from stage_runtime.engines.autoregressive.core.engine_core import EngineCoreOutput
+from stage_runtime.engines.autoregressive.core.engine_requests import EngineCoreOutput
 from stage_runtime.engines.autoregressive.core.output_processor import (
     OutputProcessor,
     RequestOutput,

@@ -42,6 +42,17 @@ def test_mixed_lengths_chunks_and_late_joins_give_the_tokens_of_each_alone(kind:
     check(answers, kind, asked)
 
 
+@pytest.mark.parametrize("overlapping", [False, True])
+def test_short_prompts_first_give_the_same_tokens(overlapping: bool) -> None:
+    asked = {str(index): prompt for index, prompt in enumerate(prompts([3, 17, 40, 9, 26, 1]))}
+    answers = Answers(core(overlapping=overlapping, blocks=40, policy="shortest"))
+    for name, prompt in asked.items():
+        answers.ask(name, prompt)
+        answers.step()
+    answers.run()
+    check(answers, "llama", asked)
+
+
 @pytest.mark.parametrize(("kind", "backend"), crossed(["llama", "gemma2", "gpt2", "gpt_neox"], BACKENDS))
 def test_preempted_requests_are_computed_again_to_the_same_tokens(kind: str, backend: str) -> None:
     asked = {str(index): prompt for index, prompt in enumerate(prompts([14, 13, 15, 12]))}

@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 import stage_runtime as omni
-from stage_runtime.engines.autoregressive.core.engine_core import EngineCoreRequest
+from stage_runtime.engines.autoregressive.core.engine_requests import EngineCoreRequest
 from stage_runtime.engines.autoregressive.loading.loader import assemble, load
 from stage_runtime.engines.autoregressive.sampling.parameters import SamplingParams
 from stage_runtime.engines.autoregressive.text.grammar_texts import Grammar

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from stage_runtime.engines.autoregressive.core.busy_loop import BusyLoop, RequestType, ShutdownState
-from stage_runtime.engines.autoregressive.core.engine_core import EngineCore, EngineCoreOutput, EngineCoreRequest
+from stage_runtime.engines.autoregressive.core.engine_core import EngineCore
+from stage_runtime.engines.autoregressive.core.engine_requests import EngineCoreOutput, EngineCoreRequest
 from stage_runtime.engines.autoregressive.core.executors import InlineExecutor, ThreadExecutor
 from stage_runtime.engines.autoregressive.sampling.model_output import ModelOutput
 from stage_runtime.engines.autoregressive.sampling.parameters import SamplingParams
@@ -162,7 +163,7 @@ def test_an_abort_ends_no_later_request_of_the_same_name() -> None:
     running = Running(ScriptedExecutor())
 
     def ask_again() -> None:
-        """Between a step's end and the next look at the queue, as the input thread may."""
+        """Ask between a step's end and the next look at the queue, as the input thread may."""
         running.during_delivery = lambda: None
         running.core.aborts_queue.put("a")
         running.queue.items.put((RequestType.ABORT, ["a"]))
@@ -237,12 +238,15 @@ class OnceMasked:
     def take(self, token: int) -> bool:
         return token == 77
 
-    def execute_model(self, step: SchedulerOutput, hold: bool = False) -> ModelOutput:
+    def copy(self) -> Any:
+        raise AssertionError("there are no drafts")
+
+    def execute_model(self, step: SchedulerOutput, hold: bool = False, drafted: Any = None) -> ModelOutput:
         if hold:
             self.overlapped.append(self.masked.wait(PATIENCE_S))
         return ModelOutput({}, {}, {})
 
-    def sample_tokens(self, masks: Mapping[str, Any]) -> ModelOutput:
+    def sample_tokens(self, masks: Mapping[str, Any], after: Any = None) -> ModelOutput:
         return ModelOutput({name: int(mask.nonzero()[0][0]) for name, mask in masks.items()}, {}, {})
 
     def add(self, *_request: Any) -> None: ...
@@ -298,6 +302,9 @@ class Counting:
         self.taken += 1
         return token == self.taken
 
+    def copy(self) -> Any:
+        raise AssertionError("there are no drafts")
+
 
 def test_overlapping_steps_follow_a_grammar_whose_masks_need_the_token_before() -> None:
     engine = core(overlapping=True, grammars=lambda grammar: Counting())
@@ -314,11 +321,11 @@ def test_overlapping_steps_follow_a_grammar_whose_masks_need_the_token_before() 
 class Following(ScriptedExecutor):
     """Chooses the first token that a request's mask allows."""
 
-    def execute_model(self, step: SchedulerOutput, hold: bool = False) -> Future[ModelOutput]:
+    def execute_model(self, step: SchedulerOutput, hold: bool = False, drafted: Any = None) -> Future[ModelOutput]:
         self.step = step
         return super().execute_model(step)
 
-    def sample_tokens(self, masks: Mapping[str, Any]) -> Future[ModelOutput]:
+    def sample_tokens(self, masks: Mapping[str, Any], after: Any = None) -> Future[ModelOutput]:
         future = super().execute_model(self.step)
         future.result().sampled.update({name: int(mask.nonzero()[0][0]) for name, mask in masks.items()})
         return future
@@ -343,6 +350,9 @@ class Breaking:
         if self.call == "take":
             raise ValueError("too many states")
         return token == 77
+
+    def copy(self) -> Any:
+        raise AssertionError("there are no drafts")
 
 
 @pytest.mark.parametrize("call", ["mask", "take"])

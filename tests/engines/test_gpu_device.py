@@ -15,7 +15,7 @@ from tests.engines.test_loading_engines import Here, plan
 
 @pytest.fixture
 def chosen(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """By thread, the GPU that was set there last."""
+    """The GPU that was set last, by thread."""
     found: dict[str, int] = {}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)

@@ -1,4 +1,4 @@
-"""What waits for an engine: order, the end, and what is not opened at all."""
+"""Requests wait for an engine: their order, the end, and those that are not opened at all."""
 
 from __future__ import annotations
 

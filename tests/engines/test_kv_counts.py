@@ -1,4 +1,4 @@
-"""What is counted and recorded of prompts that another engine computes: the share that is hidden, and events."""
+"""Counts and events of prompts that another engine computes, and the share of them that is hidden."""
 
 from __future__ import annotations
 
@@ -39,6 +39,53 @@ def test_bytes_that_come_while_prefill_computes_are_counted(late: bool, share: f
     assert len(nbytes) > 2
     assert pair.counts["received_bytes"] == sum(nbytes)
     assert pair.counts["hidden_bytes"] == share * sum(nbytes[:-1])
+    pair.close()
+
+
+@pytest.mark.parametrize("length", [21, 32, 33, 41, 53, 64, 97, 107])
+def test_four_fifths_of_prompts_of_two_chunks_or_more_come_before_their_last_chunk(length: int) -> None:
+    """Chunks have 16 tokens, blocks 4. The end of a prompt is a chunk of its own: an eighth of it."""
+    pair = Pair()
+    prompt = prompts(1, length)[0]
+    pair.d.ask("r", prompt)
+    for _ in range(20):
+        pair.turn()
+        pair.now += 1
+    pair.run()
+    assert pair.d.tokens["r"] == alone("llama", prompt, 12)
+    assert pair.counts["received_blocks"] == (length - 1) // 4
+    assert pair.counts["hidden_bytes"] >= 0.8 * pair.counts["received_bytes"]
+    assert len(pair.pieces) <= -(-length // 16) + 1  # one chunk more, at most
+    pair.close()
+
+
+@pytest.mark.parametrize(("cached", "sizes"), [(24, [6, 1, 1]), (32, [8, 3, 1]), (4, [1, 4, 2, 1])])
+def test_blocks_that_prefill_has_cached_cross_while_it_computes_the_rest(cached: int, sizes: list[int]) -> None:
+    """sizes: of the pieces, in blocks. The end of a prompt is a chunk of its own."""
+    blocks = sum(sizes)
+    prompt = prompts(1, 4 * blocks + 1)[0]
+    pair = Pair()
+    pair.p.ask("before", prompt[:cached])
+    while pair.p.turn():
+        pass
+    pair.d.ask("r", prompt)
+    for _ in range(20):
+        pair.turn()
+        pair.now += 1
+    pair.run()
+    assert pair.d.tokens["r"] == alone("llama", prompt, 12)
+    assert [tensors[0].numel() * blocks // pair.counts["received_bytes"] for *_, tensors in pair.pieces] == sizes
+    assert pair.counts["hidden_bytes"] * blocks == pair.counts["received_bytes"] * (blocks - sizes[-1])
+    assert pair.leaked == [0, 0]
+    pair.close()
+
+
+def test_a_prompt_of_one_chunk_is_computed_at_once() -> None:
+    pair = Pair()
+    pair.d.ask("r", prompts(1, 17)[0])
+    pair.run()
+    assert [tensors[0].numel() for _room, _header, tensors in pair.pieces] == [pair.counts["received_bytes"]]
+    assert pair.counts["received_blocks"] == 4
     pair.close()
 
 

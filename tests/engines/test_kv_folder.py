@@ -22,7 +22,7 @@ from stage_runtime.engines.autoregressive.connectors import folder as folders
 from stage_runtime.engines.autoregressive.connectors import layouts
 from stage_runtime.engines.autoregressive.connectors.block_files import BlockFiles
 from stage_runtime.engines.autoregressive.connectors.folder import FolderConnector
-from stage_runtime.engines.autoregressive.core.engine_core import EngineCoreRequest
+from stage_runtime.engines.autoregressive.core.engine_requests import EngineCoreRequest
 from stage_runtime.engines.autoregressive.model.digests import weights_digest
 from stage_runtime.engines.autoregressive.sampling.parameters import SamplingParams
 from stage_runtime.errors import ConfigurationError, ProtocolError
@@ -366,7 +366,7 @@ def test_a_folder_or_a_model_that_cannot_be_used_is_refused(tmp_path: Path) -> N
 
 @pytest.mark.timeout(300)
 async def received_tokens(client: httpx.AsyncClient) -> float:
-    """As of the beat that has the answer's tokens: numbers come with beats, after the answer."""
+    """The number in the beat that has the answer's tokens: numbers come with beats, after the answer."""
 
     def number(text: str, name: str) -> float:
         return sum(float(line.split()[-1]) for line in text.splitlines() if f"engine_{name}{{" in line)
@@ -379,7 +379,7 @@ async def received_tokens(client: httpx.AsyncClient) -> float:
 
 @pytest.mark.parametrize("own_process", [False, pytest.param(True, marks=pytest.mark.nightly)])
 async def test_a_stage_finds_after_a_restart_what_it_had_computed(tmp_path: Path, own_process: bool) -> None:
-    """Over HTTP, as an author has it."""
+    """The stage is asked over HTTP, as an author has it."""
     tiny_model("llama").save_pretrained(tmp_path / "model")
     tiny_tokenizer().save_pretrained(tmp_path / "model")
     spec = {

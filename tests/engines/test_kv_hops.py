@@ -1,4 +1,4 @@
-"""From which length on a prompt is asked of prefill: measured over the link, by a probe and by each prompt."""
+"""Prefill is asked for prompts from a length on that is measured over the link, by a probe and by each prompt."""
 
 from __future__ import annotations
 

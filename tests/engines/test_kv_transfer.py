@@ -6,13 +6,17 @@ from collections.abc import Iterator, Sequence
 from itertools import product
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
 from stage_runtime.engines.autoregressive.model.block_pages import BlockPages, Page
 from stage_runtime.engines.autoregressive.sampling.parameters import SamplingParams
+from stage_runtime.kv_transfer import records
 from stage_runtime.kv_transfer.interface import Room
-from stage_runtime.rules.autoregressive.requests import FinishReason
+from stage_runtime.kv_transfer.records import PieceHeader
+from stage_runtime.rules.autoregressive import steps
+from stage_runtime.rules.autoregressive.requests import FinishReason, Request, TokenLimits
 from stage_runtime.rules.autoregressive.steps import Row
 from tests.engines.generation_kit import CONFIGS, GREEDY, Answers, alone, core, rows_of
 from tests.engines.kv_pair_kit import Pair, prompts
@@ -56,7 +60,7 @@ def test_blocks_cross_chunk_by_chunk_while_the_prompt_is_computed(pair: Pair) ->
     seen: list[int] = []
 
     def ship(room: Room, header: bytes, tensors: Sequence[Any]) -> None:
-        """What prefill has still to compute when a piece goes out."""
+        """Note how much prefill has still to compute when a piece goes out."""
         seen.append(sum(len(one.tokens) - one.computed for one in pair.p.engine.scheduler))
         pair.deliver(room, header, tensors)
 
@@ -186,6 +190,7 @@ class Saved:
 
     def __init__(self) -> None:
         self.rows: list[tuple[str, list[int]]] = []
+        self.found: list[tuple[int, int]] = []  #: Start and count of rows.
 
     def get_num_new_matched_tokens(self, request: Any, made: Any, computed: int, whole: int) -> int:
         return 0
@@ -194,6 +199,9 @@ class Saved:
     def load_finished(self, load: Any) -> None: ...
     def request_finished(self, request: Any) -> None: ...
     def close(self) -> None: ...
+
+    def found_kv(self, row: Row) -> None:
+        self.found.append((row.start, row.count))
 
     def save_kv(self, row: Row) -> None:
         self.rows.append((row.request.id, list(row.request.blocks)))
@@ -209,6 +217,17 @@ def test_rows_of_a_request_that_ended_while_they_were_computed_are_not_saved() -
     answers.run()
     assert {name for name, _blocks in saved.rows} == {"stays"}
     assert all(blocks for _name, blocks in saved.rows)
+    answers.engine.shutdown()
+
+
+def test_blocks_before_a_row_are_given_out_only_when_none_of_them_is_being_computed() -> None:
+    answers, saved = Answers(core()), Saved()
+    loads = answers.engine.connect(saved, lambda function: function())
+    request = Request("r", range(12), TokenLimits(max_tokens=1))
+    for start, in_flight in [(0, 1), (4, 2), (8, 1)]:
+        request.in_flight = in_flight
+        loads.found([steps.row(request, start, 4)])
+    assert saved.found == [(8, 4)]
     answers.engine.shutdown()
 
 
@@ -455,3 +474,23 @@ def test_right_and_wrong_drafts_after_a_prompt_from_prefill_give_the_tokens_of_n
     assert stats.received_tokens == 28 and stats.accepted_tokens > 20
     assert pair.leaked == [0, 0]
     pair.close()
+
+
+def test_blocks_are_copied_into_the_memory_that_is_given_and_none_that_is_not_there() -> None:
+    pages = BlockPages([Page("0.key", torch.arange(32, dtype=torch.int16).view(4, 2, 2, 2))])
+    into = torch.zeros(2 * pages.block_nbytes, dtype=torch.uint8)
+    assert pages.export([3, 1], into) is into
+    assert into.view(torch.int16).tolist() == [*range(24, 32), *range(8, 16)]
+    for blocks in ([1, 4], [-1, 2]):
+        with pytest.raises(ValueError, match="of 4"):
+            pages.load(blocks, into)
+    assert pages.export([3, 1]).tolist() == into.tolist()
+
+
+def test_a_checksum_differs_by_one_bit_of_a_piece_or_by_its_header() -> None:
+    header = PieceHeader(key=bytes(16), prompt=b"p", layout=b"l", first=0, count=1)
+    flat = torch.zeros(100_000, dtype=torch.uint8)
+    changed = flat.clone()
+    changed[99_999] = 1
+    moved = msgspec.structs.replace(header, first=1)
+    assert len({records.checksum(header, flat), records.checksum(header, changed), records.checksum(moved, flat)}) == 3

@@ -1,4 +1,4 @@
-"""From a dotted name to an engine, and errors that name the place."""
+"""A dotted name becomes an engine, and errors name the place."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Here:
 
     def allocate(self, shape: tuple[int, ...], dtype: Any) -> Any: ...
     def emit(self, event: str, request_id: str, /, **metadata: Any) -> None: ...
-    def progress(self, message: str) -> None: ...
+    def progress(self, message: str, done: float = 0, total: float = 0, unit: str = "") -> None: ...
 
 
 def result_of(plan: StagePlan) -> Any:
@@ -203,7 +203,7 @@ def test_a_factory_is_given_the_model_and_its_revision() -> None:
 
 
 def given(factory: str, arguments: dict[str, Any] | None = None, **facts: Any) -> Any:
-    """What the factory was called with."""
+    """The arguments that the factory was called with."""
     with running(create(plan(factory, **(arguments or {})), Here(), **facts)) as rig:
         rig.start("r1", "data")
         return rig.outbox.next()[2]
@@ -221,7 +221,7 @@ def test_none_that_an_author_says_in_python_reaches_the_factory() -> None:
 
 
 def test_without_gpus_a_factory_s_own_device_is_none_too() -> None:
-    """Under ``omni up --cpu`` a default ``gpu_id=7`` would reach for a device that is not there."""
+    """A default ``gpu_id=7`` under ``omni up --cpu`` would reach for a device that is not there."""
     assert given("factories:defaulting", on_cpu=True) == ["default-model", None, "main", 0, False]
 
 
@@ -293,8 +293,6 @@ def test_what_can_be_called_for_each_request_is_accepted(made: Any, kind: type) 
     ("fields", "says"),
     [
         ({"engine": "vllm"}, r"disaggregation: omni\.Autoregressive\(engine='vllm'\): engine='own' alone"),
-        ({"own_process": True}, r"\(own_process=True\): an engine process has no relays"),
-        ({"data_parallel_size": 2}, r"\(data_parallel_size=2\): scale the stage's group instead"),
         ({"prefix_caching": False}, r"\(prefix_caching=False\): blocks that come"),
         ({"kv_checksum": "yes"}, r"\(kv_checksum='yes'\): True or False"),
         ({"remote_prefill_tokens": True}, r"\(remote_prefill_tokens=True\): 'auto', or at least 1"),

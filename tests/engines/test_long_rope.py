@@ -52,7 +52,7 @@ def model() -> Any:
 
 
 def answers(length: int, **prompts: list[int]) -> dict[str, list[int]]:
-    """Of an engine whose requests have at most ``length`` tokens; all prompts come at once."""
+    """The answers of an engine whose requests have at most ``length`` tokens; all prompts come at once."""
     spec = omni.Autoregressive(
         model="", max_model_len=length, max_chunk=16, max_batched_tokens=32, linears="plain", kernels="torch"
     )

@@ -193,7 +193,7 @@ def test_the_choice_is_the_least_factor_over_all_numbers_of_rows(
 
 
 WIDE, TALL = (8, 4), (4, 8)
-#: Of one call, in a layer's share of what its calls from Python cost.
+#: The cost of one call, in a layer's share of what its calls from Python cost.
 CALL = linears.CALLS_S
 
 

@@ -1,4 +1,4 @@
-"""What a model's parts are replaced by when it is loaded, and what the log says of it."""
+"""A model's parts are replaced by others when it is loaded, and the log says so."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from stage_runtime.engines.autoregressive.clients.sync_mp import SyncMPClient
-from stage_runtime.engines.autoregressive.core.engine_core import EngineCoreRequest
+from stage_runtime.engines.autoregressive.core.engine_requests import EngineCoreRequest
 from stage_runtime.engines.autoregressive.model.embeddings import ModelEmbeddings
 from stage_runtime.engines.autoregressive.process.launching import EngineLaunch
 from stage_runtime.engines.autoregressive.sampling.parameters import SamplingParams

@@ -141,7 +141,7 @@ class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def operations(call: Callable[[], object]) -> int:
-    """Of a call after the first one."""
+    """The number of operations of a call after the first one."""
     call()
     counter: Any = Operations()  # type: ignore[no-untyped-call]
     with counter:

@@ -195,7 +195,7 @@ def test_what_is_not_a_row_for_each_request_fails_them_and_the_next_are_served(g
 
 
 def test_a_step_that_fails_late_leaves_no_trace_in_the_requests_beside() -> None:
-    """What was given for some requests only, or raised after their states have changed, is asked for again."""
+    """Rows that were given for some requests only, or raised after their states have changed, are asked for again."""
     calls: list[int] = []
 
     def late(step: omni.Step) -> omni.NextRows:
@@ -358,7 +358,7 @@ def placed(count: int, shift: int) -> tuple[torch.Tensor, int]:
 
 
 def hashes(prompt: int, shift: int) -> list[bytes]:
-    """Of the blocks of a request of 24 tokens, of which the first ``prompt`` are its prompt."""
+    """The hashes of the blocks of a request of 24 tokens, of which the first ``prompt`` are its prompt."""
     rows = RequestRows()
     rows.keep(0, PLACES.place(list(range(prompt)), None, *placed(prompt, shift)))
     return hash_blocks(list(range(24)), 4, also=rows.key)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from stage_runtime.engines.autoregressive.core.engine_core import EngineCore
 from stage_runtime.engines.autoregressive.sampling.parameters import SamplingParams
+from stage_runtime.engines.autoregressive.sampling.sampler import RowState
 from stage_runtime.engines.autoregressive.speculation.proposing import NgramProposer
 from stage_runtime.engines.autoregressive.speculation.settings import checked
 from stage_runtime.rules.autoregressive.steps import Row
@@ -38,9 +39,13 @@ class Foreseeing:
         self._answers = answers
         self.proposed = 0
 
+    def add(self, request_id: str, state: RowState) -> None: ...
+
     def propose(self, rows: Sequence[Row]) -> Mapping[str, Sequence[int]]:
         found = {}
         for row in rows:
+            if not row.spare:
+                continue
             draft = list(self._answers[row.request.id][row.place : row.place + row.spare])
             found[row.request.id] = [*draft[:-1], (draft[-1] + 1) % VOCABULARY] if draft else []
             self.proposed += len(draft)

@@ -11,6 +11,7 @@ from stage_runtime.engines.autoregressive.speculation.settings import Speculatio
 from stage_runtime.errors import ConfigurationError
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
+DRAFT = {"method": "draft_model", "num_speculative_tokens": 3, "model": "small"}
 
 
 @pytest.mark.parametrize(
@@ -29,15 +30,29 @@ def test_a_bound_that_is_not_given_follows_the_other_one(given: dict[str, int], 
     assert settings.checked({**NGRAM, **given}) == expected
 
 
+def test_a_draft_model_has_a_model_and_perhaps_a_revision() -> None:
+    assert settings.checked(DRAFT) == Speculation(**DRAFT)  # type: ignore[arg-type]
+    assert settings.checked({**DRAFT, "revision": "v1"}).revision == "v1"
+
+
 @pytest.mark.parametrize(
     ("given", "problem"),
     [
         ([], "expected a dict, got list"),
         (5, "expected a dict, got int"),
-        ({**NGRAM, "draft": "small"}, "no key 'draft': there are method, num_speculative_tokens, prompt_lookup_max"),
-        ({}, "method=None: one of ngram"),
+        (
+            {**NGRAM, "draft": "small"},
+            "no key 'draft' of the method ngram: there are method, num_speculative_tokens, prompt_lookup_max",
+        ),
+        ({}, "method=None: one of ngram, draft_model"),
         ({**NGRAM, "method": ["ngram"]}, "method=['ngram']: one of ngram"),
         ({"method": "ngram"}, "num_speculative_tokens is missing"),
+        ({**NGRAM, "model": "small"}, "no key 'model' of the method ngram: there are"),
+        ({**DRAFT, "prompt_lookup_max": 2}, "no key 'prompt_lookup_max' of the method draft_model: there are"),
+        ({**DRAFT, "model": ""}, "model='': a folder, a GGUF file, or a name at the model hub"),
+        ({"method": "draft_model", "num_speculative_tokens": 3}, "model=None: a folder"),
+        ({**DRAFT, "model": 7}, "model=7: a folder"),
+        ({**DRAFT, "revision": 7}, "revision=7: a text"),
         *(
             (
                 {**NGRAM, "num_speculative_tokens": value},

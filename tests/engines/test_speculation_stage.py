@@ -55,7 +55,7 @@ def asked() -> list[omni.OmniRequest]:
 
 
 def told(checkpoint: Path, **settings: Any) -> list[tuple[dict[int, str], list[Any], Any, Any]]:
-    """Of each request: the texts by choice, log probabilities, what it ends with, and its error."""
+    """The outcome of each request: the texts by choice, log probabilities, what it ends with, and its error."""
     found = []
     for one in omni.testing.run_stage(lambda: spec(checkpoint, **settings), asked()):
         pieces = [piece for data in one.data for piece in (data if isinstance(data, list) else [data])]
@@ -83,9 +83,13 @@ def test_stop_strings_choices_log_probabilities_and_grammars_are_those_of_a_stag
     assert len(by_name["logprobs"][1]) > 10
 
 
-@pytest.mark.parametrize("settings", [{}, {"own_process": True}])
-def test_the_numbers_of_drafts_are_reported(checkpoint: Path, settings: dict[str, Any]) -> None:
-    made = loading.as_engine(spec(checkpoint, speculative_config=NGRAM, **settings))
+@pytest.mark.parametrize("method", ["ngram", "draft_model"])
+@pytest.mark.parametrize("settings", [{}, {"own_process": True}, {"data_parallel_size": 2}])
+def test_the_numbers_of_drafts_are_reported(checkpoint: Path, settings: dict[str, Any], method: str) -> None:
+    config = NGRAM
+    if method == "draft_model":
+        config = {"method": method, "model": str(checkpoint), "num_speculative_tokens": 4}
+    made = loading.as_engine(spec(checkpoint, speculative_config=config, **settings))
     with running(made) as rig:
         rig.ask(asked()[0])
         while rig.outbox.next()[1] != "done":

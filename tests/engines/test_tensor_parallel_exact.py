@@ -19,7 +19,8 @@ from torch import nn
 
 from stage_runtime.engines.autoregressive.model.models import UnsupportedModel
 from stage_runtime.engines.autoregressive.tensor_parallel import sharding
-from tests.engines.generation_kit import VOCABULARY, alone, tiny_model
+from tests.engines.generation_kit import VOCABULARY, alone, alone_with, tiny_model, tiny_tokenizer
+from tests.engines.lora_kit import adapter, merged
 
 WAIT_S = 200  # two processes that import torch and transformers, on a machine that others use
 ROOT = Path(__file__).parents[2]
@@ -35,12 +36,14 @@ def prompts(lengths: list[int]) -> dict[str, list[int]]:
 
 @contextlib.contextmanager
 def ranks(
-    folder: Path, kind: str, kernels: str, speculative: Any = None, **dies: str
+    folder: Path, kind: str, kernels: str, speculative: Any = None, adapted: str = "", **dies: str
 ) -> Iterator[list[subprocess.Popen[str]]]:
     started = []
     try:
         for rank in range(2):
             environment = {**os.environ, "OMP_NUM_THREADS": "1", "SPECULATIVE": json.dumps(speculative)}
+            if adapted:
+                environment["ADAPTER"] = adapted
             if f"rank{rank}" in dies:
                 environment["DIES_IN_PASS"] = dies[f"rank{rank}"]
             arguments = [str(rank), "2", str(folder / "meeting"), kind, kernels]
@@ -70,6 +73,9 @@ def printed(output: str) -> list[Any]:
     ("kind", "kernels", "speculative"),
     [
         ("llama", "auto", {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 1}),
+        pytest.param(  # by ranks as threads each time: test_draft_model.py
+            "llama", "auto", {"method": "draft_model", "num_speculative_tokens": 4}, marks=pytest.mark.nightly
+        ),
         pytest.param("gpt_neox", "torch", None, marks=pytest.mark.nightly),
         pytest.param("qwen3", "torch", None, marks=pytest.mark.nightly),
         pytest.param("gemma2", "torch", None, marks=pytest.mark.nightly),
@@ -79,6 +85,10 @@ def test_two_ranks_give_the_tokens_of_one_each_with_half_of_the_heads(
     tmp_path: Path, kind: str, kernels: str, speculative: Any
 ) -> None:
     by_name = prompts([3, 17, 40, 9])
+    if speculative is not None and speculative["method"] == "draft_model":
+        speculative = {**speculative, "model": str(tmp_path / "draft")}
+        tiny_model(kind).save_pretrained(tmp_path / "draft")
+        tiny_tokenizer().save_pretrained(tmp_path / "draft")
     with ranks(tmp_path, kind, kernels, speculative) as (first, second):
         output, errors = first.communicate(json.dumps(by_name), timeout=WAIT_S)
         assert first.returncode == 0, errors
@@ -90,7 +100,23 @@ def test_two_ranks_give_the_tokens_of_one_each_with_half_of_the_heads(
         assert second.returncode == 0, errors
 
 
-@pytest.mark.parametrize("dying", [0, 1])
+@pytest.mark.nightly  # by ranks as threads each time: test_lora_exact.py
+def test_two_ranks_by_gloo_compute_an_adapter_each_with_its_share(tmp_path: Path) -> None:
+    folder = adapter(tmp_path / "one")
+    models = [copy.deepcopy(tiny_model("llama")), merged("llama", folder)]
+    by_name = prompts([3, 17, 40, 9])
+    with ranks(tmp_path, "llama", "torch", adapted=folder) as (first, second):
+        output, errors = first.communicate(json.dumps(by_name), timeout=WAIT_S)
+        assert first.returncode == 0, errors
+        _facts, answers, _accepted = printed(output)
+        expected = {name: alone_with(models[int(name) % 2], prompt, 12) for name, prompt in by_name.items()}
+        assert answers == expected
+        _output, errors = second.communicate(timeout=WAIT_S)
+        assert second.returncode == 0, errors
+
+
+# A pipeline kills rank 1 each time: e2e/test_tensor_parallel_language.py.
+@pytest.mark.parametrize("dying", [0, pytest.param(1, marks=pytest.mark.nightly)])
 def test_the_other_rank_says_that_one_has_ended_and_ends(tmp_path: Path, dying: int) -> None:
     with ranks(tmp_path, "llama", "torch", **{f"rank{dying}": "3"}) as both:
         assert both[0].stdin is not None

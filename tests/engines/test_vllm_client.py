@@ -24,11 +24,11 @@ from tests.engines.generation_kit import CONFIGS, GREEDY
 
 
 class ClientError(Exception):
-    """As vLLM's: the request's fault."""
+    """The request's fault, as in vLLM."""
 
 
 class Params:
-    """As vLLM's `SamplingParams`: what it was given."""
+    """The parameters that were given, as in vLLM's `SamplingParams`."""
 
     def __init__(self, **given: Any) -> None:
         self.__dict__ |= given
@@ -42,7 +42,7 @@ PACKAGE = SimpleNamespace(
 
 
 class LLM:
-    """As vLLM's `AsyncLLM`: the next token is the last one plus one. A prompt's first token decides its end."""
+    """An engine like vLLM's `AsyncLLM`: the next token is the last plus one. A prompt's first token decides its end."""
 
     REFUSED, BROKEN, DIES, ENDLESS, LOST = 900, 901, 902, 903, 904
 

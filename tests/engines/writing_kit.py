@@ -46,11 +46,11 @@ class WritingExecutor:
     def call(self, function: Callable[[Any], Any]) -> Future[Any]:
         raise AssertionError("no blocks cross")
 
-    def execute_model(self, step: SchedulerOutput, hold: bool = False) -> Future[ModelOutput]:
+    def execute_model(self, step: SchedulerOutput, hold: bool = False, drafted: Any = None) -> Future[ModelOutput]:
         self._held = [row for row in step.rows if row.samples]
         return Future() if hold else self.sample_tokens({})
 
-    def sample_tokens(self, masks: Mapping[str, npt.NDArray[np.bool_]]) -> Future[ModelOutput]:
+    def sample_tokens(self, masks: Mapping[str, npt.NDArray[np.bool_]], after: Any = None) -> Future[ModelOutput]:
         future: Future[ModelOutput] = Future()
         sampled = {row.request.id: self._next(row, masks.get(row.request.id)) for row in self._held}
         logprobs = {

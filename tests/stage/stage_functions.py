@@ -10,7 +10,7 @@ import stage_runtime as omni
 
 
 def merge_all(inputs: dict[str, omni.StagePayload]) -> dict[str, Any]:
-    """Who came and what it brought, the long part aside."""
+    """The sources that came and the ids that they brought, the long part aside."""
     return {source: payload.data["id"] for source, payload in inputs.items()}
 
 
@@ -70,7 +70,7 @@ def never_knows(request_id: str, source: str, payload: omni.StagePayload) -> lis
 
 
 def written_into(payload: omni.StagePayload) -> Any:
-    """Of its target, but it writes where all targets could see it."""
+    """The projection of its target, which writes where all targets could see it."""
     if isinstance(payload.data, dict):
         payload.data["projected"] = len(payload.data)
     return payload.data

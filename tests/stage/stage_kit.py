@@ -61,7 +61,7 @@ class WorldRelays(MemoryRelays):
         self._world = world
         self._me = me
         self.breaks: set[str] = set()  #: Requests whose payloads cannot be fetched here.
-        self.fetched: list[str] = []  #: What was fetched, by the name given to `get`.
+        self.fetched: list[str] = []  #: Names of fetched payloads, as given to `get`.
 
     def get(self, metadata: bytes, *, request_id: str, peer: str, holder: str = "") -> Got:
         self.fetched.append(request_id)
@@ -78,7 +78,7 @@ class WorldRelays(MemoryRelays):
 
 
 class MemoryChannels:
-    """What hosts and coordinators ask of `sockets.channels.Channels`."""
+    """The methods of `sockets.channels.Channels` that hosts and coordinators call."""
 
     def __init__(self, world: World, me: str) -> None:
         self._world = world
@@ -248,7 +248,7 @@ class World:
                     await asyncio.sleep(0)
 
     async def settle(self) -> None:
-        """Until nothing has been under way for a while. Threads may still compute: what they give is waited for."""
+        """Wait until nothing has been under way for a while, and for the results of threads that still compute."""
         quiet = 0
         while quiet < 20:
             quiet = 0 if self.deliver_one() else quiet + 1

@@ -1,4 +1,4 @@
-"""What a busy stage has not come to is let go when its request ends, wherever it waits, not when the stage is free."""
+"""A busy stage lets go of an ended request's data at once, wherever it waits, not when the stage is free."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ async def test_requests_that_end_at_a_busy_stage_free_their_slots_at_once(
 
 @pytest.mark.proves("ended-while-busy")
 async def test_inputs_that_wait_at_a_busy_fan_in_are_freed_with_their_request() -> None:
-    """In the hooks' queue, and gathered of requests whose other half has not come."""
+    """Inputs wait in the hooks' queue, and gathered for requests whose other half has not come."""
     import stage_functions
 
     stage_functions.merging.clear()

@@ -1,4 +1,4 @@
-"""What authors give clients wrongly is refused at the stage that gave it, with its name and in its log."""
+"""Wrong outputs of authors for clients are refused at the stage that gave them, with its name and in its log."""
 
 from __future__ import annotations
 

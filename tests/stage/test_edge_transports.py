@@ -1,4 +1,4 @@
-"""Which relay and medium each edge of a process uses: counted from its plans and the peers that it knows."""
+"""The relay and the medium of each edge of a process: counted from its plans and the peers that it knows."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from tests.stage.stage_kit import plan
 
 
 class Input:
-    """Of stage ``b``, which runs in this process."""
+    """The input of stage ``b``, which runs in this process."""
 
     def __init__(self) -> None:
         self.stalled: list[tuple[str, str, bool]] = []

@@ -126,7 +126,7 @@ async def test_a_payload_that_comes_after_the_abort_is_dropped_and_its_slot_free
 
 
 async def test_a_later_attempt_is_joined_afresh() -> None:
-    """What the first attempt had brought is not taken for the second's."""
+    """Inputs that the first attempt had brought are not taken for the second's."""
     async with world() as made:
         join_world(made)
         ask(made, "r1", "a", attempt=1)

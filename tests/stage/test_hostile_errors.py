@@ -360,7 +360,7 @@ class Opened:
 
 @pytest.mark.parametrize("waits", [True, False], ids=["get", "get_nowait"])
 def test_what_cannot_be_sent_to_the_ranks_fails_its_request_and_rank_0_takes_the_next(waits: bool) -> None:
-    """What a merge gave has not travelled yet, and need not be able to."""
+    """The result of a merge has not travelled yet, and need not be able to."""
     failed: list[str] = []
     sent: list[tuple[str, str]] = []
 

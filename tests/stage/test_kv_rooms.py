@@ -248,6 +248,25 @@ async def test_a_beat_for_a_room_that_is_not_open_closes_it_at_decode() -> None:
         assert made.sinks["d"].ends == [(room, "the room is not open at the other side")]
 
 
+async def test_a_room_whose_ask_waits_to_be_sent_is_not_renewed() -> None:
+    """Prefill does not know it yet, and would end it."""
+    async with pair() as made:
+        goes, full = await made.room(), made.world.relays["d"]
+        full._slots = 0
+        waits = made.rooms("d").room("r1", 2)
+        assert waits is not None
+        made.rooms("d").ask(waits, "p", b"prompt", [torch.zeros(BLOCKS, dtype=torch.uint8)])
+
+        def renewed() -> float:
+            return made.hosts["p"].gauges()["engine_kv_leases_renewed_total:pre"]
+
+        before = renewed()
+        await made.world.until(lambda: renewed() > before)
+        await made.world.settle()
+        assert [one[0] for one in made.sinks["p"].asks] == [goes]
+        assert (made.sinks["d"].ends, made.rooms("d").open_rooms) == ([], 2)
+
+
 async def test_leases_are_counted_where_blocks_are_held() -> None:
     async with pair() as made:
         room = await made.room()

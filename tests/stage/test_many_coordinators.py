@@ -1,4 +1,4 @@
-"""What a process does with several coordinators: how often it beats, and by which of them first frames may go."""
+"""A process has several coordinators: how often it beats, and by which of them first frames may go."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ class Engine:
                 outbox.put(events.Done(event.request_id, given))
 
 
-#: What a gives to b, by result or by stream -> the writers that must be named, with the path.
+#: The values that a gives to b, by result or by stream -> the writers that must be named, with the path.
 CASES: dict[str, tuple[Any, Any, set[tuple[str, str]]]] = {
     "nobody writes": (gives, reads, set()),
     "the receiver writes": (gives, writes_into_what_it_got, {("b", "payload.data['twice'][0]")}),

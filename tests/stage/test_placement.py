@@ -128,7 +128,7 @@ inputs = (
 
 
 def submit(made: World, request: OmniRequest, target: str) -> None:
-    """As a coordinator does: the request alone, whose inputs are the entry stage's data."""
+    """Submit as a coordinator does: the request alone, whose inputs are the entry stage's data."""
     extracted = encoding.extract({"request": request}, where="submitted", as_fields=True)
     if extracted.is_inline:
         body = Body(extracted.value_bytes, tuple(extracted.refs), extracted.flat())

@@ -1,4 +1,4 @@
-"""What one rank of a TP stage begins all ranks begin, in one order, and all end: else a collective waits for ever."""
+"""All ranks begin and end what one rank of a TP stage begins, in one order: else a collective waits for ever."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def made_events(kinds: Sequence[str]) -> list[Any]:
 
 
 class Steps:
-    """What a function has computed."""
+    """The steps that a function has computed."""
 
     def __init__(self) -> None:
         self.taken: list[str] = []
@@ -226,7 +226,7 @@ def test_ranks_compute_the_same_however_much_of_it_comes_at_once(case: str, at_o
 
 
 def turn(rank: Rank) -> None:
-    """Until the rank has taken what was there, and its tasks have had their steps."""
+    """Wait until the rank has taken what was there, and its tasks have had their steps."""
     while len(rank.inbox):
         time.sleep(0.001)
     time.sleep(0.02)  # a rank that is slower than this fails no test: it proves less

@@ -11,7 +11,7 @@ import pytest
 import stage_runtime as omni
 from stage_runtime.engines import events
 from stage_runtime.wire.frames import RequestRef
-from stage_runtime.wire.messages import AdminCall, AdminReply, Complete, DataReady
+from stage_runtime.wire.messages import AdminCall, AdminReply, Complete, DataReady, Ready
 from stage_runtime.wire.parts import Body, Failure
 from tests.stage.stage_kit import World, plan, world
 
@@ -308,7 +308,7 @@ class Operated:
             if isinstance(event, events.Admin):
                 if event.operation == "crash":
                     raise RuntimeError("no such operation")
-                event.reply(event.arguments.get("value") if event.operation == "echo" else object())
+                event.reply(object() if event.operation == "odd" else event.arguments.get("value"))
                 event.reply("again")
 
 
@@ -333,6 +333,27 @@ async def test_every_operation_is_answered_once_whatever_the_engine_makes_of_it(
         assert answers["call 3"].error == "no stage 'nobody' here"
         assert answers["call 4"].error == "the engine crashed: RuntimeError: no such operation"
         assert len(made.received) == len(answers) == 5
+
+
+async def test_coordinators_learn_which_adapters_an_instance_has_loaded_and_dropped() -> None:
+    async with world() as made:
+        made.process("pa", [plan("a", terminal=True, entry=True)], {"a": Operated()})
+        host = made.hosts["pa"]
+        await made.until(lambda: host.stages["a"].input.engine is not None)
+        made.send("cc", "pa", AdminCall("0", "a", "load_adapter", {"name": "early", "path": "/a/early"}))
+        await made.until(lambda: len(made.received) == 1)
+        await made.settle()
+        host.announce_ready()
+        made.send("cc", "pa", AdminCall("1", "a", "load_adapter", {"name": "sql", "path": "/a/sql"}))
+        made.send("cc", "pa", AdminCall("2", "a", "unload_adapter", {"name": "early"}))
+        made.send("cc", "pa", AdminCall("3", "a", "echo"))
+        await made.until(lambda: len(made.received) >= 7)
+        await made.settle()
+        assert [one for one in made.received if isinstance(one, Ready)] == [
+            Ready({"a": {"early": "/a/early"}}),
+            Ready({"a": {"early": "/a/early", "sql": "/a/sql"}}),
+            Ready({"a": {"sql": "/a/sql", "early": None}}),
+        ]
 
 
 @pytest.mark.proves("undecodable-message")

@@ -378,7 +378,7 @@ async def test_a_lost_coordinators_requests_are_aborted_and_others_are_not() -> 
 
 @pytest.mark.proves("instances-lose-each-other")
 async def test_a_neighbour_that_only_we_lost_is_reported_and_connected_again() -> None:
-    """What it may still look at is not written over meanwhile."""
+    """Memory that it may still look at is not written over meanwhile."""
     async with world() as made:
         made.process("pb", [plan("b", terminal=True, inputs_from=("a",))], {"b": lambda payload: len(payload.data)})
         one_credit = plan("a", next=("b",), relay=FLAT)
@@ -545,7 +545,7 @@ def reused(payload: omni.StagePayload) -> Iterator[Any]:
 @pytest.mark.proves("buffer-written-again")
 @pytest.mark.parametrize("nbytes", [800, LARGE, 1 << 18])
 async def test_a_buffer_that_is_written_again_arrives_as_it_was_when_it_was_given(nbytes: int) -> None:
-    """What waits for a credit must not be what the generator wrote over it since."""
+    """A chunk that waits for a credit must not be what the generator wrote over it since."""
     go = threading.Event()
 
     async def gather(session: Any) -> AsyncIterator[Any]:

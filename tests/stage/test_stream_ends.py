@@ -63,7 +63,7 @@ def place(made: World, plans: list[StagePlan], functions: dict[str, Any], *, apa
 
 
 def given_by(made: World, source: str) -> list[Any]:
-    """What a terminal gave, request by request."""
+    """The outputs of a terminal, request by request."""
     found = [one for one in made.received if isinstance(one, Complete) and one.source == source]
     assert all(one.failure is None for one in found), found
     return [made.opened(one.body, one.source) for one in found if one.body is not None]

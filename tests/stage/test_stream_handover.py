@@ -1,4 +1,4 @@
-"""Between threads of one process, a GPU's work is waited for by the taker's stream. ``meta`` stands for a GPU."""
+"""The taker's stream waits for a GPU's work between threads of one process. ``meta`` stands for a GPU."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def place(made: World, produce: Any, read: Any, *, apart: bool, **fields: Any) -
 
 
 def found(made: World) -> dict[str, Any]:
-    """By stage, what its request "r" has given."""
+    """The output of each stage for its request "r"."""
     ends = [one for one in made.received if isinstance(one, Complete)]
     return {one.source: made.opened(one.body, one.source) for one in ends if one.body is not None}
 

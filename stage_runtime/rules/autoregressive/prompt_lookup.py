@@ -28,7 +28,9 @@ class PromptLookup:
             known.append(token)
 
     def draft(self, most: int) -> list[int]:
-        """At most so many tokens; none: the last ones are new. Rows of embeddings (negative) end a draft."""
+        """Tokens that may come next, ``most`` at most; empty: the last ones occur nowhere before. Rows of embeddings
+        (negative) end a draft.
+        """
         known = self._tokens
         for size in self._sizes:
             after = self._after.get(tuple(known[-size:])) if size <= len(known) else None

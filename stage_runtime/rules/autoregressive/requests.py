@@ -84,9 +84,10 @@ class Request:
     """The scheduler's view of one request. Changed by the scheduler alone."""
 
     __slots__ = (
-        "accepted", "arrival", "begun", "blocks", "computed", "fed", "feeds_itself", "follows", "hashes", "hit_tokens",
-        "hoped", "id", "in_flight", "lacks", "limits", "matcher", "open", "preemptions", "priority", "prompt_tokens",
-        "rows", "salt", "speculates", "state", "ticket", "tokens", "uncached", "unknown",
+        "accepted", "adapter", "arrival", "begun", "blocks", "computed", "fed", "feeds_itself", "follows", "hashes",
+        "hit_tokens", "hoped", "id", "in_flight", "lacks", "length", "limits", "matcher", "open", "preemptions",
+        "priority", "prompt_tokens", "rows", "salt", "speculates", "state", "tail", "ticket", "tokens", "uncached",
+        "unknown",
     )  # fmt: skip
 
     def __init__(
@@ -108,8 +109,12 @@ class Request:
         self.limits = limits
         self.priority = priority
         self.arrival = 0  #: Its place in the order in which requests came.
+        self.length = 0  #: Tokens of its prompt when it came.
         self.tokens = list(prompt)  #: The prompt, then what was generated.
         self.prompt_tokens = len(self.tokens)
+        self.tail = (
+            0  #: The last tokens of its prompt that have a chunk of their own; 0: the last chunk is as it comes.
+        )
         self.computed = 0  #: Tokens whose KV is, or is being, written.
         self.blocks: list[int] = []  #: Block ids in order of positions; empty unless RUNNING.
         self.hashes = list(hashes)  #: Of the first full blocks of ``tokens``; the rest are computed when needed.
@@ -122,7 +127,8 @@ class Request:
         self.begun = False  #: It has been scheduled.
         self.state = RequestStatus.WAITING
         self.matcher: Any = None  #: Its grammar's state: the core's alone.
-        self.rows: Any = None  #: What the model takes in place of negative tokens: the core's and the model's alone.
+        self.adapter: Any = None  #: The adapter that computes it beside the model: the core's and the model's alone.
+        self.rows: Any = None  #: Rows that the model takes in place of negative tokens; read here for their key only.
         self.in_flight = 0  #: Batches under way that hold a row of it.
         self.unknown = 0  #: Tokens that those will give: the next step is scheduled as if they were there.
         self.speculates = False  #: Drafts of its next tokens may be verified.
@@ -185,7 +191,7 @@ class Request:
         return self._ending(self.tokens[-1], self.generated)
 
     def ends_by(self, token: int, place: int) -> tuple[FinishReason, Reason] | None:
-        """As `ending`, were ``token`` the one at ``place`` of the answer."""
+        """The same as `ending`, if ``token`` were the one at ``place`` of the answer."""
         return self._ending(token, place + 1)
 
     def _ending(self, last: int, generated: int) -> tuple[FinishReason, Reason] | None:

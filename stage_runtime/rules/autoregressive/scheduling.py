@@ -8,15 +8,14 @@ engine core alone, in its thread. What it gives is in `steps`.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Final
 
 import msgspec
 
 from stage_runtime.errors import ContextLengthExceeded, IllegalEvent
 from stage_runtime.rules.autoregressive import drafts, steps
 from stage_runtime.rules.autoregressive.blocks import BlockPool
+from stage_runtime.rules.autoregressive.filling import BlocksBeingFilled
 from stage_runtime.rules.autoregressive.requests import (
     QUEUED,
     FinishReason,
@@ -27,20 +26,14 @@ from stage_runtime.rules.autoregressive.requests import (
     RequestStatus,
 )
 from stage_runtime.rules.autoregressive.steps import (
-    Policy,
     Row,
     SchedulerCounts,
     SchedulerLimits,
     SchedulerOutput,
     Update,
 )
-from stage_runtime.rules.autoregressive.waiting_queue import PriorityKey, WaitingQueue
+from stage_runtime.rules.autoregressive.waiting_queue import ORDER, WaitingQueue
 from stage_runtime.rules.handover import Loads
-
-_ORDER: Final[dict[Policy, Callable[[Request], PriorityKey]]] = {
-    "fcfs": lambda request: (0, request.arrival),
-    "priority": lambda request: (request.priority, request.arrival),
-}
 
 
 class Scheduler:
@@ -52,12 +45,11 @@ class Scheduler:
         self.stats = SchedulerCounts()
         self.loads = Loads(pool)  #: Of requests whose prompts' keys and values come from afar.
         self.on_end: Callable[[Request], None] = lambda request: None  #: One has ended.
-        self._key = _ORDER[limits.policy]
+        self._key = ORDER[limits.policy]
         self._requests: dict[str, Request] = {}  #: Every request that has not finished.
         self._queue = WaitingQueue(self._key, self._requests)
         self._running: list[Request] = []  #: In order of the policy.
-        #: Blocks that a pass is about to fill, by hash, each with the running request for which it does.
-        self._filling: dict[bytes, Request] = {}
+        self._filling = BlocksBeingFilled(self._key)
         self._holds: dict[str, Hold] = {}
         self._paused: dict[str, Request] = {}
         self._resuming: dict[str, Request] = {}  #: Of ``_paused``: those whose rows have come.
@@ -112,6 +104,7 @@ class Scheduler:
         self._check_length(len(request.tokens), whole=not request.open)
         self._arrivals += 1
         request.arrival = self._arrivals
+        request.length = request.prompt_tokens
         self._requests[request.id] = request
         if hold is None and not request.ready:
             hold = Hold.UPSTREAM_ROWS
@@ -212,13 +205,7 @@ class Scheduler:
         self.pool.release(request.blocks)
         request.blocks = []
         if self._filling:
-            self._filled(request, request.hashes)
-
-    def _filled(self, request: Request, hashes: Iterable[bytes]) -> None:
-        """These blocks are not about to be filled for this request any more."""
-        for content in hashes:
-            if self._filling.get(content) is request:
-                del self._filling[content]
+            self._filling.filled(request, request.hashes)
 
     # --- a step -------------------------------------------------------------------------------------------------
 
@@ -230,14 +217,17 @@ class Scheduler:
         self._budget = self.limits.max_batched_tokens
         preempted = self.stats.preemptions
         self._resume()
+        followers: list[Request] = []
         for request in sorted(self._running, key=lambda one: (one.ready - one.computed > 1, self._key(one))):
+            if request.ready - request.computed > 1 and self.stats.preemptions == preempted:
+                while self._comes_before(request) and self._begin(rows, followers):
+                    pass
             self._continue(request, rows)
         if self.stats.preemptions == preempted:  # else there are no blocks for others
-            followers: list[Request] = []
             while self._begin(rows, followers):
                 pass
-            for request in followers:
-                self._queue.put_back(request)
+        for request in followers:
+            self._queue.put_back(request)
         if self.limits.num_speculative_tokens:
             self._leave_room(rows)
         for row in rows.values():
@@ -249,8 +239,13 @@ class Scheduler:
         finished, self._finished = tuple(self._finished), []
         return SchedulerOutput(tuple(rows.values()), finished)
 
+    def _comes_before(self, running: Request) -> bool:
+        """Whether the first of the queue does, where short prompts do not wait for the rest of long ones."""
+        first = self._queue.first() if self.limits.policy == "shortest" else None
+        return first is not None and self._key(first) < self._key(running)
+
     def _leave_room(self, rows: dict[str, Row]) -> None:
-        """For drafts, after all else has got its tokens and blocks."""
+        """Gives rows room for drafts, after all others have got their tokens and blocks."""
         for name, row in rows.items():
             rows[name] = drafts.with_room(row, self.limits, self.pool, self.longest, self._budget)
             self._budget -= rows[name].spare
@@ -263,7 +258,7 @@ class Scheduler:
         """A row for a running request, unless it was preempted, is about to end, or nothing is left for it."""
         if request.state is not RequestStatus.RUNNING or self._is_about_to_end(request):
             return
-        count = min(request.ready - request.computed, self._budget, self.limits.max_chunk)
+        count = self._chunk(request, request.computed)
         if count <= 0:
             return
         fresh = max(self._blocks_for(request.computed + count + request.hoped) - len(request.blocks), 0)
@@ -276,6 +271,15 @@ class Scheduler:
                 return
         request.blocks += self.pool.take(fresh)
         self._plan(rows, request, count)
+
+    def _chunk(self, request: Request, computed: int) -> int:
+        """Tokens of a request's next row, behind ``computed`` ones.
+
+        The chunk that would be its last leaves its tail to the next one, unless it is hardly longer than that.
+        """
+        left = request.ready - computed
+        count = min(left, self._budget, self.limits.max_chunk)
+        return left - request.tail if count == left and 2 * left > 3 * request.tail > 0 else count
 
     def _is_about_to_end(self, request: Request) -> bool:
         """Whether the step under way gives its last token, whatever it is."""
@@ -294,7 +298,7 @@ class Scheduler:
         if request.in_flight:  # preempted with a row under way, whose token belongs to it
             return False
         size = self.limits.block_size
-        if self._precedes(self._filling.get(request.follows), request):
+        if self._filling.precedes(request.follows, request):
             self._queue.set_aside()
             followers.append(request)
             return True
@@ -302,7 +306,7 @@ class Scheduler:
         usable = self._hashes(request, (request.ready - 1) // size) if self.limits.prefix_caching else []
         found = self.pool.find(usable)
         whole = self._blocks_for(len(request.tokens)) - len(found)
-        if being_filled := self._being_filled(request, usable[len(found) :]):
+        if being_filled := self._filling.for_others(request, usable[len(found) :]):
             self._queue.set_aside()
             request.follows, request.lacks = being_filled[-1], whole - len(being_filled)
             followers.append(request)
@@ -322,15 +326,14 @@ class Scheduler:
         request.happen(RequestEvent.SCHEDULED)
         self._run(request)
         hits = len(found) * size
-        count = min(request.ready - hits, self._budget, self.limits.max_chunk)
+        count = self._chunk(request, hits)
         self.pool.share(found)
         request.blocks = [*found, *self.pool.take(self._blocks_for(hits + count) - len(found))]
         request.computed = hits
         request.follows = b""
         load = self.loads.end(request.id)
         if self.limits.prefix_caching:
-            for content in self._hashes(request, request.ready // size)[len(found) :]:
-                self._filling.setdefault(content, request)
+            self._filling.begin(request, self._hashes(request, request.ready // size)[len(found) :])
         if not request.begun:
             request.begun = True
             received = 0 if load is None else min(len(load.filled) * size, hits)
@@ -340,14 +343,6 @@ class Scheduler:
             self.stats.received_tokens += received
         self._plan(rows, request, count)
         return True
-
-    def _being_filled(self, request: Request, hashes: Sequence[bytes]) -> list[bytes]:
-        """The first of ``hashes`` that are being filled for requests before this one."""
-        return list(itertools.takewhile(lambda one: self._precedes(self._filling.get(one), request), hashes))
-
-    def _precedes(self, writer: Request | None, request: Request) -> bool:
-        """In the order of the policy: who waits for a later one would wait for all between them, too."""
-        return writer is not None and self._key(writer) < self._key(request)
 
     def _blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.limits.block_size)
@@ -455,7 +450,7 @@ class Scheduler:
         filled = self._hashes(request, last)[first:]
         for index, content in enumerate(filled, first):
             self.pool.cache(request.blocks[index], content)
-        self._filled(request, filled)
+        self._filling.filled(request, filled)
 
     def _hashes(self, request: Request, blocks: int) -> list[bytes]:
         """The hashes of the request's first ``blocks`` full blocks, as far as others may share them."""

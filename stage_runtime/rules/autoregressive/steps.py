@@ -11,7 +11,7 @@ import msgspec
 
 from stage_runtime.rules.autoregressive.requests import FinishReason, Reason, Request
 
-Policy = Literal["fcfs", "priority"]
+Policy = Literal["fcfs", "priority", "shortest"]
 
 
 class SchedulerLimits(msgspec.Struct, frozen=True, kw_only=True):

@@ -11,8 +11,19 @@ from collections.abc import Callable, Mapping
 from typing import Final
 
 from stage_runtime.rules.autoregressive.requests import QUEUED, Request
+from stage_runtime.rules.autoregressive.steps import Policy
 
 PriorityKey = tuple[int, int]
+
+#: Tokens by which a prompt must be shorter for each request that came between, to be computed before another one: so
+#: none waits for ever, and of some dozens that come together the shortest is the first.
+OVERTAKING: Final = 8
+
+ORDER: Final[dict[Policy, Callable[[Request], PriorityKey]]] = {
+    "fcfs": lambda request: (0, request.arrival),
+    "priority": lambda request: (request.priority, request.arrival),
+    "shortest": lambda request: (request.length + OVERTAKING * request.arrival, request.arrival),
+}
 
 STALE_MOST: Final = 64  # entries beside twice as many as are alive
 

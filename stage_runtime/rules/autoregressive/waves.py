@@ -68,7 +68,7 @@ WaveEvent: TypeAlias = (
 
 
 class PublishState(msgspec.Struct, frozen=True):
-    """To all clients. counts: waiting and running by rank; None: as before."""
+    """An order: publish this to all clients. counts: waiting and running requests by rank; None: as before."""
 
     counts: tuple[tuple[int, int], ...] | None
     wave: int
@@ -76,7 +76,7 @@ class PublishState(msgspec.Struct, frozen=True):
 
 
 class SendStartWave(msgspec.Struct, frozen=True):
-    """To all engines. exclude: one that starts by its own request."""
+    """An order: start this wave in all engines. exclude: the rank of one that its own request has started."""
 
     wave: int
     exclude: int | None

@@ -37,6 +37,7 @@ class RoomWork(msgspec.Struct, eq=False):
 
     room: Room
     aborted: bool = False
+    asked_at: float | None = None  #: At decode, by its clock: when its ask was given to the link.
 
     @property
     def owner(self) -> str:
@@ -52,7 +53,7 @@ class RoomWork(msgspec.Struct, eq=False):
 
 
 class Parcel(msgspec.Struct, eq=False):
-    """One ask or piece."""
+    """One ask or piece. final: see `kv_transfer.interface.Piece`."""
 
     work: RoomWork
     peer: str
@@ -60,6 +61,7 @@ class Parcel(msgspec.Struct, eq=False):
     tensors: Sequence[Any]
     make: Callable[[Body], Message]
     sent: Callable[[], None]
+    final: bool = False
 
 
 class Outbox:
@@ -149,10 +151,11 @@ class Outbox:
         if work.aborted:
             return
         try:
-            value = {"record": parcel.record, "tensors": list(parcel.tensors)}
-            pending = PendingSend(
-                work, encoding.extract(value, where="kv"), parcel.make, self._backend, self._lost(room)
-            )
+            extracted = encoding.extract({"record": parcel.record, "tensors": list(parcel.tensors)}, where="kv")
+            pack = extracted.pack
+            if parcel.final and pack is not None:
+                extracted.pack = msgspec.structs.replace(pack, private=frozenset(range(len(pack.parts))))
+            pending = PendingSend(work, extracted, parcel.make, self._backend, self._lost(room))
             if self._queues().ship((*self._edge, parcel.peer), pending, credits=MAX_INFLIGHT):
                 return
             problem = f"no connection to {parcel.peer}"

@@ -15,6 +15,8 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from omnipipeline_spec.types.errors import clipped
 from omnipipeline_spec.types.plan import StagePlan
 from stage_runtime.errors import ProtocolError, TransferError, describe
@@ -28,11 +30,14 @@ from stage_runtime.wire.messages import KV_BEAT_ROOMS, KVAsk, KVBeat, KVClose, K
 from stage_runtime.wire.parts import Body, Member, Room
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from stage_runtime.kv_transfer.interface import KVSink, Piece
 
 log = logging.getLogger(__name__)
 
 TICK_S = 1.0  # leases of 30 s end with 1 s to spare
+SENT_S = 0.5  # an ask that was made is on its link long before
 ENDED_ELSEWHERE = "the room is not open at the other side"
 
 
@@ -89,6 +94,11 @@ class StageKVTransport:
         work = self._work_of(request_id)
         return None if work is None else Room(work.owner, work.request_id, work.attempt, generation)
 
+    def memory(self, nbytes: int) -> Tensor:
+        import torch
+
+        return self._process.relays.allocate((nbytes,), torch.uint8)  # type: ignore[no-any-return]
+
     def ask(self, room: Room, peer: str, record: bytes, tensors: Sequence[Any]) -> None:
         work = self._open(room, peer)
         if work is None:
@@ -98,6 +108,8 @@ class StageKVTransport:
         members = self._brought_along(room)
 
         def make(body: Body) -> KVAsk:
+            if not body.transfer.startswith(b"\0"):  # `SendQueues.ship` makes one of zeros, for its size
+                work.asked_at = self._clock()
             return KVAsk(room, source, target, body, members)
 
         self._outbox.add(Parcel(work, peer, record, tensors, make, lambda: None))
@@ -113,9 +125,10 @@ class StageKVTransport:
         source, target = self.plan.name, self.plan.kv_peer
 
         def make(body: Body) -> KVPiece:
-            return KVPiece(room, source, target, body)
+            # Decode takes each piece into its cache, and waits for no other one meanwhile: a copy would be in vain.
+            return KVPiece(room, source, target, msgspec.structs.replace(body, copy_now=False))
 
-        self._outbox.add(Parcel(work, peer, piece.header, piece.tensors, make, piece.sent))
+        self._outbox.add(Parcel(work, peer, piece.header, piece.tensors, make, piece.sent, piece.final))
 
     def close(self, room: Room, reason: str | None) -> None:
         if reason is None and self.plan.kv_role == "prefill":
@@ -313,7 +326,7 @@ class StageKVTransport:
                 self._tell(room, reason)
 
     def _cannot_send(self, room: Room, problem: str) -> None:
-        """In the outbox's thread, or the I/O thread."""
+        """Ends a room whose payload cannot be sent. The outbox's thread or the I/O thread calls it."""
         with self._lock:
             is_open = self._rooms.peer(room) is not None
         if is_open:
@@ -347,6 +360,16 @@ class StageKVTransport:
             with contextlib.suppress(TransferError):
                 self._process.relays.decline(body.transfer, peer=sender)
 
+    def _asked_rooms(self, now: float) -> dict[str, list[Room]]:
+        """Rooms that were asked for, by peer. Prefill does not know a room whose ask still waits for credits: a beat
+        for it would end it.
+        """
+        with self._lock:
+            works = self._sending.items()
+            asked = {room for room, one in works if one.asked_at is not None and now - one.asked_at >= SENT_S}
+            by_peer = self._rooms.by_peer()
+        return {peer: mine for peer, rooms in by_peer.items() if (mine := [one for one in rooms if one in asked])}
+
     def _arm(self) -> None:
         if self._timer is None:
             self._timer = self._loop.call_later(TICK_S, self._tick)
@@ -357,9 +380,7 @@ class StageKVTransport:
         now = self._clock()
         if self.plan.kv_role == "decode" and now - self._renewed_at >= kvrooms.RENEW_S:
             self._renewed_at = now
-            with self._lock:
-                by_peer = self._rooms.by_peer()
-            for peer, rooms in by_peer.items():
+            for peer, rooms in self._asked_rooms(now).items():
                 for start in range(0, len(rooms), KV_BEAT_ROOMS):
                     self._process.send(peer, KVBeat(self.plan.kv_peer, tuple(rooms[start : start + KV_BEAT_ROOMS])))
         elif self.plan.kv_role == "prefill":

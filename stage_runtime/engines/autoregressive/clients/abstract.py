@@ -14,10 +14,12 @@ from typing import Any, ClassVar, Final
 
 import msgspec
 
-from stage_runtime.engines.autoregressive.core.engine_core import EngineCoreRequest
+from stage_runtime.engines.autoregressive.connectors.crossing import ToEngine, ToStage
+from stage_runtime.engines.autoregressive.core.engine_requests import EngineCoreRequest
 from stage_runtime.engines.autoregressive.process import launching
 from stage_runtime.engines.autoregressive.process.engine_messages import (
     ENGINE_CORE_DEAD,
+    KV,
     READY,
     AddHeader,
     Attach,
@@ -52,7 +54,7 @@ class UtilityFailed(OmniError):
 class MPClient:
     """A client of engine processes that it starts. One thread, or one event loop."""
 
-    program: ClassVar[str] = launching.ENGINE  #: What the processes run.
+    program: ClassVar[str] = launching.ENGINE  #: The module that the processes run.
 
     def __init__(
         self,
@@ -74,13 +76,15 @@ class MPClient:
         if joins is not None:
             coordination = joins.coordination
         self.launch = launch
-        self.reqs_in_flight: dict[str, int] = {}  #: Which engine computes a request.
+        self.reqs_in_flight: dict[str, int] = {}  #: The rank of the engine that computes a request.
         self.num_gpu_blocks: dict[int, int] = {}  #: Of each engine.
         self.misread = 0  #: Messages of engines that could not be understood.
         self.stats: dict[int, SchedulerStats] = {}  #: The newest of each engine.
         #: Called with requests that are computed from now on: id, and how many tokens of its prompt were cached.
         self.on_scheduled: Callable[[Sequence[tuple[str, int]]], None] = lambda scheduled: None
         self.on_stats: Callable[[], None] = lambda: None  #: Called when ``stats`` has changed, also of idle engines.
+        self.on_kv: Callable[[int, ToStage], None] = lambda rank, message: None  #: About blocks that cross.
+        self.on_engine_end: Callable[[int], None] = lambda rank: None  #: After all that the engine has sent.
         self._silent: dict[int, int] = {}  #: How often in turn each engine was looked at and had given nothing.
         self._frozen: set[int] = set()  #: Engines that were killed for their silence.
         self._coordination = coordination
@@ -88,6 +92,7 @@ class MPClient:
         self._calls = itertools.count()
         self._encoder = MsgpackEncoder()
         self._decoder = MsgpackDecoder(EngineCoreOutputs)
+        self._kv = MsgpackDecoder[ToStage](ToStage)  # type: ignore[arg-type]  # a union is not a type for mypy
         self._connected: set[bytes] = set()  #: Engines whose output has come.
         self._early: deque[list[memoryview]] = deque()  #: Messages that came while engines were added.
         self._context = multipart.SocketContext()
@@ -110,10 +115,19 @@ class MPClient:
             self._close()
             raise
 
+    def pids_by_rank(self) -> dict[int, int]:
+        """The same pids, by the rank of each engine."""
+        return {rank: one.pid for rank, one in self._engines.items()}
+
     @property
     def pids(self) -> list[int]:
         """The pids of the engines that are not known to have ended."""
         return [one.pid for one in self._engines.values()]
+
+    @property
+    def ranks(self) -> list[int]:
+        """The engines that are not known to have ended."""
+        return sorted(self._engines)
 
     @property
     def dead(self) -> bool:
@@ -151,12 +165,18 @@ class MPClient:
         except ProcessLookupError as error:
             raise ConfigurationError(f"engine {rank}, pid {pid}, has ended") from error
         self._await_routes({identity(rank) for rank in joins.engines})
-        attach = msgspec.msgpack.encode(Attach(joins.index, os.getpid()))
         for rank in joins.engines:
-            self._send(rank, EngineCoreRequestType.ATTACH, attach)
+            self._attach_to(rank)
+
+    def _attach_to(self, rank: int) -> None:
+        """Tell an engine that this front end is there."""
+        self._send(rank, EngineCoreRequestType.ATTACH, msgspec.msgpack.encode(Attach(self.client_index, os.getpid())))
 
     def front_end(self, index: int) -> FrontEnd:
-        """For another front end of these engines, in any process of this user. index: from 1 on, each but once."""
+        """The argument ``joins`` of another client of these engines, in any process of this user.
+
+        index: counts from 1; each number is used once.
+        """
         if not 0 < index < self.client_count:
             raise ValueError(f"front end {index} of {self.client_count}, and 0 is this one")
         engines = {rank: (one.pid, self.num_gpu_blocks[rank]) for rank, one in self._engines.items()}
@@ -196,11 +216,15 @@ class MPClient:
         self._connected.add(bytes(frames[-1]))
         return True
 
+    def _on_greeting(self, frames: Sequence[memoryview]) -> None:
+        """An engine that this client has not started may be there."""
+
     def _on_exit(self, rank: int) -> list[EngineCoreOutputs]:
         """An engine's process has ended. Returns: the outputs that end its requests."""
         process = self._engines.pop(rank, None)
         if process is None:
             return []
+        self.on_engine_end(rank)
         code = process.exit_code
         process.close()
         self.stats.pop(rank, None)
@@ -229,7 +253,17 @@ class MPClient:
 
     # --- requests -------------------------------------------------------------------------------------------------
 
-    def _engine_for(self, request: EngineCoreRequest, rank: int | None, pin: str | None) -> int:
+    def choose_engine(self) -> int:
+        """The rank of the engine that computes a further prompt. Raises: ValueError, EngineDeadError: none is left."""
+        self.ensure_alive()
+        return self._engine_for(None, None)
+
+    def send_kv(self, rank: int, message: ToEngine) -> None:
+        """Raises: EngineDeadError, RequestError: it cannot be sent to."""
+        self.ensure_alive()
+        self._send(rank, EngineCoreRequestType.KV, *self._encoder.encode(message))
+
+    def _engine_for(self, rank: int | None, pin: str | None) -> int:
         """Raises: ValueError: there is no such rank."""
         (only,) = self._ranks()
         if rank not in (None, only):
@@ -246,7 +280,7 @@ class MPClient:
             raise RequestError("duplicate_request", "a request with this id is being computed", request_id=name)
         body = self._encoder.encode(request)
         chosen = self._engine_for(
-            request, request.data_parallel_rank if rank is None else rank, request.pin or None if pin is None else pin
+            request.data_parallel_rank if rank is None else rank, request.pin or None if pin is None else pin
         )
         header = msgspec.msgpack.encode(AddHeader(name, self.client_index, wave))
         self._send(chosen, EngineCoreRequestType.ADD, header, *body)
@@ -261,7 +295,7 @@ class MPClient:
             self._send(rank, EngineCoreRequestType.EXTEND, header, *self._encoder.encode(more))
 
     def _release(self, request_ids: Iterable[str]) -> None:
-        """Ids of nothing in flight are left out, as of `_abort`."""
+        """Release held requests. Ids that are not in flight are left out, as in `_abort`."""
         self.ensure_alive()
         for name in request_ids:
             rank = self.reqs_in_flight.get(name)
@@ -269,7 +303,7 @@ class MPClient:
                 self._send(rank, EngineCoreRequestType.RELEASE, msgspec.msgpack.encode([name]))
 
     def _abort(self, request_ids: Iterable[str]) -> None:
-        """Ids of nothing in flight are left out: an abort may come after the end."""
+        """Abort requests. Ids that are not in flight are left out: an abort may come after the end."""
         by_engine: dict[int, list[str]] = {}
         for name in request_ids:
             rank = self.reqs_in_flight.pop(name, None)
@@ -302,11 +336,15 @@ class MPClient:
         taken = []
         while (frames := self._early.popleft() if self._early else self._output.receive()) is not None:
             if self._take_greeting(frames):
+                self._on_greeting(frames)
                 continue
             if bytes(frames[0]) == ENGINE_CORE_DEAD:
                 taken.extend(self._take_death(frames[1:]))
                 continue
             try:
+                if bytes(frames[0]) == KV:
+                    self._take_kv(bytes(frames[1]), frames[2:])
+                    continue
                 outputs = self._decoder.decode(frames)
             except ProtocolError as error:
                 self.misread += 1
@@ -323,6 +361,14 @@ class MPClient:
             elif outputs.outputs or outputs.refused:
                 taken.append(outputs)
         return taken
+
+    def _take_kv(self, name: bytes, frames: Sequence[memoryview]) -> None:
+        """Raises: ProtocolError: it cannot be understood."""
+        message = self._kv.decode(frames)
+        for rank in self._ranks():
+            if name == identity(rank):
+                self._silent[rank] = 0
+                self.on_kv(rank, message)
 
     def _take_death(self, frames: Sequence[memoryview]) -> list[EngineCoreOutputs]:
         """An engine reports that it ends: sooner than its process does."""

@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from stage_runtime.engines.autoregressive.clients.abstract import LOOK_EVERY_S, MPClient, result_of
-from stage_runtime.engines.autoregressive.core.engine_core import EngineCoreRequest
+from stage_runtime.engines.autoregressive.core.engine_requests import EngineCoreRequest
 from stage_runtime.engines.autoregressive.process.engine_messages import EngineCoreOutputs, UtilityOutput
 from stage_runtime.engines.autoregressive.process.launching import EngineLaunch
 from stage_runtime.engines.autoregressive.text.prompt_rows import Extension
@@ -23,7 +23,7 @@ class AsyncMPClient(MPClient):
         launch: EngineLaunch,
         **options: Any,
     ) -> None:
-        """As `MPClient`. Blocks; use `start`."""
+        """The arguments are those of `MPClient`. The call blocks until the engines are ready: `start` does not."""
         super().__init__(launch, **options)
         self._outputs: asyncio.Queue[EngineCoreOutputs | EngineDeadError] = asyncio.Queue()
         self._results: dict[int, tuple[int, asyncio.Future[Any]]] = {}  #: Rank and future of each call.

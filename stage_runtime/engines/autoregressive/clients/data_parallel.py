@@ -13,7 +13,7 @@ import msgspec
 
 from stage_runtime.engines.autoregressive.clients.abstract import lost
 from stage_runtime.engines.autoregressive.clients.async_mp import AsyncMPClient
-from stage_runtime.engines.autoregressive.core.engine_core import EngineCoreRequest
+from stage_runtime.engines.autoregressive.core.engine_requests import EngineCoreRequest
 from stage_runtime.engines.autoregressive.data_parallel.dp_coordinator import DPCoordinator
 from stage_runtime.engines.autoregressive.process.engine_messages import (
     Coordination,
@@ -22,8 +22,9 @@ from stage_runtime.engines.autoregressive.process.engine_messages import (
     FrontEnd,
     Replaced,
     ScaleEngines,
+    identity,
 )
-from stage_runtime.engines.autoregressive.process.launching import EngineLaunch
+from stage_runtime.engines.autoregressive.process.launching import EngineLaunch, ForeignProcess
 from stage_runtime.errors import ConfigurationError, EngineDeadError
 from stage_runtime.rules.autoregressive.balancing import Balancer
 from stage_runtime.rules.autoregressive.waves import PublishState
@@ -42,7 +43,7 @@ class DPAsyncMPClient(AsyncMPClient):
     program = "stage_runtime.engines.autoregressive.data_parallel.engine_process"
 
     def __init__(self, launch: EngineLaunch, coordination: Coordination | None = None, **options: Any) -> None:
-        """coordination: None only of one that ``joins``, which has it. options: of `MPClient`."""
+        """coordination: None only for a client that ``joins``: its `FrontEnd` has it. options: those of `MPClient`."""
         self.current_wave = 0
         self.engines_running = False
         super().__init__(launch, coordination=coordination, **options)
@@ -129,13 +130,17 @@ class DPLBAsyncMPClient(DPAsyncMPClient):
         self.lost: set[int] = set()  #: Independent engines that have ended and were not replaced.
         index, count = (0, options.get("front_ends", 1)) if joins is None else (joins.index, len(joins.inputs))
         self._balancer = Balancer(size, client_index=index, client_count=count)
+        self._joined, self._size = joins is not None, size
         super().__init__(launch, coordination, ranks=range(size), joins=joins, **options)
 
     @classmethod
     async def launch_all(
         cls, launch: EngineLaunch, engines: int, *, lockstep: bool = False, elastic: bool = False, front_ends: int = 1
     ) -> Self:
-        """With a coordinator of its own, which ends with it. Raises: ConfigurationError: one could not start."""
+        """A client with a coordinator process of its own, which ends with it.
+
+        Raises: ConfigurationError: the coordinator or an engine could not start.
+        """
         if elastic and lockstep:
             raise ConfigurationError("engines in lockstep cannot be added or removed while they serve")
         coordinator = await asyncio.to_thread(DPCoordinator, engines, lockstep=lockstep)
@@ -156,7 +161,7 @@ class DPLBAsyncMPClient(DPAsyncMPClient):
     def _on_counts(self, counts: Sequence[tuple[int, int]]) -> None:
         self._balancer.report(counts)
 
-    def _engine_for(self, request: EngineCoreRequest, rank: int | None, pin: str | None) -> int:
+    def _engine_for(self, rank: int | None, pin: str | None) -> int:
         return self._balancer.choose(rank=rank, pin=pin)
 
     def _on_dead(self, rank: int, reason: str) -> list[EngineCoreOutputs]:
@@ -171,6 +176,32 @@ class DPLBAsyncMPClient(DPAsyncMPClient):
         for name in ended:
             del self.reqs_in_flight[name]
         return [lost(ended, reason)]
+
+    def _on_greeting(self, frames: Sequence[memoryview]) -> None:
+        if not self._joined or self.lockstep or self._loop is None or len(frames) != 3:
+            return
+        pid, rank = (int.from_bytes(one, "little") for one in frames[1:])
+        known = self._engines.get(rank)
+        if rank < self._size and (known is None or known.pid != pid):
+            self._loop.call_soon(self._take_over, rank, pid)  # outputs that have come before are passed on first
+
+    def _take_over(self, rank: int, pid: int) -> None:
+        """The process that has started the engines has replaced one: this front end asks the new one from now on."""
+        if rank in self._engines:  # its end has not been noticed yet
+            self._exited(rank)
+        if self._dead is not None:
+            return
+        try:
+            self._engines[rank] = ForeignProcess(rank, pid)
+        except ProcessLookupError:
+            log.warning("engine %d, pid %d, which replaced another one, has ended", rank, pid)
+            return
+        self._await_routes({identity(rank)})
+        self._attach_to(rank)
+        self._watch()
+        self.lost.discard(rank)
+        self._balancer.open_again(rank)
+        self._read()
 
     async def replace_async(self, rank: int) -> None:
         """Start an engine in place of one that has ended; the others serve meanwhile. The client must be elastic.

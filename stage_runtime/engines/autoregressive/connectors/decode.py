@@ -10,16 +10,18 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Final
 
+import msgspec
 import torch
 from torch import Tensor
 
 from stage_runtime.engines.autoregressive.connectors.hops import Hops
-from stage_runtime.engines.autoregressive.core.engine_core import EngineCore, EngineCoreRequest
+from stage_runtime.engines.autoregressive.core.engine_core import EngineCore
+from stage_runtime.engines.autoregressive.core.engine_requests import EngineCoreRequest
 from stage_runtime.engines.autoregressive.core.kv_connector import Failure, Local, Post
 from stage_runtime.engines.autoregressive.text.prompt_rows import ROW
 from stage_runtime.errors import ProtocolError
 from stage_runtime.kv_transfer import records
-from stage_runtime.kv_transfer.interface import Room
+from stage_runtime.kv_transfer.interface import Room, Source
 from stage_runtime.kv_transfer.records import AddedAfter, PieceHeader, PromptAsk
 from stage_runtime.kv_transfer.rooms import KVManager, KVReceiver, new_key
 from stage_runtime.rules.autoregressive.requests import Request
@@ -39,16 +41,16 @@ class DecodeConnector:
         manager: KVManager,
         *,
         post: Post,
-        origin: Callable[[str], str | None],
+        source: Callable[[EngineCoreRequest], Source | None],
         hops: Hops,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """origin: the id by which the transport knows an engine's request."""
+        """source: where a request's prompt may come from, as things are; None: it is computed here."""
         self._hops = hops
         self._probes: dict[Room, KVReceiver] = {}  #: Asks for one block, for the time that they take.
         self._manager = manager
         self._post = post
-        self._origin = origin
+        self._source = source
         self._generations = itertools.count(1)
         self._rooms: dict[Room, tuple[str, KVReceiver]] = {}
         self._room_of: dict[str, Room] = {}
@@ -65,26 +67,26 @@ class DecodeConnector:
     # --- KVConnector: the engine's thread -------------------------------------------------------------------------
 
     def get_num_new_matched_tokens(self, request: EngineCoreRequest, made: Request, computed: int, whole: int) -> int:
-        origin = self._origin(made.id)
-        peer = None if origin is None else self._manager.transport.peer(origin)
-        if peer is not None and origin is not None and self._hops.meet(peer):
-            self._probe(origin, peer)
+        source = self._source(request)
+        if source is not None and self._hops.meet(source.peer):
+            self._probe(source)
         if whole - computed < self._hops.least_tokens:
             self._loads.compute_here(made.id, Local.SHORT)
             return 0
-        if peer is None:
+        if source is None:
             self._loads.compute_here(made.id, Local.UNBOUND)
             return 0
         return whole - computed
 
-    def _probe(self, origin: str, peer: str) -> None:
+    def _room(self, source: Source) -> Room:
+        return msgspec.structs.replace(source.room, generation=next(self._generations))
+
+    def _probe(self, source: Source) -> None:
         """Ask for a block that nobody needs, in a room of a request that is here."""
-        room = self._manager.transport.room(origin, next(self._generations))
-        if room is None:
-            return
+        room = self._room(source)
         size = self._manager.layout.block_size
         ask = PromptAsk(key=new_key(), layout=self._manager.layout, first=0, end=1, cache_salt=new_key().hex())
-        self._probes[room] = KVReceiver(self._manager, peer, room, ask, [torch.zeros(size, dtype=torch.int64)])
+        self._probes[room] = KVReceiver(self._manager, source.peer, room, ask, [torch.zeros(size, dtype=torch.int64)])
         self._progress[room] = self._asked_at[room] = self._clock()
         self._probes[room].init([0])
         self._arm()
@@ -97,14 +99,13 @@ class DecodeConnector:
         return receiver
 
     def update_state_after_alloc(self, load: Load, request: EngineCoreRequest) -> None:
-        transport, origin = self._manager.transport, self._origin(load.request_id)
-        peer = None if origin is None else transport.peer(origin)
-        room = None if origin is None else transport.room(origin, next(self._generations))
-        if peer is None or room is None:
+        source = self._source(request)
+        if source is None:
             self._post(partial(self._loads.fail, load.request_id, "its prefill instance is gone", Failure.LOST))
             return
+        room = self._room(source)
         ask, tensors = self._ask(load, request)
-        receiver = KVReceiver(self._manager, peer, room, ask, tensors)
+        receiver = KVReceiver(self._manager, source.peer, room, ask, tensors)
         self._rooms[room] = load.request_id, receiver
         self._room_of[load.request_id] = room
         self._progress[room] = self._asked_at[room] = self._clock()
@@ -159,6 +160,8 @@ class DecodeConnector:
             priority=request.priority,
             cache_salt=request.cache_salt,
             checksum=self._manager.checksum,
+            adapter=request.adapter,
+            adapter_digest=request.adapter_digest,
         )
         return ask, tensors
 
@@ -170,6 +173,8 @@ class DecodeConnector:
             receiver.complete()
         else:
             receiver.fail("decode computes the prompt itself")
+
+    def found_kv(self, row: Row) -> None: ...
 
     def save_kv(self, row: Row) -> None: ...
 
@@ -204,7 +209,7 @@ class DecodeConnector:
         self._checks.submit(self._post, ended)  # behind the pieces before it
 
     def _check(self, room: Room, header: bytes, tensors: Sequence[Tensor]) -> None:
-        """In the thread for checksums: steps go on meanwhile."""
+        """Compares a piece with its checksum. The thread for checksums calls it: steps go on meanwhile."""
         try:
             found = records.decode_header(header)
             if found.checksum is not None and [found.checksum] != [records.checksum(found, one) for one in tensors]:

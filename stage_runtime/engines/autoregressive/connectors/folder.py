@@ -22,7 +22,8 @@ from torch import Tensor
 from stage_runtime.api import Autoregressive
 from stage_runtime.engines.autoregressive.connectors import layouts
 from stage_runtime.engines.autoregressive.connectors.block_files import BlockFiles
-from stage_runtime.engines.autoregressive.core.engine_core import EngineCore, EngineCoreRequest
+from stage_runtime.engines.autoregressive.core.engine_core import EngineCore
+from stage_runtime.engines.autoregressive.core.engine_requests import EngineCoreRequest
 from stage_runtime.engines.autoregressive.core.kv_connector import Failure, Local, Post
 from stage_runtime.engines.autoregressive.model.model_runner import ModelRunner
 from stage_runtime.errors import ConfigurationError, describe
@@ -93,6 +94,8 @@ class FolderConnector:
 
     def load_finished(self, load: Load) -> None:
         self._loading.pop(load.request_id, None)
+
+    def found_kv(self, row: Row) -> None: ...  # it was saved when it was computed
 
     def save_kv(self, row: Row) -> None:
         request, size = row.request, self._core.scheduler.limits.block_size
@@ -216,7 +219,10 @@ def check(spec: Autoregressive) -> None:
 
 
 def connect(core: EngineCore, runner: ModelRunner, spec: Autoregressive, weights: str, *, post: Post) -> None:
-    """Before the engine runs. Raises: ConfigurationError: the folder cannot be used, or the model's blocks cannot."""
+    """Let an engine that does not run yet read and write blocks in a folder.
+
+    Raises: ConfigurationError: the folder cannot be used, or the model's blocks cannot.
+    """
     where = f"omni.Autoregressive(kv_folder={spec.kv_folder!r})"
     layouts.check(runner, where)
     nbytes, most = runner.pages.block_nbytes, spec.kv_folder_bytes

@@ -1,8 +1,9 @@
 """Prefill's connector: computes the prompts that decode instances ask for, and ships their blocks chunk by chunk.
 
-A prompt is a request of one token whose answer nobody reads. Its blocks are copied out in the order of steps, so a
-request may end, or lose its blocks, as soon as it was computed; only a reader that lags behind holds blocks, up to
-`KEPT_SHARE` of the pool, until it has taken what was copied or its lease is over.
+A prompt is a request of one token whose answer nobody reads. Its end is a chunk of its own, so that most of the blocks
+are on their way while it is computed. Blocks are copied out in the order of steps, so a request may end, or lose its
+blocks, as soon as it was computed. Only a reader that lags behind holds blocks, up to `KEPT_SHARE` of the pool, until
+it has taken what was copied or its lease is over.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from typing import Final, NamedTuple
 
 from torch import Tensor
 
-from stage_runtime.engines.autoregressive.core.engine_core import EngineCore, EngineCoreRequest
+from stage_runtime.engines.autoregressive.connectors import crossing
+from stage_runtime.engines.autoregressive.core.engine_core import EngineCore
+from stage_runtime.engines.autoregressive.core.engine_requests import EngineCoreRequest
 from stage_runtime.engines.autoregressive.core.kv_connector import Post
 from stage_runtime.engines.autoregressive.sampling.parameters import SamplingParams
 from stage_runtime.engines.autoregressive.text.prompt_rows import AddedRows
@@ -34,6 +37,7 @@ from stage_runtime.rules.handover import Load
 log = logging.getLogger(__name__)
 
 KEPT_SHARE: Final = 0.5  # of the pool: so much may be kept for readers that lag behind
+TAIL_SHARE: Final = 8  # an eighth of what is asked for: the blocks that nothing hides
 ONE_TOKEN: Final = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
 
 
@@ -80,7 +84,7 @@ class PrefillConnector:
         self._work.submit(self._post, partial(self._closed, room, reason))  # behind its ask
 
     def _prepare(self, room: Room, peer: str, record: bytes, tensors: Sequence[Tensor], came: float) -> None:
-        """In the thread for prompts: steps go on meanwhile."""
+        """Reads and checks a prompt that decode asks for. The thread for prompts calls it: steps go on meanwhile."""
         try:
             ask = records.decode_ask(record, tensors)
             if (apart := self._manager.layout.difference(ask.layout)) is not None:
@@ -103,9 +107,16 @@ class PrefillConnector:
         self._names[sender.room] = name, sender
         try:
             sender.init(ask.end - ask.first)
+            made.tail = self._tail(ask.end - ask.first)
             self._core.add_request(request, made)
         except Exception as error:
             self._end(name, sender, describe(error))
+
+    def _tail(self, blocks: int) -> int:
+        """Tokens of an ask's last chunk; 0: as it comes. A further chunk costs a prompt of one chunk too much."""
+        size = self._manager.layout.block_size
+        whole = blocks * size > self._core.scheduler.limits.max_chunk
+        return max(blocks // TAIL_SHARE, 1) * size if whole else 0
 
     def _closed(self, room: Room, reason: str | None) -> None:
         name, sender = self._names.get(room, ("", None))
@@ -141,11 +152,18 @@ class PrefillConnector:
 
     def load_finished(self, load: Load) -> None: ...
 
+    def found_kv(self, row: Row) -> None:
+        self._save(row, row.start)
+
     def save_kv(self, row: Row) -> None:
+        self._save(row, row.start + row.count)
+
+    def _save(self, row: Row, computed: int) -> None:
+        """Send the blocks of a row's request that are full of its first ``computed`` tokens and were not sent."""
         sender = self._senders.get(row.request.id)
         if sender is None:
             return
-        indices = sender.unsent((row.start + row.count) // self._manager.layout.block_size)
+        indices = sender.unsent(computed // self._manager.layout.block_size)
         if not indices:
             return
         blocks = [row.request.blocks[index] for index in indices]
@@ -163,17 +181,17 @@ class PrefillConnector:
         self._kept.append(piece)
 
     def _copy(self, piece: _Kept) -> None:
-        """Before any later step writes into the blocks."""
+        """The engine copies a piece's blocks before any later step can write into them."""
         nbytes = len(piece.blocks) * self._manager.block_nbytes
         self._copied += nbytes
-        blocks = list(piece.blocks)
+        blocks, memory = list(piece.blocks), self._manager.transport.memory
         self._loads.counts["sent_blocks"] += len(blocks)
         self._loads.counts["sent_bytes"] += nbytes
-        future = self._core.executor.call(lambda runner: runner.pages.export(blocks))
+        future = self._core.executor.call(lambda runner: runner.pages.export(blocks, memory(nbytes)))
         future.add_done_callback(lambda done: self._work.submit(self._ship, piece, nbytes, done))
 
     def _ship(self, piece: _Kept, nbytes: int, done: Future[Tensor]) -> None:
-        """In the thread for checksums."""
+        """The thread for checksums sends a piece whose blocks are copied."""
         sent = partial(self._post, partial(self._sent, nbytes))
         try:
             piece.sender.ship(piece.header, done.result(), sent)
@@ -206,18 +224,13 @@ class PrefillConnector:
         self._work.shutdown(cancel_futures=True)
 
 
-def origin(name: str) -> str:
-    """The id of the request at decode for which a prompt is computed under this name."""
-    return name.split("\0")[2]
-
-
 def _request(room: Room, ask: PromptAsk, tensors: Sequence[Tensor]) -> EngineCoreRequest:
     """Raises: ValueError: the tensors are not those of the ask. The core checks what is in them."""
     rest = list(tensors[1:])
     embeds = rest.pop(0) if ask.embeds else None
     positions = rest.pop(0) if ask.positions else None
     return EngineCoreRequest(
-        request_id=f"kv\0{room.owner}\0{room.request_id}\0{room.attempt}\0{room.generation}",
+        request_id=crossing.prefill_name(room),
         prompt_token_ids=tensors[0].tolist(),
         prompt_embeds=embeds,
         prompt_positions=positions,
@@ -226,4 +239,6 @@ def _request(room: Room, ask: PromptAsk, tensors: Sequence[Tensor]) -> EngineCor
         params=ONE_TOKEN,
         priority=ask.priority,
         cache_salt=ask.cache_salt,
+        adapter=ask.adapter,
+        adapter_digest=ask.adapter_digest,
     )

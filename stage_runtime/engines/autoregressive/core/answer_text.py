@@ -103,7 +103,7 @@ class AnswerText:
         return self._piece(texts, calls)
 
     def flush(self, *, cut: bool) -> Piece:
-        """At the end. cut: by a bound of tokens."""
+        """Text and calls that were held until the answer's end. cut: a bound of tokens has ended the answer."""
         text, calls, stopped = self._read(self._detokenizer.flush(), final=True)
         if stopped is None and not self._is_full and self._parser is not None:
             rest, late, stopped = self._take(self._parser.flush(cut=cut))

@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any, Protocol
 
-from stage_runtime.engines.autoregressive.core.engine_core import EngineCore, EngineCoreOutput, EngineCoreRequest
+from stage_runtime.engines.autoregressive.core.engine_core import EngineCore
+from stage_runtime.engines.autoregressive.core.engine_requests import EngineCoreOutput, EngineCoreRequest
 from stage_runtime.engines.autoregressive.text.prompt_rows import PlacedRows
 from stage_runtime.errors import IllegalEvent
 from stage_runtime.rules.autoregressive.requests import Request
@@ -72,7 +73,10 @@ class BusyLoop:
         self.shutdown_state = ShutdownState.RUNNING
 
     def run_busy_loop(self) -> None:
-        """Until shutdown is completed. Raises: an error that no single request has caused."""
+        """Takes input and runs steps until the shutdown is completed.
+
+        Raises: an error that no single request has caused.
+        """
         try:
             while self._handle_shutdown():
                 self._process_input_queue()
@@ -81,7 +85,7 @@ class BusyLoop:
             self._core.shutdown()
 
     def request_shutdown(self, *, drain: bool = True) -> None:
-        """In any thread, or a signal handler. drain: finish what is under way, instead of aborting it."""
+        """Any thread or signal handler may call it. drain: requests under way are finished, not aborted."""
         if self.shutdown_state is ShutdownState.RUNNING:
             self._drain = drain
             self.shutdown_state = ShutdownState.REQUESTED
@@ -163,4 +167,4 @@ class BusyLoop:
             threading.Event().wait(0.001)
 
     def post_step(self, executed: bool) -> None:
-        """For subclasses: after each step."""
+        """Called after each step, for subclasses. executed: the step has run the model."""

@@ -105,7 +105,7 @@ class Choice:
         return Text(echo.text, self.index, [{**first[0], "top_logprobs": []}, *others])
 
     def _shown(self, output: RequestOutput) -> list[Any]:
-        """As OpenAI's ``logprobs.content``, of the tokens that the text is made of."""
+        """Entries of the tokens that the text is made of, in the form of OpenAI's ``logprobs.content``."""
         return [self._entry(one) for one in output.shown]
 
     def _entry(self, shown: ShownToken) -> dict[str, Any]:

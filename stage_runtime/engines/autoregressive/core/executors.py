@@ -1,21 +1,55 @@
-"""Where a step is computed: in the caller's thread, or in one thread of its own while the next step is scheduled."""
+"""Where a step is computed: in the caller's thread, or in one thread of its own while the next step is scheduled.
+
+`Executor` is what the engine core asks of either.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
-from stage_runtime.engines.autoregressive.model.model_runner import Masks, ModelRunner
+import numpy as np
+import numpy.typing as npt
+
+from stage_runtime.engines.autoregressive.model.model_runner import Drafted, DraftMasks, Masks, ModelRunner
 from stage_runtime.engines.autoregressive.sampling.model_output import ModelOutput
 from stage_runtime.engines.autoregressive.sampling.parameters import SamplingParams
 from stage_runtime.rules.autoregressive.steps import SchedulerOutput
 
 T = TypeVar("T")
 
+Mask: TypeAlias = npt.NDArray[np.bool_]  #: ``[vocabulary]``: tokens that may come next.
+
+
+class Executor(Protocol):
+    """Where steps are computed, in the order in which they are given."""
+
+    @property
+    def max_concurrent_batches(self) -> int: ...
+    def add(self, request_id: str, params: SamplingParams, prompt: Sequence[int]) -> None: ...
+    def call(self, function: Callable[[Any], Any]) -> Future[Any]:
+        """Call a function with the model runner, after the steps that were given before."""
+
+    def execute_model(
+        self, step: SchedulerOutput, hold: bool = False, drafted: Drafted | None = None
+    ) -> Future[ModelOutput]:
+        """hold: no token is chosen until `sample_tokens`, which gives the output. drafted: gets the step's drafts,
+        before the model computes them.
+        """
+
+    def sample_tokens(
+        self, masks: Mapping[str, Mask], after: Mapping[str, Sequence[Mask]] | None = None
+    ) -> Future[ModelOutput]:
+        """Choose the tokens of the step that was held. masks: request id -> which tokens it may get. after: behind each
+        token of its draft.
+        """
+
+    def shutdown(self) -> None: ...
+
 
 class InlineExecutor:
-    """On a CPU nothing is won by a second thread: the step's Python part takes 1 % of it."""
+    """Runs the model in the caller's thread. A second one gains nothing on a CPU: the step's Python part takes 1 %."""
 
     max_concurrent_batches = 1
 
@@ -28,11 +62,13 @@ class InlineExecutor:
     def call(self, function: Callable[[ModelRunner], T]) -> Future[T]:
         return _called(lambda: function(self._runner))
 
-    def execute_model(self, step: SchedulerOutput, hold: bool = False) -> Future[ModelOutput]:
-        return _called(lambda: self._runner.execute_model(step, hold))
+    def execute_model(
+        self, step: SchedulerOutput, hold: bool = False, drafted: Drafted | None = None
+    ) -> Future[ModelOutput]:
+        return _called(lambda: self._runner.execute_model(step, hold, *(() if drafted is None else (drafted,))))
 
-    def sample_tokens(self, masks: Masks) -> Future[ModelOutput]:
-        return _called(lambda: self._runner.sample_tokens(masks))
+    def sample_tokens(self, masks: Masks, after: DraftMasks | None = None) -> Future[ModelOutput]:
+        return _called(lambda: self._runner.sample_tokens(masks, *(() if after is None else (after,))))
 
     def shutdown(self) -> None:
         self._runner.close()
@@ -62,11 +98,13 @@ class ThreadExecutor:
     def call(self, function: Callable[[ModelRunner], T]) -> Future[T]:
         return self._pool.submit(function, self._runner)
 
-    def execute_model(self, step: SchedulerOutput, hold: bool = False) -> Future[ModelOutput]:
-        return self._pool.submit(self._runner.execute_model, step, hold)
+    def execute_model(
+        self, step: SchedulerOutput, hold: bool = False, drafted: Drafted | None = None
+    ) -> Future[ModelOutput]:
+        return self._pool.submit(self._runner.execute_model, step, hold, *(() if drafted is None else (drafted,)))
 
-    def sample_tokens(self, masks: Masks) -> Future[ModelOutput]:
-        return self._pool.submit(self._runner.sample_tokens, masks)
+    def sample_tokens(self, masks: Masks, after: DraftMasks | None = None) -> Future[ModelOutput]:
+        return self._pool.submit(self._runner.sample_tokens, masks, *(() if after is None else (after,)))
 
     def shutdown(self) -> None:
         self._pool.shutdown(wait=True)

@@ -25,12 +25,13 @@ from stage_runtime.rules.handover import Load, LoadStatus
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from stage_runtime.engines.autoregressive.core.engine_core import EngineCoreRequest, Executor
+    from stage_runtime.engines.autoregressive.core.engine_requests import EngineCoreRequest
+    from stage_runtime.engines.autoregressive.core.executors import Executor
 
 log = logging.getLogger(__name__)
 
-#: What is counted: blocks sent to a peer or a store and received, and their bytes, those of them that came while the
-#: peer computed the rest of their prompt, and loads begun.
+#: Names of counters: blocks sent to a peer or a store and received, and their bytes, the bytes of them that came while
+#: the peer computed the rest of their prompt, and loads begun.
 KV_COUNTS: Final = ("sent_blocks", "sent_bytes", "received_blocks", "received_bytes", "hidden_bytes", "loads")
 
 Post = Callable[[Callable[[], None]], None]  #: Has a function called on the engine's thread soon; from any thread.
@@ -71,6 +72,9 @@ class KVConnector(Protocol):
 
     def load_finished(self, load: Load) -> None:
         """Nothing more is wanted for it; `Load.complete`: all has come and was written."""
+
+    def found_kv(self, row: Row) -> None:
+        """A step will compute this row. All before it is computed: what the cache had may be copied now, as below."""
 
     def save_kv(self, row: Row) -> None:
         """A step has computed a row. `row.request.blocks` hold it until this returns: copy by `Executor.call`."""
@@ -208,7 +212,7 @@ class KVLoads:
             self._scheduler.release(request_id)
 
     def _decide_again(self, request_id: str) -> None:
-        """For those that waited for its blocks."""
+        """Requests that waited for this one's blocks look for them elsewhere, or stop waiting."""
         for follower in self._following.pop(request_id, ()):
             if follower in self._requests:
                 request, made = self._requests[follower]
@@ -228,8 +232,14 @@ class KVLoads:
             **{f"kv_failed_total.{why}": self.computed_here[why] for why in Failure},
         }
 
+    def found(self, rows: Sequence[Row]) -> None:
+        """A step is about to compute these rows. Those whose request has one under way are left out: it may fail."""
+        for row in rows:
+            if row.start and row.request.in_flight == 1:
+                self.connector.found_kv(row)
+
     def save(self, rows: Sequence[Row], failed: Callable[[str], bool]) -> None:
-        """A step has computed these rows. Before requests end by it."""
+        """A step has computed these rows. Called before requests end by it."""
         for row in rows:
             if row.request.state is RequestStatus.RUNNING and not failed(row.request.id):
                 self.connector.save_kv(row)

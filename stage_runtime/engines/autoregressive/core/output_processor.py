@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from stage_runtime.engines.autoregressive.core.answer_text import AnswerText, Piece, ShownToken
-from stage_runtime.engines.autoregressive.core.engine_core import GRAMMAR_END, EngineCoreOutput
+from stage_runtime.engines.autoregressive.core.engine_requests import GRAMMAR_END, EngineCoreOutput
 from stage_runtime.engines.autoregressive.sampling.model_output import GivenRows, TokenLogprobs, joined
 from stage_runtime.engines.autoregressive.sampling.parameters import OutputKind, SamplingParams
 from stage_runtime.engines.autoregressive.text.call_parsers import Parser

@@ -58,7 +58,7 @@ class DPCoordinatorProc:
         self._from_engine = msgspec.msgpack.Decoder(_FromEngine)
 
     def run(self) -> None:
-        """For ever."""
+        """Passes messages between clients and engines until the process is killed."""
         poller = multipart.Poller(self._publish_front, self._output_back, self._publish_back)
         sources = (
             (self._publish_front, self._on_client),

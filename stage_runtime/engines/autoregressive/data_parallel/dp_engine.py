@@ -106,7 +106,7 @@ class WaveLoop(CountingLoop):
             self._handle(item)
 
     def _handle_shutdown(self) -> bool:
-        """In a wave it goes on: the others wait for this rank in their next step."""
+        """Whether the loop goes on. It does during a wave: the other ranks wait for this one in their next step."""
         if self.engines_running and self.shutdown_state is ShutdownState.REQUESTED:
             if not self._drain:
                 self._core.abort_requests([request.id for request in self._core.scheduler])

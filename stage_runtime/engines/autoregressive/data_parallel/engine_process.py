@@ -12,7 +12,7 @@ from stage_runtime.engines.autoregressive.process.proc import EngineCoreProc
 
 
 def kind(init: Init) -> type[EngineCoreProc]:
-    """In lockstep with the others, or independent of them."""
+    """The class of an engine process: in lockstep with the other engines, or independent of them."""
     return DPEngineCoreProc if init.coordination is not None and init.coordination.lockstep else DataParallelProc
 
 

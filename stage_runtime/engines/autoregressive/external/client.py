@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from stage_runtime.engines.autoregressive.core.engine_core import EngineCoreOutput, EngineCoreRequest
+from stage_runtime.engines.autoregressive.core.engine_requests import EngineCoreOutput, EngineCoreRequest
 from stage_runtime.engines.autoregressive.process.engine_messages import (
     EngineCoreOutputs,
     Refused,

@@ -6,7 +6,7 @@ from collections.abc import Set
 from typing import Final
 
 from stage_runtime.api import Autoregressive
-from stage_runtime.engines.autoregressive.core.engine_core import EngineCoreRequest
+from stage_runtime.engines.autoregressive.core.engine_requests import EngineCoreRequest
 from stage_runtime.engines.autoregressive.sampling.parameters import SamplingParams
 from stage_runtime.errors import ConfigurationError, ContextLengthExceeded, InvalidRequest
 from stage_runtime.rules.autoregressive import balancing
@@ -51,6 +51,8 @@ def check_request(request: EngineCoreRequest, taken: Set[str], engine: str, *, l
     for name in ("priority", "cache_salt"):
         if name not in taken and getattr(request, name):
             raise InvalidRequest(f"{name}: the engine {engine} of this stage has none", param=name)
+    if request.adapter:
+        raise InvalidRequest(f"adapter: the engine {engine} of this stage has none", param="model")
     balancing.check_only(request.data_parallel_rank)
     wrong = [token for token in (*prompt, *params.stop_token_ids) if not 0 <= token < vocab_size]
     if wrong:

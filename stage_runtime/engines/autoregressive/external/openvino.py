@@ -16,21 +16,18 @@ from queue import Empty, SimpleQueue
 from typing import Any, Final
 
 from stage_runtime.api import Autoregressive, StageContext
-from stage_runtime.engines.autoregressive.core.engine_core import EngineCoreOutput, EngineCoreRequest
+from stage_runtime.engines.autoregressive.core.engine_requests import EngineCoreOutput, EngineCoreRequest
 from stage_runtime.engines.autoregressive.external import fields, gguf_file
 from stage_runtime.engines.autoregressive.external.client import ExternalClient, output
 from stage_runtime.engines.autoregressive.model import dtypes, models
 from stage_runtime.engines.autoregressive.process.engine_messages import Refused
-from stage_runtime.engines.autoregressive.sampling.parameters import SamplingParams
+from stage_runtime.engines.autoregressive.sampling.parameters import SamplingParams, fields_of
 from stage_runtime.errors import ConfigurationError, describe
 from stage_runtime.rules.autoregressive.requests import FinishReason
 
 log = logging.getLogger(__name__)
 
-TAKES: Final = frozenset(
-    {"max_tokens", "min_tokens", "temperature", "top_p", "top_k", "repetition_penalty", "presence_penalty",
-     "frequency_penalty", "stop_token_ids", "ignore_eos"}
-)  # fmt: skip
+TAKES: Final = fields_of("openvino") | {"stop_token_ids"}
 PRECISIONS: Final = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 GIB: Final = 1 << 30
 
@@ -141,7 +138,7 @@ class _Steps:
         self._ends = False
 
     def run(self) -> None:
-        """Until the end is asked for. Raises: what the pipeline raises in a step."""
+        """Steps until the end is asked for and all requests are over. Raises: what the pipeline raises in a step."""
         while True:
             refused = self._take_asked()
             if self._ends:

@@ -14,13 +14,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
 from stage_runtime.api import Autoregressive, StageContext
-from stage_runtime.engines.autoregressive.core.engine_core import EngineCoreOutput, EngineCoreRequest
+from stage_runtime.engines.autoregressive.core.engine_requests import EngineCoreOutput, EngineCoreRequest
 from stage_runtime.engines.autoregressive.external import fields
 from stage_runtime.engines.autoregressive.external.client import ExternalClient, output
 from stage_runtime.engines.autoregressive.model import dtypes, models
 from stage_runtime.engines.autoregressive.process.engine_messages import Refused
 from stage_runtime.engines.autoregressive.sampling.model_output import TokenLogprobs
-from stage_runtime.engines.autoregressive.sampling.parameters import SamplingParams
+from stage_runtime.engines.autoregressive.sampling.parameters import SamplingParams, fields_of
 from stage_runtime.engines.autoregressive.text.grammar_texts import MOST, WRITTEN, Grammar, GrammarRefused
 from stage_runtime.engines.autoregressive.text.grammars import prepared_schema
 from stage_runtime.errors import ConfigurationError, describe
@@ -28,11 +28,7 @@ from stage_runtime.rules.autoregressive.requests import FinishReason
 
 log = logging.getLogger(__name__)
 
-#: Fields of the same name and meaning there.
-_SAME: Final = (
-    "max_tokens", "min_tokens", "temperature", "top_k", "min_p", "repetition_penalty", "presence_penalty",
-    "frequency_penalty", "seed", "ignore_eos", "logprobs", "prompt_logprobs",
-)  # fmt: skip
+_SAME: Final = fields_of("vllm")
 TAKES: Final = frozenset({*_SAME, "top_p", "stop_token_ids", "logit_bias", "grammar", "cache_salt"})
 _REASONS: Final = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORT}
 LEAST_TOP_P: Final = 1e-9  # vLLM refuses 0, which is the likeliest token alone, as this is
@@ -164,7 +160,7 @@ def sampling_params(package: Any, params: SamplingParams) -> Any:
 
 
 def _grammar(grammar: Grammar) -> dict[str, Any]:
-    """For llguidance there, in the words for llguidance here."""
+    """The grammar as vLLM's options; its llguidance gets the same text as the one of this process would."""
     if grammar.size > MOST:
         raise GrammarRefused(grammar.place, f"a grammar of {grammar.size} characters; at most {MOST}")
     if grammar.kind == "lark":

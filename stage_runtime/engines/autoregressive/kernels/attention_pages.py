@@ -188,7 +188,7 @@ class PageAttention(GatherAttention):
         return [parts, *(one.data_ptr() for one in used), words, decode.tables.shape[1], each]
 
     def chunk_step(self, plan: StepPlan, shape: AttentionShape) -> list[int]:
-        """As `decode_step`, of `chunk_loop`."""
+        """Parts of `chunk_loop`, and its arguments of the step, which live as long as those of `decode_step`."""
         chunks, heads = plan.chunks, shape.kv_heads
         if chunks is None:
             return [0] * CHUNK_WORDS

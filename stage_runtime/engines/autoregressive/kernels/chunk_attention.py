@@ -16,7 +16,7 @@ import numpy as np
 from numba import njit
 
 from stage_runtime.engines.autoregressive.kernels import tiles
-from stage_runtime.engines.autoregressive.kernels.loops import _access, _exp, f32_at, f64_of, i64_at, loop, next_part
+from stage_runtime.engines.autoregressive.kernels.loops import _exp, access, f32_at, f64_of, i64_at, loop, next_part
 
 QUERIES: Final = 64  # tokens of a unit, at most: so often is a copied segment read
 KEYS: Final = 128  # of a segment: a multiple of `tiles.OUTPUTS`
@@ -50,7 +50,7 @@ def attention(bf16: bool, key_dim: int, value_dim: int, group: int, block_size: 
     position of the first, row of the tables, KV head; tables ``[rows, width]``; bounds of the parts in units; scratch,
     words of it for each part; width.
     """
-    at, load, store = _access(bf16)
+    at, load, store = access(bf16)
     lanes, outputs = tiles.LANES, tiles.OUTPUTS
     heads_at_once = -(-group // -(-group // tiles.ROWS))  # equal tiles: one of few rows is slow
     tokens_at_once = tiles.ROWS // heads_at_once

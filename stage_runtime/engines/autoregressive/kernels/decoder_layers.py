@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -23,14 +22,10 @@ from stage_runtime.engines.autoregressive.kernels.attention_pages import (
     PageAttention,
     StepPlan,
 )
-from stage_runtime.engines.autoregressive.model import models
+from stage_runtime.engines.autoregressive.model import adapted, models
 
 CLASSES: Final = frozenset({"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"})
 SUMS: Final = frozenset({"sums", "added"})  # f32 in any case
-
-#: An argument of a loop, or its number of parts: the same in every step; or a step's, by its name.
-Word: TypeAlias = int | str
-Entry: TypeAlias = tuple[native.Loop, Sequence[Word]]
 
 
 def join(model: nn.Module) -> int:
@@ -118,7 +113,8 @@ class DecoderLayers(nn.Module):
 
     def forward(self, hidden_states: Tensor, **given: Any) -> Tensor:
         backend, plan = models.current()
-        if hidden_states.shape[0] != 1 or not self.computes(hidden_states.shape[1], backend, plan):
+        apart = hidden_states.shape[0] != 1 or adapted.current() is not None
+        if apart or not self.computes(hidden_states.shape[1], backend, plan):
             for layer in self.layers:
                 hidden_states = layer(hidden_states, **given)
             return hidden_states
@@ -161,18 +157,9 @@ class DecoderProgram:
         for layer, norm in zip(layers, [*norms[1:], norms[-1]], strict=True):
             entries += [*self._attention(layer.self_attn, backend), _add(layer.post_attention_layernorm)]
             entries += [*_feed_forward(layer.mlp), _add(norm)]
-        self._program = native.Program(
-            [(loop, [0 if isinstance(one, str) else one for one in words]) for loop, words in entries]
-        )
-        places: dict[str, list[int]] = {}
-        for (_loop, words), begin in zip(entries, self._program.places, strict=True):
-            for place, word in enumerate(words, begin + 1):
-                if isinstance(word, str):
-                    places.setdefault(word, []).append(place)
-        self._places = [(name, np.array(found)) for name, found in places.items()]
-        self._words = self._program.words.numpy()
+        self._program = native.NamedProgram(entries)
 
-    def _attention(self, attention: fusing.FusedAttention, backend: PageAttention) -> Iterator[Entry]:
+    def _attention(self, attention: fusing.FusedAttention, backend: PageAttention) -> Iterator[native.Entry]:
         shape, dim = self._shape, attention.dim
         keys, values = (one.data_ptr() for one in backend.pages(attention.layer_idx))
         stride = (attention.heads + 2 * attention.kv_heads) * dim
@@ -187,7 +174,14 @@ class DecoderProgram:
         sizes = (attention.kv_heads * dim, attention.kv_heads * dim)
         write = loops.write_pages(self._dtype is torch.bfloat16)
         yield write, ("write", "k", "v", keys, values, "slots", "rows", *sizes, stride)
-        of_layer: tuple[Word, ...] = ("qkv", keys, values, "attended", shape.kv_heads, attention.window or NO_WINDOW)
+        of_layer: tuple[native.Word, ...] = (
+            "qkv",
+            keys,
+            values,
+            "attended",
+            shape.kv_heads,
+            attention.window or NO_WINDOW,
+        )
         of_layer += (native.bits(attention.scaling), stride, dim)
         yield backend.decode_loop(shape), _attend("decode", DECODE_WORDS, of_layer)
         if backend.computes_chunks(shape.value_dim):
@@ -195,7 +189,7 @@ class DecoderProgram:
         yield from _multiply("o", attention.o_proj, "attended", "added")
 
     def run(self, rows: Tensor, turns: Sequence[Tensor], backend: PageAttention, plan: StepPlan) -> Tensor:
-        """As `DecoderLayers.run`. backend: the one that it is made for."""
+        """The same as `DecoderLayers.run`. backend: the one that the program was made for."""
         count = rows.shape[0]
         buffers = self._room(count)
         buffers["sums"][:count] = rows
@@ -220,9 +214,7 @@ class DecoderProgram:
             ("chunk", backend.chunk_step(plan, self._shape)),
         ):
             step |= {f"{name} {index}": word for index, word in enumerate(words)}
-        for name, places in self._places:
-            self._words[places] = step[name]
-        self._program.run()
+        self._program.run(step)
         return buffers["sums"][:count].to(self._dtype)
 
     def _parts(self, rows: int) -> dict[str, int]:
@@ -249,25 +241,25 @@ class DecoderProgram:
         return self._buffers
 
 
-def _attend(name: str, count: int, of_layer: Sequence[Word]) -> Sequence[Word]:
+def _attend(name: str, count: int, of_layer: Sequence[native.Word]) -> Sequence[native.Word]:
     """Words of a loop of attention: ``count`` are the step's, the first of them its parts."""
     parts, *of_step = (f"{name} {index}" for index in range(count))
     return parts, *of_layer, *of_step
 
 
-def _add(norm: fusing.FusedNorm) -> Entry:
+def _add(norm: fusing.FusedNorm) -> native.Entry:
     words = norm.weight.data_ptr(), "normed", "rows", norm.weight.shape[0], norm.epsilon
     return loops.add_rms_norm(norm.weight.dtype is torch.bfloat16), ("norm", "sums", "added", *words)
 
 
-def _multiply(name: str, linear: Any, source: str, target: str) -> Iterator[Entry]:
+def _multiply(name: str, linear: Any, source: str, target: str) -> Iterator[native.Entry]:
     product: linears.TiledLinear = linear.product
     yield product.interleave, (f"copy_{name}", source, "blocks", "rows", product.words)
     words = "blocks", *product.addresses, target, "rows", product.words, product.outputs
     yield product.multiply_sums if target in SUMS else product.multiply, (f"multiply_{name}", *words)
 
 
-def _feed_forward(mlp: Any) -> Iterator[Entry]:
+def _feed_forward(mlp: Any) -> Iterator[native.Entry]:
     yield from _multiply("gate_up", mlp.gate_up, "normed", "gate_up")
     yield mlp.loop, ("activate", "gate_up", "inner", "rows", mlp.down.product.inputs)
     yield from _multiply("down", mlp.down, "inner", "added")

@@ -57,7 +57,7 @@ class FusedNorm(nn.Module):
         return out
 
     def heads_(self, x: Tensor, heads: int) -> None:
-        """In place, each of the first ``heads`` of rows ``[rows, heads, dim]``."""
+        """Normalizes in place each of the first ``heads`` heads of rows ``[rows, heads, dim]``."""
         self._run(x, x, x.shape[0], heads, x.stride(0), x.stride(0))
 
     def _run(self, x: Tensor, out: Tensor, rows: int, heads: int, stride: int, stride_out: int) -> None:

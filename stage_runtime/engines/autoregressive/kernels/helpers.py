@@ -211,7 +211,7 @@ def lead_all(state, loops, count, helpers):
 
 
 def run_all(loops, count):
-    """As `lead_all`, without help."""
+    """The same as `lead_all`, without helpers: the caller's thread runs all parts."""
     for index in range(count):
         loop, data = _word(loops + index * 16), _word(loops + index * 16 + 8)
         _put(data, 0)
@@ -258,7 +258,7 @@ class Team:
         atexit.register(self.close)
 
     def run(self, loop: int, data: int) -> bool:
-        """``loop(data)``. False: not run, for another thread's loop is being helped with."""
+        """Run ``loop(data)``. False: it was not run, because the team helps another thread."""
         if not self._free.acquire(blocking=False):
             return False
         try:
@@ -268,7 +268,7 @@ class Team:
         return True
 
     def run_all(self, loops: int, count: int) -> bool:
-        """`lead_all`. False: as `run`."""
+        """Call `lead_all`. False: it was not called, as in `run`."""
         if not self._free.acquire(blocking=False):
             return False
         try:
@@ -308,7 +308,7 @@ def team(helpers: int) -> Team | None:
 
 
 def _forget() -> None:
-    """In a forked process there are no helpers."""
+    """Forgets all teams of helpers: a forked process has none of their threads."""
     global _making
     _making = threading.Lock()
     for one in _teams.values():

@@ -30,7 +30,7 @@ MOST_S: Final = 0.5  # of this thread, for one shape
 CLOSE: Final = 1.1  # as a factor: less than what two measurements of one form differ by
 TICK_S: Final = 1e-7  # a clock that has not moved
 PREFERRED: Final[tuple[LinearsBackend, ...]] = ("numba", "onednn", "mkl", "plain")  # the first may need half the memory
-#: What a program of a decoder's layers saves of each layer: 0.24 to 0.41 ms were measured, with 1 to 32 rows.
+#: Time that a program of a decoder's layers saves in each layer: 0.24 to 0.41 ms were measured, with 1 to 32 rows.
 CALLS_S: Final = 0.3e-3
 SMALLEST: Final = 64 * 64  # below, the call itself is what takes time
 MKL_HINT: Final = 16  # rows that MKL packs for
@@ -150,7 +150,7 @@ def tiled(weight: Tensor) -> bool:
 def known_times(
     weight: Tensor, candidates: Sequence[LinearsBackend], kept: Path | None
 ) -> dict[LinearsBackend, list[float]]:
-    """As `measure`, or of a file in ``kept`` that an earlier process has written."""
+    """The times that `measure` gives, or those of a file in ``kept`` that an earlier process has written."""
     if kept is None or len(candidates) == 1:
         return measure(weight, candidates)
     halved = weight.dtype is torch.float32 and torch.equal(weight.bfloat16().float(), weight)

@@ -39,7 +39,7 @@ class CompiledCode(NamedTuple):
 
 class Compiled(NamedTuple):
     address: int
-    keeps: Any  #: What holds the machine code.
+    keeps: Any  #: The owner of the machine code: while it lives, so does the code.
 
 
 def folder() -> Path | None:

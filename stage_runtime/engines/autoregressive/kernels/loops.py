@@ -99,7 +99,7 @@ def _exp(x):
     return y * f32_of(scale)
 
 
-def _access(bf16: bool) -> tuple[Any, Any, Any]:
+def access(bf16: bool) -> tuple[Any, Any, Any]:
     return (u16_at, _load_bf16, _store_bf16) if bf16 else (f32_at, _load_f32, _store_f32)
 
 
@@ -129,7 +129,7 @@ def _text(file: str) -> bytes:
 
 def _scalar_scores(bf16: bool, dim: int, wide: int, group: int) -> Any:
     """`tiles.scores` of any ``dim``."""
-    at, load, _store = _access(bf16)
+    at, load, _store = access(bf16)
 
     @njit(inline="always")
     def multiply(queries, keys, found, count, by_key, by_query):
@@ -146,7 +146,7 @@ def _scalar_scores(bf16: bool, dim: int, wide: int, group: int) -> Any:
 
 def _scalar_weighted(bf16: bool, dim: int, wide: int, group: int) -> Any:
     """`tiles.weighted` of any ``dim``."""
-    at, load, _store = _access(bf16)
+    at, load, _store = access(bf16)
 
     @njit(inline="always")
     def add(sums, values, weights, count, by_value, by_query):
@@ -168,7 +168,7 @@ def decode_attention(bf16: bool, key_dim: int, value_dim: int, group: int, block
     units of (row, KV heads); scratch, words of it for each part; width; KV heads of a unit: with all of them, pages are
     read from end to end.
     """
-    at, load, store = _access(bf16)
+    at, load, store = access(bf16)
     wide, size = max(key_dim, value_dim), 2 if bf16 else 4
     vectors = key_dim % tiles.LANES == value_dim % tiles.LANES == 0
     score_page = (tiles.scores if vectors else _scalar_scores)(bf16, key_dim, wide, group)
@@ -260,7 +260,7 @@ def rms_norm(bf16: bool) -> Any:
 
     Arguments: input, weight, output, rows, heads of a row, dim, input's and output's stride by row, epsilon.
     """
-    at, load, store = _access(bf16)
+    at, load, store = access(bf16)
 
     def kernel(data):
         words = i64_at(data)
@@ -291,7 +291,7 @@ def add_rms_norm(bf16: bool) -> Any:
 
     Arguments: sums, added, weight, output, rows, dim, epsilon.
     """
-    at, load, store = _access(bf16)
+    at, load, store = access(bf16)
 
     def kernel(data):
         words = i64_at(data)
@@ -321,7 +321,7 @@ def write_pages(bf16: bool) -> Any:
     """Copy rows into pages. Arguments: K and V rows, pages of K and of V, slots ``[rows]``, rows, values of a
     token's K and V, stride by row.
     """
-    at, _load, _store = _access(bf16)
+    at, _load, _store = access(bf16)
 
     def kernel(data):
         words = i64_at(data)
@@ -345,7 +345,7 @@ def write_pages(bf16: bool) -> Any:
 @loop
 def silu_multiply(bf16: bool) -> Any:
     """``silu(gate) * up``, of rows ``[gate, up]``. Arguments: input ``[rows, 2 * dim]``, output, rows, dim."""
-    at, load, store = _access(bf16)
+    at, load, store = access(bf16)
 
     def kernel(data):
         words = i64_at(data)
@@ -369,7 +369,7 @@ def rotate(bf16: bool) -> Any:
 
     Arguments: values, cosines and sines ``[rows, dim]``, rows, heads, dim, stride by row.
     """
-    at, load, store = _access(bf16)
+    at, load, store = access(bf16)
 
     def kernel(data):
         words = i64_at(data)

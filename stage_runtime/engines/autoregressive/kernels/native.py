@@ -13,9 +13,10 @@ import functools
 import itertools
 import logging
 import struct
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
+import numpy as np
 import torch
 
 if TYPE_CHECKING:
@@ -87,6 +88,33 @@ class Program:
         given = self._loops.data_ptr(), len(self._loops)
         if team is None or not team.run_all(*given):
             helpers.alone(*given)
+
+
+#: An argument of a loop, or its number of parts: the same in every run; or a run's, by its name.
+Word: TypeAlias = int | str
+Entry: TypeAlias = tuple[Loop, Sequence[Word]]
+
+
+class NamedProgram:
+    """A `Program` with words that each run gives by their names."""
+
+    def __init__(self, entries: Sequence[Entry]) -> None:
+        self._program = Program(
+            [(loop, [0 if isinstance(one, str) else one for one in words]) for loop, words in entries]
+        )
+        places: dict[str, list[int]] = {}
+        for (_loop, words), begin in zip(entries, self._program.places, strict=True):
+            for place, word in enumerate(words, begin + 1):
+                if isinstance(word, str):
+                    places.setdefault(word, []).append(place)
+        self._places = [(name, np.array(found)) for name, found in places.items()]
+        self._words = self._program.words.numpy()
+
+    def run(self, given: Mapping[str, int]) -> None:
+        """given: each named word. Not for two threads at once."""
+        for name, places in self._places:
+            self._words[places] = given[name]
+        self._program.run()
 
 
 def helpers_of(count: int) -> Team | None:

@@ -92,9 +92,10 @@ def tile(halved: bool, registers: Registers = REGISTERS) -> Any:
 
 
 def pair_tile(rounded: bool, registers: Registers = REGISTERS) -> Any:
-    """As `tile`, of bf16 by bf16: x is ``[pairs, rows, 2]``, panels are ``[pairs, LANES, 2]``. Where there are `DOTS`.
+    """The same as `tile`, for bf16 by bf16: x is ``[pairs, rows, 2]``, panels are ``[pairs, LANES, 2]``.
 
-    The function takes the number of pairs of inputs, not of inputs. rounded: the output is bf16; else f32, as the bias.
+    It needs a processor that has `DOTS`. The function takes the number of pairs of inputs, not of inputs. rounded: the
+    output is bf16; else f32, as the bias.
     """
 
     return _tile(registers, functools.partial(_dot_product, rounded=rounded))
@@ -207,7 +208,7 @@ class _Code:
         return module.globals[name] if name in module.globals else ir.Function(module, kind, name)
 
     def at(self, address: Any, *distances: tuple[Any, int]) -> Any:
-        """address, and so many times so many bytes."""
+        """The address plus distances, each a count and its size in bytes."""
         for count, size in distances:
             address = self.builder.add(address, self.builder.mul(count, _word(size)))
         return address
@@ -246,7 +247,7 @@ class _Code:
         return self.builder.call(call, [total, one, other])
 
     def rounded(self, vector: Any) -> Any:
-        """As bf16: to the nearest, ties to even. NaN stays NaN."""
+        """The vector rounded to bf16: to the nearest, ties to even. NaN stays NaN."""
         builder = self.builder
 
         def all_lanes(value: int) -> Any:
@@ -259,7 +260,7 @@ class _Code:
         return builder.trunc(upper, _UPPER_HALVES)
 
     def fetch(self, address: Any) -> None:
-        """Ask for what is read soon. Any address will do: of one that cannot be read, nothing comes."""
+        """Prefetch memory that is read soon. An address that cannot be read does no harm."""
         pointer, word = ir.IntType(8).as_pointer(), ir.IntType(32)
         asked = self._declared("llvm.prefetch.p0", ir.FunctionType(ir.VoidType(), [pointer, word, word, word]))
         for_reading, nearest, data = (ir.Constant(word, one) for one in (0, 3, 1))
@@ -337,7 +338,7 @@ def _dot_product(
     *,
     rounded: bool,
 ) -> None:
-    """As `_product`, by pairs of inputs."""
+    """The same as `_product`, by pairs of inputs."""
     lines = [code.at(weights, (pairs, panel * LANES * PAIR)) for panel in panels]
 
     def body(index: Any, sums: list[Any]) -> list[Any]:

@@ -1,1 +1,1 @@
-"""From `omni.Autoregressive` to an engine core: loads the model and prepares its weights for the device."""
+"""Makes the engine core of an `omni.Autoregressive`: loads the model and prepares its weights for the device."""

@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
+from stage_runtime.engines.autoregressive.model import adapted
 from stage_runtime.errors import describe
 
 log = logging.getLogger(__name__)
@@ -22,7 +23,7 @@ ATTENTION_NAMES = ("attn", "attention")
 
 
 def by_torch(function: Callable[..., Any]) -> Callable[..., Any]:
-    """With shapes as symbols: each step has another number of tokens."""
+    """The function compiled with shapes as symbols, because each step has another number of tokens."""
     from torch._inductor import config
 
     config.compile_threads = 1  # else it starts processes of its own, which stay
@@ -52,7 +53,7 @@ class CompiledPart(nn.Module):
         self._compiled = compiler(inner.forward)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self._parts.eager is not None:
+        if self._parts.eager is not None or adapted.current() is not None:  # adapters' hooks stand inside
             return self.inner(*args, **kwargs)
         try:
             return self._compiled(*args, **kwargs)

@@ -32,7 +32,7 @@ def tokenizer_of(spec: Autoregressive) -> Any:
 
 
 class TokensOnly:
-    """In the place of a tokenizer, for tokens that are not text: codes of sound, for example."""
+    """A tokenizer's stand-in for tokens that are not text: codes of sound, for example."""
 
     chat_template = None
     eos_token_id = None

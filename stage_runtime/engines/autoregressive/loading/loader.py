@@ -1,4 +1,4 @@
-"""From `omni.Autoregressive` to an engine core: model, tokenizer, KV cache, scheduler."""
+"""Makes the engine core of an `omni.Autoregressive`: model, tokenizer, KV cache, scheduler."""
 
 from __future__ import annotations
 
@@ -14,9 +14,12 @@ from stage_runtime.engines.autoregressive.core.engine_core import EngineCore
 from stage_runtime.engines.autoregressive.core.executors import InlineExecutor, ThreadExecutor
 from stage_runtime.engines.autoregressive.core.step_dumps import StepDumps
 from stage_runtime.engines.autoregressive.kernels import attention_pages, linears
-from stage_runtime.engines.autoregressive.loading import compiling, decoders, preparing
+from stage_runtime.engines.autoregressive.loading import adapting, compiling, decoders, draft_models, preparing
+from stage_runtime.engines.autoregressive.lora import settings as lora_settings
+from stage_runtime.engines.autoregressive.lora.registry import Adapters
 from stage_runtime.engines.autoregressive.model import attention_guests, digests, dtypes
 from stage_runtime.engines.autoregressive.model.attention import AttentionBackend, GatherAttention, LayerShape
+from stage_runtime.engines.autoregressive.model.draft_model import DraftModel
 from stage_runtime.engines.autoregressive.model.embeddings import ModelEmbeddings
 from stage_runtime.engines.autoregressive.model.kept_rows import KeptRows
 from stage_runtime.engines.autoregressive.model.model_runner import ModelRunner
@@ -91,11 +94,12 @@ def assemble(
     after_step: Callable[[Step], NextRows] | None = None,
     digest: bool = False,
 ) -> Loaded:
-    """As `load`, of a model at hand, whose linear layers are replaced. after_step: of its `Decoder`."""
+    """The same as `load`, for a model in memory; replaces its linear layers. after_step: that of its `Decoder`."""
     check(spec)
     if ranks is not None and spec.overlap is True:
         raise ConfigurationError("omni.Autoregressive(overlap=True): tpSize goes without it")
     weights = digests.weights_digest(model) if digest else ""  # before anything is cut or packed
+    lora = adapting.planned(spec, model, after_step)
     if ranks is not None:
         with torch.inference_mode():
             sharding.shard(model, ranks)
@@ -106,13 +110,26 @@ def assemble(
         raise UnsupportedModel(f"{type(model).__name__} has {what}, which tpSize does not share among ranks")
     used: dict[linears.LinearsBackend, int] = {}
     backend = _attention(spec, paged)
+    loops = isinstance(backend, attention_pages.PageAttention)
     if paged.device.type == "cpu":
         progress("choosing the fastest form of the weights")
-        used = preparing.prepare(spec, paged, loops=isinstance(backend, attention_pages.PageAttention))
+        used = preparing.prepare(spec, paged, loops=loops)
     elif spec.compile:
         compiling.compile_parts(model)
+    if lora is not None:
+        paged.adapters = lora.layers(paged, ranks, loops=loops)
     length = min(paged.positions, spec.max_model_len or paged.positions)
-    num_blocks = _blocks(spec, paged, length)
+    draft = None
+    if speculation is not None and speculation.method == "draft_model" and (ranks is None or ranks.rank == 0):
+        progress(f"loading the draft model {speculation.model}")
+        draft = draft_models.load(speculation, paged, tokenizer)
+        weights += digests.weights_digest(draft.model) if digest else ""
+        drafting = _attention(spec, draft)
+        if draft.device.type == "cpu":
+            preparing.prepare(spec, draft, loops=isinstance(drafting, attention_pages.PageAttention))
+        elif spec.compile:
+            compiling.compile_parts(draft.model)
+    num_blocks = _blocks(spec, paged, length, draft, adapters=0 if lora is None else lora.nbytes)
     if ranks is not None:
         num_blocks = ranks.least(num_blocks)
     pool = BlockPool(num_blocks)
@@ -130,9 +147,13 @@ def assemble(
         kind = model.config.model_type
         log.info("a %s model keeps state beside attention, of each request alone: there is no prefix cache", kind)
     size: dict[str, Any] = {"num_blocks": num_blocks, "block_size": spec.block_size}
-    if speculation is not None:
-        size["proposer"] = NgramProposer(speculation)
     kept = KeptRows(spec.keep_rows, paged, **size) if spec.keep_rows else None
+    guessing = None
+    if draft is not None:
+        guessing = DraftModel(draft, drafting, vocab_size=paged.vocab_size, **size)
+        size |= {"proposer": guessing, "beside": guessing.regions()}
+    elif speculation is not None and speculation.method == "ngram":
+        size["proposer"] = NgramProposer(speculation)
     if ranks is not None and ranks.rank == 0:
         runner: ModelRunner = Leading(paged, backend, ranks, kept=kept, **size)
     else:
@@ -140,13 +161,16 @@ def assemble(
     scheduler = Scheduler(limits, pool)
     log.info("KV cache: %d blocks of %d tokens; a request has at most %d", num_blocks - 1, spec.block_size, length)
     settle_long_rope(model, scheduler.longest)
+    if draft is not None:
+        settle_long_rope(draft.model, scheduler.longest)
     text = not isinstance(tokenizer, decoders.TokensOnly)
     grammars = Grammars(tokenizer, paged.vocab_size, paged.end_ids, number_digits=spec.number_digits) if text else None
     beside = paged.device.type != "cpu" or after_step is not None  # a hook's frames are sent while a step is computed
     overlaps = beside and ranks is None if spec.overlap == "auto" else spec.overlap
+    executor: ThreadExecutor | InlineExecutor = ThreadExecutor(runner) if overlaps else InlineExecutor(runner)
     core = EngineCore(
         scheduler,
-        ThreadExecutor(runner) if overlaps else InlineExecutor(runner),
+        executor,
         end_ids=paged.end_ids,
         ends=frozenset() if tokenizer.eos_token_id is None else frozenset({int(tokenizer.eos_token_id)}),
         vocab_size=paged.vocab_size,
@@ -156,14 +180,19 @@ def assemble(
         else ModelEmbeddings(paged.row_size, paged.dtype, axes=paged.axes, layers=len(paged.decoder_layers)),
         feeds_itself=after_step is not None,
         dumps=StepDumps(tokens=spec.dump_tokens),
+        adapters=None if lora is None else Adapters(lora.settings, executor.call),
     )
     if ranks is None or ranks.rank == 0:
         progress("compiling and warming up" if spec.compile else "warming up")
         for tokens in sorted({1, spec.max_chunk}):  # the first pass of a shape chooses kernels and allocates
             runner.execute_dummy_batch(tokens)
+        if guessing is not None:
+            guessing.warm_up()
         if grammars is not None:
             progress("preparing grammars")
             grammars.prepare()
+        if core.adapters is not None and lora is not None:
+            adapting.load(core.adapters, lora.settings, progress)
     return Loaded(core, tokenizer, num_blocks, used, runner, weights)
 
 
@@ -202,15 +231,21 @@ def _attention(spec: Autoregressive, paged: PagedModel) -> AttentionBackend:
     return attention_pages.PageAttention() if found and spec.kernels != "torch" else GatherAttention()
 
 
-def _blocks(spec: Autoregressive, paged: PagedModel, length: int) -> int:
-    """How many blocks there are, the padding included."""
+def _blocks(
+    spec: Autoregressive, paged: PagedModel, length: int, draft: PagedModel | None = None, *, adapters: int = 0
+) -> int:
+    """How many blocks there are, the padding included. draft: a model whose keys and values lie in them, too.
+    adapters: bytes that are kept free for them.
+    """
     of_token = token_bytes(paged.layers.values(), paged.dtype) + KeptRows.token_bytes(spec.keep_rows or {}, paged)
+    of_token += 0 if draft is None else token_bytes(draft.layers.values(), draft.dtype)
     block_bytes = spec.block_size * of_token or EMPTY_BLOCK
     kept = paged.state_bytes * STATES_KEPT * spec.max_requests
     if spec.kv_cache_bytes is None and paged.device.type == "cpu":
         budget = HOST_CACHE_BYTES  # states lie beside it: a default refuses no model
     else:
-        budget = (_device_budget(paged) if spec.kv_cache_bytes is None else spec.kv_cache_bytes) - kept
+        given = _device_budget(paged, draft) - adapters if spec.kv_cache_bytes is None else spec.kv_cache_bytes
+        budget = given - kept
         if kept and budget < block_bytes:
             kind = paged.model.config.model_type
             raise ConfigurationError(
@@ -232,11 +267,12 @@ def token_bytes(layers: Any, dtype: torch.dtype) -> int:
     return int(values * dtype.itemsize)
 
 
-def _device_budget(paged: PagedModel) -> int:
+def _device_budget(paged: PagedModel, draft: PagedModel | None) -> int:
     """The bytes that the stage's share of the device (``gpuMemory``) leaves beside the weights."""
     free, total = torch.cuda.mem_get_info(paged.device)
     share = gpumemory.share_of_stage() or torch.cuda.get_per_process_memory_fraction(paged.device)
-    weights = sum(one.nbytes for one in (*paged.model.parameters(), *paged.model.buffers()))
+    models = [one.model for one in (paged, draft) if one is not None]
+    weights = sum(one.nbytes for model in models for one in (*model.parameters(), *model.buffers()))
     return int(gpumemory.left_for_cache(total=total, free=free, share=share, weights=weights) * DEVICE_SHARE)
 
 
@@ -252,10 +288,11 @@ def check(spec: Autoregressive) -> None:
         )
     if spec.speculative_config is not None:
         settings.checked(spec.speculative_config)
+    lora_settings.checked(spec)
     for name, allowed in (
         ("engine", ENGINES),
         ("dtype", dtypes.DTYPES),
-        ("policy", ("fcfs", "priority")),
+        ("policy", ("fcfs", "priority", "shortest")),
         ("linears", ("auto", "plain", "onednn", "mkl", "numba")),
         ("kernels", ("auto", "torch", "numba", *GUESTS)),
         ("overlap", ("auto", True, False)),

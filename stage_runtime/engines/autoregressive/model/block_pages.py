@@ -2,16 +2,22 @@
 
 The bytes of some blocks are one flat buffer: page after page (a page is K or V of a layer), in each the blocks in the
 order in which they were asked for. So two engines whose pages have the same shapes and dtypes agree on them.
+
+Pages of the host are copied by numpy: in one thread and without the GIL. torch would divide each copy among all of its
+threads, which wait for one another in a spin where processors are shared.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
+
+Bytes: TypeAlias = npt.NDArray[np.uint8]
 
 
 class Page(NamedTuple):
@@ -26,7 +32,7 @@ class BlockPages:
 
     def __init__(self, pages: Sequence[Page]) -> None:
         self.pages = tuple(pages)
-        self._rows = [one.values.view(len(one.values), -1).view(torch.uint8) for one in self.pages]
+        self._rows = [_rows(one.values) for one in self.pages]
 
     @property
     def shapes(self) -> list[tuple[str, tuple[int, ...]]]:
@@ -43,36 +49,46 @@ class BlockPages:
         """The bytes of one block in all pages, as it crosses."""
         return sum(self.item_nbytes)
 
-    def export(self, blocks: Sequence[int]) -> Tensor:
-        """A copy of their bytes on the host: uint8 ``[blocks x block_nbytes]``."""
-        flat = torch.empty(len(blocks) * self.block_nbytes, dtype=torch.uint8)
+    def export(self, blocks: Sequence[int], into: Tensor | None = None) -> Tensor:
+        """A copy of their bytes on the host: uint8 ``[blocks x block_nbytes]``. into: memory for it, of that size."""
+        flat = torch.empty(len(blocks) * self.block_nbytes, dtype=torch.uint8) if into is None else into
+        self._check(blocks, flat)
+        numbers = np.array(blocks, dtype=np.int64)
         for rows, part in self._parts(flat, len(blocks)):
-            for at, start, end in _runs(blocks):
-                part[at : at + end - start].copy_(rows[start:end])
+            if isinstance(rows, np.ndarray):
+                rows.take(numbers, axis=0, out=part, mode="clip")  # "raise" would copy twice
+            else:
+                part[:] = rows[torch.from_numpy(numbers)].cpu().numpy()
         return flat
 
     def load(self, blocks: Sequence[int], flat: Tensor) -> None:
         """Write what `export` of another engine gave. Raises: ValueError: it has another size."""
         self._check(blocks, flat)
+        numbers = np.array(blocks, dtype=np.int64)
         for rows, part in self._parts(flat, len(blocks)):
-            for at, start, end in _runs(blocks):
-                rows[start:end].copy_(part[at : at + end - start])
+            if isinstance(rows, np.ndarray):
+                rows[numbers] = part
+            else:
+                rows[torch.from_numpy(numbers)] = torch.from_numpy(part).to(rows.device)
 
     def _check(self, blocks: Sequence[int], flat: Tensor) -> None:
-        """Raises: ValueError: it has another size."""
+        """Raises: ValueError: it has another size, or a block is not one of the pages'."""
+        most = len(self._rows[0]) if self._rows else 0
+        if blocks and not 0 <= min(blocks) <= max(blocks) < most:
+            raise ValueError(f"blocks {min(blocks)} to {max(blocks)} of {most}")
         if flat.dtype is not torch.uint8 or flat.numel() != len(blocks) * self.block_nbytes:
             raise ValueError(f"{flat.numel()} values for {len(blocks)} blocks of {self.block_nbytes} bytes")
 
-    def _parts(self, flat: Tensor, count: int) -> Iterator[tuple[Tensor, Tensor]]:
+    def _parts(self, flat: Tensor, count: int) -> Iterator[tuple[Any, Bytes]]:
         """Each page's rows, and its part of a flat buffer as ``[count, bytes]``."""
-        at = 0
+        whole, at = flat.numpy(), 0
         for rows in self._rows:
             nbytes = rows.shape[1]
-            yield rows, flat[at : at + count * nbytes].view(count, nbytes)
+            yield rows, whole[at : at + count * nbytes].reshape(count, nbytes)
             at += count * nbytes
 
 
-def _runs(blocks: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Neighbours together: index of the first one, and the blocks ``start .. end``. One copy each is much faster."""
-    cuts = [0, *(at + 1 for at, (one, after) in enumerate(pairwise(blocks)) if after != one + 1), len(blocks)]
-    return [(low, blocks[low], blocks[high - 1] + 1) for low, high in pairwise(cuts)]
+def _rows(values: Tensor) -> Any:
+    """A page's blocks as ``[blocks, bytes]``: an array on the host, else a tensor."""
+    rows = values.view(len(values), -1).view(torch.uint8)
+    return rows.numpy() if rows.device.type == "cpu" else rows

@@ -1,4 +1,4 @@
-"""Rows of prompts and of streams: checked against the model, in its dtype; and what makes equal ones known as equal."""
+"""Rows of prompts and of streams, checked and in the model's dtype, with digests that are equal for equal rows."""
 
 from __future__ import annotations
 
@@ -63,7 +63,10 @@ class ModelEmbeddings:
         return self._checked(row.reshape(1, -1), "rows of a stream")[0]
 
     def _checked(self, given: Any, what: str) -> Tensor:
-        """On the host, in the model's dtype, in memory of their own."""
+        """A copy of the given rows ``[tokens, hidden]`` on the host, in the model's dtype.
+
+        Raises: ValueError: they are not finite floats of that shape; the error begins with ``what``.
+        """
         if not isinstance(given, Tensor):
             raise ValueError(f"{what} must be a torch tensor, not {type(given).__name__}")
         if given.dtype not in FLOATS:

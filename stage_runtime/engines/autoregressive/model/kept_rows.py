@@ -104,5 +104,5 @@ class KeptRows:
 
 
 def _given(rows: Tensor) -> Tensor:
-    """On the host, in memory of its own, and no tensor of inference mode."""
+    """A copy of the rows on the host, which is not a tensor of inference mode."""
     return torch.empty_like(rows, device="cpu").copy_(rows)

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from stage_runtime.api import NextRows, Step
-from stage_runtime.engines.autoregressive.model import refusals, states
+from stage_runtime.engines.autoregressive.model import adapted, refusals, states
+from stage_runtime.engines.autoregressive.model.adapted import AdapterLayers, AdapterTokens
 from stage_runtime.engines.autoregressive.model.attention import AttentionBackend, LayerCall, LayerShape, output_of
 from stage_runtime.engines.autoregressive.model.refusals import UnsupportedModel as UnsupportedModel
 from stage_runtime.errors import ConfigurationError, describe
@@ -35,7 +36,7 @@ class FlatBatch(NamedTuple):
     ids: ``[T]``. positions: ``[T]``, or ``[3, T]`` for a model of three axes. rows: tokens whose logits are wanted.
     embeddings: places, and ``[places, hidden]`` instead of their ids. added: layer, places, and ``[places, hidden]``
     that are added to its output there. hidden: what the head of the vocabulary takes is wanted, too. keep: layers
-    whose output is wanted, before anything is added to it.
+    whose output is wanted, before anything is added to it. adapters: tokens by their adapter.
     """
 
     ids: Tensor
@@ -45,6 +46,7 @@ class FlatBatch(NamedTuple):
     added: Sequence[tuple[int, Tensor, Tensor]] = ()
     hidden: bool = False
     keep: Sequence[int] = ()
+    adapters: AdapterTokens = ()
 
 
 class Computed(NamedTuple):
@@ -237,7 +239,8 @@ class PagedModel:
         self.state_layers = states.layers_of(model)
         for one in self.state_layers:
             one.module.forward = _by_row(one)
-        self.state_bytes = 0  #: What ``state_layers`` keep after a token of one request.
+        self.adapters: AdapterLayers | None = None  #: Computes adapters, of a stage that takes them.
+        self.state_bytes = 0  #: Bytes that ``state_layers`` keep after a token of one request.
         self.layers = self._probe(text)
         self.sinks = _pass.sinks  #: Whether a layer's softmax has one more logit.
 
@@ -274,6 +277,9 @@ class PagedModel:
         kept: dict[int, Tensor] = {}
         heads: list[Tensor] = []
         with _within(backend, plan, rows), contextlib.ExitStack() as hooks:
+            if batch.adapters:
+                assert self.adapters is not None, "a request has an adapter, and the model takes none"
+                hooks.enter_context(self.adapters.applied(batch.adapters, len(batch.ids)))
             if batch.hidden:  # not `output_hidden_states`, which keeps those of all layers and all tokens
                 head = self.model.get_output_embeddings()
                 hook = head.register_forward_pre_hook(lambda _head, given: heads.append(given[0]))
@@ -302,7 +308,8 @@ class PagedModel:
         options: dict[str, Any] = {"logits_to_keep": batch.rows} if self._keeps_rows else {}
         positions = batch.positions
         with torch.inference_mode():
-            if not batch.keep and not batch.added and (found := self.shorter(batch)) is not None:
+            plain = not batch.keep and not batch.added and adapted.current() is None
+            if plain and (found := self.shorter(batch)) is not None:
                 return found
             out = self.model(
                 **self._inputs(batch),
@@ -382,7 +389,7 @@ def settle_long_rope(model: Any, longest: int) -> None:
 
 
 def _settle(module: Any, layer_type: str | None, longest: int) -> None:
-    """Its forward pass then chooses between equal sets."""
+    """Gives a rotary embedding the same factors for all lengths: its forward pass chooses between equal sets."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     made: Any = ROPE_INIT_FUNCTIONS["longrope"]

@@ -1,7 +1,8 @@
 """Messages between an engine process, its clients and the coordinator of several. Types only.
 
 A request's message is ``[type, header, body, more frames]``: when the body cannot be read, the header names the
-request that fails. An engine's message is one `EngineCoreOutputs`, or ``[ENGINE_CORE_DEAD, identity]``.
+request that fails. An engine's message is one `EngineCoreOutputs`, or ``[ENGINE_CORE_DEAD, identity]``, or
+``[KV, identity, body, more frames]``.
 """
 
 from __future__ import annotations
@@ -11,11 +12,12 @@ from typing import Annotated, Any, Final, TypeAlias
 
 import msgspec
 
-from stage_runtime.engines.autoregressive.core.engine_core import EngineCoreOutput
+from stage_runtime.engines.autoregressive.core.engine_requests import EngineCoreOutput
 from stage_runtime.errors import ProtocolError, RequestError, describe
 
 ENGINE_CORE_DEAD: Final = b"ENGINE_CORE_DEAD"
-READY: Final = b"READY"  # then an engine's identity: it is connected
+KV: Final = b"KV"  # then an engine's identity, and a `crossing.ToStage`
+READY: Final = b"READY"  # last an engine's identity: it is connected. To clients with the pid, 8 bytes, between both
 COORDINATOR: Final = -1  # in place of a client's index
 NAME_MOST: Final = 1024
 
@@ -37,6 +39,7 @@ class EngineCoreRequestType(Enum):
     WAKEUP = b"\x05"  #: Nothing: inside the process.
     EXTEND = b"\x06"  #: `AddHeader`, then a `prompt_rows.Extension`.
     ATTACH = b"\x07"  #: `Attach`: a further front end is there.
+    KV = b"\x08"  #: A `crossing.ToEngine`.
 
 
 class AddHeader(msgspec.Struct, frozen=True, array_like=True):
@@ -64,8 +67,10 @@ class StartWave(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SchedulerStats(msgspec.Struct, frozen=True, array_like=True):
-    """After a step, or now and then: an engine's sign of life. kv_blocks: all there are, and those in use. held:
-    requests that wait for what comes from outside, see `Scheduler.held`. parts: `EngineCore.gauges`.
+    """An engine's sign of life, sent after a step, and now and then while it has nothing to compute.
+
+    kv_blocks: all there are. held: requests that wait for something from outside, see `Scheduler.held`. parts:
+    `EngineCore.gauges`.
     """
 
     waiting: int
@@ -94,7 +99,7 @@ class Refused(msgspec.Struct, frozen=True, array_like=True):
 
 
 def refused(request_id: str, error: Exception) -> Refused:
-    """For what an engine raises while it checks a request."""
+    """The refusal that a client gets for an error which an engine raised while it checked a request."""
     match error:
         case RequestError():
             return Refused(request_id, error.code, error.message, error.param)
@@ -128,12 +133,22 @@ class EngineCoreOutputs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     start_wave: int | None = None
 
 
-# --- the handshake: EngineHello → Init → EngineReady or EngineFailed --------------------------------------------------
+# --- the handshake: EngineHello → Init → EngineLoading … → EngineReady or EngineFailed -------------------------------
 
 
 class EngineHello(msgspec.Struct, frozen=True, tag="HELLO"):
     engine_index: int
     pid: int
+
+
+class EngineLoading(msgspec.Struct, frozen=True, tag="LOADING"):
+    """A report of loading, as of `StageContext.progress`. An engine may send any number before it is ready."""
+
+    engine_index: int
+    message: str
+    done: float = 0.0
+    total: float = 0.0
+    unit: str = ""
 
 
 class Coordination(msgspec.Struct, frozen=True, kw_only=True):

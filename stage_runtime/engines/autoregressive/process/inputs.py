@@ -10,11 +10,14 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any, Final
 
+from stage_runtime.engines.autoregressive.connectors.crossing import ToEngine
 from stage_runtime.engines.autoregressive.core.busy_loop import RequestType
-from stage_runtime.engines.autoregressive.core.engine_core import EngineCore, EngineCoreRequest
+from stage_runtime.engines.autoregressive.core.engine_core import EngineCore
+from stage_runtime.engines.autoregressive.core.engine_requests import EngineCoreRequest
 from stage_runtime.engines.autoregressive.process.engine_messages import (
     READY,
     AddHeader,
@@ -48,9 +51,10 @@ class Inputs:
         utilities: Callable[[str], Callable[..., Any] | None],
         clients: int,
         on_client: Callable[[int, bool], None] = lambda client, there: None,
+        on_kv: Callable[[ToEngine], None] = lambda message: None,
     ) -> None:
         """refuse, answer: to a client, by its index. utilities: a function by its name. on_client: a further client
-        is there, or its process has ended.
+        is there, or its process has ended. on_kv: takes messages of the stage about blocks that cross.
         """
         #: For `get`. An ADD has a third part: the wave in which it was sent.
         self.queue: SimpleQueue[tuple[RequestType, Any]] = SimpleQueue()
@@ -72,6 +76,8 @@ class Inputs:
         self._arguments: MsgpackDecoder[list[Any]] = MsgpackDecoder(list)
         self._waves = MsgpackDecoder(StartWave)
         self._attaches = MsgpackDecoder(Attach)
+        self._kv = MsgpackDecoder[ToEngine](ToEngine)  # type: ignore[arg-type]  # a union is not a type for mypy
+        self._on_kv = on_kv
         self._poller = multipart.Poller()
         self._on_client = on_client
         self._attached: dict[int, int] = {}  #: pidfd of each further client.
@@ -178,6 +184,8 @@ class Inputs:
             case EngineCoreRequestType.RELEASE:
                 for name in self._ids.decode(frames):
                     self.queue.put((RequestType.RELEASE, name))
+            case EngineCoreRequestType.KV:
+                self._on_kv(self._kv.decode(frames))
             case EngineCoreRequestType.ATTACH:
                 self._take_attach(self._attaches.decode(frames))
             case EngineCoreRequestType.START_DP_WAVE:
@@ -225,7 +233,9 @@ class Inputs:
         self._refuse(client, refused)
 
     def _take_abort(self, names: list[str]) -> None:
-        """To both queues: a step that is computed drops them at its end, and the order among messages is kept."""
+        """Puts the ids into both queues: the step that is computed drops these requests at its end, and the queue of
+        messages keeps the order.
+        """
         for name in names:
             if self.owners.pop(name, None) is not None:
                 self._core.aborts_queue.put(name)
@@ -265,9 +275,18 @@ class Inputs:
 
         def run(core: EngineCore) -> None:
             try:
-                output = UtilityOutput(call.call_id, function(core, *arguments))
+                result = function(core, *arguments)
             except Exception as error:
-                output = UtilityOutput(call.call_id, failure=describe(error))
-            self._answer(client, output)
+                self._answer(client, UtilityOutput(call.call_id, failure=describe(error)))
+                return
+            if isinstance(result, Future):  # it goes on beside the steps
+                result.add_done_callback(lambda done: self._answer(client, _output_of(call.call_id, done)))
+            else:
+                self._answer(client, UtilityOutput(call.call_id, result))
 
         self.queue.put((RequestType.UTILITY, run))
+
+
+def _output_of(call_id: int, done: Future[Any]) -> UtilityOutput:
+    error = done.exception()
+    return UtilityOutput(call_id, done.result() if error is None else None, None if error is None else describe(error))

@@ -13,10 +13,12 @@ from typing import Any, Final, TypeAlias
 
 import msgspec
 
+from stage_runtime.engines import bars
 from stage_runtime.engines.autoregressive.process.engine_messages import (
     Coordination,
     EngineFailed,
     EngineHello,
+    EngineLoading,
     EngineReady,
     Init,
     identity,
@@ -25,7 +27,7 @@ from stage_runtime.errors import ConfigurationError
 from stage_runtime.sockets import multipart
 
 ENGINE: Final = "stage_runtime.engines.autoregressive.process"  #: The program of an engine that is alone.
-_Greeting: TypeAlias = EngineHello | EngineReady | EngineFailed
+_Greeting: TypeAlias = EngineHello | EngineLoading | EngineReady | EngineFailed
 
 
 class EngineLaunch(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,7 +94,7 @@ class ForeignProcess:
         return -1 if multipart.wait_for_exit([self.pidfd], 0) else None
 
     def signal(self, number: int) -> None:
-        """Its starter's business."""
+        """Does nothing: the process that has started the engine signals it."""
 
     def close(self) -> None:
         if self.pidfd >= 0:
@@ -153,6 +155,7 @@ def _greet(
     processes: Sequence[EngineProcess], handshake: multipart.FrameSocket, init: bytes, within_s: float
 ) -> dict[int, EngineReady]:
     ready: dict[int, EngineReady] = {}
+    loading: dict[int, float] = {}
     poller = multipart.Poller(handshake, *(one.pidfd for one in processes))
     deadline = time.monotonic() + within_s
     while len(ready) < len(processes):
@@ -164,6 +167,10 @@ def _greet(
             match greeting:
                 case EngineHello():
                     handshake.send([sender, init])
+                case EngineLoading(index, message, done, total, unit):
+                    loading[index] = done / total if total else 0.0
+                    if loading[index] <= min(loading.values()):  # the slowest engine's
+                        bars.pass_on(message, done, total, unit)
                 case EngineReady(index):
                     ready[index] = greeting
                 case EngineFailed(index, message):

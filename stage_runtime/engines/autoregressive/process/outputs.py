@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import threading
+import time
 from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
 from typing import Final
 
 import msgspec
 
+from stage_runtime.engines.autoregressive.connectors.crossing import ToStage
 from stage_runtime.engines.autoregressive.process.buffers import BufferPool
 from stage_runtime.engines.autoregressive.process.engine_messages import (
     COORDINATOR,
     ENGINE_CORE_DEAD,
+    KV,
     READY,
     EngineCoreOutputs,
     UtilityOutput,
@@ -27,7 +31,7 @@ from stage_runtime.sockets import multipart
 log = logging.getLogger(__name__)
 
 JOIN_S: Final = 6.0
-BEAT_S: Final = 1.0  # an engine that has nothing to send sends a sign of life
+BEAT_S: Final = 1.0  # so often an engine sends a sign of life
 
 
 class OutputThread:
@@ -37,10 +41,11 @@ class OutputThread:
         """alive: what every client gets after a second without output; called in the thread."""
         self._engine_index = engine_index
         self._alive = alive
-        self._queue: SimpleQueue[tuple[int, EngineCoreOutputs] | bytes | None] = SimpleQueue()
+        self._queue: SimpleQueue[tuple[int, EngineCoreOutputs | ToStage] | bytes | None] = SimpleQueue()
         self._encoder = MsgpackEncoder()
         self._thread: threading.Thread | None = None
-        self._attached = {COORDINATOR, 0}  #: Who is there. The first client has started this process.
+        self._alive_due = 0.0
+        self._attached = {COORDINATOR, 0}  #: Clients that get output. Client 0 has started this process.
 
     def attach(self, client: int) -> None:
         self._attached.add(client)
@@ -49,7 +54,7 @@ class OutputThread:
         """Its process has ended: what is for it is dropped."""
         self._attached.discard(client)
 
-    def put(self, client: int, outputs: EngineCoreOutputs) -> None:
+    def put(self, client: int, outputs: EngineCoreOutputs | ToStage) -> None:
         self._queue.put((client, outputs))
 
     def start(self, context: multipart.SocketContext, endpoints: Sequence[str], coordinator: str | None = None) -> None:
@@ -59,7 +64,8 @@ class OutputThread:
                 sockets[COORDINATOR] = context.connect("PUSH", coordinator)
             try:
                 for socket in sockets.values():
-                    socket.send([READY, identity(self._engine_index)])  # by which the peer knows that it is connected
+                    # by which the peer knows that it is connected
+                    socket.send([READY, os.getpid().to_bytes(8, "little"), identity(self._engine_index)])
                 self._write(sockets)
             except Exception:
                 log.exception("the engine's output thread failed")
@@ -88,15 +94,24 @@ class OutputThread:
             if client not in self._attached:
                 continue
             buffer = pool.take()
-            frames = self._encode(msgspec.structs.replace(outputs, engine_index=self._engine_index), buffer)
+            if isinstance(outputs, EngineCoreOutputs):
+                frames = self._encode(msgspec.structs.replace(outputs, engine_index=self._engine_index), buffer)
+            else:
+                frames = [KV, identity(self._engine_index), *self._encoder.encode_into(outputs, buffer)]
             pool.sent(sockets[client].send(frames, track=True, block=True), buffer, frames)
 
-    def _next(self, sockets: dict[int, multipart.FrameSocket]) -> tuple[int, EngineCoreOutputs] | bytes | None:
-        """The next item of the queue. Meanwhile clients get a sign of life."""
+    def _next(
+        self, sockets: dict[int, multipart.FrameSocket]
+    ) -> tuple[int, EngineCoreOutputs | ToStage] | bytes | None:
+        """The next item of the queue. Clients get a sign of life now and then, also while blocks alone are sent."""
         while True:
+            left = self._alive_due - time.monotonic()
             try:
-                return self._queue.get(timeout=BEAT_S)
+                if left > 0:
+                    return self._queue.get(timeout=left)
+                raise Empty
             except Empty:
+                self._alive_due = time.monotonic() + BEAT_S
                 alive = msgspec.structs.replace(self._alive(), engine_index=self._engine_index)
                 frames = self._encoder.encode(alive)
                 for client, socket in sockets.items():

@@ -7,8 +7,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from stage_runtime.engines.autoregressive.connectors.crossing import CrossingRooms
 from stage_runtime.engines.autoregressive.core.busy_loop import BusyLoop, RequestType
-from stage_runtime.engines.autoregressive.core.engine_core import EngineCore, EngineCoreOutput
+from stage_runtime.engines.autoregressive.core.engine_core import EngineCore
+from stage_runtime.engines.autoregressive.core.engine_requests import EngineCoreOutput
 from stage_runtime.engines.autoregressive.core.operations import OPERATIONS
 from stage_runtime.engines.autoregressive.core.serving import Served
 from stage_runtime.engines.autoregressive.process.engine_messages import (
@@ -23,6 +25,7 @@ from stage_runtime.engines.autoregressive.process.engine_messages import (
 from stage_runtime.engines.autoregressive.process.inputs import Inputs
 from stage_runtime.engines.autoregressive.process.outputs import OutputThread
 from stage_runtime.engines.autoregressive.process.reporting import stats_of
+from stage_runtime.engines.autoregressive.process.tracing import EngineTrace
 from stage_runtime.rules.autoregressive.steps import SchedulerOutput
 from stage_runtime.sockets import multipart
 
@@ -37,14 +40,17 @@ class EngineCoreProc:
         self.step_counter = 0
         self.current_wave = 0
         self._core = served.core
+        self._trace = EngineTrace()
         self._utilities: dict[str, Callable[..., Any]] = {
             "stats": lambda core: self.stats(),
             **OPERATIONS,
             **served.utilities,
+            **self._trace.utilities,
         }
         self._init = init
         self._context = multipart.SocketContext()
         self.outputs = OutputThread(engine_index, alive=lambda: EngineCoreOutputs(scheduler_stats=self.stats()))
+        self.rooms = CrossingRooms(lambda message: self.outputs.put(0, message))
         self._announced: set[str] = set()  #: Requests of which clients know that they are computed.
         self.inputs = Inputs(
             served.core,
@@ -53,10 +59,12 @@ class EngineCoreProc:
             utilities=self._utilities.get,
             clients=len(init.inputs),
             on_client=lambda client, there: (self.outputs.attach if there else self.outputs.detach)(client),
+            on_kv=lambda message: self.rooms.take(message, draining=self.inputs.draining),
         )
         served.core.on_scheduled = self._on_scheduled
+        served.core.post = self._post
         if served.connect is not None:
-            served.connect(post=self._post)
+            served.connect(post=self._post, rooms=self.rooms)
         self.loop = self._make_loop()
 
     def _post(self, function: Callable[[], None]) -> None:
@@ -80,7 +88,7 @@ class EngineCoreProc:
         )
 
     def run_busy_loop(self) -> None:
-        """Until shutdown is completed. What ends it otherwise is sent to every client, and raised."""
+        """Runs the loop until the shutdown is completed. An error that ends it is sent to every client and raised."""
         dead = True
         try:
             self.loop.run_busy_loop()
@@ -94,6 +102,7 @@ class EngineCoreProc:
                     self.outputs.put(client, EngineCoreOutputs(refused=(refused,)))
             self.outputs.stop(dead=dead)
             self._context.close()
+            self._trace.close()  # last: clients learn at once that it ends
 
     def request_shutdown(self, *, drain: bool = True) -> None:
         """drain: finish what is under way; what comes now is refused."""
@@ -133,7 +142,7 @@ class EngineCoreProc:
         return []
 
     def stats(self) -> SchedulerStats:
-        """In any thread: single numbers are read."""
+        """The engine's counts now. Any thread may call it: it reads single numbers."""
         return stats_of(self._core, step_counter=self.step_counter, current_wave=self.current_wave)
 
     def _answer(self, client: int, output: UtilityOutput) -> None:

@@ -6,29 +6,32 @@ it. SIGINT is the parent's business: a terminal sends it to both.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any, Final, TypeAlias
 
 import msgspec
 
 from stage_runtime import diagnostics
-from stage_runtime.engines import ending
+from stage_runtime.engines import bars, ending
 from stage_runtime.engines.autoregressive.core.serving import Served
 from stage_runtime.engines.autoregressive.process import parents, titles
 from stage_runtime.engines.autoregressive.process.engine_messages import (
     EngineFailed,
     EngineHello,
+    EngineLoading,
     EngineReady,
     Init,
     identity,
 )
 from stage_runtime.engines.autoregressive.process.proc import EngineCoreProc
 from stage_runtime.engines.resolving import resolve
-from stage_runtime.errors import ConfigurationError, format_traceback
+from stage_runtime.errors import ConfigurationError, PeerError, format_traceback
 from stage_runtime.sockets import multipart
 
 HANDSHAKE_S: Final = 60.0
@@ -62,7 +65,14 @@ def _serve(kind: Kind) -> None:
         handshake.send([encode(EngineHello(index, os.getpid()))])
         init = _receive(handshake)
         try:
-            proc = _make(kind(init), init, index)
+            sending = threading.Lock()  # downloads have threads
+
+            def loading(message: str, done: float, total: float, unit: str) -> None:
+                with sending, contextlib.suppress(PeerError):
+                    handshake.send([encode(EngineLoading(index, message, done, total, unit))])
+
+            with bars.reported(loading):
+                proc = _make(kind(init), init, index)
         except BaseException as error:
             handshake.send([encode(EngineFailed(index, format_traceback(error)))])
             raise

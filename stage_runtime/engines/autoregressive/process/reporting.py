@@ -7,7 +7,7 @@ from stage_runtime.engines.autoregressive.process.engine_messages import Schedul
 
 
 def stats_of(core: EngineCore, *, step_counter: int = 0, current_wave: int = 0) -> SchedulerStats:
-    """In any thread: single numbers are read."""
+    """The counts of an engine core now. Any thread may call it: it reads single numbers."""
     scheduler = core.scheduler
     pool, stats = scheduler.pool, scheduler.stats
     return SchedulerStats(

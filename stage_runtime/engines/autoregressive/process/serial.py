@@ -52,7 +52,7 @@ class MsgpackEncoder:
         return self.encode_into(value, bytearray())
 
     def encode_into(self, value: Any, buffer: bytearray) -> list[Buffer]:
-        """As `encode`; the first frame is ``buffer``, written from its start and cut to the message."""
+        """The same as `encode`; the first frame is ``buffer``, written from its start and cut to the message."""
         aux: list[Buffer] = [buffer]
         self._aux = aux
         try:

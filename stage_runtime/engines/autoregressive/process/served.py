@@ -2,24 +2,44 @@
 
 from __future__ import annotations
 
-from functools import partial
+import logging
 from typing import Any
 
 import torch
 
 from stage_runtime.api import Autoregressive
 from stage_runtime.engines import gpumemory
-from stage_runtime.engines.autoregressive.connectors import folder
-from stage_runtime.engines.autoregressive.core.serving import Served
+from stage_runtime.engines.autoregressive.connectors import folder, pairing
+from stage_runtime.engines.autoregressive.core.kv_connector import Post
+from stage_runtime.engines.autoregressive.core.serving import EngineKV, Served
 from stage_runtime.engines.autoregressive.loading.loader import load
+
+log = logging.getLogger(__name__)
 
 
 def autoregressive(**fields: Any) -> Served:
-    """The engine of ``omni.Autoregressive(**fields)``. ``device``: of torch. ``gpu_share``: of it, for this process."""
-    device, share = fields.pop("device", "cpu"), fields.pop("gpu_share", None)
+    """The engine of ``omni.Autoregressive(**fields)``. ``device``: of torch. ``gpu_share``: of it, for this process.
+    ``kv_role``: with `disaggregation`.
+    """
+    device, share, role = fields.pop("device", "cpu"), fields.pop("gpu_share", None), fields.pop("kv_role", "")
     if share is not None:
         gpumemory.cap(share, torch.device(device).index or 0)
     spec = Autoregressive(**fields)
-    loaded = load(spec, device=device, digest=bool(spec.kv_folder))
-    connect = partial(folder.connect, loaded.core, loaded.runner, spec, loaded.weights) if spec.kv_folder else None
+    loaded = load(spec, device=device, digest=bool(spec.kv_folder or role))
+
+    def connect(*, post: Post, rooms: EngineKV) -> None:
+        if role:
+            pairing.connect(
+                spec,
+                loaded,
+                rooms,
+                role,
+                post=post,
+                source=lambda request: request.kv_source,
+                notice=rooms.tell,
+                progress=log.info,
+            )
+        elif spec.kv_folder:
+            folder.connect(loaded.core, loaded.runner, spec, loaded.weights, post=post)
+
     return Served(loaded.core, loaded.num_blocks, dummy_batch=loaded.runner.execute_dummy_batch, connect=connect)

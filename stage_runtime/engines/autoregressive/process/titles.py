@@ -11,5 +11,8 @@ _PR_SET_NAME: Final = 15  # linux/prctl.h; of the calling thread, which is the p
 
 
 def take(name: str) -> None:
-    """On the main thread. Longer names are cut; the arguments of the process have them whole."""
+    """Names the process in ``ps`` and ``top``. The main thread calls it.
+
+    A longer name than `MOST` bytes is cut; the arguments of the process have it whole.
+    """
     ctypes.CDLL(None).prctl(_PR_SET_NAME, ctypes.c_char_p(name.encode()[:MOST]), 0, 0, 0)

@@ -1,1 +1,1 @@
-"""From logits to tokens: the parameters of a request, and the sampler of a step."""
+"""Chooses tokens by their logits: the parameters of a request, and the sampler of a step."""

@@ -1,12 +1,17 @@
-"""How tokens are chosen and when a request ends: one value for each request, checked when it is made."""
+"""How tokens are chosen and when a request ends: one value for each request, checked when it is made.
+
+The one place for a parameter of the engine: its field says how it is read, within which bounds, and which other engines
+take it as it is. What clients may send is `web.reading.generation_fields`'.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import Enum
-from typing import Any, Final
+from typing import Annotated, Any, Final, get_type_hints
 
 import msgspec
+from msgspec import Meta
 
 from stage_runtime.engines.autoregressive.text import call_forms
 from stage_runtime.engines.autoregressive.text.grammar_texts import Grammar
@@ -23,9 +28,28 @@ GREEDY_BELOW: Final = 1e-5  # as in vLLM: divided by less, f32 logits soon overf
 
 
 class OutputKind(Enum):
-    DELTA = "delta"  #: What is new since the last output; outputs that were not taken yet are joined.
+    DELTA = "delta"  #: New text and tokens since the last output; outputs that were not taken yet are joined.
     CUMULATIVE = "cumulative"  #: Everything so far.
     FINAL_ONLY = "final_only"  #: One output, at the end.
+
+
+class Reading(msgspec.Struct, frozen=True):
+    """How a field is read from a request's parameters of its name, and which other engines mean the same by it."""
+
+    bounds: tuple[float, float] | None = None  #: The lowest and the highest; integers where the value is one.
+    flag: bool = False
+    engines: tuple[str, ...] = ()  #: Names of `omni.Autoregressive.engine`.
+
+
+_KEY: Final = "reading"
+
+
+def _within(lowest: float, highest: float, *engines: str) -> Meta:
+    return Meta(extra={_KEY: Reading((lowest, highest), engines=engines)})
+
+
+def _flag(*engines: str) -> Meta:
+    return Meta(extra={_KEY: Reading(flag=True, engines=engines)})
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,27 +65,27 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     hidden_rows: the last hidden row of each token.
     """
 
-    max_tokens: int = 256
-    min_tokens: int = 0
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
+    max_tokens: Annotated[int, _within(1, 10**9, "openvino", "vllm")] = 256
+    min_tokens: Annotated[int, _within(0, 10**9, "openvino", "vllm")] = 0
+    temperature: Annotated[float, _within(0.0, 2.0, "openvino", "vllm")] = 1.0
+    top_p: Annotated[float, _within(0.0, 1.0, "openvino")] = 1.0
+    top_k: Annotated[int, _within(-1, 10**9, "openvino", "vllm")] = 0
+    min_p: Annotated[float, _within(0.0, 1.0, "vllm")] = 0.0
+    repetition_penalty: Annotated[float, _within(0.01, 10.0, "openvino", "vllm")] = 1.0
+    presence_penalty: Annotated[float, _within(-2.0, 2.0, "openvino", "vllm")] = 0.0
+    frequency_penalty: Annotated[float, _within(-2.0, 2.0, "openvino", "vllm")] = 0.0
     logit_bias: dict[int, float] = {}
-    seed: int | None = None
+    seed: Annotated[int | None, Meta(extra={_KEY: Reading(engines=("vllm",))})] = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    n: int = 1
+    ignore_eos: Annotated[bool, _flag("openvino", "vllm")] = False
+    logprobs: Annotated[int | None, _within(0, MAX_LOGPROBS, "vllm")] = None
+    prompt_logprobs: Annotated[int | None, _within(0, MAX_LOGPROBS, "vllm")] = None
+    n: Annotated[int, _within(1, MAX_CHOICES)] = 1
     echo: bool = False
-    include_stop_str_in_output: bool = False
-    skip_special_tokens: bool = True
-    return_token_ids: bool = False
+    include_stop_str_in_output: Annotated[bool, _flag()] = False
+    skip_special_tokens: Annotated[bool, _flag()] = True
+    return_token_ids: Annotated[bool, _flag()] = False
     grammar: Grammar | None = None
     hidden_rows: bool = False
     output_kind: OutputKind = OutputKind.DELTA
@@ -86,22 +110,23 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         return bool(self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty)
 
 
-_FLAGS: Final = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "return_token_ids")
-#: field -> (lowest, highest). Integers where both are.
-_BOUNDS: Final[dict[str, tuple[float, float]]] = {
-    "max_tokens": (1, 10**9),
-    "min_tokens": (0, 10**9),
-    "temperature": (0.0, 2.0),
-    "top_p": (0.0, 1.0),
-    "top_k": (-1, 10**9),
-    "min_p": (0.0, 1.0),
-    "repetition_penalty": (0.01, 10.0),
-    "presence_penalty": (-2.0, 2.0),
-    "frequency_penalty": (-2.0, 2.0),
-    "logprobs": (0, MAX_LOGPROBS),
-    "prompt_logprobs": (0, MAX_LOGPROBS),
-    "n": (1, MAX_CHOICES),
-}
+def _readings() -> dict[str, Reading]:
+    found: dict[str, Reading] = {}
+    for name, hint in get_type_hints(SamplingParams, include_extras=True).items():
+        for meta in getattr(hint, "__metadata__", ()):
+            if isinstance(meta, Meta) and meta.extra is not None:
+                found[name] = meta.extra[_KEY]
+    return found
+
+
+_READINGS: Final = _readings()
+_BOUNDS: Final = {name: one.bounds for name, one in _READINGS.items() if one.bounds is not None}
+_FLAGS: Final = tuple(name for name, one in _READINGS.items() if one.flag)
+
+
+def fields_of(engine: str) -> frozenset[str]:
+    """The fields that another engine takes under the same name, in the same meaning."""
+    return frozenset(name for name, one in _READINGS.items() if engine in one.engines)
 
 
 def from_params(

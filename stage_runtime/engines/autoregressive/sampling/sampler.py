@@ -1,4 +1,4 @@
-"""From logits to tokens, for all rows of a step at once.
+"""Chooses a token for each row of a step by its logits, for all rows at once.
 
 A row's token depends on its own logits, parameters, seed and place alone, so a seed gives the same answer in any batch,
 after a preemption, and in another process: random numbers are hashes of (seed, place), not draws of a generator.
@@ -137,6 +137,20 @@ def sample(logits: Tensor, rows: Sequence[RowState], places: Sequence[int]) -> l
     return found
 
 
+def guess(logits: Tensor, rows: Sequence[RowState], places: Sequence[int]) -> list[int | None]:
+    """A draft's token for each row of ``[rows, vocabulary]`` f32: with the random number of the token that is guessed,
+    without penalties, bias and grammar. None: its logits are not finite. Nothing is noted in ``rows``.
+    """
+    best, tokens = logits.max(-1)
+    found: list[int | None] = tokens.tolist()
+    for index, (row, good) in enumerate(zip(rows, torch.isfinite(best).tolist(), strict=True)):
+        if not good:
+            found[index] = None
+        elif not row.params.greedy:
+            found[index] = _draw(logits[index], row.params, uniform(row.seed, places[index]))
+    return found
+
+
 def _logprobs(logits: Tensor, rows: Sequence[RowState]) -> dict[int, Tensor]:
     return {index: logits[index].log_softmax(-1) for index, row in enumerate(rows) if row.params.logprobs is not None}
 
@@ -149,7 +163,7 @@ def report(logprobs: Tensor, token: int, count: int) -> TokenLogprobs:
 
 
 def reports(logits: Tensor, tokens: Sequence[int], count: int) -> list[TokenLogprobs]:
-    """As `report` of each row. logits: ``[rows, vocabulary]``. tokens: of each row."""
+    """The `report` of each row. logits: ``[rows, vocabulary]``. tokens: one for each row."""
     found = []
     for start in range(0, len(tokens), ROWS_AT_ONCE):
         some = tokens[start : start + ROWS_AT_ONCE]

@@ -7,6 +7,7 @@ from typing import Protocol
 
 import msgspec
 
+from stage_runtime.engines.autoregressive.sampling.sampler import RowState
 from stage_runtime.engines.autoregressive.speculation.settings import Speculation
 from stage_runtime.rules.autoregressive.prompt_lookup import PromptLookup
 from stage_runtime.rules.autoregressive.steps import Row
@@ -15,8 +16,11 @@ from stage_runtime.rules.autoregressive.steps import Row
 class Proposer(Protocol):
     """Called in the thread that computes steps, with rows as they are computed."""
 
+    def add(self, request_id: str, state: RowState) -> None:
+        """Rows of this request will come. state: its sampler's, which is not changed."""
+
     def propose(self, rows: Sequence[Row]) -> Mapping[str, Sequence[int]]:
-        """Drafts by request id, each of at most `Row.spare` tokens. rows: those with room for one."""
+        """Drafts by request id, each of at most `Row.spare` tokens. rows: all of a step, before it is computed."""
 
     def take(self, row: Row, tokens: Sequence[int]) -> None:
         """A step has given a request these tokens."""
@@ -32,8 +36,10 @@ class NgramProposer:
         self._settings = settings
         self._known: dict[str, PromptLookup] = {}
 
+    def add(self, request_id: str, state: RowState) -> None: ...
+
     def propose(self, rows: Sequence[Row]) -> Mapping[str, Sequence[int]]:
-        return {row.request.id: self._known[row.request.id].draft(row.spare) for row in rows}
+        return {row.request.id: self._known[row.request.id].draft(row.spare) for row in rows if row.spare}
 
     def take(self, row: Row, tokens: Sequence[int]) -> None:
         request = row.request
@@ -57,13 +63,16 @@ class StepDrafts:
         self._of: dict[str, Sequence[int]] = {}
         self._accepted: dict[str, int] = {}  #: Tokens of a request's drafts that were right.
 
+    def add(self, request_id: str, state: RowState) -> None:
+        if self._proposer is not None:
+            self._proposer.add(request_id, state)
+
     def begin(self, rows: Sequence[Row]) -> Sequence[Row]:
         """The rows of a step where the tokens known by now place them, with their drafts' tokens counted."""
         if self._proposer is None:
             return rows
         placed = [self._placed(row) for row in rows]
-        room = [row for row in placed if row.spare]
-        self._of = {name: draft for name, draft in self._proposer.propose(room).items() if draft} if room else {}
+        self._of = {name: draft for name, draft in self._proposer.propose(placed).items() if draft}
         return [_longer(row, len(self.of(row))) for row in placed] if self._of else placed
 
     def _placed(self, row: Row) -> Row:

@@ -11,22 +11,28 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from stage_runtime.engines.autoregressive.sampling.sampler import RowState, Sampled, sample
 from stage_runtime.rules.autoregressive.steps import Row
 
 
-class Drafted(NamedTuple):
-    """A row whose draft is verified. first: where the logits after its draft's first token are."""
+class DraftedRow(NamedTuple):
+    """A row whose draft is verified. first: where the logits after its draft's first token are. masks: which tokens its
+    grammar allows after each token of the draft; None: it has none.
+    """
 
     row: Row
     state: RowState
     draft: Sequence[int]
     first: int
+    masks: Sequence[npt.NDArray[np.bool_]] | None = None
 
 
-def verify(drafted: Sequence[Drafted], sampled: Sequence[Sampled], logits: Tensor) -> list[list[Sampled]]:
+def verify(drafted: Sequence[DraftedRow], sampled: Sequence[Sampled], logits: Tensor) -> list[list[Sampled]]:
     """The new tokens of each row: those of its draft that are right, and the one sampled after them.
 
     sampled: what was chosen before each draft. logits: ``[draft tokens, vocabulary]`` f32, written into. An answer
@@ -39,6 +45,9 @@ def verify(drafted: Sequence[Drafted], sampled: Sequence[Sampled], logits: Tenso
         if not going:
             break
         rows = [drafted[index] for index in going]
+        for verified in rows:
+            if verified.masks is not None:
+                verified.state.mask = torch.from_numpy(~verified.masks[at])
         chosen = sample(
             logits[[one.first + at for one in rows]],
             [one.state for one in rows],
@@ -49,7 +58,7 @@ def verify(drafted: Sequence[Drafted], sampled: Sequence[Sampled], logits: Tenso
     return found
 
 
-def _goes_on(one: Drafted, at: int, token: int | None) -> bool:
+def _goes_on(one: DraftedRow, at: int, token: int | None) -> bool:
     """Whether the draft's token at ``at`` is the one that was chosen there, and does not end the answer."""
     if token is None or at >= len(one.draft) or token != one.draft[at]:
         return False

@@ -17,8 +17,9 @@ import msgspec
 
 from stage_runtime.api import Autoregressive, Generation, Prompt, StageContext
 from stage_runtime.engines.autoregressive.core.choices import Choice, Echo
-from stage_runtime.engines.autoregressive.core.engine_core import EngineCoreOutput, EngineCoreRequest
+from stage_runtime.engines.autoregressive.core.engine_requests import EngineCoreOutput, EngineCoreRequest
 from stage_runtime.engines.autoregressive.core.output_processor import OutputProcessor, RequestOutput
+from stage_runtime.engines.autoregressive.lora import settings as lora_settings
 from stage_runtime.engines.autoregressive.sampling import parameters
 from stage_runtime.engines.autoregressive.stage.client_reports import ClientReport
 from stage_runtime.engines.autoregressive.text import call_forms, decoding, prompting, reasoning, token_requests
@@ -108,6 +109,8 @@ class GenerationAnswers:
             parameters.SamplingParams(max_tokens=int(spec.params.get("max_tokens", 256))),
         )
         self._hidden_rows = spec.hidden_rows
+        self._adapts = lora_settings.checked(spec) is not None
+        self._model = spec.model
         self._context = context
         self._wake = wake
         self._abort = abort
@@ -209,6 +212,7 @@ class GenerationAnswers:
                 params=msgspec.structs.replace(params, n=1, seed=seed),
                 priority=prompt.priority,
                 cache_salt=prompt.cache_salt,
+                adapter=self._adapter(pending),
                 pin=prompt.pin,
                 data_parallel_rank=prompt.data_parallel_rank,
             )
@@ -217,6 +221,13 @@ class GenerationAnswers:
             except ValueError as error:
                 raise refusal(error) from error
         return entered
+
+    def _adapter(self, pending: _Pending) -> str:
+        """The adapter's name, of the author's prompt or of the client; empty: none."""
+        if pending.prompt.adapter is not None:
+            return pending.prompt.adapter
+        named = pending.payload.request.model
+        return named if self._adapts and named != self._model else ""
 
     def _with_thinking(
         self, prompt: Prompt, params: parameters.SamplingParams, tokens: Sequence[int]
@@ -237,7 +248,7 @@ class GenerationAnswers:
         return end.rstrip().endswith(THINK)
 
     def _encode_apart(self, pending: _Pending) -> None:
-        """On the encoder's thread: steps go on meanwhile."""
+        """Encodes a long prompt. The encoder's thread calls it: steps go on meanwhile."""
         if pending.work.cancelled:
             return
         try:
@@ -368,7 +379,7 @@ class GenerationAnswers:
             self._abort(others)
 
     def give_up(self, work: Work, error: BaseException) -> None:
-        """A request fails here, and the engine may be at it."""
+        """A request fails here; the engine may still be computing it."""
         names = self.names(work)
         if names:
             self.fail(names[0], error)

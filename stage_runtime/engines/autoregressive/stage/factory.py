@@ -1,4 +1,4 @@
-"""From `omni.Autoregressive` to the engine of a stage: in the stage's own thread, or in processes of their own."""
+"""Makes the engine of a stage from its `omni.Autoregressive`: in the stage's own thread, or in engine processes."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 from stage_runtime.api import Autoregressive, StageContext
 from stage_runtime.engines import gpumemory
 from stage_runtime.engines.autoregressive.clients import making
+from stage_runtime.engines.autoregressive.lora import settings as lora_settings
 from stage_runtime.engines.autoregressive.process.launching import EngineLaunch
 from stage_runtime.engines.autoregressive.stage.process_engine import MOST_ENGINES, EngineClient, ProcessEngine
 from stage_runtime.engines.base import Engine
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from stage_runtime.engines.autoregressive.stage.thread_engine import AutoregressiveEngine
 
 FACTORY: Final = "stage_runtime.engines.autoregressive.process.served:autoregressive"
-#: What an engine process needs not know: functions of the author, and what its client does.
+#: Fields that an engine process does not need: the author's functions, and those that its client acts on.
 _OF_THE_STAGE: Final = frozenset(
     {
         "prompt",
@@ -33,8 +34,6 @@ _OF_THE_STAGE: Final = frozenset(
         "own_process",
         "data_parallel_size",
         "cores",
-        "remote_prefill_tokens",
-        "kv_checksum",
         "frozen_after_s",
     }
 )
@@ -45,9 +44,8 @@ def make(spec: Autoregressive, context: StageContext | None, sources: Sequence[s
 
     Blocks until all is loaded. sources: upstream stages that stream into this one.
     """
-    from stage_runtime.engines.autoregressive.connectors import folder
+    from stage_runtime.engines.autoregressive.connectors import folder, pairing
     from stage_runtime.engines.autoregressive.loading import decoders, loader
-    from stage_runtime.engines.autoregressive.stage import pairing
 
     loader.check(spec)
     folder.check(spec)
@@ -69,10 +67,12 @@ def make(spec: Autoregressive, context: StageContext | None, sources: Sequence[s
         return _answering(spec, loaded, context, sources)
     tokenizer = decoders.tokenizer_of(spec)
     progress(f"starting {spec.data_parallel_size} engine processes with {spec.model}")
-    client = making.make_client(
-        launch_of(spec, device, name="" if context is None else context.name), engines=spec.data_parallel_size
-    )
-    return ProcessEngine(spec, client, tokenizer, context, sources)
+    name, role = ("", "") if context is None else (context.name, context.kv_role)
+    client = making.make_client(launch_of(spec, device, name=name, kv_role=role), engines=spec.data_parallel_size)
+    engine = ProcessEngine(spec, client, tokenizer, context, sources)
+    if context is not None and role:
+        engine.pair(client, context.kv, role, context)
+    return engine
 
 
 def _answering(
@@ -80,12 +80,11 @@ def _answering(
 ) -> AutoregressiveEngine:
     """The engine in the stage's thread: of the only rank, or of rank 0."""
     from stage_runtime.engines.autoregressive.connectors import folder
-    from stage_runtime.engines.autoregressive.stage import pairing
     from stage_runtime.engines.autoregressive.stage.thread_engine import AutoregressiveEngine
 
     engine = AutoregressiveEngine(spec, loaded.core, loaded.tokenizer, context, sources)
     if context is not None and context.kv_role:
-        pairing.connect(spec, loaded, context, post=engine.post, origin=engine.origin)
+        engine.pair(spec, loaded, context)
     elif spec.kv_folder:
         folder.connect(loaded.core, loaded.runner, spec, loaded.weights, post=engine.post)
     return engine
@@ -121,8 +120,8 @@ def _rank(spec: Autoregressive, context: StageContext, sources: Sequence[str]) -
     return _answering(spec, loaded, context, sources)
 
 
-def launch_of(spec: Autoregressive, device: str, *, name: str = "") -> EngineLaunch:
-    """How the engine processes of ``spec`` are started. name: the stage's."""
+def launch_of(spec: Autoregressive, device: str, *, name: str = "", kv_role: str = "") -> EngineLaunch:
+    """How the engine processes of ``spec`` are started. name, kv_role: the stage's."""
     fields = {name: getattr(spec, name) for name in spec.__struct_fields__ if name not in _OF_THE_STAGE}
     cores = tuple(tuple(one) for one in spec.cores)
     if not cores and device == "cpu" and spec.data_parallel_size > 1:
@@ -130,6 +129,10 @@ def launch_of(spec: Autoregressive, device: str, *, name: str = "") -> EngineLau
     if cores and spec.threads is None:
         fields["threads"] = len(cores[0])
     fields["device"] = device
+    if kv_role:
+        fields["kv_role"] = kv_role
+    if (adapters := lora_settings.checked(spec)) is not None:
+        fields["max_loras"] = adapters.most  # also of an engine that starts with fewer, or more, than are listed now
     if device != "cpu":  # engines that would each take what they find free would take it twice
         fields["gpu_share"] = (gpumemory.share_of_stage() or 1.0) / spec.data_parallel_size
     return EngineLaunch(factory=FACTORY, name=name, kwargs=fields, cores=cores, frozen_after_s=spec.frozen_after_s)

@@ -36,7 +36,7 @@ class _Streams:
         self.request: OmniRequest | None = None
         self.begun = False  #: The engine has it.
         self.whole = False  #: The engine knows that nothing more comes.
-        self.parts: list[Extension] = []  #: What has come before that.
+        self.parts: list[Extension] = []  #: Extensions that came before the engine had it.
 
 
 def extensions(given: Any) -> list[Extension]:

@@ -15,22 +15,31 @@ from typing import Any, Final, Protocol
 
 from stage_runtime.api import Autoregressive, StageContext
 from stage_runtime.engines import events
+from stage_runtime.engines.autoregressive.clients.async_mp import AsyncMPClient
 from stage_runtime.engines.autoregressive.clients.data_parallel import DPLBAsyncMPClient
+from stage_runtime.engines.autoregressive.connectors import crossing
 from stage_runtime.engines.autoregressive.core import operations
-from stage_runtime.engines.autoregressive.core.engine_core import EngineCoreRequest
+from stage_runtime.engines.autoregressive.core.engine_requests import EngineCoreRequest
 from stage_runtime.engines.autoregressive.process.engine_messages import EngineCoreOutputs, SchedulerStats
+from stage_runtime.engines.autoregressive.stage.adapting import EngineAdapters
 from stage_runtime.engines.autoregressive.stage.answers import GenerationAnswers
+from stage_runtime.engines.autoregressive.stage.engine_rooms import EngineRooms, RoomClient
 from stage_runtime.engines.autoregressive.stage.growing import FromStream, GrowingPrompts, Grown
+from stage_runtime.engines.autoregressive.stage.traces import EngineTraces
 from stage_runtime.engines.autoregressive.text.prompt_rows import Extension
 from stage_runtime.engines.base import Inbox, Outbox, Work
 from stage_runtime.engines.simple import TakesNoChunks
 from stage_runtime.errors import EngineDeadError, InvalidRequest, RequestError, describe
+from stage_runtime.kv_transfer.interface import KVTransport
+from stage_runtime.profiler.children import children
+from stage_runtime.rules.adapters import LOAD, UNLOAD
 
 log = logging.getLogger(__name__)
 
 LOOK_EVERY_S: Final = 1.0  # at whether engines compute; as often as they give signs of life
 MOST_ENGINES: Final = 64
 SCALE: Final = "scale_engines"
+LEAST_TOKENS: Final = "kv_least_tokens"  # the only gauge of which several engines' sum says nothing
 DRAIN_S: Final = 60.0  # engines finish what is under way, when the stage ends
 
 
@@ -69,6 +78,7 @@ class ProcessEngine:
         sources: Sequence[str] = (),
     ) -> None:
         """client: not attached to a loop yet. sources: upstream stages that stream into this one."""
+        self._rooms: EngineRooms | None = None
         self.takes_chunks = spec.stream is not None
         self._client = client
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -79,8 +89,19 @@ class ProcessEngine:
         self._replacing: set[asyncio.Task[None]] = set()
         self._operating: set[asyncio.Task[None]] = set()
         self._scaling = asyncio.Lock()
+        self._adapters = EngineAdapters(client) if isinstance(client, AsyncMPClient) else None
         self._outbox: Outbox
         self._inbox: Inbox
+
+    def pair(self, client: RoomClient, transport: KVTransport, role: str, context: StageContext) -> None:
+        """Called before `run`: the engines give out blocks, or take them in. client: that of this engine."""
+
+        def notice(event: str, name: str, **metadata: object) -> None:
+            request_id = crossing.request_of(role, name, self._answers.origin)
+            if request_id is not None:
+                context.emit(event, request_id, **metadata)
+
+        self._rooms = EngineRooms(transport, client, role, notice=notice)
 
     @property
     def ticks(self) -> int:
@@ -99,6 +120,11 @@ class ProcessEngine:
         self._client.on_scheduled = self._answers.scheduled
         self._client.on_stats = self._report
         self._client.attach()
+        if self._rooms is not None:
+            self._rooms.attach(self._loop)
+        traces = EngineTraces(self._client, self._loop) if isinstance(self._client, AsyncMPClient) else None
+        if traces is not None:
+            children.add(traces)
         reader = asyncio.create_task(self._read())
         reader.add_done_callback(lambda _task: self._arrived.set())
         self._inbox.on_abort(self._forget)
@@ -120,7 +146,11 @@ class ProcessEngine:
             reader.result()
         finally:
             reader.cancel()
+            if traces is not None:
+                children.remove(traces)
             self._loop = None
+            if self._rooms is not None:
+                self._rooms.detach()
             with contextlib.suppress(asyncio.CancelledError, EngineDeadError):
                 await reader
             await asyncio.gather(*self._replacing)  # or their processes would have no owner
@@ -128,7 +158,7 @@ class ProcessEngine:
             await self._client.close(drain_s=DRAIN_S if draining else 0.0)
 
     async def _wait(self) -> None:
-        """Until something arrives. Requests that no engine can compute wait for gates, or for rows of other stages."""
+        """Waits until something arrives. Requests that no engine can compute wait for gates, or other stages' rows."""
         parking = self._inbox.parking
         if not self._answers:
             parking.rest()
@@ -189,13 +219,30 @@ class ProcessEngine:
                 if event.operation == SCALE:
                     event.reply(await self._scale(event.arguments))
                     return
-                event.reply(sum(await self._client.call_each_async(operations.checked(event))))
+                if event.operation in (LOAD, UNLOAD):
+                    event.reply(await self._adapt(event))
+                    return
+                arguments = operations.checked(event)
+                results = await self._client.call_each_async(event.operation, *arguments)
+                event.reply(operations.joined(results))
             except Exception as error:
                 event.reply(error)
 
         task = asyncio.create_task(ask())
         self._operating.add(task)
         task.add_done_callback(self._operating.discard)
+
+    async def _adapt(self, event: events.Admin) -> Any:
+        """Load or unload an adapter in every engine, or in none; those that are started later have what these have.
+
+        Raises: RequestError, UtilityFailed: nothing is changed then.
+        """
+        arguments = operations.checked(event)
+        if self._adapters is None:
+            raise InvalidRequest(f"{event.operation}: adapters are for engine='own'")
+        if self._busy:
+            raise RequestError("unavailable", f"{event.operation}: engines are being started or ended")
+        return await self._adapters.carry_out(event.operation, arguments)
 
     async def _scale(self, arguments: dict[str, Any]) -> int:
         """How many engines there are afterwards. Raises: InvalidRequest, ConfigurationError: nothing is changed."""
@@ -208,17 +255,21 @@ class ProcessEngine:
             raise RequestError("unavailable", f"{SCALE}: engines are being started or ended")
         async with self._scaling:
             await client.scale_async(engines)
+            if self._adapters is not None:
+                await self._adapters.align()
         return engines
 
     async def _add(self, request: EngineCoreRequest) -> None:
         """Whatever is wrong with it fails it alone; that engines are dead fails all, by `_read`."""
         try:
+            if self._rooms is not None:
+                request = self._rooms.bound(request, self._answers.origin(request.request_id))
             await self._client.add_request_async(request)
         except Exception as error:
             self._answers.fail(request.request_id, _of_request(error))
 
     async def _extend(self, grown: Grown) -> None:
-        """As `_add`."""
+        """Sends more of a request's prompt to its engine; an error fails that request alone, as in `_add`."""
         try:
             await self._client.extend_request_async(grown.name, grown.more)
         except Exception as error:
@@ -270,6 +321,8 @@ class ProcessEngine:
                 log.error("engine %d could not be replaced, the stage goes on without it: %s", rank, describe(error))
                 return
             log.warning("engine %d was replaced", rank)
+            if self._adapters is not None:
+                await self._adapters.align()
 
     def _report(self) -> None:
         """The values of all engines of this instance for `/metrics`."""
@@ -286,7 +339,7 @@ class ProcessEngine:
             "prefix_hit_tokens_total": sum(one.prefix_hit_tokens for one in stats),
             "generated_tokens_total": sum(one.generated_tokens for one in stats),
             **{
-                name: sum(one.parts.get(name, 0) for one in stats)
+                name: (max if name == LEAST_TOKENS else sum)(one.parts.get(name, 0) for one in stats)
                 for name in set().union(*(one.parts for one in stats))
             },
         }

@@ -13,14 +13,18 @@ from typing import Any
 
 from stage_runtime.api import Autoregressive, StageContext
 from stage_runtime.engines import events
+from stage_runtime.engines.autoregressive.connectors import crossing, pairing
 from stage_runtime.engines.autoregressive.core import operations
 from stage_runtime.engines.autoregressive.core.busy_loop import BusyLoop, RequestType
-from stage_runtime.engines.autoregressive.core.engine_core import EngineCore, EngineCoreOutput, EngineCoreRequest
+from stage_runtime.engines.autoregressive.core.engine_core import EngineCore
+from stage_runtime.engines.autoregressive.core.engine_requests import EngineCoreOutput, EngineCoreRequest
 from stage_runtime.engines.autoregressive.stage.answers import Entered, GenerationAnswers
 from stage_runtime.engines.autoregressive.stage.growing import FromStream, GrowingPrompts, Grown
 from stage_runtime.engines.base import Inbox, Outbox, Work
 from stage_runtime.engines.simple import TakesNoChunks
 from stage_runtime.errors import refusal
+from stage_runtime.kv_transfer import interface
+from stage_runtime.kv_transfer.interface import KVTransport, Source
 from stage_runtime.rules.autoregressive import balancing
 from stage_runtime.rules.autoregressive.requests import Request
 from stage_runtime.rules.autoregressive.steps import SchedulerOutput
@@ -55,7 +59,7 @@ class AutoregressiveEngine:
             check=self._check,
         )
         self._growing = GrowingPrompts(spec.stream, sources, self._answers) if spec.stream and sources else None
-        self._items: deque[tuple[RequestType, Any]] = deque()  #: What follows from the events that were taken.
+        self._items: deque[tuple[RequestType, Any]] = deque()  #: Orders for the loop, made from events that were taken.
         self._outbox: Outbox
         self._inbox: Inbox
         self._loop: BusyLoop
@@ -64,6 +68,7 @@ class AutoregressiveEngine:
         self._inbox, self._outbox = inbox, outbox
         self._answers.outbox = outbox
         self._core.on_scheduled = self._on_scheduled
+        self._core.post = self.post
         self._loop = BusyLoop(
             self._core,
             self,
@@ -82,9 +87,32 @@ class AutoregressiveEngine:
         self._items.append((RequestType.UTILITY, lambda _core: function()))
         self._arrived.set()
 
-    def origin(self, name: str) -> str | None:
-        """The request to which the engine's request ``name`` belongs, by the id that the process knows."""
-        return self._answers.origin(name)
+    def pair(self, spec: Autoregressive, loaded: pairing.Built, context: StageContext) -> None:
+        """Called before `run`: the engine gives out blocks, or takes them in.
+
+        Raises: ConfigurationError: it cannot.
+        """
+        transport: KVTransport = context.kv
+
+        def source(request: EngineCoreRequest) -> Source | None:
+            origin = self._answers.origin(request.request_id)
+            return None if origin is None else interface.source_of(transport, origin)
+
+        def notice(event: str, name: str, **metadata: object) -> None:
+            request_id = crossing.request_of(context.kv_role, name, self._answers.origin)
+            if request_id is not None:
+                context.emit(event, request_id, **metadata)
+
+        pairing.connect(
+            spec,
+            loaded,
+            transport,
+            context.kv_role,
+            post=self.post,
+            source=source,
+            notice=notice,
+            progress=context.progress,
+        )
 
     # --- what comes in: `busy_loop.InputQueue` --------------------------------------------------------------------
 
@@ -108,7 +136,7 @@ class AutoregressiveEngine:
             block = False  # look once; the loop asks again
 
     def _wait(self) -> None:
-        """Until something arrives. What is still to be answered waits for gates."""
+        """Waits until something arrives. Requests that are not answered yet wait for gates meanwhile."""
         parking = self._inbox.parking
         if self._answers:
             with parking.at_gate():
@@ -121,7 +149,7 @@ class AutoregressiveEngine:
             parking.resume()
 
     def _check(self, request: EngineCoreRequest) -> Request:
-        """In any thread. Raises: ValueError: it cannot be computed here."""
+        """A request made ready for the core. Any thread may call it. Raises: ValueError: it cannot be computed here."""
         balancing.check_only(request.data_parallel_rank)
         return self._core.preprocess_add_request(request)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any, Final
 
@@ -17,8 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from stage_runtime.engines.autoregressive.model.adapted import AdapterFacts, AdapterRead, AdapterRefused
 from stage_runtime.engines.autoregressive.model.block_pages import BlockPages
-from stage_runtime.engines.autoregressive.model.model_runner import ModelRunner, Pass
+from stage_runtime.engines.autoregressive.model.input_batch import Pass
+from stage_runtime.engines.autoregressive.model.model_runner import ModelRunner
 from stage_runtime.engines.autoregressive.model.models import Computed
 from stage_runtime.engines.autoregressive.tensor_parallel import shares
 from stage_runtime.errors import describe
@@ -53,11 +56,30 @@ class Import(msgspec.Struct, frozen=True, tag="import", array_like=True):
     blocks: list[int]
 
 
+class ReadAdapter(msgspec.Struct, frozen=True, tag="read_adapter", array_like=True):
+    """Begin to read your share of an adapter, beside passes."""
+
+    number: int
+    path: str
+
+
+class KeepAdapter(msgspec.Struct, frozen=True, tag="keep_adapter", array_like=True):
+    """Compute the adapter from now on, whose files have this digest on rank 0, if all ranks have read it."""
+
+    number: int
+    path: str
+    digest: bytes
+
+
+class DropAdapter(msgspec.Struct, frozen=True, tag="drop_adapter", array_like=True):
+    number: int
+
+
 class End(msgspec.Struct, frozen=True, tag="end", array_like=True):
     """No more passes."""
 
 
-RankOrder = ComputePass | Clear | Export | Import | End
+RankOrder = ComputePass | Clear | Export | Import | ReadAdapter | KeepAdapter | DropAdapter | End
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(RankOrder).decode
 
@@ -108,7 +130,7 @@ class Ranks:
         return int(found)
 
     def send(self, order: RankOrder) -> None:
-        """To all other ranks. Of rank 0."""
+        """Sends an order to all other ranks. Only rank 0 calls it."""
         body = torch.frombuffer(bytearray(_encode(order)), dtype=torch.uint8)
         dist.broadcast(torch.tensor([body.numel()]), 0, group=self._orders)
         dist.broadcast(body, 0, group=self._orders)
@@ -156,7 +178,7 @@ class RankPages(BlockPages):
         shared, found = len(self._shared), self._own.item_nbytes
         return [*(one * self._ranks.size for one in found[:shared]), *found[shared:]]
 
-    def export(self, blocks: Sequence[int]) -> Tensor:
+    def export(self, blocks: Sequence[int], into: Tensor | None = None) -> Tensor:
         """Raises: RankLost: another rank does not give its part."""
         try:
             self._ranks.send(Export(list(blocks)))
@@ -164,7 +186,7 @@ class RankPages(BlockPages):
             parts = self._ranks.gather(own[:shared])
         except Exception as error:
             raise RankLost(f"tensor-parallel rank 0: blocks were not given out: {describe(error)}") from error
-        return torch.cat([shares.join(parts, self._shared, len(blocks)), own[shared:]])
+        return torch.cat([shares.join(parts, self._shared, len(blocks)), own[shared:]], out=into)
 
     def load(self, blocks: Sequence[int], flat: Tensor) -> None:
         """Raises: ValueError: it has another size. RankLost: another rank does not take its part."""
@@ -187,6 +209,7 @@ class Leading(ModelRunner):
         super().__init__(model, backend, **options)
         self.pages = RankPages(self.pages, ranks)
         self._ranks = ranks
+        self._paths: dict[int, str] = {}  #: Of adapters that are being read.
         self._ended = False
 
     def _compute(self, batch: Pass, plan: Any) -> Computed:
@@ -198,11 +221,37 @@ class Leading(ModelRunner):
             raise RankLost(f"tensor-parallel rank 0 of {self._ranks.size}: a pass failed: {describe(error)}") from error
 
     def clear(self, blocks: Sequence[int]) -> None:
+        self._order(Clear(list(blocks)))
+        super().clear(blocks)
+
+    def read_adapter(self, number: int, path: str) -> Future[AdapterRead]:
+        self._paths[number] = path
+        self._order(ReadAdapter(number, path))
+        return super().read_adapter(number, path)
+
+    def keep_adapter(self, number: int) -> AdapterFacts:
+        facts = super().keep_adapter(number)
+        path = self._paths.pop(number)
+        self._order(KeepAdapter(number, path, facts.digest))
         try:
-            self._ranks.send(Clear(list(blocks)))
+            everywhere = self._ranks.least(1)
         except RuntimeError as error:
             raise RankLost(f"tensor-parallel rank 0: another rank has ended: {describe(error)}") from error
-        super().clear(blocks)
+        if not everywhere:
+            super().drop_adapter(number)  # the others have dropped it
+            raise AdapterRefused(f"{path}: another tensor-parallel rank cannot load the same files: see its log")
+        return facts
+
+    def drop_adapter(self, number: int) -> None:
+        self._paths.pop(number, None)
+        self._order(DropAdapter(number))
+        super().drop_adapter(number)
+
+    def _order(self, order: RankOrder) -> None:
+        try:
+            self._ranks.send(order)
+        except RuntimeError as error:
+            raise RankLost(f"tensor-parallel rank 0: another rank has ended: {describe(error)}") from error
 
     def close(self) -> None:
         """Tell the others to end. Idempotent."""
@@ -234,8 +283,34 @@ def follow(runner: ModelRunner, ranks: Ranks) -> None:
                     case Import(blocks):
                         nbytes = len(blocks) * runner.pages.block_nbytes
                         runner.pages.load(blocks, ranks.scatter((), nbytes))
+                    case ReadAdapter(number, path):
+                        _read(runner, ranks, number, path)
+                    case KeepAdapter() as order:
+                        _keep(runner, ranks, order)
+                    case DropAdapter(number):
+                        runner.drop_adapter(number)
                     case End():
                         ranks.close()
                         return
     except Exception as error:
         raise RankLost(f"tensor-parallel rank {ranks.rank} of {ranks.size}: {describe(error)}") from error
+
+
+def _read(runner: ModelRunner, ranks: Ranks, number: int, path: str) -> None:
+    try:
+        runner.read_adapter(number, path)
+    except AdapterRefused as error:
+        log.warning("tensor-parallel rank %d: %s", ranks.rank, error)
+
+
+def _keep(runner: ModelRunner, ranks: Ranks, order: KeepAdapter) -> None:
+    """All ranks keep the adapter, or none does."""
+    kept = 0
+    try:
+        kept = int(runner.keep_adapter(order.number).digest == order.digest)
+        if not kept:
+            log.warning("tensor-parallel rank %d: %s has other files than on rank 0", ranks.rank, order.path)
+    except AdapterRefused as error:
+        log.warning("tensor-parallel rank %d: %s", ranks.rank, error)
+    if not ranks.least(kept):
+        runner.drop_adapter(order.number)

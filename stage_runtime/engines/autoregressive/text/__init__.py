@@ -1,1 +1,1 @@
-"""Between the words of a client and the tokens of the engine: prompts, calls of tools, grammars, tokens to text."""
+"""Translates between clients' text and the engine's tokens: prompts, calls of tools, grammars, tokens to text."""

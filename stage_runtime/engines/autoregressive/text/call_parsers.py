@@ -65,7 +65,9 @@ class Parser(Protocol):
     def feed(self, text: str) -> Found: ...
 
     def flush(self, *, cut: bool) -> Found:
-        """At the end. cut: by a bound of tokens, so that what may be the beginning of a call is one."""
+        """Text and calls held until the answer's end. cut: a bound of tokens ended it, so text that may begin a call
+        counts as the beginning of one.
+        """
 
 
 class _Parser:
@@ -148,7 +150,7 @@ class CallParser(_Parser):
 
     def __init__(self, asked: Asked) -> None:
         super().__init__(asked)
-        self._inside = False  #: What is held begins with a begin.
+        self._inside = False  #: The held text begins with the mark of a call's beginning.
         self._read = 0  #: Characters of it in which no call ends.
         self._follows = False  #: It follows a call.
 
@@ -236,8 +238,8 @@ class JSONCallParser(_Parser):
         self._opening = opening
         self._mark = mark
         self._unmarked = unmarked
-        self._text = False  #: What comes is text, until the next mark.
-        self._marked = 0  #: Characters up to the end of a mark with which what is held begins; 0: it begins with none.
+        self._text = False  #: Everything until the next mark is text.
+        self._marked = 0  #: Characters of a mark with which the held text begins, and before it; 0: there is none.
         self._called = False  #: It follows a call.
         self._reset()
 
@@ -316,7 +318,7 @@ class JSONCallParser(_Parser):
             self._marked, self._called = len(tag), False
 
     def _named_begin(self) -> int | None:
-        """As `_begin`, of a call whose name stands before its arguments."""
+        """The same as `_begin`, for a call whose name stands before its arguments."""
         named = _NAMED.match(self._held, self._marked)
         place = self._held.find("{", self._marked)
         if place >= 0:

@@ -46,7 +46,7 @@ def calls_in(body: str) -> list[Call]:
 
 
 def named_call(name: str, arguments: str) -> list[Call]:
-    """As `calls_in`, of a call whose name stands before its arguments."""
+    """The same as `calls_in`, for a call whose name stands before its arguments."""
     try:
         return [Call(name, _object_text(arguments))]
     except _UNREADABLE:

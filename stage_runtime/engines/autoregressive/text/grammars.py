@@ -89,7 +89,10 @@ class Grammars:
         return _Guided(made, self._vocab_size, grammar.place)
 
     def _after_thinking(self, answer: Matcher, grammar: Grammar) -> Matcher:
-        """As it is, where the model does not think, or its tags are not tokens."""
+        """A matcher that follows the grammar after the thoughts.
+
+        Returns: ``answer`` where the model does not think, or its tags are not tokens.
+        """
         known = self._tokenizer.get_added_vocab() if grammar.thinking else {}
         think, thought = known.get(THINK), known.get(THOUGHT)
         if think is None or thought is None:
@@ -222,3 +225,6 @@ class _Guided:
     @property
     def ended(self) -> bool:
         return bool(self._matcher.is_stopped())
+
+    def copy(self) -> _Guided:
+        return _Guided(self._matcher.deep_copy(), self._vocab_size, self._place)

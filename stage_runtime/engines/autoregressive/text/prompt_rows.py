@@ -94,7 +94,7 @@ class RequestRows:
         return found
 
     def added(self, start: int, end: int) -> list[tuple[int, list[int], Any]]:
-        """For tokens ``start .. end``: each layer, their positions, and the rows that are added there."""
+        """Additions to tokens ``start .. end``: a layer, their positions, and the rows that are added there."""
         found = []
         for first, one in self._added:
             chosen = [index for index, place in enumerate(one.places) if start <= first + place < end]

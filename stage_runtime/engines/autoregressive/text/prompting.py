@@ -153,7 +153,7 @@ def _shown(one: tuple[float, tuple[tuple[int, float], ...]]) -> dict[str, Any]:
 
 
 def size(prompt: Prompt) -> int:
-    """About how many characters are to be encoded."""
+    """The number of characters to encode, roughly."""
     if prompt.tokens is not None or prompt.parts is not None:
         return 0 if prompt.tokens is None else len(prompt.tokens)
     of_messages = sum(len(str(value)) for one in prompt.messages or () for value in one.values())

@@ -6,6 +6,7 @@ around the thinking are neither thinking nor answer. What comes after it is answ
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection
 from typing import Any, Final, NamedTuple, Protocol
 
@@ -60,7 +61,7 @@ class ThoughtSplitter:
         return Split(thought, self._at, self._answer() if self.over else "")
 
     def flush(self) -> Split:
-        """At the end: what was held."""
+        """The text that was held until the answer's end."""
         if self.over:
             return Split("", self._at, "")
         rest, inside = self._held, self._inside
@@ -121,6 +122,9 @@ class Matcher(Protocol):
     def ended(self) -> bool:
         """Nothing may follow."""
 
+    def copy(self) -> Matcher:
+        """The same place, from where an answer may be tried."""
+
 
 class AnswerMatcher:
     """`Matcher` of an answer that follows its grammar once the model has thought.
@@ -158,3 +162,8 @@ class AnswerMatcher:
     @property
     def ended(self) -> bool:
         return not self._inside and self._answer.ended
+
+    def copy(self) -> AnswerMatcher:
+        made = copy.copy(self)
+        made._answer = self._answer.copy()
+        return made

@@ -149,7 +149,7 @@ def _join(context: Any, value: Any, d: str = "", attribute: str | int | None = N
 def _tojson(
     value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    """As transformers' filter. Texts are escaped before, by their true characters, so there is nothing to escape."""
+    """The filter ``tojson``, as transformers has it. Texts are escaped before, by their true characters."""
     alphabet = marked.alphabet_in(value)
     if alphabet is not None:
         value = _escaped(value, alphabet, ensure_ascii, sort_keys)

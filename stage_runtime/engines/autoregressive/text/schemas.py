@@ -205,7 +205,7 @@ def _children(schema: dict[str, Any]) -> Iterator[Any]:
 
 
 def _ways(schema: dict[str, Any]) -> Iterator[list[Any]]:
-    """For each type that a value may have: the schemas of which it needs a value."""
+    """The schemas of which a value needs values, one list for each type that it may have."""
     types = schema.get("type")
     if types is None or "const" in schema or "enum" in schema:
         return

@@ -104,7 +104,7 @@ def _dumped(schema: Mapping[str, Any], place: str) -> str:
 
 
 def _rules(text: str, place: str) -> str:
-    """In Lark's form; those of GBNF (``root ::= …``) are translated."""
+    """Rules in Lark's form: those in GBNF's (``root ::= …``) are translated."""
     if "::=" not in text or len(text) > MOST:  # a longer one is refused where it is compiled
         return text
     try:

@@ -72,7 +72,10 @@ def forced(params: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]) -> lis
 
 
 def check_arguments(messages: Sequence[Mapping[str, Any]]) -> None:
-    """Before they are read. Raises: InvalidRequest: the arguments of earlier calls have too many values."""
+    """Called before the messages are read.
+
+    Raises: InvalidRequest: the arguments of earlier calls have too many values.
+    """
     texts = [text for message in messages for text in _arguments(message.get("tool_calls"))]
     if sum(1 + text.count(",") + text.count("[") + text.count("{") for text in texts) > MOST_VALUES:
         raise InvalidRequest(
@@ -105,7 +108,7 @@ def spoken(call: Any, index: int, number: int = 0) -> dict[str, Any]:
 
 
 def instructions(tools: Sequence[Mapping[str, Any]], sample: str) -> str:
-    """For a model whose chat template takes no tools. sample: a call."""
+    """The text that tells a model of its tools when its chat template takes none. sample: a call."""
     return INSTRUCTIONS.format(tools="\n".join(json.dumps(tool) for tool in tools), sample=sample)
 
 
