@@ -355,6 +355,7 @@ class Model(msgspec.Struct):
     object: Literal["model"]
     created: int
     owned_by: str
+    parent: str | UnsetType = UNSET  #: Of a LoRA adapter: the model.
 
 
 class ModelList(msgspec.Struct):

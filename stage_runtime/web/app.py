@@ -16,7 +16,7 @@ from fastapi import FastAPI
 from stage_runtime.coordinator.events import RequestManagerApi
 from stage_runtime.metrics import catalog
 from stage_runtime.web import openapi, routes
-from stage_runtime.web.endpoints import HandlerContext
+from stage_runtime.web.endpoints import AdapterNames, HandlerContext
 from stage_runtime.web.exchanges.bare import bare_app
 from stage_runtime.web.exchanges.memory_budget import MemoryBudget
 from stage_runtime.web.exchanges.metrics import CoordinatorMetrics
@@ -48,7 +48,12 @@ def make_app(
     """
     metrics = metrics or CoordinatorMetrics(manager, of_members=settings.probes)
     context = HandlerContext(
-        manager=manager, settings=settings, fetcher=Fetcher(settings), codecs=codecs, sessions=metrics.sessions
+        manager=manager,
+        settings=settings,
+        fetcher=Fetcher(settings),
+        codecs=codecs,
+        adapter_names=AdapterNames(manager),
+        sessions=metrics.sessions,
     )
     public = routes.public(context)
     others = (*_others(manager, settings, metrics, profiler=bool(admin)), *admin)
@@ -102,7 +107,7 @@ def make_admin(
 def _others(
     manager: RequestManagerApi, settings: WebSettings, metrics: CoordinatorMetrics, *, profiler: bool
 ) -> tuple[Route, ...]:
-    """Beside those of the pipeline's clients."""
+    """Routes that are served beside those of the pipeline's clients."""
     if not settings.probes:
         return routes.health(manager, keys=settings.api_keys)
     probes = routes.probes(manager, metrics, keys=settings.api_keys)

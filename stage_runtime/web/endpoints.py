@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import msgspec
 
 from stage_runtime.coordinator.events import RequestManagerApi
+from stage_runtime.metrics import planes
 from stage_runtime.web.exchanges.errors import RequestRefused
 from stage_runtime.web.exchanges.exchange import Exchange
 from stage_runtime.web.reading import strictjson
@@ -18,6 +21,25 @@ from stage_runtime.web.settings import WebSettings
 from stage_runtime.web.sound.pool import CodecPool
 
 Read = TypeVar("Read")
+ADAPTERS_KEPT_S: Final = 1.0  # a beat is as old
+
+
+class AdapterNames:
+    """The LoRA adapters of the pipeline: looked for in the beats of all instances, and not for every request."""
+
+    def __init__(self, manager: RequestManagerApi, *, kept_s: float = ADAPTERS_KEPT_S) -> None:
+        self._manager = manager
+        self._kept_s = kept_s
+        self._until = -math.inf
+        self._names: frozenset[str] | None = None
+
+    def known(self) -> frozenset[str] | None:
+        """None: no stage takes any."""
+        now = time.monotonic()
+        if now >= self._until:
+            self._until = now + self._kept_s
+            self._names = planes.adapters(self._manager.member_gauges().values())
+        return self._names
 
 
 class HandlerContext(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,7 +49,17 @@ class HandlerContext(msgspec.Struct, frozen=True, kw_only=True):
     settings: WebSettings
     fetcher: Fetcher
     codecs: CodecPool
+    adapter_names: AdapterNames
     sessions: SessionCounts = msgspec.field(default_factory=SessionCounts)
+
+    def chosen(self, model: str | None) -> str:
+        """The ``model`` of a body, as stages are given it; empty: the pipeline itself."""
+        return "" if model is None or model == self.settings.model else model
+
+    def shown(self, model: str | None) -> str:
+        """The ``model`` of an answer to it. A pipeline without adapters takes any name for its own."""
+        chosen = self.chosen(model)
+        return chosen if chosen and self.adapter_names.known() is not None else self.settings.model
 
     async def read(self, exchange: Exchange, decode: Callable[[bytes], Read]) -> Read:
         """The request's body, decoded; its bytes are let go of.
@@ -39,7 +71,7 @@ class HandlerContext(msgspec.Struct, frozen=True, kw_only=True):
         return await apart(exchange, decode, await exchange.body(self.settings.max_body_bytes))
 
     async def read_json(self, exchange: Exchange, decode: Callable[[bytes], Read]) -> Read:
-        """As `read`.
+        """The same as `read`, for a body of JSON.
 
         Raises: RequestError: invalid_request (415): its content type is not JSON's. Browsers send other content types
                 across sites without a preflight.

@@ -28,6 +28,7 @@ from stage_runtime.web.reading import schemas
 from stage_runtime.web.reading.responses_body import ResponsesBody
 from stage_runtime.web.realtime.room import Realtime
 from stage_runtime.web.routing import FORM, Route, RouteHandler
+from stage_runtime.web.spoken.query import SpeechQuery
 from stage_runtime.web.spoken.room import SpeechStream
 
 
@@ -49,6 +50,7 @@ class RouteCode(msgspec.Struct, frozen=True, kw_only=True):
     answers: tuple[ResponseType, ...]
     media: tuple[str, ...] = (JSON,)
     file: str | None = None
+    text_query: Any = None
 
 
 CODE: Final[dict[str, RouteCode]] = {
@@ -86,6 +88,7 @@ CODE: Final[dict[str, RouteCode]] = {
         handler=lambda context: Speech(context).speak,
         body=schemas.SpeechBody,
         answers=(*SOUND, ResponseType((answers.SpeechDelta, answers.SpeechDone), EVENTS)),
+        text_query=SpeechQuery,
     ),
     "/v1/audio/transcriptions": RouteCode(
         handler=lambda context: Transcriptions(context).transcribe,
@@ -151,6 +154,7 @@ def made(context: HandlerContext) -> Iterator[Route]:
             body=code.body,
             media=code.media,
             file=code.file,
+            text_query=code.text_query,
             answers=code.answers,
             serves=known.serves,
             ids=known.ids,

@@ -103,12 +103,24 @@ def _operation(route: Route, schemas: Mapping[Any, dict[str, Any]]) -> dict[str,
     ]
     if route.ids is not None:
         parameters += _HEADERS
+    if route.text_query is not None:
+        parameters += _query(route.text_query)
     if parameters:
         operation["parameters"] = parameters
     if route.body is not None:
         content = {media: {"schema": schemas[route.body]} for media in route.media}
+        if route.text_query is not None:
+            content["text/plain"] = {"schema": {"type": "string"}}
         operation["requestBody"] = {"required": True, "content": content}
     return operation
+
+
+def _query(kind: Any) -> list[dict[str, Any]]:
+    """The parameters of a query that goes with a body of plain text. Its type's fields have no types of their own."""
+    schema = msgspec.json.schema(kind)
+    properties = schema["$defs"][kind.__name__]["properties"]
+    note = "beside a body of text/plain"
+    return [{"name": name, "in": "query", "description": note, "schema": of} for name, of in properties.items()]
 
 
 def _schema(answer: ResponseType, schemas: Mapping[Any, dict[str, Any]]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 from stage_runtime.coordinator.events import RequestManagerApi, RequestRecord
+from stage_runtime.coordinator.questions.adapters import AdapterChanges
 from stage_runtime.coordinator.questions.operations import OperationResults, Operations
 from stage_runtime.coordinator.questions.profiling import PipelineProfiling, ProfileAnswer
 from stage_runtime.web import answers, openai_routes
@@ -17,6 +18,7 @@ from stage_runtime.web.exchanges.apikeys import ApiKeys
 from stage_runtime.web.exchanges.metrics import CoordinatorMetrics
 from stage_runtime.web.handlers import profiling as profiles
 from stage_runtime.web.handlers import versions
+from stage_runtime.web.handlers.adapters import LoadAdapterBody, LoadedAdapters, UnloadAdapterBody
 from stage_runtime.web.handlers.models import Models
 from stage_runtime.web.handlers.operations import OperationBody, OperationsEndpoint
 from stage_runtime.web.handlers.pipeline import PipelineEndpoint
@@ -33,7 +35,7 @@ _REPORT: Final = (ResponseType((dict[str, Any],)), ResponseType(media="text/html
 
 
 def public(context: HandlerContext) -> tuple[Route, ...]:
-    """For clients of the pipeline."""
+    """Routes for clients of the pipeline."""
     models, pipeline = Models(context), PipelineEndpoint(context)
     return (
         *openai_routes.made(context),
@@ -79,7 +81,7 @@ def public(context: HandlerContext) -> tuple[Route, ...]:
 def health(
     manager: RequestManagerApi, *, more: str = "", kubelet: bool = False, keys: ApiKeys | None = None
 ) -> tuple[Route, ...]:
-    """For load balancers and kubelets. more, kubelet, keys: as of `Health`."""
+    """Routes for load balancers and kubelets. more, kubelet, keys: those of `Health`."""
     made = Health(manager, more=more, kubelet=kubelet, keys=keys)
     ready = "Whether requests can be served"
     return (
@@ -99,7 +101,7 @@ def health(
 def probes(
     manager: RequestManagerApi, metrics: CoordinatorMetrics, *, kubelet: bool = False, keys: ApiKeys | None = None
 ) -> tuple[Route, ...]:
-    """For kubelets, Prometheus and people; on a port of their own in pods."""
+    """Routes for kubelets, Prometheus and people; in pods they have a port of their own."""
     made = Probes(manager, metrics)
     return (
         *health(manager, more="; see /status", kubelet=kubelet, keys=keys),
@@ -136,15 +138,33 @@ def page(manager: RequestManagerApi, settings: WebSettings, *, profiler: bool) -
     )
 
 
-def admin(profiling: PipelineProfiling, operations: Operations) -> tuple[Route, ...]:
-    """For people who operate the pipeline: on the admin port in pods; behind the API keys."""
-    return (*profiler(profiling), *engines(operations))
+def admin(
+    profiling: PipelineProfiling, operations: Operations, adapters: AdapterChanges, *, model: str
+) -> tuple[Route, ...]:
+    """Routes for people who operate the pipeline, ``model``: behind the API keys, and in pods on the admin port."""
+    return (*profiler(profiling), *engines(operations, adapters, model=model))
 
 
-def engines(operations: Operations) -> tuple[Route, ...]:
-    """For operations that engines offer."""
-    made = OperationsEndpoint(operations)
+def engines(operations: Operations, adapters: AdapterChanges, *, model: str) -> tuple[Route, ...]:
+    """Routes of the operations that engines offer."""
+    made, loaded = OperationsEndpoint(operations), LoadedAdapters(adapters, model=model)
     return (
+        Route(
+            "POST",
+            "/v1/load_lora_adapter",
+            "Load a LoRA adapter",
+            loaded.load,
+            body=LoadAdapterBody,
+            answers=(ResponseType(media=TEXT),),
+        ),
+        Route(
+            "POST",
+            "/v1/unload_lora_adapter",
+            "Drop a LoRA adapter",
+            loaded.unload,
+            body=UnloadAdapterBody,
+            answers=(ResponseType(media=TEXT),),
+        ),
         Route(
             "POST",
             "/operations",
@@ -157,7 +177,7 @@ def engines(operations: Operations) -> tuple[Route, ...]:
 
 
 def profiler(profiling: PipelineProfiling) -> tuple[Route, ...]:
-    """For profiles."""
+    """Routes of profiles."""
     made = Profiles(profiling)
     return (
         Route(

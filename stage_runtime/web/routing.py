@@ -32,10 +32,11 @@ class Route(msgspec.Struct, frozen=True):
     body: Any = None  #: The type of the request's body; None: it has none.
     media: tuple[str, ...] = (JSON,)  #: Content types of the body.
     file: str | None = None  #: Name of the file that is part of a form.
-    answers: tuple[ResponseType, ...] = ()  #: What it answers with, but for errors.
+    text_query: Any = None  #: The type of the query beside a body of plain text; None: such a body is not taken.
+    answers: tuple[ResponseType, ...] = ()  #: Types of its answers, but for errors.
     serves: str | None = None  #: Refused where the pipeline's ``serves`` does not have this name.
     ids: str | None = None  #: Prefix of the ids of its requests; None: it takes no request of the pipeline.
-    socket: SocketHandler | None = None  #: Who converses, where the path is a WebSocket, too.
+    socket: SocketHandler | None = None  #: The handler where the path is a WebSocket, too.
 
     @property
     def parameters(self) -> list[str]:
@@ -52,7 +53,7 @@ def sockets(routes: Iterable[Route], *, serves: Sequence[str] = ()) -> list[rout
 def mounted(
     routes: Iterable[Route], *, serves: Sequence[str] = (), repeats: Repeats | None = None
 ) -> list[routing.Route]:
-    """As Starlette takes them. serves: of the pipeline. repeats: of the routes that take requests of it."""
+    """The routes as Starlette takes them. serves: that of the pipeline. repeats: for routes that take its requests."""
     return [routing.Route(one.path, _RouteApplication(one, serves, repeats), methods=[one.method]) for one in routes]
 
 

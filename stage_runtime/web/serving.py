@@ -110,9 +110,9 @@ async def admitted(
 async def admitted_each(
     manager: RequestManagerApi, exchange: Exchange, requests: Sequence[OmniRequest], timeout_s: float | None
 ) -> AsyncIterator[AsyncIterator[tuple[int, AnswerEvent]]]:
-    """As `admitted`, of several requests with one answer: their events, each with the request's place.
+    """The same as `admitted`, for several requests with one answer: their events, each with the request's place.
 
-    One that fails fails all.
+    All of them fail when one does.
     """
     if len(requests) == 1:
         async with admitted(manager, exchange, requests[0], timeout_s) as events:
@@ -214,7 +214,7 @@ async def send_frames(
     fail: Callable[[RequestError], bytes],
     heartbeat_s: float,
 ) -> None:
-    """As `stream`, of frames that are made elsewhere. fail: as of `StreamEncoder`."""
+    """The same as `stream`, for frames that are made elsewhere. fail: that of `StreamEncoder`."""
     async with EventStream(exchange, heartbeat_s) as out:
         try:
             async with aclosing(frames):

@@ -20,6 +20,7 @@ class WebSettings(msgspec.Struct, frozen=True, kw_only=True):
     api_keys: ApiKeys = msgspec.field(default_factory=ApiKeys)  #: Any opens ``/v1`` and admin routes.
     max_held_bytes: int = 512 << 20  #: Of bodies and media of all requests in flight; beyond it new ones get 429.
     body_grace_s: float = GRACE_S  #: A body's time, and a second more for each `memory_budget.MIN_RATE` bytes.
+    text_idle_s: float = 60.0  #: A client that streams a text to speak may write nothing for so long.
     local: bool = False  #: Served at a loopback address: without keys, Host must be a name of it.
     hosts: tuple[str, ...] = ()  #: More names that this server goes by, and pages of which may ask without a key.
     heartbeat_s: float = 15.0  #: Silence of an event stream after which a comment is sent; proxies cut at 30 to 60 s.

@@ -62,7 +62,7 @@ class Authority:
 
 
 def write(pair: CertificatePair, folder: Path) -> tuple[Path, Path]:
-    """As a kubelet writes a Secret: both files are replaced at once, by one symbolic link."""
+    """Write as a kubelet writes a Secret: both files are replaced at once, by one symbolic link."""
     folder.mkdir(exist_ok=True)
     version = folder / f"..{len(list(folder.iterdir()))}"
     version.mkdir()

@@ -1,4 +1,4 @@
-"""What `test_other_clients` runs in an environment of its own: clients that nobody here wrote, against one server.
+"""The script that `test_other_clients` runs in an environment of its own: clients of others, against one server.
 
 Usage: other_clients_script.py NAME URL. It imports nothing of ours; it fails by an exception.
 """
@@ -11,6 +11,33 @@ import sys
 from typing import Any
 
 os.environ |= {"OPENAI_API_KEY": "none", "OPENAI_AGENTS_DISABLE_TRACING": "1", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+
+
+def realtime(url: str) -> None:
+    """The official client's own events, typed as it has them."""
+    from openai import AsyncOpenAI
+
+    async def talk() -> None:
+        client = AsyncOpenAI(base_url=f"{url}/v1", api_key="none")
+        async with client, client.realtime.connect(model="m") as session:
+            audio: Any = {"input": {"turn_detection": None}}
+            given: Any = {"type": "realtime", "output_modalities": ["text"], "audio": audio}
+            await session.session.update(session=given)
+            for _turn in range(2):
+                said: Any = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "hi"}]}
+                await session.conversation.item.create(item=said)
+                await session.response.create()
+                pieces = []
+                async for event in session:
+                    assert event.type != "error", event
+                    if event.type == "response.output_text.delta":
+                        pieces.append(event.delta)
+                    if event.type == "response.done":
+                        assert event.response.status == "completed", event
+                        break
+                assert "".join(pieces) == "hello", pieces
+
+    asyncio.run(talk())
 
 
 def litellm(url: str) -> None:
@@ -87,4 +114,4 @@ def agents(url: str) -> None:
 
 
 if __name__ == "__main__":
-    {"litellm": litellm, "langchain": langchain, "agents": agents}[sys.argv[1]](sys.argv[2])
+    {"litellm": litellm, "langchain": langchain, "agents": agents, "realtime": realtime}[sys.argv[1]](sys.argv[2])

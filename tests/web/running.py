@@ -10,6 +10,7 @@ import msgspec
 
 from omnipipeline_spec.types.routes import Served
 from stage_runtime.web.app import make_app
+from stage_runtime.web.exchanges.memory_budget import MemoryBudget
 from stage_runtime.web.listening import server
 from stage_runtime.web.listening.connection_limits import ConnectionLimits
 from stage_runtime.web.settings import WebSettings
@@ -38,10 +39,15 @@ Serve = Callable[..., AbstractAsyncContextManager[Running]]
 
 @asynccontextmanager
 async def start(
-    script: Script, settings: WebSettings = ALL, *, cap: int = 8, limits: ConnectionLimits | None = None
+    script: Script,
+    settings: WebSettings = ALL,
+    *,
+    cap: int = 8,
+    limits: ConnectionLimits | None = None,
+    budget: MemoryBudget | None = None,
 ) -> AsyncIterator[Running]:
     manager = ScriptedManager(script, cap=cap)
     async with CodecPool() as codecs:
-        app = make_app(manager, settings, codecs=codecs)
+        app = make_app(manager, settings, codecs=codecs, budget=budget)
         async with server.Server(app, port=0, drain_s=2.0, limits=limits) as running:
             yield Running(manager, running, codecs)

@@ -1,4 +1,4 @@
-"""What one connection may take: heads, waiting, framing, bytes that nobody reads. Raw bytes over a real socket."""
+"""The bounds of one connection: heads, waiting, framing, bytes that nobody reads. Raw bytes over a real socket."""
 
 from __future__ import annotations
 

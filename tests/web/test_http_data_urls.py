@@ -51,7 +51,7 @@ def test_no_data_url_is_fetched(url: str) -> None:
 
 
 async def heard(data: str, format: str = "wav") -> Any:
-    """What the stages get as a sound, or the parameter and the problem."""
+    """The sound that the stages get, or the parameter and the problem."""
     part = {"type": "input_audio", "input_audio": {"data": data, "format": format}}
     async with (
         start(play(chunk(Text("ok")))) as running,

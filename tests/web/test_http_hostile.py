@@ -30,7 +30,7 @@ from stage_runtime.web.listening.connection_limits import ConnectionLimits
 from stage_runtime.web.listening.server import Server
 from stage_runtime.web.settings import WebSettings
 from stage_runtime.web.sound.pool import CodecPool
-from stage_runtime.wire.values import Audio, OmniRequest, Text, Usage
+from stage_runtime.wire.values import Audio, Image, Note, OmniRequest, Scores, Text, Usage, Vectors
 from tests.thoroughness import examples
 from tests.web.running import ALL, PATIENCE_S
 from tests.web.scripted_manager import Event, ScriptedHandle, ScriptedManager
@@ -45,6 +45,7 @@ INNOCENT = (
     b'{"inputs": 1}'
 )
 SOUND = np.zeros(240, np.float32)
+PNG = b"\x89PNG\r\n\x1a\n" + bytes(20)
 
 
 class HostileManager(ScriptedManager):
@@ -74,8 +75,24 @@ class HostileManager(ScriptedManager):
         )
 
 
-async def answer(_: ScriptedHandle) -> AsyncIterator[Event]:
-    yield ResultEvent(stage="talk", data=[Text("ok"), Audio(SOUND, 24_000), Usage(1, 1)])
+async def answer(handle: ScriptedHandle) -> AsyncIterator[Event]:
+    """The outputs that the request's kind has."""
+    inputs = handle.request.inputs
+    given: list[Any] = [Usage(1, 1)]
+    match handle.request.kind:
+        case "embedding":
+            given.append(Vectors(np.zeros((len(inputs.get("texts") or inputs["tokens"]), 2), np.float32)))
+        case "score":
+            given.append(Scores([0.5] * len(inputs["pairs"])))
+        case "image":
+            given += [Image(PNG)] * inputs["n"]
+        case "tokenize":
+            given.append(Note("tokens", {"tokens": [1, 2], "max_model_len": 8}))
+        case "detokenize":
+            given.append(Text("ok"))
+        case _:
+            given += [Text("ok"), Audio(SOUND, 24_000)]
+    yield ResultEvent(stage="talk", data=given)
 
 
 # --- what is drawn ------------------------------------------------------------------------------------------------
@@ -83,7 +100,9 @@ async def answer(_: ScriptedHandle) -> AsyncIterator[Event]:
 KEYS = st.sampled_from(
     "messages role content type text input_audio data format image_url url audio modalities stream stream_options "
     "timeout temperature stop n logit_bias metadata user tools inputs params input voice speed response_format "
-    "stream_format include_usage id seed name".split()
+    "stream_format include_usage id seed name prompt suffix echo tokens max_tokens max_output_tokens instructions "
+    "previous_response_id store text_1 text_2 query documents top_n return_documents dimensions encoding_format size "
+    "quality response_id logprobs top_logprobs add_special_tokens return_token_strs metadata truncate".split()
 )
 NUMBERS = st.sampled_from(
     ["0", "-0.0", "1", "-1", "1e308", "1e309", "-1e999", "9" * 25, "9" * 400, "0.1", "1E5", "01", "+1", ".5", "NaN"]
@@ -135,6 +154,14 @@ GOOD = {
     "/v1/chat/completions": [("messages", '[{"role":"user","content":"hi"}]')],
     "/v1/pipeline": [("inputs", "1")],
     "/v1/audio/speech": [("input", '"hi"')],
+    "/v1/completions": [("prompt", '"hi"')],
+    "/v1/responses": [("input", '"hi"')],
+    "/v1/embeddings": [("input", '["a","b"]')],
+    "/v1/rerank": [("query", '"q"'), ("documents", '["a","b"]')],
+    "/v1/score": [("text_1", '"q"'), ("text_2", '["a","b"]')],
+    "/v1/images/generations": [("prompt", '"hi"')],
+    "/tokenize": [("prompt", '"hi"')],
+    "/detokenize": [("tokens", "[1,2]")],
 }
 BAD_PARTS = st.lists(st.tuples(KEYS, VALUES), max_size=3)
 CHAT_PARTS = st.lists(st.lists(st.tuples(KEYS, VALUES), max_size=3).map(_object), max_size=2).map(
@@ -161,7 +188,11 @@ ODD_PATHS = [
 SERVED = st.sampled_from([*GOOD, "/v1/audio/transcriptions"])
 PATHS = SERVED | SERVED | st.sampled_from(ODD_PATHS)
 METHODS = st.sampled_from(["POST"] * 2 + "GET DELETE PUT PATCH HEAD OPTIONS TRACE CONNECT QUERY".split())
-FORM_NAMES = st.sampled_from("file inputs params stream language timeout response_format include[]".split())
+FORM_NAMES = st.sampled_from(
+    "file inputs params stream language timeout response_format include[] prompt temperature timestamp_granularities[] "
+    "image image[] mask n size quality".split()
+)
+FORMS = ["/v1/pipeline", "/v1/audio/transcriptions", "/v1/audio/translations", "/v1/images/edits"]
 FILES = st.sampled_from([b"", b'; filename="f"', b'; filename="\xff"', b"; filename*=utf-8''x", b"; filename="])
 
 
@@ -186,6 +217,10 @@ def raw_request(path: str, body: bytes, headers: list[tuple[bytes, bytes]], meth
 JSON = (b"content-type", b"application/json")
 FORM = (b"content-type", b"multipart/form-data; boundary=b")
 GOOD_FORM = b'--b\r\nContent-Disposition: form-data; name="file"; filename="f"\r\n\r\nx\r\n--b--\r\n'
+GOOD_EDIT = (
+    b'--b\r\nContent-Disposition: form-data; name="prompt"\r\n\r\nhi\r\n'
+    b'--b\r\nContent-Disposition: form-data; name="image"; filename="f"\r\n\r\n' + PNG + b"\r\n--b--\r\n"
+)
 
 
 def as_bytes(text: str) -> bytes:
@@ -211,8 +246,11 @@ def odd_headers(draw: st.DrawFn) -> bytes:
 
 @st.composite
 def odd_forms(draw: st.DrawFn) -> bytes:
-    path = draw(st.sampled_from(["/v1/pipeline", "/v1/audio/transcriptions"]))
-    body = draw(forms()) if draw(st.integers(0, 3)) else GOOD_FORM
+    path = draw(st.sampled_from(FORMS))
+    good = GOOD_EDIT if path == "/v1/images/edits" else GOOD_FORM
+    body = draw(forms()) if draw(st.booleans()) else good
+    if body is good and draw(st.booleans()):  # a whole form, and odd parts before it
+        body = draw(forms()).removesuffix(b"--").removesuffix(b"\r\n--b") + b"\r\n" + good
     return raw_request(path, body, [FORM])
 
 

@@ -155,7 +155,7 @@ async def test_answers_are_kept_within_a_bound_of_bytes_and_of_time() -> None:
 
 
 class Written:
-    """As much of an exchange as `Repeats` uses."""
+    """The part of an exchange that `Repeats` uses."""
 
     path = "/v1/pipeline"
 

@@ -1,4 +1,4 @@
-"""What keeps one client from harming others: sizes, keys, caps, slow readers, clients that go away."""
+"""One client cannot harm others: sizes, keys, caps, slow readers, clients that go away."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from openai import AsyncOpenAI
 
 from stage_runtime.coordinator.events import ResultEvent
 from stage_runtime.errors import CODES, RequestError
-from stage_runtime.web.translating import parameters
+from stage_runtime.web.reading import generation_fields
 from stage_runtime.wire.values import Audio, Finish, Note, OmniRequest, Text, ToolCall, Usage
 from tests.web.running import ALL, PATIENCE_S, Running, start
 from tests.web.scripted_manager import ScriptedManager, chunk, play
@@ -36,7 +36,7 @@ def client_of(running: Running, **options: Any) -> AsyncOpenAI:
 
 
 async def asked(**body: Any) -> OmniRequest:
-    """What the request manager gets of a chat call."""
+    """The request that the request manager gets of a chat call."""
     async with start(play(chunk(Text("ok")))) as running, client_of(running) as client:
         await client.chat.completions.create(model="any", **{"messages": USER, **body})
         return running.manager.last.request
@@ -258,7 +258,7 @@ async def test_what_a_pipeline_accepts_reaches_its_stages_and_their_answers_the_
 )
 async def test_what_asks_for_nothing_reaches_the_stages_that_accept_it_as_it_is(given: dict[str, Any]) -> None:
     """It may be against a default of the stage, and ``tool_choice: none`` hides the tools from the model."""
-    settings = msgspec.structs.replace(ALL, accepts=frozenset(one.needs for one in parameters.ACCEPTED.values()))
+    settings = msgspec.structs.replace(ALL, accepts=generation_fields.names_of_accepts())
     tools: Any = {"tools": [{"type": "function", "function": {"name": "f"}}]} if "tools" not in given else {}
     async with start(play(chunk(Text("ok"))), settings) as running, client_of(running) as client:
         await client.chat.completions.create(model="any", messages=USER, **tools, **given)

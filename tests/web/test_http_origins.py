@@ -19,10 +19,16 @@ CHAT = b'{"messages": [{"role": "user", "content": "hi"}]}'
 JSON = {"content-type": "application/json"}
 
 
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/audio/speech", "/v1/pipeline"])
 @pytest.mark.parametrize(
-    "content_type",
-    [None, "", "text/plain", "application/x-www-form-urlencoded", "text/plain; application/json", "application/jsonx"],
+    ("path", "content_type"),
+    [
+        (path, content_type)
+        for path in ("/v1/chat/completions", "/v1/audio/speech", "/v1/pipeline")
+        for content_type in (
+            *(None, "", "application/x-www-form-urlencoded", "application/jsonx"),
+            *(("text/plain", "text/plain; application/json") if path != "/v1/audio/speech" else ()),  # it is spoken
+        )
+    ],
 )
 @pytest.mark.parametrize("keys", [(), ("k",)])
 async def test_a_body_that_is_not_said_to_be_json_is_415(path: str, content_type: str | None, keys: tuple[str]) -> None:
@@ -32,6 +38,16 @@ async def test_a_body_that_is_not_said_to_be_json_is_415(path: str, content_type
         answer = await client.post(path, content=CHAT, headers=headers)
     error = answer.json()["error"]
     assert (answer.status_code, error["code"], error["param"]) == (415, "invalid_request", "content-type")
+    assert running.manager.handles == []
+
+
+@pytest.mark.parametrize("origin", ["http://evil.example", "null"])
+async def test_a_text_to_speak_is_not_taken_from_pages_of_other_sites(origin: str) -> None:
+    """A browser sends this content type without asking first, so the page's origin is all that tells."""
+    headers = {"content-type": "text/plain", "origin": origin}
+    async with start(OK, LOCAL) as running, httpx.AsyncClient(base_url=running.url, timeout=PATIENCE_S) as client:
+        answer = await client.post("/v1/audio/speech", content=b"Hello.", headers=headers)
+    assert answer.status_code == 403
     assert running.manager.handles == []
 
 

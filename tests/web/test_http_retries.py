@@ -1,4 +1,4 @@
-"""Which failed requests the official client sends again."""
+"""The official client sends some failed requests again."""
 
 from __future__ import annotations
 

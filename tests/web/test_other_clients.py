@@ -1,4 +1,4 @@
-"""LiteLLM, LangChain and OpenAI's Agents SDK use a pipeline as they use OpenAI: texts, streams, tools, responses.
+"""LiteLLM, LangChain, OpenAI's Agents SDK and its realtime client use a pipeline as they use OpenAI.
 
 They are installed into an environment of their own: their versions of common packages are not this repository's.
 """
@@ -19,7 +19,12 @@ from tests.web.running import ALL, start
 from tests.web.scripted_manager import Event, ScriptedHandle, chunk
 
 SCRIPT = Path(__file__).with_name("other_clients_script.py")
-PACKAGES = {"litellm": "litellm", "langchain": "langchain-openai", "agents": "openai-agents"}
+PACKAGES = {
+    "litellm": "litellm==1.110.2",
+    "langchain": "langchain-openai==1.7.4",
+    "agents": "openai-agents==0.24.0",
+    "realtime": "openai[realtime]==3.52.0",
+}
 WITHIN_S = 1800
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(WITHIN_S + 60)]

@@ -10,7 +10,7 @@ import asyncio
 import re
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from typing import Any, Final, Protocol
 
 from starlette.types import Message, Receive, Scope, Send
@@ -65,14 +65,14 @@ class Exchange:
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, reservation: MemoryReservation) -> None:
         self.scope = scope
-        self.reservation = reservation  #: What of its data is in memory; `Middleware` gives it back.
+        self.reservation = reservation  #: Memory that its data take; `Middleware` gives it back.
         self.method: str = scope["method"]
         self.path: str = scope["path"]
         self.route = "unknown"  #: The route's pattern, for logs and metrics: never what the client wrote.
         self.request_id: str | None = None
         self.common_headers: Headers = []  #: Headers that every answer to it has.
         self.failure: str | None = None  #: Code of the error that the answer carries, in its status or as an event.
-        self.problem: dict[str, Any] = {}  #: What the request's log line says of it.
+        self.problem: dict[str, Any] = {}  #: Fields of the error in the request's log line.
         self.status = 0
         self.sent_bytes = 0
         self.body_nbytes = 0  #: Of the request's body, as far as it was read.
@@ -114,7 +114,8 @@ class Exchange:
         return found[0].decode("latin-1") if found else None
 
     def only_header(self, name: bytes) -> str | None:
-        """As `header`.
+        """The same as `header`, for one that must not be repeated.
+
 
         Raises: InvalidRequest: it is there twice; a proxy may have read the other one.
         """
@@ -201,6 +202,31 @@ class Exchange:
         if self.claim is not None:
             await self.claim.read(whole)
         return whole
+
+    async def body_pieces(self, idle_s: float) -> AsyncGenerator[bytes, None]:
+        """The request's body as it comes; none of it is held here, and while the caller waits none of it is read.
+
+        idle_s: how long the client may send nothing.
+        Raises: RequestError: as `body`, without a limit; deadline (408): it was idle for too long.
+        """
+        self._check_codings()
+        more = True
+        while more:
+            message = await self._within(idle_s, f"nothing of the body came within {idle_s:g} s")
+            if message["type"] == "http.disconnect":
+                raise RequestError("cancelled", "the client disconnected while sending the body")
+            piece = message.get("body", _BODILESS)
+            self.body_nbytes += len(piece)
+            more = message.get("more_body", False)
+            if piece:
+                yield piece
+
+    async def _within(self, seconds: float, problem: str) -> Message:
+        try:
+            async with asyncio.timeout(seconds):
+                return await self._receive()
+        except TimeoutError:
+            raise RequestRefused(408, "deadline", problem) from None
 
     def _check_codings(self) -> None:
         """Raises: Refused: the body is not sent as it is. Read as it comes, it would be other data than was meant."""

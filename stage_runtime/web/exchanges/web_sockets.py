@@ -12,7 +12,7 @@ from stage_runtime.errors import RequestError
 from stage_runtime.web.exchanges.errors import RequestRefused
 from stage_runtime.web.exchanges.exchange import CLIENT, Exchange
 
-#: What OpenAI's browsers put a key into: a page cannot set a header of a WebSocket's handshake.
+#: Prefix of the subprotocol by which OpenAI's browsers send a key: a page cannot set a header of the handshake.
 KEY_PROTOCOL: Final = "openai-insecure-api-key."
 DONE: Final = 1000
 GOING_AWAY: Final = 1001
@@ -72,7 +72,7 @@ class WebSocket:
         await self._write({"type": "websocket.send", "text": text})
 
     async def send_bytes(self, data: bytes) -> None:
-        """As `send`, of a binary message."""
+        """The same as `send`, for a binary message."""
         self.exchange.sent_bytes += len(data)
         await self._write({"type": "websocket.send", "bytes": data})
 

@@ -31,15 +31,16 @@ class Chat:
         call = chat.call(body, settings.accepts)
         places = list(media.to_fetch(body.messages))
         fetched = await context.fetcher.fetch(places, exchange.reservation.add) if places else {}
-        request = await endpoints.apart(exchange, chat.request, body, request_id, fetched, settings.accepts)
+        given = body, request_id, fetched, settings.accepts, context.chosen(body.model)
+        request = await endpoints.apart(exchange, chat.request, *given)
         timeout_s = exchange.timeout_s(body.timeout)
-        created = int(time.time())
+        created, model = int(time.time()), context.shown(body.model)
         if call.stream:
-            chunks = CompletionChunks(call=call, request_id=request_id, model=settings.model, created=created)
+            chunks = CompletionChunks(call=call, request_id=request_id, model=model, created=created)
             encoder = _ChunkEncoder(chunks, request_id, context.codecs, call.audio)
             await serving.stream(context.manager, exchange, request, timeout_s, encoder, settings.heartbeat_s)
             return
-        answer = Completion(call=call, request_id=request_id, model=settings.model, created=created)
+        answer = Completion(call=call, request_id=request_id, model=model, created=created)
         await serving.collect(context.manager, exchange, request, timeout_s, answer.add)
         answer.check()
         sound = await self._sound(call.audio, answer) if call.audio is not None and answer.audio else None

@@ -26,8 +26,9 @@ class Completions:
         context, settings = self._context, self._context.settings
         body = await context.read_json(exchange, text_completions.decode)
         call = text_completions.call(body, settings.accepts)
-        requests = text_completions.requests(body, call, exchange.id, settings.accepts)
-        answer = TextCompletion(call=call, request_id=exchange.id, model=settings.model, created=int(time.time()))
+        requests = text_completions.requests(body, call, exchange.id, settings.accepts, context.chosen(body.model))
+        model = context.shown(body.model)
+        answer = TextCompletion(call=call, request_id=exchange.id, model=model, created=int(time.time()))
         timeout_s = exchange.timeout_s(body.timeout)
         async with serving.admitted_each(context.manager, exchange, requests, timeout_s) as events:
             if call.stream:

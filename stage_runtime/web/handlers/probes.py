@@ -55,7 +55,8 @@ class Health:
             await exchange.reply(b"ready\n", content_type=b"text/plain")
 
     async def health(self, exchange: Exchange) -> None:
-        """As `ready`; with the parameter ``stages``: which stages every request needs, and which of them are away.
+        """The same as `ready`; with the parameter ``stages`` also the stages that every request needs, and those of
+        them that are away.
 
         Raises: RequestError: unauthorized: the parameter needs a key; invalid_request: another parameter.
         """

@@ -36,7 +36,7 @@ class Responses:
         context, settings = self._context, self._context.settings
         request = await self._request(exchange, given)
         timeout_s = exchange.timeout_s(body.timeout)
-        made = ResponseEvents(body, request_id=exchange.id, model=settings.model, created=int(time.time()))
+        made = ResponseEvents(body, request_id=exchange.id, model=context.shown(body.model), created=int(time.time()))
         if body.stream:
             encoder = _EventEncoder(made, given)
             await serving.stream(context.manager, exchange, request, timeout_s, encoder, settings.heartbeat_s)
@@ -50,7 +50,8 @@ class Responses:
         chat.call(given.body, accepts)
         places = list(media.to_fetch(given.body.messages))
         fetched = await context.fetcher.fetch(places, exchange.reservation.add) if places else {}
-        return await endpoints.apart(exchange, chat.request, given.body, exchange.id, fetched, accepts)
+        chosen = context.chosen(given.body.model)
+        return await endpoints.apart(exchange, chat.request, given.body, exchange.id, fetched, accepts, chosen)
 
 
 class _EventEncoder:

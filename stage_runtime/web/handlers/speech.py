@@ -6,25 +6,31 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 
 from stage_runtime.coordinator.events import AnswerEvent
-from stage_runtime.errors import InvalidRequest, RequestError
+from stage_runtime.errors import RequestError
 from stage_runtime.web import serving
 from stage_runtime.web.endpoints import HandlerContext
 from stage_runtime.web.exchanges import errors
 from stage_runtime.web.exchanges.exchange import Exchange
 from stage_runtime.web.sound import formats
 from stage_runtime.web.sound.pool import CodecPool
+from stage_runtime.web.spoken import query
+from stage_runtime.web.spoken.body import StreamedText
+from stage_runtime.web.spoken.pieces import delta_frame, send_file, sound_pieces
 from stage_runtime.web.translating import speaking
 from stage_runtime.web.translating.base64pieces import Base64Pieces
 from stage_runtime.web.translating.outputs import Outputs
-from stage_runtime.wire.values import Audio
 
 
 class Speech:
     def __init__(self, context: HandlerContext) -> None:
         self._context = context
+        self._streamed = StreamedText(context)
 
     async def speak(self, exchange: Exchange) -> None:
-        """POST /v1/audio/speech."""
+        """POST /v1/audio/speech: a JSON body, or a text that is spoken while it comes."""
+        if query.is_text(exchange.only_header(b"content-type")):
+            await self._streamed.speak(exchange)
+            return
         context, settings = self._context, self._context.settings
         request_id = exchange.id
         body = await context.read_json(exchange, speaking.decode)
@@ -37,46 +43,7 @@ class Speech:
             return
         async with serving.admitted(context.manager, exchange, request, timeout_s) as events:
             pieces = sound_pieces(events, Outputs(), context.codecs, format, speaking.without_sound(body))
-            await _send(exchange, formats.FORMATS[format].mime, pieces)
-
-
-async def _send(exchange: Exchange, mime: str, pieces: AsyncGenerator[bytes, None]) -> None:
-    """The head goes out with the first piece; an error after it tears the answer off, which clients notice."""
-    async with aclosing(pieces):
-        async for piece in pieces:
-            if not exchange.started:
-                await exchange.start(mime.encode(), serving.UNBUFFERED)
-            await exchange.write(piece)
-    await exchange.end()
-
-
-async def sound_pieces(
-    events: AsyncIterator[AnswerEvent],
-    outputs: Outputs,
-    codecs: CodecPool,
-    format: str,
-    without_sound: RequestError,
-    *,
-    whole: bool = False,
-) -> AsyncGenerator[bytes, None]:
-    """The file's bytes as they become known. Called by `spoken`, too.
-
-    without_sound: what is raised when no terminal gave any sound. whole: one piece, at the end.
-    Raises: RequestError: that, or the request failed.
-    """
-    has_sound = False
-    with codecs.encoder(format, whole=whole) as made:
-        async for event in events:
-            for shown in outputs.take(event):
-                if isinstance(shown, Audio):
-                    has_sound = True
-                    if piece := await made.write(shown, stage=event.stage):
-                        yield piece
-        outputs.check("speech")
-        if not has_sound or (made.empty and isinstance(without_sound, InvalidRequest)):
-            raise without_sound
-        if piece := await made.finish():
-            yield piece
+            await send_file(exchange, formats.FORMATS[format].mime, pieces)
 
 
 class _SoundEncoder:
@@ -92,14 +59,9 @@ class _SoundEncoder:
         outputs, texts = Outputs(), Base64Pieces()
         async with aclosing(sound_pieces(events, outputs, self._codecs, self._format, self._without_sound)) as pieces:
             async for piece in pieces:
-                yield _delta(texts.add(piece))
-        yield _delta(texts.finish())
+                yield delta_frame(texts.add(piece))
+        yield delta_frame(texts.finish())
         yield serving.data_frame({"type": "speech.audio.done", "usage": outputs.tokens()}) + serving.DONE
 
     def fail(self, error: RequestError) -> bytes:
         return serving.data_frame(errors.body(error, self._request_id))
-
-
-def _delta(audio: str) -> bytes:
-    """The event of a piece as base64; of an empty one none."""
-    return serving.data_frame({"type": "speech.audio.delta", "audio": audio}) if audio else b""

@@ -108,7 +108,7 @@ def _file_of(content: bytes, stack: ExitStack) -> str:
 
 
 def _refuse_password() -> str:
-    """Without it, OpenSSL would ask for one at the terminal."""
+    """Refuses a key with a password: by default, OpenSSL would ask for it at the terminal."""
     raise ValueError("protected by a password")
 
 

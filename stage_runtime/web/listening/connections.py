@@ -24,10 +24,9 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from omnipipeline_spec.types.routes import SOCKETS
 from stage_runtime.errors import RequestError
-from stage_runtime.web.exchanges import errors
 from stage_runtime.web.exchanges.errors import RequestRefused
 from stage_runtime.web.exchanges.exchange import CLIENT
-from stage_runtime.web.listening import socket_connections
+from stage_runtime.web.listening import refusals, socket_connections
 from stage_runtime.web.listening.connection_drain import ConnectionDrain
 from stage_runtime.web.listening.connection_limits import FEW, ConnectionLimit, ConnectionLimits, connection_limit
 from stage_runtime.web.listening.half_closed import HalfClosed
@@ -41,12 +40,6 @@ _log = logging.getLogger(__name__)
 #: uvicorn warns of each request that it cannot read; anybody could fill the log. Its errors are shown.
 _uvicorn_log = logging.getLogger("uvicorn.error.connections")
 _uvicorn_log.setLevel(logging.ERROR)
-_PHRASES: Final = {
-    400: "Bad Request",
-    408: "Request Timeout",
-    429: "Too Many Requests",
-    431: "Request Header Fields Too Large",
-}
 
 
 #: Paths of WebSockets. Any other request to upgrade is answered as if it asked for nothing.
@@ -106,7 +99,7 @@ class HttpConnection(HttpToolsProtocol):
     limits: ConnectionLimits = ConnectionLimits()
     limit: ConnectionLimit  #: Of the server; one object for all of its connections.
     drain: ConnectionDrain  #: As ``limit``.
-    socket_class: type[SocketConnection]  #: What takes over a WebSocket.
+    socket_class: type[SocketConnection]  #: The protocol that takes over a WebSocket.
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -283,7 +276,7 @@ class HttpConnection(HttpToolsProtocol):
             self._enter(Phase.IDLE)
 
     def on_response_complete(self) -> None:
-        """As uvicorn's, without its timer: `sweep` ends connections at rest."""
+        """The same as uvicorn's, without its timer: `sweep` ends idle connections."""
         self.server_state.total_requests += 1
         self._answering = None
         if self.transport.is_closing():
@@ -328,7 +321,7 @@ class HttpConnection(HttpToolsProtocol):
             self._end_parser(*self._head_too_large())
 
     def _end_parser(self, error: RequestError, status: int) -> NoReturn:
-        """In a callback of the parser: look at nothing behind this. `send_400_response` is next."""
+        """Called in a callback of the parser, which reads nothing behind this. `send_400_response` is called next."""
         self._refusal = error, status
         raise ValueError(error.message)
 
@@ -359,13 +352,7 @@ class HttpConnection(HttpToolsProtocol):
         if self._answering is not None and self._answering.response_started:
             self.transport.abort()
             return
-        body = errors.encoded(error, None)
-        head = (
-            f"HTTP/1.1 {status} {_PHRASES[status]}\r\ncontent-type: application/json\r\n"
-            f"content-length: {len(body)}\r\nconnection: close\r\n"
-        )
-        extra = "".join(f"{name.decode()}: {value.decode()}\r\n" for name, value in errors.headers(error))
-        self.transport.write(f"{head}{extra}\r\n".encode() + body)
+        self.transport.write(refusals.encoded(error, status))
         if self.transport.can_write_eof():
             self.transport.write_eof()
         else:  # TLS, where a connection has no half: what is written is sent first, and the rest is read
@@ -433,7 +420,7 @@ class HttpConnection(HttpToolsProtocol):
 
 
 def _parser(protocol: HttpToolsProtocol) -> httptools.HttpRequestParser:
-    """As uvicorn makes its own."""
+    """The parser, made as uvicorn makes its own."""
     made = httptools.HttpRequestParser(protocol)
     made.set_dangerous_leniencies(lenient_data_after_close=True)
     return made

@@ -24,7 +24,7 @@ RETRY_S: Final = 0.5  # without free descriptors
 
 
 class SecuredListener:
-    """As much of `asyncio.Server` as uvicorn uses."""
+    """The part of `asyncio.Server` that uvicorn uses, with a TLS handshake before a connection is passed on."""
 
     def __init__(
         self,

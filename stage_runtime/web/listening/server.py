@@ -175,7 +175,7 @@ class _Uvicorn(uvicorn.Server):
         self._secured: list[SecuredListener] = []
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """As uvicorn's, with TLS in front where there is a certificate."""
+        """The same as uvicorn's, with TLS in front where there is a certificate."""
         if self._certificates is None:
             await super().startup(sockets)
             return

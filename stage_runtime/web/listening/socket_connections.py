@@ -13,8 +13,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
+from websockets.exceptions import SecurityError
 
+from stage_runtime.errors import RequestError
 from stage_runtime.web.exchanges.exchange import CLIENT
+from stage_runtime.web.listening import refusals
 from stage_runtime.web.listening.connection_drain import ConnectionDrain
 from stage_runtime.web.listening.connection_limits import ConnectionLimits
 from stage_runtime.web.listening.stalled_readers import StalledReader
@@ -53,6 +56,22 @@ class SocketConnection(WebSocketsSansIOProtocol):
         super().connection_lost(exc)
         self._ending = None
         self.drain.lost(len(self.connections))
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.conn.handshake_exc is not None and not self.handshake_initiated:
+            self._refuse(self.conn.handshake_exc)
+
+    def _refuse(self, problem: Exception) -> None:
+        """The head is one of HTTP, but not of a handshake. uvicorn would neither answer nor end the connection."""
+        if self.transport.is_closing():
+            return
+        long = isinstance(problem, SecurityError) or isinstance(problem.__cause__, SecurityError)
+        reason = f"no handshake of a WebSocket that can be read: {problem.__cause__ or problem}"
+        error = RequestError("too_large" if long else "invalid_request", reason)
+        self.transport.write(refusals.encoded(error, 431 if long else 400))
+        self.handshake_complete = True  # uvicorn would answer once more when the server ends
+        self.transport.close()
 
     async def run_asgi(self) -> None:
         self.scope[CLIENT] = self  # type: ignore[typeddict-unknown-key]
@@ -97,5 +116,5 @@ class SocketConnection(WebSocketsSansIOProtocol):
 
 
 def limited(shared: dict[str, Any]) -> type[SocketConnection]:
-    """With the limits and the drain of a server."""
+    """The class of WebSocket connections that share the limits and the drain of a server."""
     return type("SocketConnection", (SocketConnection,), shared)

@@ -98,7 +98,7 @@ class PageFeed:
 
 
 def lines_of(record: RequestRecord) -> list[ShownLine]:
-    """As `omni trace` draws them."""
+    """The lines of a request that `omni trace` draws, too."""
     found = lines.of_record(msgspec.to_builtins(record.stages), msgspec.to_builtins(record.hops))
     return [
         ShownLine(label=one.label, stage=one.stage, start=one.start_ms, end=one.end_ms, parts=one.parts)

@@ -129,7 +129,7 @@ def _edges(processes: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _instance(one: Mapping[str, Any]) -> dict[str, Any]:
-    kept = ("incarnation", "group", "revision", "endpoint", "waiting", "running", "bound", "bound_total")
+    kept = ("incarnation", "group", "revision", "endpoint", "waiting", "running", "bound", "bound_total", "loading")
     return {**{name: one[name] for name in kept}, "state": _state(one), "reason": one["ineligible_reason"]}
 
 

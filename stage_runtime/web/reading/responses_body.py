@@ -7,7 +7,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from stage_runtime.web.reading.schemas import InputAudio, Positive, Seconds, Share
+from stage_runtime.web.reading.generation_fields import Positive, Share
+from stage_runtime.web.reading.schemas import InputAudio, Seconds
 
 
 class InputText(msgspec.Struct, tag_field="type", tag="input_text"):

@@ -18,11 +18,9 @@ from msgspec import Meta
 from omnipipeline_spec.types.errors import clipped
 from stage_runtime.errors import InvalidRequest
 from stage_runtime.web.reading import leniency, strictjson
+from stage_runtime.web.reading.generation_fields import ChatFields, CompletionFields, Positive, Share
 
 Body = TypeVar("Body")
-Positive = Annotated[int, Meta(ge=1, le=10**9)]
-Share = Annotated[float, Meta(ge=0, le=1)]
-Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Seconds = Annotated[float, Meta(gt=0)]
 Speed = Annotated[float, Meta(ge=0.25, le=4)]  # of speech
 
@@ -100,7 +98,7 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     continuous_usage_stats: bool | None = None  # vLLM's: the usage so far in every chunk
 
 
-class ChatBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class ChatBody(ChatFields, forbid_unknown_fields=True, kw_only=True):
     """POST /v1/chat/completions."""
 
     messages: Annotated[list[Message], Meta(min_length=1)]
@@ -110,21 +108,7 @@ class ChatBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     timeout: Seconds | None = None
-    # handed on to the stages as they are
-    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
-    top_p: Share | None = None
-    top_k: int | None = None
-    min_p: Share | None = None
-    max_tokens: Positive | None = None
     max_completion_tokens: Positive | None = None
-    stop: str | list[str] | None = None
-    seed: int | None = None
-    frequency_penalty: Penalty | None = None
-    presence_penalty: Penalty | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0)] | None = None
-    logit_bias: dict[str, float] | None = None
-    reasoning_effort: str | None = None
-    verbosity: str | None = None
     include_reasoning: bool | None = None  # false: what the model thinks is not shown
     # accepted, without effect
     metadata: dict[str, Any] | None = None
@@ -134,32 +118,6 @@ class ChatBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     prompt_cache_key: str | None = None
     prompt_cache_options: Any = None
     prompt_cache_retention: str | None = None
-    # where the pipeline accepts them: see `translating.parameters.ACCEPTED`
-    n: Annotated[int, Meta(ge=1, le=128)] | None = None  # OpenAI's bound; answers have so many choices
-    logprobs: bool | None = None
-    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
-    prompt_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
-    response_format: Any = None
-    tools: list[Any] | None = None
-    tool_choice: Any = None
-    parallel_tool_calls: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    min_tokens: Annotated[int, Meta(ge=0)] | None = None
-    stop_token_ids: list[Annotated[int, Meta(ge=0)]] | None = None
-    ignore_eos: bool | None = None
-    continue_final_message: bool | None = None
-    add_generation_prompt: bool | None = None
-    include_stop_str_in_output: bool | None = None
-    skip_special_tokens: bool | None = None
-    cache_salt: Annotated[str, Meta(min_length=1, max_length=1024)] | None = None
-    priority: int | None = None
-    structured_outputs: dict[str, Any] | None = None
-    guided_json: str | dict[str, Any] | None = None
-    guided_regex: str | None = None
-    guided_choice: list[str] | None = None
-    guided_grammar: str | None = None
-    return_token_ids: bool | None = None
-    mm_processor_kwargs: dict[str, Any] | None = None
     # accepted only with their default value: see `translating.chat.REFUSED`
     store: bool | None = None
     functions: list[Any] | None = None
@@ -169,46 +127,16 @@ class ChatBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     web_search_options: Any = None
 
 
-class CompletionBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class CompletionBody(CompletionFields, forbid_unknown_fields=True, kw_only=True):
     """POST /v1/completions."""
 
     prompt: str | list[Any]  # one text or one list of token ids, or a list of either: see `text_completions.prompts`
     model: str | None = None
     suffix: str | None = None  # refused by name
-    echo: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     best_of: Annotated[int, Meta(ge=1, le=128)] | None = None
     timeout: Seconds | None = None
-    # handed on to the stages: see `translating.parameters`
-    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
-    top_p: Share | None = None
-    top_k: int | None = None
-    min_p: Share | None = None
-    max_tokens: Positive | None = None
-    stop: str | list[str] | None = None
-    seed: int | None = None
-    frequency_penalty: Penalty | None = None
-    presence_penalty: Penalty | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0)] | None = None
-    logit_bias: dict[str, float] | None = None
-    n: Annotated[int, Meta(ge=1, le=128)] | None = None
-    logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None  # how many of the likeliest; not a boolean here
-    prompt_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
-    response_format: Any = None
-    min_tokens: Annotated[int, Meta(ge=0)] | None = None
-    stop_token_ids: list[Annotated[int, Meta(ge=0)]] | None = None
-    ignore_eos: bool | None = None
-    include_stop_str_in_output: bool | None = None
-    skip_special_tokens: bool | None = None
-    cache_salt: Annotated[str, Meta(min_length=1, max_length=1024)] | None = None
-    priority: int | None = None
-    structured_outputs: dict[str, Any] | None = None
-    guided_json: str | dict[str, Any] | None = None
-    guided_regex: str | None = None
-    guided_choice: list[str] | None = None
-    guided_grammar: str | None = None
-    return_token_ids: bool | None = None
     metadata: dict[str, Any] | None = None
     user: str | None = None
 

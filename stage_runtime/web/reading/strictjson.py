@@ -119,7 +119,7 @@ def _have_too_many(skeletons: list[bytes]) -> bool:
 
 
 def _values(text: bytes) -> int:
-    """At most so many values does a JSON text have: each follows a comma or an opening bracket."""
+    """An upper bound of the values in a JSON text: each follows a comma or an opening bracket."""
     empty = text.count(b"[]") + text.count(b"{}")
     return 1 + text.count(b",") + text.count(b"[") + text.count(b"{") - empty
 

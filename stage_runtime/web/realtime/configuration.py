@@ -18,6 +18,7 @@ Modality = Literal["text", "audio"]
 MaxTokens = Annotated[int, Meta(ge=1)] | Literal["inf"]
 Milliseconds = Annotated[int, Meta(ge=0, le=60_000)]
 ShortText = Annotated[str, Meta(max_length=1 << 18)]
+MAX_NBYTES: Final = 1 << 20  # of a session's configuration as JSON: tools and instructions are most of it
 Tools = Annotated[list[dict[str, Any]], Meta(max_length=128)]
 
 #: Silence after which ``semantic_vad`` ends a turn here, by its eagerness.
@@ -211,7 +212,7 @@ def spoken(config: SessionConfig, given: SpokenPatch, where: str) -> SessionConf
 
 
 def shown(config: SessionConfig, *, session_id: str, model: str, beta: bool) -> dict[str, Any]:
-    """As ``session.created`` and ``session.updated`` have it."""
+    """The session as ``session.created`` and ``session.updated`` show it."""
     detection = None if config.turn_detection is None else config.turn_detection.shown()
     if beta:
         return {

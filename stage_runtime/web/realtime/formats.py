@@ -18,7 +18,7 @@ class SoundFormat(msgspec.Struct, frozen=True):
 
     name: str  #: As the GA interface has it.
     beta: str  #: As the beta has it.
-    encoding: str  #: What the codec process encodes answers into.
+    encoding: str  #: The format into which the codec process encodes answers.
     rate: int
     width: int  #: Bytes of a sample.
 
@@ -34,7 +34,7 @@ FORMATS: Final = {one.name: one for one in (PCM, PCMU, PCMA)}
 
 
 def linear(data: bytes, format: SoundFormat) -> Samples:
-    """As float32 in -1..1, ``[n]``, at the format's rate."""
+    """The samples as float32 in -1..1, ``[n]``, at the format's rate."""
     return _pcm16(data, format).astype(np.float32) / np.float32(1 << 15)
 
 

@@ -14,6 +14,7 @@ from stage_runtime.web.realtime.formats import SoundFormat
 from stage_runtime.web.translating import media
 
 Id = Annotated[str, Meta(min_length=1, max_length=64)]
+OBJECT_NBYTES: Final = 256  # of an item or a part beside its texts, roughly: an empty one is not for nothing
 SPOKEN_CHARACTERS_PER_S: Final = 15  # of English read aloud: what an interrupted answer may have said in a time
 
 
@@ -27,6 +28,11 @@ class Part(msgspec.Struct):
     format: SoundFormat = formats.PCM
     audio_ms: float = 0.0
     image_url: str | None = None
+
+    @property
+    def nbytes(self) -> int:
+        sound = 0 if self.audio is None else len(self.audio)
+        return OBJECT_NBYTES + text_nbytes(self.text) + text_nbytes(self.image_url or "") + sound
 
 
 class Item(msgspec.Struct):
@@ -44,8 +50,9 @@ class Item(msgspec.Struct):
 
     @property
     def nbytes(self) -> int:
-        parts = sum(len(one.text) + len(one.audio or b"") + len(one.image_url or "") for one in self.content)
-        return parts + len(self.arguments) + len(self.output)
+        """The memory that it takes, roughly, whatever its client put where."""
+        texts = (self.id, self.call_id, self.name, self.arguments, self.output)
+        return OBJECT_NBYTES + sum(map(text_nbytes, texts)) + sum(one.nbytes for one in self.content)
 
 
 class _GivenPart(msgspec.Struct, frozen=True):
@@ -74,6 +81,11 @@ _TAKES: Final = {
     "system": {"input_text"},
 }
 _NEEDS: Final = {"function_call": ("name", "arguments"), "function_call_output": ("call_id", "output")}
+
+
+def text_nbytes(text: str) -> int:
+    """The memory of a text, at most: Python keeps one of other letters with up to 4 bytes for each."""
+    return len(text) if text.isascii() else 4 * len(text)
 
 
 def read(raw: object, new_id: str, format: SoundFormat, where: str = "item") -> Item:

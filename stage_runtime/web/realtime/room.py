@@ -129,7 +129,7 @@ class Room:
             await self._socket.close(web_sockets.GOING_AWAY, "the server is going away: connect again")
 
     def _begin_and_end(self, effects: Sequence[Effect]) -> None:
-        """At once: a client that reads slowly keeps no request alive that was cancelled."""
+        """Begins and cancels answers at once: a client that reads slowly keeps no cancelled request alive."""
         for effect in effects:
             match effect:
                 case Answer():

@@ -1,7 +1,7 @@
 """A realtime session: client events, scores and outputs of requests in; effects out. Pure: no socket, clock or task.
 
 What each event leads to is decided here and nowhere else. One response is made at a time, and each has one
-`response.done`. `room` carries the effects out, in order.
+`response.done`. `room` carries the effects out, in order. One room, because each event may change the same response.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ class Session:
         self._conversation_id = new_id("conv")
         self._count = 0
         self._config = SessionConfig(turn_detection=TurnDetection() if facts.detects else None)
+        self._config_nbytes = 0
         self._conversation = Conversation()
         self._buffer = InputBuffer(formats.PCM)
         self._turn = TurnState()
@@ -81,7 +82,7 @@ class Session:
     @property
     def held_nbytes(self) -> int:
         """The bytes of its client's data that it keeps."""
-        return self._buffer.nbytes + self._conversation.nbytes
+        return self._buffer.nbytes + self._conversation.nbytes + self._config_nbytes
 
     # --- what the client sends ------------------------------------------------------------------------------------
 
@@ -129,7 +130,11 @@ class Session:
         if config.type == "transcription" and not self._facts.transcribes:
             problem = "this pipeline does not serve transcription"
             raise InvalidRequest(f"session.type: {problem}", param="session.type")
-        self._config = config
+        nbytes = len(msgspec.json.encode(config))
+        if nbytes > configuration.MAX_NBYTES:
+            problem = f"its configuration would be {nbytes} bytes, at most {configuration.MAX_NBYTES} are kept"
+            raise RequestError("too_large", f"session: {problem}", param="session")
+        self._config, self._config_nbytes = config, nbytes
         if config.input_format != before.input_format:
             self._buffer.reformat(formats.FORMATS[config.input_format])
         if config.input_format != before.input_format or (config.turn_detection is None) != (
@@ -436,7 +441,7 @@ class Session:
 
 
 def _error_shown(error: RequestError) -> dict[str, Any]:
-    """As `error` events have it; ``stage`` beside OpenAI's fields."""
+    """The error as an `error` event shows it, with ``stage`` beside OpenAI's fields."""
     facts = errors.body(error, None)["error"]
     code = error.realtime_code if isinstance(error, RealtimeRefused) else facts["code"]
     shown = {"type": facts["type"], "code": code, "message": facts["message"], "param": facts["param"]}

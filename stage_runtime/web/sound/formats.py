@@ -32,7 +32,7 @@ FORMATS: Final[dict[str, Format]] = {
     "pcm": Format(mime="audio/pcm", rates=(PCM_RATE,), max_channels=1),
 }
 
-#: What telephones speak (G.711): of answers on `/v1/realtime` alone.
+#: Formats of telephones (G.711), for answers on `/v1/realtime` alone.
 TELEPHONE: Final[dict[str, Format]] = {
     name: Format(mime=f"audio/{name}", rates=(8000,), max_channels=1) for name in ("pcmu", "pcma")
 }

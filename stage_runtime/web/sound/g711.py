@@ -23,7 +23,7 @@ def _alaw(code: int) -> int:
 
 
 def _nearest(values: npt.NDArray[np.int16]) -> npt.NDArray[np.uint8]:
-    """For each 16 bit sample, from the lowest: the code whose value is nearest."""
+    """The code whose value is nearest to each 16 bit sample, from the lowest sample on."""
     order = np.argsort(values, kind="stable")
     known = values[order].astype(np.int32)
     bounds = (known[:-1] + known[1:]) / 2

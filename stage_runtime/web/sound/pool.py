@@ -169,7 +169,7 @@ class EncodingSession:
         self._format = format
         self._whole = whole
         self._connection: socket.socket | None = None
-        self._stage: str | None = None  #: Whose sound it is, for errors.
+        self._stage: str | None = None  #: The stage that made the sound, for errors.
         self._frames = 0
 
     @property

@@ -1,4 +1,4 @@
-"""From one sample rate to another, piece by piece. Pure; called by `encoding`.
+"""Converts sound from one sample rate to another, piece by piece. Pure; called by `encoding`.
 
 OpenAI's raw PCM is 24 kHz by definition, Opus knows five rates and MP3 nine, a voice may speak at any other.
 """

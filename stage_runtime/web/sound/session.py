@@ -85,7 +85,7 @@ def limit() -> None:
 
 
 def begin_call(limit_s: float) -> None:
-    """From now on the kernel ends this process after ``limit_s`` of wall time, or of processor time."""
+    """Has the kernel end this process after ``limit_s`` of wall time, or of processor time, from now."""
     signal.setitimer(signal.ITIMER_REAL, limit_s)
     usage = resource.getrusage(resource.RUSAGE_SELF)
     limit = min(LIFE_CPU_S, math.ceil(usage.ru_utime + usage.ru_stime + limit_s))

@@ -1,5 +1,5 @@
-"""`/v1/audio/speech/stream`: text that comes in pieces becomes sound, sentence by sentence, over a WebSocket.
+"""Text that comes in pieces becomes sound, sentence by sentence: over a WebSocket, or as the body of a request.
 
-The messages are vLLM-Omni's. `script` decides what is spoken next and does no I/O; `room` is the socket, the requests
-and the codec around it.
+The WebSocket's messages (`messages`) are vLLM-Omni's. `script` decides what is spoken next and does no I/O; `room` is
+the socket around it, `body` the request whose answer is one file.
 """

@@ -20,10 +20,10 @@ from stage_runtime.web.endpoints import HandlerContext
 from stage_runtime.web.exchanges import web_sockets
 from stage_runtime.web.exchanges.exchange import Exchange
 from stage_runtime.web.exchanges.web_sockets import SocketClosed, WebSocket
-from stage_runtime.web.handlers.speech import sound_pieces
-from stage_runtime.web.reading.schemas import SpeechBody
 from stage_runtime.web.sound import formats
 from stage_runtime.web.spoken import messages
+from stage_runtime.web.spoken.asking import sentence_events, spoken_body
+from stage_runtime.web.spoken.pieces import sound_pieces
 from stage_runtime.web.spoken.script import Script, Sentence, UtteranceEnd
 from stage_runtime.web.translating import speaking
 from stage_runtime.web.translating.outputs import Outputs
@@ -137,33 +137,20 @@ class Room:
 
         Raises: RequestError.
         """
-        manager, exchange, config = self._context.manager, self._socket.exchange, sentence.config
-        body = _body(sentence)
-        request = speaking.request(body, request_id)
-        limits = [limit for limit in (self._timeout_s, config.timeout) if limit is not None]
-        timeout_s = min(limits, default=None)
-        hook_result = await manager.call_terminal_stages(request, timeout_s=timeout_s)
-        handle = manager.admit(
-            request,
-            timeout_s=timeout_s,
-            trace=exchange.trace(),
-            trace_state=exchange.trace_state(),
-            hook_result=hook_result,
-        )
-        try:
+        body, context = spoken_body(sentence), self._context
+        asked = sentence_events(context.manager, self._socket.exchange, sentence, request_id, self._timeout_s)
+        async with aclosing(asked) as events:
             made = sound_pieces(
-                handle.events(),
+                events,
                 Outputs(),
-                self._context.codecs,
+                context.codecs,
                 speaking.format_name(body),
                 speaking.without_sound(body),
-                whole=not config.stream_audio,
+                whole=not sentence.config.stream_audio,
             )
             async with aclosing(made) as pieces:
                 async for piece in pieces:
                     yield piece
-        finally:
-            handle.abort("the client does not listen any more")  # changes nothing when it is over
 
     async def _send(self, message: dict[str, Any] | bytes) -> None:
         """Raises: SocketClosed."""
@@ -172,18 +159,3 @@ class Room:
                 await self._socket.send_bytes(message)
             else:
                 await self._socket.send(msgspec.json.encode(message).decode())
-
-
-def _body(sentence: Sentence) -> SpeechBody:
-    """The sentence as a speech request."""
-    config = sentence.config
-    return SpeechBody(
-        input=sentence.text,
-        voice=config.voice,
-        instructions=config.instructions,
-        response_format=config.format,
-        speed=config.speed,
-        seed=config.seed,
-        temperature=config.temperature,
-        metadata=config.metadata,
-    )

@@ -53,6 +53,11 @@ class Script:
         return self._chars + (0 if self._text is None else self._text.waiting)
 
     @property
+    def has_next(self) -> bool:
+        """A sentence or the end of an utterance waits."""
+        return bool(self._waiting)
+
+    @property
     def idle(self) -> bool:
         """Nothing waits, and no utterance has begun."""
         return not self._waiting and self._text is None
@@ -132,7 +137,7 @@ class _Text:
         self.count = 0  #: Of its sentences so far.
         granularity = config.split_granularity
         self._splitter = None if granularity == "none" else Splitter(clauses=granularity == "clause")
-        self._whole = ""  #: What has come, where nothing splits it.
+        self._whole = ""  #: The text so far, where nothing splits it.
 
     @property
     def waiting(self) -> int:

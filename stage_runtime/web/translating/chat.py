@@ -36,7 +36,7 @@ class ChatCall(msgspec.Struct, frozen=True, kw_only=True):
     choices: int = 1
     logprobs: bool = False  #: They were asked for.
     token_ids: bool = False  #: They were asked for.
-    reasoning: bool = True  #: What the model thinks is shown.
+    reasoning: bool = True  #: The model's thoughts are shown.
     audio: str | None  #: The format of the requested audio; None: none was requested.
 
     @property
@@ -52,7 +52,7 @@ def decode(raw: bytes) -> schemas.ChatBody:
 def call(body: schemas.ChatBody, accepts: Set[str] = frozenset()) -> ChatCall:
     """Check all that a body may ask for and this server has not, before anything is fetched or admitted.
 
-    accepts: what this pipeline's stages honour, of `parameters.ACCEPTED`.
+    accepts: the parameters that this pipeline's stages honour.
     Raises: InvalidRequest: naming the parameter.
     """
     parameters.check(body, accepts)
@@ -77,10 +77,14 @@ def call(body: schemas.ChatBody, accepts: Set[str] = frozenset()) -> ChatCall:
 
 
 def request(
-    body: schemas.ChatBody, request_id: str, fetched: Mapping[str, Media], accepts: Set[str] = frozenset()
+    body: schemas.ChatBody,
+    request_id: str,
+    fetched: Mapping[str, Media],
+    accepts: Set[str] = frozenset(),
+    model: str = "",
 ) -> OmniRequest:
     """The request that the entry stage gets. ``fetched``: what the URLs of `media.to_fetch` hold. accepts: as of
-    `call`.
+    `call`. model: of `OmniRequest`.
     """
     return OmniRequest(
         id=request_id,
@@ -90,6 +94,7 @@ def request(
         modalities=list(body.modalities or ("text",)),
         stream=bool(body.stream),
         metadata=body.metadata or {},
+        model=model,
     )
 
 

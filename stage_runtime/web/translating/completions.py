@@ -145,7 +145,7 @@ class CompletionChunks:
             yield from self._audio({"data": text})
 
     def check(self) -> bool:
-        """At the end: whether there was any sound.
+        """Called at the end. Returns whether there was any sound.
 
         Raises: RequestError: stage_failed: the terminals gave nothing that this chat can show.
         """

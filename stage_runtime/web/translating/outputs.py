@@ -89,13 +89,13 @@ class Outputs:
         yield msgspec.structs.replace(call, index=place)
 
     def tokens(self) -> dict[str, int]:
-        """As OpenAI's audio routes name them."""
+        """The counts of tokens, as OpenAI's audio routes name them."""
         usage = self.usage
         total = usage.prompt_tokens + usage.completion_tokens
         return {"input_tokens": usage.prompt_tokens, "output_tokens": usage.completion_tokens, "total_tokens": total}
 
     def check(self, route: str) -> None:
-        """At the end: it is the pipeline's fault if its terminals gave nothing that this route can show.
+        """Called at the end: it is the pipeline's fault if its terminals gave nothing that this route can show.
 
         Raises: RequestError: stage_failed, naming the stage and what it gave.
         """

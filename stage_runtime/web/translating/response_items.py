@@ -61,7 +61,7 @@ class ResponseEvents:
         self._open: dict[str, _OpenItem] = {}  #: By stage: two terminals' words are not mixed.
 
     def begin(self) -> Iterator[Event]:
-        """Before anything else."""
+        """The events that come before all others."""
         response = self._response("in_progress")
         yield self._event("response.created", response=response)
         yield self._event("response.in_progress", response=response)

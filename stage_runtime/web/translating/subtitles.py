@@ -93,7 +93,7 @@ def _is_time(value: Any) -> bool:
 
 
 def _plain(text: str) -> str:
-    """On one line: an empty one would end the cue."""
+    """The text on one line: an empty line would end the cue."""
     return " ".join(text.split())
 
 

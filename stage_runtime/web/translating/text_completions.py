@@ -54,8 +54,6 @@ def call(body: schemas.CompletionBody, accepts: Set[str]) -> CompletionCall:
         raise InvalidRequest("suffix: this server continues prompts and does not fill them in", param="suffix")
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise InvalidRequest("best_of: expected the value of n, all choices are given out", param="best_of")
-    if body.logprobs is not None and "logprobs" not in accepts:
-        raise InvalidRequest(f"logprobs: {parameters.ACCEPTED['logprobs'].problem}", param="logprobs")
     options = body.stream_options or schemas.StreamOptions()
     return CompletionCall(
         prompts=prompts(body.prompt),
@@ -79,9 +77,9 @@ def prompts(given: str | list[Any]) -> list[Prompt]:
 
 
 def requests(
-    body: schemas.CompletionBody, call: CompletionCall, request_id: str, accepts: Set[str]
+    body: schemas.CompletionBody, call: CompletionCall, request_id: str, accepts: Set[str], model: str = ""
 ) -> list[OmniRequest]:
-    """One for each prompt. accepts: as of `call`."""
+    """One for each prompt. accepts: as of `call`. model: of `OmniRequest`."""
     params = {"max_tokens": MAX_TOKENS, **parameters.handed_on(body, accepts)}
     single = len(call.prompts) == 1
     return [
@@ -93,6 +91,7 @@ def requests(
             modalities=["text"],
             stream=call.stream,
             metadata=body.metadata or {},
+            model=model,
         )
         for index, prompt in enumerate(call.prompts)
     ]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import itertools
 import json
+import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -21,7 +22,7 @@ from stage_runtime.coordinator.events import ResultEvent
 from stage_runtime.web.exchanges.apikeys import ApiKeys
 from stage_runtime.wire.values import Audio, Text
 from tests.web.page.browser import Tab, chromium
-from tests.web.page.page_pipelines import Edge, record, samples, status
+from tests.web.page.page_pipelines import LOADING, Edge, record, samples, status
 from tests.web.running import ALL, Running, start
 from tests.web.scripted_manager import Script, chunk, play
 
@@ -188,6 +189,33 @@ async def test_fifty_stages_and_500_instances_stay_readable_on_any_screen(tmp_pa
         await tab.do("document.getElementById('instance-filter').value = 'group-07'")
         await tab.do("document.getElementById('instance-filter').oninput()")
         assert await tab.do("document.querySelectorAll('#instances tbody tr').length") == 10
+
+
+async def test_the_share_of_a_loading_instance_is_shown_and_follows(tmp_path: Path) -> None:
+    settings = msgspec.structs.replace(ALL, local=True)
+    async with page(tmp_path, {"llm": "llm", "voice": "voice"}, [], instances=2, settings=settings) as (running, tab):
+        await tab.open(running.url)
+        await tab.until("document.body.dataset.ready")
+        row = "document.querySelector('#instances tbody tr')"
+        await tab.until(f"{row}.cells[1].textContent === 'loading 42 %'")
+        assert await tab.do(f"{row}.cells[9].textContent") == "llm has loaded 1.2 GB of 2.8 GB"
+        assert await tab.do("document.querySelector('#groups tbody tr').cells[3].textContent") == "1 (42 %)"
+        assert await tab.do(f"{row}.cells[1].className") == "loading"
+        if folder := os.environ.get("OMNI_LOOK"):
+            await tab.picture(Path(folder) / "loading.png")
+
+        groups = {"llm": "llm", "voice": "voice"}
+        further = status(groups, [], instances=2, loading=1)
+        further["instances"][0]["loading"] = [
+            {**LOADING, "done": 2.1e9},
+            {"stage": "b", "done": 7, "total": 0, "unit": ""},
+        ]
+        running.manager.shown = further  # live: no reload
+        await tab.until(f"{row}.cells[1].textContent === 'loading 75 %'")
+        assert "b has loaded 7" in await tab.do(f"{row}.cells[9].textContent")
+
+        running.manager.shown = status(groups, [], instances=2)
+        await tab.until(f"{row}.cells[1].textContent === 'ready' && {row}.cells[9].textContent === ''")
 
 
 async def test_edges_of_one_pair_run_beside_each_other(tmp_path: Path) -> None:

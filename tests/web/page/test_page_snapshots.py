@@ -1,4 +1,4 @@
-"""What the page shows of a coordinator, and what is sent of it again."""
+"""The page shows a coordinator, and changed parts of it are sent again."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import msgspec
 from stage_runtime.web import serving
 from stage_runtime.web.page import snapshots
 from stage_runtime.web.page.snapshots import Frame, Snapshot
-from tests.web.page.page_pipelines import record, samples, status
+from tests.web.page.page_pipelines import LOADING, record, samples, status
 
 GROUPS = {"listen": "ears", "think": "head", "speak": "head"}
 EDGES = [("listen", "think", "normal"), ("think", "speak", "stream")]
@@ -62,6 +62,13 @@ def test_only_rows_that_have_changed_are_sent_again() -> None:
 def test_nothing_but_the_load_is_sent_while_nothing_changes() -> None:
     shown, one = status(GROUPS, EDGES), record("one", ["listen"])
     assert list(plain(list(snapshots.changes(taken(shown, records=[one]), taken(shown, records=[one]))))) == ["load"]
+
+
+def test_a_loading_instance_is_sent_again_while_its_share_grows_and_no_other_row() -> None:
+    before, now = status(GROUPS, EDGES, instances=2, loading=1), status(GROUPS, EDGES, instances=2, loading=1)
+    now["instances"][0]["loading"] = [{**LOADING, "done": 2.0e9}]
+    (row,) = plain(list(snapshots.changes(taken(before), taken(now))))["instances"]["changed"]
+    assert row["loading"] == [{**LOADING, "done": 2.0e9}]
 
 
 def test_the_state_of_an_instance_is_the_first_reason_why_it_gets_nothing() -> None:

@@ -49,12 +49,22 @@ export const EDGES = [["From"], ["To"], ["Kind"], ["Transport"], ["Bytes/s", "n"
 export const GROUPS = [["Process group"], ["Instances", "n"], ["Ready", "n"], ["Loading", "n"], ["Draining", "n"], ["Other", "n"], ["Waiting", "n"], ["Running", "n"], ["Unit revisions"]];
 export const INSTANCES = [["Process group"], ["State"], ["Incarnation"], ["Unit revision"], ["Address"], ["Waiting", "n"], ["Running", "n"], ["Bound", "n"], ["Bound ever", "n"], ["Why it gets no requests"]];
 
+// loading: the stages of an instance that report how far they are
+const bytes = count => { for (const unit of ["B", "kB", "MB"]) { if (count < 1000) return `${count.toFixed(0)} ${unit}`; count /= 1000; } return `${count.toFixed(1)} GB`; };
+const share = one => one.total > 0 ? Math.min(Math.max(one.done / one.total, 0), 1) : null;
+const least = rows => rows.map(share).filter(one => one !== null).reduce((a, b) => a === null ? b : Math.min(a, b), null);
+const behind = rows => least(rows) === null ? "" : ` ${Math.floor(100 * least(rows))} %`;
+function inWords(one) {
+  const amount = count => one.unit === "B" ? bytes(count) : String(count);
+  return `${one.stage} has loaded ${amount(one.done)}${one.total > 0 ? ` of ${amount(one.total)}` : ""}`;
+}
+
 export function groupRows(groups, instances) {
   const found = new Map([...new Set(Object.values(groups || {}))].map(name => [name, []]));
   for (const one of instances) { if (!found.has(one.group)) found.set(one.group, []); found.get(one.group).push(one); }
   return [...found].map(([name, all]) => {
     const of = (...states) => all.filter(one => states.includes(one.state)).length, sum = field => all.reduce((a, one) => a + one[field], 0);
-    return [name, [name, all.length, [of("ready"), of("ready") ? "ready" : "none"], of("loading"), of("draining"), of("aside", "unused"),
+    return [name, [name, all.length, [of("ready"), of("ready") ? "ready" : "none"], `${of("loading")}${behind(all.flatMap(one => one.loading)).replace(/ (.+)/, " ($1)")}`, of("draining"), of("aside", "unused"),
       sum("waiting"), sum("running"), [...new Set(all.map(one => one.revision))].join(", ")]];
   });
 }
@@ -65,8 +75,8 @@ export function instanceRows(instances, wanted, most) {
     const text = `${one.group} ${one.state} ${one.revision} ${one.endpoint} ${one.incarnation}`.toLowerCase();
     return words.every(word => text.includes(word));
   }).sort((a, b) => (a.state === "ready") - (b.state === "ready") || a.group.localeCompare(b.group) || a.incarnation.localeCompare(b.incarnation));
-  return [found.length, found.slice(0, most).map(one => [one.incarnation, [one.group, [one.state, one.state], one.incarnation, one.revision, one.endpoint,
-    one.waiting, one.running, one.bound, one.bound_total, one.reason || ""]])];
+  return [found.length, found.slice(0, most).map(one => [one.incarnation, [one.group, [one.state + behind(one.loading), one.state], one.incarnation, one.revision, one.endpoint,
+    one.waiting, one.running, one.bound, one.bound_total, one.reason || one.loading.map(inWords).join(", ")]])];
 }
 
 // A list of requests as buttons; each has its stages' times as a bar.
