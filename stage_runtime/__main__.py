@@ -64,7 +64,7 @@ def _reported(role: Callable[[], int]) -> int:
 
 
 def _explained(role: Callable[[], int]) -> int:
-    """As PID 1 of a container: only the kubelet is notified."""
+    """Runs a role as PID 1 of a container: an error goes into the termination message, which the kubelet reads."""
     return termination.explained(role, settings.termination_log(os.environ))
 
 

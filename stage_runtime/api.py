@@ -111,6 +111,7 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     positions: where a model with three axes of positions (mrope) places the prompt's tokens, ``[3, tokens]`` of whole
     numbers. position_delta: what is added to the index of a generated token. added_rows: ``(layer, places, rows)``:
     floats ``[places, hidden]`` that are added to the output of a layer at these tokens of the prompt (DeepStack).
+    adapter: the name of a LoRA adapter of the stage; ``""``: none; None: the one that the request's ``model`` names.
     pin: where the stage has several engines (``data_parallel_size``), prompts with an equal one go to the same engine,
     whose cache has what they share. data_parallel_rank: that engine; the prompt fails if there is none.
     """
@@ -127,6 +128,7 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     positions: Any = None
     position_delta: int = 0
     added_rows: Sequence[tuple[int, Sequence[int], Any]] = ()
+    adapter: str | None = None
     pin: str = ""
     data_parallel_rank: int | None = None
 
@@ -253,7 +255,7 @@ class Autoregressive(msgspec.Struct, frozen=True, kw_only=True):
     most prompt tokens of one request in a step; small ones keep the gaps between tokens of the other requests small.
     kv_cache_bytes: None takes what the device offers, at most what ``max_requests`` of full length need. What a model
     keeps beside attention for ``max_requests`` requests is a part of it. policy:
-    ``fcfs`` or ``priority``.
+    ``fcfs``, ``priority``, or ``shortest``: short prompts before long ones that came somewhat earlier.
     stream: what a chunk of an upstream stage adds to the prompt: ``stream(chunk)`` returns token ids, a float tensor
     ``[tokens, hidden]``, a `Prompt` of parts (with positions and added rows), a `Feed`, a list of these, or None.
     A request begins with its first chunk, when ``prompt`` gets a payload without data; what comes is computed
@@ -279,9 +281,13 @@ class Autoregressive(msgspec.Struct, frozen=True, kw_only=True):
     both would use the same cores. It does not go with ``tpSize``.
     dump_tokens: write token ids, too, into the files of steps that fail.
     speculative_config: guess the next tokens of requests, and verify several in one step; answers have the same tokens.
-    Its keys are vLLM's: ``method`` (``ngram``: what followed the last tokens where the request had them before),
-    ``num_speculative_tokens`` of a guess, ``prompt_lookup_max`` and ``prompt_lookup_min``: how many last tokens are
-    looked for (5).
+    Its keys are vLLM's: ``method`` (``ngram``: what followed the last tokens where the request had them before;
+    ``draft_model``: a smaller ``model`` of the same vocabulary, with its ``revision``), ``num_speculative_tokens`` of a
+    guess, ``prompt_lookup_max`` and ``prompt_lookup_min``: how many last tokens are looked for (5).
+    lora_modules: LoRA adapters, loaded with the stage: folders of peft checkpoints by the names by which requests
+    choose them (``model`` of a request, `Prompt.adapter`). max_loras: adapters in memory at most, with those that are
+    loaded later; 0: as many as ``lora_modules`` has. max_lora_rank: the largest rank of one. lora_folders: adapters
+    that are loaded later must lie in one of these; None: anywhere.
     own_process: compute in a process of its own, so that nothing else of the stage delays a step.
     data_parallel_size: engines, each with all weights and a process of its own; a request goes to the least loaded one.
     cores: processors of each engine, such as ``[[0, 1], [2, 3]]``; by default the stage's are divided among them.
@@ -325,6 +331,10 @@ class Autoregressive(msgspec.Struct, frozen=True, kw_only=True):
     overlap: bool | Literal["auto"] = "auto"
     dump_tokens: bool = False
     speculative_config: dict[str, Any] | None = None
+    lora_modules: dict[str, str] | None = None
+    max_loras: int = 0
+    max_lora_rank: int = 16
+    lora_folders: Sequence[str] | None = None
     own_process: bool = False
     data_parallel_size: int = 1
     cores: Sequence[Sequence[int]] = ()
@@ -418,5 +428,12 @@ class StageContext(Protocol):
     def emit(self, event: str, request_id: str, /, **metadata: Any) -> None:
         """Record a profiler event; does nothing while no profile is recorded."""
 
-    def progress(self, message: str) -> None:
-        """Report progress of loading: shown by `omni up`; restarts the start-up timeout."""
+    def progress(self, message: str, done: float = 0, total: float = 0, unit: str = "") -> None:
+        """Report progress of loading: shown by `omni up`; restarts the start-up timeout.
+
+        done, total: a bar shows this share; of an unknown ``total`` (0) ``done`` alone. unit: ``B`` for bytes. Bars of
+        tqdm, also those of huggingface_hub and transformers, are reported without a call.
+
+        Raises: TypeError: ``message`` or ``unit`` is not a text. ValueError: ``done`` or ``total`` is not a finite
+        number from 0.
+        """

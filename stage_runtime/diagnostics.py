@@ -36,7 +36,7 @@ def write_line(line: str) -> None:
 
 
 def enable() -> None:
-    """From now on a crash prints the stacks of all threads."""
+    """Has a crash print the stacks of all threads, from now on."""
     faulthandler.enable(file=descriptor())
 
 

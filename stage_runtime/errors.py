@@ -46,6 +46,8 @@ CODES: Final[dict[str, int]] = {
 }
 
 
+#: Words of an engine's error, by which a coordinator tells a missing folder of an adapter from a wrong one.
+NO_FOLDER: Final = "this folder does not exist"
 TEXT_LIMIT: Final = 2000  # characters of an error's text: a longer one helps no reader and fits into no message
 TRACEBACK_LIMIT: Final = 48_000
 

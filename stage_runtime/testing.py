@@ -249,7 +249,7 @@ class _Context:
 
     def emit(self, event: str, request_id: str, /, **metadata: Any) -> None: ...
 
-    def progress(self, message: str) -> None:
+    def progress(self, message: str, done: float = 0, total: float = 0, unit: str = "") -> None:
         self.logger.info("%s", message)
 
 
@@ -270,7 +270,7 @@ def _payload(index: int, given: Any) -> StagePayload:
 
 
 def _before(given: Sequence[StagePayload], chunks: Sequence[Any] | Mapping[str, Sequence[Any]]) -> list[list[Chunk]]:
-    """Per payload, the chunks that come before it."""
+    """The chunks that come before each payload."""
     ids = [payload.request.id for payload in given]
     if isinstance(chunks, Mapping):
         by_request = chunks

@@ -36,7 +36,7 @@ class RunningPipeline:
 
     def __init__(self, url: str, logs: Sequence[str]) -> None:
         self.url = url
-        self.logs = logs  #: What its processes have written so far: ``process | line``.
+        self.logs = logs  #: Lines that its processes have written so far: ``process | line``.
 
     def post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """A JSON body to a route. Raises: RequestError: it was refused, or failed; as a client is told."""

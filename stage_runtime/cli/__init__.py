@@ -22,6 +22,7 @@ COMMANDS = {
     "plan": ("stage_runtime.cli.plan", "Show processes, pods, GPUs and the transport of each edge."),
     "validate": ("stage_runtime.cli.validate", "Name every fault of a pipeline."),
     "convert": ("stage_runtime.cli.convert", "Print a pipeline as the Kubernetes resource."),
+    "prefetch": ("stage_runtime.cli.prefetch", "Fetch a model of an object store, or check the one that is there."),
     "scale": ("stage_runtime.cli.scale", "Change the replicas of a group of a running `omni up`."),
     "restart": ("stage_runtime.cli.restart", "Replace the processes of a group of a running `omni up`."),
     "logs": ("stage_runtime.cli.logs", "Show what the processes of a running `omni up` have written."),

@@ -19,5 +19,7 @@ def command(file: str, overrides: tuple[str, ...]) -> None:
     """
     with options.errors_as_messages():
         loaded = loading.load(file, overrides=overrides)
+        for warning in loaded.dropped:
+            terminal.echo(f"warning: {warning}", err=True)
         document = writing.resource(loaded.spec, name=loaded.name, metadata=loaded.metadata)
         terminal.document(writing.to_yaml(document))

@@ -51,7 +51,7 @@ def command(file: str, overrides: tuple[str, ...], cpu: bool, output: str, expla
             plan = planning.without_gpus(plan)
         for notice in unsupported.notices(loaded.spec, local=False):
             terminal.echo(f"note: {notice}", err=True)
-        for warning in topology.sure_warnings(loaded.spec):
+        for warning in (*loaded.dropped, *topology.sure_warnings(loaded.spec)):
             terminal.echo(f"warning: {warning}", err=True)
         if explain is not None:
             for each in loading.explain(loaded, explain or None):

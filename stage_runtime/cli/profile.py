@@ -87,7 +87,7 @@ def run(seconds: float, torch: bool, form: str, out: Path | None, **which: Any) 
 
 
 def _check_out(out: Path | None) -> None:
-    """Before anything is recorded, not after."""
+    """Called before anything is recorded. Raises: click.BadParameter: the folder of ``out`` does not exist."""
     if out is not None and not out.parent.is_dir():
         raise click.BadParameter(f"{out.parent} is not a folder", param_hint="--out")
 

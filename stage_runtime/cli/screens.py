@@ -14,6 +14,7 @@ from typing import IO, Protocol, cast
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
+from rich.progress_bar import ProgressBar
 from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
@@ -24,6 +25,7 @@ from stage_runtime.cli import outputs
 from stage_runtime.cli.outputs import Output
 from stage_runtime.processes.supervision import activity
 from stage_runtime.processes.supervision.instances import ProcessView
+from stage_runtime.processes.supervision.progress import LoadedShare, LoadingLines
 from stage_runtime.processes.supervision.startup_failures import StartupFailed
 
 STYLES = {
@@ -39,6 +41,7 @@ REFRESH_PER_S = 8
 WIDEST_NAME = 22  # columns of a process's name, so that 80 are enough for all the rest
 NAME_END = 8  # of them for its end, which distinguishes ranks and replicas: ``_tp3.12``
 WIDEST_STAGES = 28
+BAR_COLUMNS = 12
 MARGIN_ROWS = 4  # of a terminal, for what is not a process: the headings, the spinner, the lines around them
 Views = Callable[[], Sequence[ProcessView]]
 
@@ -83,6 +86,7 @@ class LineScreen:
         self._plan: PipelinePlan | None = None
         self._began = time.monotonic()
         self._stopping = False
+        self._lines = LoadingLines()
 
     def starting(self, plan: PipelinePlan, views: Views) -> None:
         self._plan = plan
@@ -96,7 +100,9 @@ class LineScreen:
             return  # all of them do, and each says when it has stopped
         style = STYLES.get(view.state, "")
         pid = f" (pid {view.pid})" if view.pid is not None and view.state in ("starting", "ready") else ""
-        detail = f": {view.message}" if view.message else ""
+        if not self._lines.is_due(view.process, view.message, view.share):
+            return
+        detail = f": {view.detail}" if view.detail else ""
         self._say(Text.assemble((view.process, "bold"), " ", (view.state, style), detail, (pid, "dim")))
 
     def printed(self, process: str, line: str) -> None:
@@ -248,7 +254,7 @@ def table(views: Sequence[ProcessView], newest: Mapping[str, str] = {}, *, rows:
             Text(shortened(view.process), style="bold"),
             _cut(Text(", ".join(view.stages), style="dim")),
             Text(view.state, style=STYLES.get(view.state, "")),
-            _cut(_detail(view, newest.get(view.process, ""))),
+            _detail(view, newest.get(view.process, "")),
             "" if view.pid is None else str(view.pid),
             "" if view.pid is None else memory(activity.resident_bytes(view.pid)),
         )
@@ -264,16 +270,32 @@ def shortened(name: str) -> str:
 
 
 def _cut(text: Text) -> Text:
-    """To one line, whatever its column has room for. (A column that does not wrap would not give any room away.)"""
+    """The text cut to one line, as long as its column. (A column that does not wrap would not give any room away.)"""
     text.no_wrap, text.overflow = True, "ellipsis"
     return text
 
 
-def _detail(view: ProcessView, newest: str) -> Text:
+def _detail(view: ProcessView, newest: str) -> RenderableType:
+    """The message of a process, with a bar where a share is known, else with the newest line of its output."""
+    if view.share is not None:
+        return _bar(view.message, view.share)
     if view.state == "ready" or not newest:
-        return Text(view.message)
+        return _cut(Text(view.message))
     plain = "".join(c if c.isprintable() else " " for c in Text.from_ansi(newest).plain)
-    return Text.assemble(view.message, " " * bool(view.message), (plain, "dim"))
+    return _cut(Text.assemble(view.message, " " * bool(view.message), (plain, "dim")))
+
+
+def _bar(message: str, share: LoadedShare) -> RenderableType:
+    """The message is cut where there is not enough room, the share never."""
+    row = Table.grid(padding=(0, 1))
+    known = share.total > 0
+    if known:
+        row.add_column(width=BAR_COLUMNS, no_wrap=True)
+    row.add_column(no_wrap=True)
+    row.add_column()
+    bar = [ProgressBar(total=share.total, completed=share.done)] if known else []
+    row.add_row(*bar, Text(str(share)), _cut(Text(message, style="dim")))
+    return row
 
 
 def memory(nbytes: int) -> str:

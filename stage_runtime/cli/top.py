@@ -263,7 +263,7 @@ def _rate(count: float, seconds: float) -> str:
 
 
 def _mean_ms(seconds: float, count: float) -> str:
-    """In seven columns at most, up to a week."""
+    """The mean as text: at most seven columns, up to a week."""
     if count <= 0:
         return "-"
     mean_ms = 1000 * seconds / count

@@ -22,7 +22,8 @@ from stage_runtime.errors import ConfigurationError
 from stage_runtime.processes import signals
 from stage_runtime.processes.one_machine import admin, updating
 from stage_runtime.processes.one_machine.launcher import Debug
-from stage_runtime.processes.one_machine.local import STARTUP_S, LocalOptions, LocalPipeline
+from stage_runtime.processes.one_machine.local import LocalOptions, LocalPipeline
+from stage_runtime.processes.one_machine.prepared import STARTUP_S
 from stage_runtime.processes.supervision.startup_failures import StartupFailed
 from stage_runtime.settings import LOG_LEVELS
 
@@ -177,8 +178,12 @@ async def _watch(pipeline: LocalPipeline, file: Path, screen: screens.Screen) ->
     while True:
         found = await updating.changed(file, known)
         changed, known = updating.differing(known, found), found
+        before = pipeline.notices
         try:
             screen.note(f"{file.name}: {await pipeline.update(changed)}")
+            for notice in pipeline.notices:
+                if notice not in before:
+                    screen.note(notice)
         except (SpecError, ConfigurationError, StartupFailed) as error:
             screen.note(f"{file.name}: what ran goes on: {error}")
 

@@ -34,16 +34,17 @@ def command(file: str, overrides: tuple[str, ...], imports: bool) -> None:
             sys.exit(options.EXIT_FAULT)
         for notice in unsupported.notices(loaded.spec, local=False):
             terminal.echo(f"note: {notice}", err=True)
-        for warning in topology.warnings(loaded.spec):
+        for warning in (*loaded.dropped, *topology.warnings(loaded.spec)):
             terminal.echo(f"warning: {warning}", err=True)
         terminal.echo(f"{file}: {plan.pipeline} is valid (revision {plan.current.revision})")
 
 
 def _check_imports(file: str, overrides: tuple[str, ...]) -> None:
     """Raises: InvalidPipeline: with all functions that cannot be had."""
-    from stage_runtime.processes.one_machine import importing, local
+    from stage_runtime.processes.one_machine import importing
+    from stage_runtime.processes.one_machine.prepared import Prepared
 
-    found = importing.faults(local.LocalPipeline(file, overrides=overrides))
+    found = importing.faults(Prepared(file, overrides=overrides))
     if found:
         raise InvalidPipeline(found, source=file)
 

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence, Set
 from typing import Any
 
 from omnipipeline_spec.types.errors import clipped
-from omnipipeline_spec.types.plan import CoordinatorPlan, PipelineRevision
+from omnipipeline_spec.types.plan import CanaryShare, CoordinatorPlan, PipelineRevision
 from stage_runtime.coordinator.answering.unread_answers import DEFAULT_LIMITS, AnswerLimits
 from stage_runtime.coordinator.membership import Membership
+from stage_runtime.coordinator.questions.adapters import AdapterChanges
 from stage_runtime.coordinator.questions.clocks import Clocks
 from stage_runtime.coordinator.questions.operations import Operations
 from stage_runtime.coordinator.questions.profiling import PipelineProfiling
@@ -21,6 +22,7 @@ from stage_runtime.coordinator.reporting.tracing import RequestTracer
 from stage_runtime.coordinator.request_manager import RequestManager
 from stage_runtime.profiler.session import ProfileSession
 from stage_runtime.relays.dispatch import Relays
+from stage_runtime.rules.instances import Instance
 from stage_runtime.sockets.channels import Channels
 from stage_runtime.transfers.releases import Releases
 from stage_runtime.wire.frames import RequestRef
@@ -58,6 +60,7 @@ class Coordinator:
     manager: RequestManager
     profiling: PipelineProfiling
     operations: Operations
+    adapters: AdapterChanges
 
     def __init__(
         self,
@@ -72,20 +75,22 @@ class Coordinator:
         self._answer_limits = answer_limits
         self._loop = loop
         self._releases = Releases(loop, lambda peer, message: self._channels.send(peer, message))
+        self._preparing: dict[str, Instance] = {}  #: They are given adapters before they take requests.
+        self._tasks: set[asyncio.Task[None]] = set()
         self._channels: Channels
         self._relays: Relays
         self._handlers: dict[type, Callable[[str, Any], None]] = {
-            Stream: lambda sender, message: self.manager.answers.stream(sender, message),
-            Complete: lambda sender, message: self.manager.answers.complete(sender, message),
-            HandBack: lambda sender, message: self.manager.hand_back(sender, message),
-            InputComplete: lambda _, message: self.manager.input_complete(message),
-            StreamStalled: lambda sender, message: self.manager.readers.stalled(
+            Stream: lambda sender, message: self.manager.live.answers.stream(sender, message),
+            Complete: lambda sender, message: self.manager.live.answers.complete(sender, message),
+            HandBack: lambda sender, message: self.manager.live.hand_back(sender, message),
+            InputComplete: lambda _, message: self.manager.live.input_complete(message),
+            StreamStalled: lambda sender, message: self.manager.live.readers.stalled(
                 sender, message.source, message.stalled
             ),
             ForwardAbort: self._forward_abort,
-            ForwardAbortReply: lambda sender, message: self.manager.abort_forwarding.answered(sender, message),
+            ForwardAbortReply: lambda sender, message: self.manager.live.abort_forwarding.answered(sender, message),
             RelayFailure: self._relay_failed,
-            Release: lambda sender, message: self.manager.send_queues.released(sender, message.transfers),
+            Release: lambda sender, message: self.manager.live.send_queues.released(sender, message.transfers),
             Beat: lambda sender, message: self.membership.beat(sender, message),
             Ready: self._ready,
             PeerUnreachable: self._peer_unreachable,
@@ -124,8 +129,8 @@ class Coordinator:
             revisions=revisions,
             channels=channels,
             relays=relays,
-            bound_to=lambda incarnation: self.manager.bound_to(incarnation),
-            last_attempt=lambda: self.manager.last_attempt,
+            bound_to=lambda incarnation: self.manager.live.bindings.count(incarnation),
+            last_attempt=lambda: self.manager.live.last_attempt,
             hold_s=self._plan.hold_s,
             loop=self._loop,
         )
@@ -153,6 +158,7 @@ class Coordinator:
 
         self.profiling = PipelineProfiling(profiles, members, channels.send, self._loop, clocks)
         self.operations = Operations(members, stages, channels.send, self._loop)
+        self.adapters = AdapterChanges(self.operations)
 
     # --- sockets.frames.receiving.Handler ----------------------------------------------------------------------
 
@@ -169,7 +175,7 @@ class Coordinator:
 
     def unreadable(self, sender: str, request: RequestRef | None, problem: str) -> None:
         if request is not None:
-            self.manager.unreadable(sender, request, problem)
+            self.manager.live.unreadable(sender, request, problem)
 
     def lost(self, peer: str) -> None:
         if self.membership.fence(peer):
@@ -191,12 +197,17 @@ class Coordinator:
     def update_revisions(self, revisions: Sequence[PipelineRevision]) -> None:
         """The list of revisions has changed: new requests may go to other instances."""
         self.membership.update(revisions)
-        self.manager.instances_changed()
+        self.manager.live.waiting.instances_changed()
 
     def set_aside(self, hosts: Sequence[str]) -> None:
         """Bind no new request to instances at these addresses."""
         self.membership.set_aside(hosts)
-        self.manager.instances_changed()
+        self.manager.live.waiting.instances_changed()
+
+    def share_requests(self, canary: CanaryShare | None) -> None:
+        """One revision is tried with a share of the requests; None: none is."""
+        self.membership.state.share(canary)
+        self.manager.live.outcomes.share(canary)
 
     def start_on_demand(self, groups: Sequence[str]) -> None:
         """Requests for these groups wait for an instance, even if there has been none for long."""
@@ -211,14 +222,15 @@ class Coordinator:
         for replaced in joined.replaced:
             self._instance_lost(replaced)
         if joined.new:
-            self.manager.suspects.lives(sender)
+            self.manager.live.suspects.lives(sender)
             self.profiling.joined(sender)
         return True
 
     def _instance_lost(self, instance: str) -> None:
-        self.manager.instance_lost(instance)
+        self.manager.live.instance_lost(instance)
         self.profiling.lost(instance)
         self.operations.lost(instance)
+        self.adapters.lost(instance)
 
     def _hello_again(self, sender: str, message: Hello) -> None:
         self._hello(sender, message)
@@ -229,13 +241,46 @@ class Coordinator:
         self._channels.send(sender, ForwardAbortReply(message.request_id, message.asker, aborted))
 
     def _ready(self, sender: str, message: Ready) -> None:
+        instance = self.membership.state.instances.get(sender)
+        if instance is not None:
+            self._share_adapters(sender, self.adapters.learn(sender, instance.member.stages, message.adapters))
+        if instance is not None and not instance.ready and self.adapters.due(instance.member.stages):
+            if self._preparing.get(sender) is not instance:
+                self._preparing[sender] = instance
+                self._do(self._prepare(sender, instance))
+            return
+        self._takes_requests(sender)
+
+    def _share_adapters(self, sender: str, stages: Set[str]) -> None:
+        """Give ready instances of these stages what ``sender`` has."""
+        for name, one in self.membership.state.instances.items():
+            shared = [stage for stage in one.member.stages if stage in stages]
+            if name != sender and one.ready and shared:
+                self._do(self.adapters.give(name, shared))
+
+    def _do(self, work: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _prepare(self, sender: str, instance: Instance) -> None:
+        """Give an instance the adapters that others have: it takes requests afterwards."""
+        try:
+            await self.adapters.give(sender, instance.member.stages)
+        finally:
+            if self._preparing.get(sender) is instance:
+                del self._preparing[sender]
+        if self.membership.state.instances.get(sender) is instance:  # else it says Ready again, or is gone
+            self._takes_requests(sender)
+
+    def _takes_requests(self, sender: str) -> None:
         if self.membership.ready_now(sender):
-            self.manager.instances_changed()
+            self.manager.live.waiting.instances_changed()
 
     def _deregister(self, sender: str, message: Deregister) -> None:
-        self.manager.draining(sender)
+        self.manager.live.draining(sender)
         self.membership.deregister(sender, message)
 
     def _peer_unreachable(self, sender: str, message: PeerUnreachable) -> None:
         self.membership.peer_unreachable(sender, message.peer)
-        self.manager.broken_connections.peer_unreachable(sender, message.peer)
+        self.manager.live.broken_connections.peer_unreachable(sender, message.peer)

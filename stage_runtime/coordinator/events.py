@@ -156,7 +156,7 @@ class RequestManagerApi(Protocol):
         """End a request as ``cancelled``. False when no such request is in flight."""
 
     async def forward_abort(self, request_id: str, reason: str) -> bool:
-        """As `abort`, by the coordinator that owns the request: in a roll there are two."""
+        """The same as `abort`, by the coordinator that owns the request: in a roll there are two."""
 
     def record(self, request_id: str) -> RequestRecord | None: ...
 

@@ -82,7 +82,7 @@ class Membership:
         self._last_attempt = last_attempt
         self._loop = loop
         self._introductions = Introductions()
-        self._gone: dict[str, list[str]] = {}  #: Who must be notified -> which members are gone; sent after `TICK_S`.
+        self._gone: dict[str, list[str]] = {}  #: A member to notify -> members that are gone; sent after `TICK_S`.
         self._beat_s = 0.0  #: As last sent to members.
         self._refusals: dict[str, str] = {}  #: As logged, by sender; oldest first.
         self._beats: dict[str, Beat] = {}
@@ -117,8 +117,8 @@ class Membership:
         if self._fenced.pop(sender, None) is not None:
             self._send_gone()  # before it is introduced again
         known = self.state.instances.get(sender)
-        # What was bound to it is over before a process says Hello for the first time, or again. One that is ready and
-        # repeats it may have found us at a second address.
+        # Attempts that were bound to it are over before a process says Hello for the first time, or again. One that
+        # is ready and repeats it may have found us at a second address.
         attempts_over = 0 if known is not None and known.ready else self._last_attempt()
         self._relays.open(sender, member.relays)
         # Not before it sends Ready: a request that comes before Welcome could not be answered. One that was fenced is
@@ -210,7 +210,8 @@ class Membership:
         if self._beats.get(sender) is message and instance.at_rest:
             return  # nothing has changed, as for most members of a large fleet
         self._beats[sender] = message
-        self.state.beat(sender, sum(message.waiting.values()), sum(message.running.values()))
+        waiting, running = sum(message.waiting.values()), sum(message.running.values())
+        self.state.beat(sender, waiting, running, *planes.kv_blocks(message.gauges))
 
     def deregister(self, sender: str, message: Deregister) -> None:
         if self.state.mark(sender, draining=True):
@@ -372,6 +373,7 @@ class Membership:
                     "endpoint": instance.member.endpoint,
                     "stages": list(instance.member.stages),
                     "ready": instance.ready,
+                    "loading": [] if instance.ready else planes.loading_of(self._gauges_of(incarnation)),
                     "draining": instance.draining,
                     "aside": instance.aside,
                     "ineligible_reason": self.state.ineligible_reason(instance),

@@ -7,12 +7,12 @@ receiver but the index of a block in the prompt.
 from __future__ import annotations
 
 import math
-import zlib
 from collections.abc import Sequence
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from stage_runtime.errors import ProtocolError, describe
 from stage_runtime.kv_transfer.layout import KVLayout
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 KEY_BYTES: Final = 16
+NONCE_BYTES: Final = 12
+MAC_BYTES: Final = 1 << 30  # at once; OpenSSL takes up to 2 GiB
 
 
 class AddedAfter(msgspec.Struct, frozen=True, array_like=True):
@@ -33,7 +35,8 @@ class AddedAfter(msgspec.Struct, frozen=True, array_like=True):
 class PromptAsk(msgspec.Struct, frozen=True, kw_only=True):
     """The blocks ``first .. end`` of a prompt, which has ``end`` full blocks.
 
-    key: random, of this ask alone; each piece repeats it. checksum: pieces carry one of their bytes.
+    key: random, of this ask alone; each piece repeats it. checksum: pieces carry one of their bytes. adapter: the name
+    of a LoRA adapter, which must have files of this digest at both ends.
     Its tensors: token ids (int64 ``[tokens]``), then, as the flags say, rows ``[rows, hidden]``, positions
     ``[3, tokens]``, and one tensor of rows for each of ``added``.
     """
@@ -49,6 +52,8 @@ class PromptAsk(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0
     cache_salt: str = ""
     checksum: bool = True
+    adapter: str = ""
+    adapter_digest: bytes = b""
 
 
 class PieceHeader(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,7 +68,7 @@ class PieceHeader(msgspec.Struct, frozen=True, kw_only=True):
     layout: bytes
     first: int
     count: int
-    checksum: int | None = None
+    checksum: bytes | None = None
     computed_s: float = 0.0
 
 
@@ -105,17 +110,27 @@ def decode_header(header: bytes) -> PieceHeader:
 
 def prompt_digest(ask: PromptAsk, tensors: Sequence[Tensor]) -> bytes:
     """A digest of all that the keys and values depend on, as both sides have it."""
-    digest = blake2b(_encode((ask.position_delta, ask.added, ask.cache_salt)), digest_size=16)
+    digest = blake2b(_encode((ask.position_delta, ask.added, ask.cache_salt, ask.adapter_digest)), digest_size=16)
     for one in tensors:
         digest.update(_encode((str(one.dtype), list(one.shape))))
         digest.update(_bytes(one))
     return digest.digest()
 
 
-def checksum(header: PieceHeader, flat: Tensor) -> int:
-    """A checksum of a piece's bytes and of what its header says of them."""
-    said = msgspec.structs.replace(header, checksum=None)
-    return zlib.crc32(_bytes(flat), zlib.crc32(_encode(said)))
+def checksum(header: PieceHeader, flat: Tensor) -> bytes:
+    """A checksum of a piece's bytes and of what its header says of them: GMAC under the ask's key, 16 bytes.
+
+    It is five times as fast as zlib's crc32, since processors have instructions for it. It proves nothing about who has
+    sent the piece: the key crosses with the ask. Raises: ProtocolError: the header has another key.
+    """
+    if len(header.key) != KEY_BYTES:
+        raise ProtocolError(f"a piece of KV: a key of {len(header.key)} bytes")
+    mac = AESGCM(header.key)
+    tag = mac.encrypt(bytes(NONCE_BYTES), b"", _encode(msgspec.structs.replace(header, checksum=None)))
+    whole = memoryview(_bytes(flat))
+    for start in range(0, max(len(whole), 1), MAC_BYTES):
+        tag = mac.encrypt(tag[:NONCE_BYTES], b"", whole[start : start + MAC_BYTES])
+    return tag
 
 
 def _bytes(tensor: Tensor) -> Any:

@@ -15,7 +15,7 @@ import msgspec
 
 from stage_runtime.errors import ProtocolError
 from stage_runtime.kv_transfer import records
-from stage_runtime.kv_transfer.interface import KVTransport, Piece, Room
+from stage_runtime.kv_transfer.interface import KVRooms, Piece, Room
 from stage_runtime.kv_transfer.layout import KVLayout
 from stage_runtime.kv_transfer.records import PieceHeader, PromptAsk
 from stage_runtime.rules.handover import KVPoll, RoomEvent, moved
@@ -55,7 +55,7 @@ class KVArgs(msgspec.Struct, frozen=True, kw_only=True):
 class KVManager:
     """One engine's side of all its rooms."""
 
-    def __init__(self, args: KVArgs, transport: KVTransport, layout: KVLayout, *, checksum: bool = True) -> None:
+    def __init__(self, args: KVArgs, transport: KVRooms, layout: KVLayout, *, checksum: bool = True) -> None:
         self.args = args
         self.transport = transport
         self.layout = layout
@@ -190,10 +190,13 @@ class KVSender(_End):
         )
 
     def ship(self, header: PieceHeader, flat: Tensor, sent: Callable[[], None]) -> None:
-        """In any thread. flat: the copy. sent: its memory is free; called once in any case."""
+        """Send a copy of blocks. Any thread may call it. sent: called once in any case, when the copy's memory is free.
+
+        flat: the copy. It is not changed any more.
+        """
         if self._ask.checksum:
             header = msgspec.structs.replace(header, checksum=records.checksum(header, flat))
-        self._manager.transport.ship(self.room, Piece(records.encode(header), [flat], sent))
+        self._manager.transport.ship(self.room, Piece(records.encode(header), [flat], sent, final=True))
 
 
 def new_key() -> bytes:

@@ -55,6 +55,19 @@ REQUESTS_IN_FLIGHT: Final = Metric(
 REQUESTS_RETRIED: Final = Metric(
     name="omnipipeline_requests_retried_total", kind="counter", help="Attempts after a request's first"
 )
+REVISION_REQUESTS: Final = Metric(
+    name="omnipipeline_revision_requests_total",
+    kind="counter",
+    help="Attempts on a pipeline revision that is served: completed, or failed by the pipeline's fault",
+    labels=("revision", "outcome"),
+)
+REVISION_TIME: Final = Metric(
+    name="omnipipeline_revision_request_seconds",
+    kind="histogram",
+    help="From an attempt's beginning to the request's end, on a pipeline revision that is served",
+    labels=("revision",),
+    buckets=_OF_HTTP,
+)
 REQUESTS_WAITING: Final = Metric(
     name="omnipipeline_requests_waiting",
     kind="gauge",
@@ -355,6 +368,15 @@ SPECULATION: Final[Mapping[str, Metric]] = {
     ),
 }
 
+#: As `ENGINE`, of a stage with ``lora_modules`` or ``max_loras``.
+LORA: Final[Mapping[str, Metric]] = {
+    "adapters": _of_engine("adapters", "LoRA adapters in memory"),
+    "adapter_bytes": _of_engine("adapter_bytes", "Their bytes"),
+    "adapter_requests_total": _of_engine(
+        "adapter_requests_total", "Requests with this adapter since it was loaded", kind="counter", labels=("adapter",)
+    ),
+}
+
 #: As `ENGINE`, of a stage with ``disaggregation`` or ``kv_folder``.
 KV: Final[Mapping[str, Metric]] = {
     "kv_loads_under_way": _of_engine("kv_loads", "Prompts that wait for blocks of a prefill instance or a folder"),
@@ -457,6 +479,8 @@ COORDINATOR: Final = (
     REQUESTS,
     REQUESTS_IN_FLIGHT,
     REQUESTS_RETRIED,
+    REVISION_REQUESTS,
+    REVISION_TIME,
     REQUESTS_WAITING,
     WAITING_BYTES,
     REQUESTS_NOT_HELD,
@@ -515,7 +539,7 @@ PLANES: Final = (
     *RELAY.values(),
 )
 #: Metrics of stages that generate tokens; served as `PLANES`.
-ENGINES: Final = (*ENGINE.values(), *KV.values(), *SPECULATION.values())
+ENGINES: Final = (*ENGINE.values(), *KV.values(), *SPECULATION.values(), *LORA.values())
 #: Those of stages that report a cache.
 CACHES: Final = tuple(CACHE.values())
 #: Metrics of processes that have opened the relay nixl, mooncake, nccl or cuda_ipc, beside `PLANES`.

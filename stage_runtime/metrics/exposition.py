@@ -45,7 +45,7 @@ def _escaped(text: str, *, quotes: bool = False) -> str:
 
 
 def _number(value: float) -> str:
-    """As Prometheus writes it: of a bucket's bound, ``1`` and ``1.0`` would be two buckets."""
+    """The number as Prometheus writes it: buckets whose bounds are ``1`` and ``1.0`` would be two."""
     if math.isinf(value):
         return "+Inf" if value > 0 else "-Inf"
     return "NaN" if math.isnan(value) else repr(float(value))

@@ -6,8 +6,9 @@ Called by `coordinator` and `stage`, which read their own, and by `web` and the 
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, Protocol, TypeAlias
 
 from omnipipeline_spec.types.metrics import Metric
@@ -30,18 +31,25 @@ class EdgeGauges(Protocol):
 
 
 BUSY_DIGITS: Final = 3  # of a share
+BYTES: Final = "B"  #: The unit of a loading stage that counts bytes.
 
 _RELAY: Final = "relay_"
 _BUSY: Final = "stage_busy:"
 _PLACES: Final = "stage_places:"
+_LOADING: Final = "stage_loading_"  #: Followed by ``done:``, ``total:`` or ``bytes:`` and the stage.
 _SLOTS: Final = "relay_slots_"
 _EVENT: Final = "control_"
 _RELAYS: Final[Mapping[str, Metric]] = {**catalog.RELAY, **catalog.NIXL}
 _ENGINE: Final = "engine_"
+_ALL_BLOCKS: Final = f"{_ENGINE}kv_blocks"
+_USED_BLOCKS: Final = f"{_ENGINE}kv_blocks_used"
+_TAKES: Final = f"{_ENGINE}adapters:"
+_ADAPTER: Final = f"{_ENGINE}adapter_requests_total."
 _OF_STAGE: Final[Mapping[str, Metric]] = {
     **catalog.ENGINE,
     **catalog.KV,
     **catalog.SPECULATION,
+    **catalog.LORA,
     **catalog.CACHE,
 }
 _RANK: Final = re.compile(r"rank(\d+)/(.+)")
@@ -100,9 +108,33 @@ def gauges(
     }
 
 
+def adapters(processes: Iterable[Gauges]) -> frozenset[str] | None:
+    """The names of the adapters that all engines of all stages with adapters have. None: no stage takes any."""
+    found: frozenset[str] | None = None
+    for numbers in processes:
+        for stage in (name.removeprefix(_TAKES) for name in numbers if name.startswith(_TAKES)):
+            end = f":{stage}"
+            names = {
+                one[len(_ADAPTER) : -len(end)] for one in numbers if one.startswith(_ADAPTER) and one.endswith(end)
+            }
+            found = frozenset(names) if found is None else found & names
+    return found
+
+
 def busy(gauges: Gauges) -> dict[str, float]:
     """The busy shares by stage, as `gauges` was given them."""
     return {name.removeprefix(_BUSY): share for name, share in gauges.items() if name.startswith(_BUSY)}
+
+
+def kv_blocks(gauges: Gauges) -> tuple[float, float]:
+    """All blocks of a process's caches, and those that requests use, of all its stages."""
+    found = {_ALL_BLOCKS: 0.0, _USED_BLOCKS: 0.0}
+    for key, value in gauges.items():
+        if key.startswith(_ALL_BLOCKS):
+            name = key.partition(":")[0]
+            if name in found:
+                found[name] += value
+    return found[_ALL_BLOCKS], found[_USED_BLOCKS]
 
 
 def places(by_stage: Mapping[str, int]) -> dict[str, float]:
@@ -111,12 +143,37 @@ def places(by_stage: Mapping[str, int]) -> dict[str, float]:
 
 
 def places_of(gauges: Gauges, stage: str) -> int:
-    """As `places` was given it; 0: unknown."""
+    """The number that `places` was given for a stage; 0: unknown."""
     return int(gauges.get(_PLACES + stage, 0))
 
 
+def loading(shares: Mapping[str, tuple[float, float, str]]) -> dict[str, float]:
+    """How far each loading stage is, for a beat. shares: by stage done, total (0: not known) and unit."""
+    found: dict[str, float] = {}
+    for stage, (done, total, unit) in shares.items():
+        if done > 0 or total > 0:
+            found[f"{_LOADING}done:{stage}"], found[f"{_LOADING}total:{stage}"] = done, total
+            if unit == BYTES:
+                found[f"{_LOADING}bytes:{stage}"] = 1.0
+    return found
+
+
+def loading_of(gauges: Gauges) -> list[dict[str, Any]]:
+    """Rows for `/status`: what `loading` was given. Numbers that no share can have are left out."""
+    rows = []
+    for name, done in gauges.items():
+        stage = name.removeprefix(f"{_LOADING}done:")
+        if stage == name:
+            continue
+        total = gauges.get(f"{_LOADING}total:{stage}", 0.0)
+        if math.isfinite(done) and math.isfinite(total) and done >= 0 and total >= 0:
+            unit = BYTES if f"{_LOADING}bytes:{stage}" in gauges else ""
+            rows.append({"stage": stage, "done": done, "total": total, "unit": unit})
+    return rows
+
+
 def transports(gauges: Gauges) -> list[dict[str, Any]]:
-    """For `/status`: a row for each relay that an edge uses or has used, with the instances of its target by medium."""
+    """Rows for `/status`: one for each relay that an edge uses or has used, with its target's instances by medium."""
     rows: dict[tuple[str, ...], dict[str, Any]] = {}
     for name in sorted(name for name in gauges if name.startswith("edge_")):
         value = gauges[name]
@@ -149,7 +206,7 @@ def by_rank(gauges: Gauges) -> dict[int, dict[str, float]]:
 
 
 def _of_edge(numbers: EdgeGauges) -> tuple[float, ...]:
-    """In the order of `_EDGE`."""
+    """The numbers in the order of `_EDGE`."""
     return (
         numbers.nbytes,
         numbers.in_flight,
@@ -188,8 +245,8 @@ def _read(numbers: Gauges) -> Iterator[tuple[Metric, Labels, float]]:
             yield catalog.EDGE_INSTANCES, tuple(edge[1:]), value
         elif name.startswith(_ENGINE):
             full, _, stage = name.removeprefix(_ENGINE).partition(":")
-            short, *reason = full.split(".")
-            labels = (stage, *reason)
+            short, dot, label = full.partition(".")
+            labels = (stage, label) if dot else (stage,)
             if (metric := _OF_STAGE.get(short)) is not None and len(metric.labels) == 1 + len(labels):
                 yield metric, labels, value
         elif name.startswith(_RELAY) and (of_relay := _of_relay(name.removeprefix(_RELAY))) is not None:

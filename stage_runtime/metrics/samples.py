@@ -7,7 +7,7 @@ scrape and have no class. No locks: each count belongs to one thread.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TypeAlias
 
 import msgspec
@@ -38,6 +38,10 @@ class Counter:
     def add(self, *labels: str, amount: float = 1) -> None:
         self._values[labels] = self._values.get(labels, 0) + amount
 
+    def keep(self, wanted: Callable[[Labels], bool]) -> None:
+        """Drop the counts of other labels."""
+        self._values = {labels: value for labels, value in self._values.items() if wanted(labels)}
+
     def samples(self) -> Samples:
         return {self._metric: dict(self._values)}
 
@@ -56,6 +60,11 @@ class Histogram:
             counts = self._counts[labels] = [0] * (len(self._metric.buckets) + 1)
         counts[bisect_left(self._metric.buckets, value)] += 1
         self._sums[labels] = self._sums.get(labels, 0.0) + value
+
+    def keep(self, wanted: Callable[[Labels], bool]) -> None:
+        """Drop the counts of other labels."""
+        self._counts = {labels: counts for labels, counts in self._counts.items() if wanted(labels)}
+        self._sums = {labels: self._sums[labels] for labels in self._counts}
 
     def samples(self) -> Samples:
         return {

@@ -50,7 +50,7 @@ class ValueWalk:
     rebuild: ClassVar[bool] = False
     #: Types that need no look at all.
     plain: ClassVar[frozenset[type]]
-    #: What handles a type; grows by tensor and Struct types as they are met.
+    #: The function that handles a type; tensor and Struct types are added as they are met.
     walkers: ClassVar[dict[type, Walker]]
 
     __slots__ = ("deepest", "trail")

@@ -51,7 +51,7 @@ def extract(value: Any, *, where: str = "payload.data", as_fields: bool = False)
 
 
 def payload(request: values.OmniRequest, data: tuple[()] | tuple[Any]) -> Extracted:
-    """As `extract`, of a stage's payload. data: empty when it is the request's inputs."""
+    """The same as `extract`, for a stage's payload. data: empty when it is the request's inputs."""
     known: _EncodedRequest | None = request.__dict__.get(_ENCODED)
     if known is not None and not known.parts and (not data or type(data[0]) in _Extraction.plain):
         # The short way of what needs no walk.
@@ -156,7 +156,7 @@ class _Extraction(checking.ValueWalk):
         return msgspec.msgpack.Ext(STRUCT, _encoder.encode((values.message_name(type(value)), fields)))
 
     def walk_request(self, value: values.OmniRequest) -> Any:
-        """As it came, whatever was written into its containers since; an author's own, as it is."""
+        """The request as it came, whatever was written into its containers since; one that an author made, as it is."""
         known: _EncodedRequest | None = value.__dict__.get(_ENCODED)
         if known is None:
             return self.walk_struct(value.__dict__.get(_ORIGINAL, value))
@@ -266,7 +266,7 @@ class _Placeholders:
 
 
 class _IncomingValue(_Placeholders):
-    """As a payload comes in: its request is kept as it came."""
+    """The reader of a payload that comes in; keeps its request as it came."""
 
     __slots__ = ("_met", "_refs", "_torch", "_view")
 

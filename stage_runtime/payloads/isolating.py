@@ -21,7 +21,7 @@ def isolate(value: Any, *, where: str = "payload.data", as_fields: bool = False)
     return Isolation().run(value, where, as_fields=as_fields)
 
 
-#: What an item of a list is counted as: a float in MessagePack. The items of small lists do not matter.
+#: Bytes that an item of a list counts: those of a float in MessagePack. The items of small lists do not matter.
 ITEM_NBYTES: Final = 9
 
 

@@ -37,7 +37,7 @@ class Arrived(msgspec.Struct, frozen=True, eq=False):
     handover: StreamHandover | None = None  #: Of a copy that another thread made.
 
     def copied(self, on: DeviceStreams = streams.CUDA) -> Arrived:
-        """In memory of this process; who takes it calls `taken` first."""
+        """A copy in memory of this process. A thread calls `taken` of it before it reads it."""
         copy = self.flat.clone()
         return Arrived(self.start, copy, streams.given(copy, on))
 
@@ -167,7 +167,7 @@ def packed(encoded: bytes, found: list[FlatPart], where: str) -> Extracted:
 
 
 def packed_with_device(encoded: bytes, found: list[FlatPart], where: str) -> Extracted:
-    """As `packed`, of leaves some of which lie on GPUs. Those of one GPU stay there; of others, copies travel."""
+    """The same as `packed`, for leaves some of which lie on GPUs. Those of one GPU stay there; others are copied."""
     device = next(part.device for part in found if part.on_device is not None)
     if len(encoded) > INLINE_NBYTES:
         found.append(FlatPart(where, (len(encoded),), "uint8", "value", memoryview(encoded), encoded, True))

@@ -70,7 +70,7 @@ class StreamHandover:
         self._events = {device: streams.record(device) for device in {one.device for one in given}}
 
     def take(self) -> None:
-        """In the thread that gets it, before it uses the value."""
+        """The thread that gets a value calls it before it uses the value."""
         for device, event in self._events.items():
             self._streams.wait(device, event)
         for tensor in self._tensors:
@@ -79,7 +79,10 @@ class StreamHandover:
 
 
 def given(value: Any, streams: DeviceStreams = CUDA) -> StreamHandover | None:
-    """In the thread that gives a value, when it has asked for all of it. None: nothing of it lies on a GPU."""
+    """The handover of a value; the thread that gives it calls this after all work on it was submitted to the GPU.
+
+    Returns: None: nothing of it lies on a GPU.
+    """
     if not streams.in_use():
         return None
     there = [tensor for tensor in found(value) if streams.is_there(tensor)]

@@ -13,8 +13,8 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
-from omnipipeline_spec.types.plan import PipelineRevision
-from omnipipeline_spec.types.pods import COORDINATOR, ON_DEMAND_FILE, PROFILING_FILE
+from omnipipeline_spec.types.plan import CanaryShare, PipelineRevision
+from omnipipeline_spec.types.pods import CANARY_FILE, COORDINATOR, ON_DEMAND_FILE, PROFILING_FILE
 from omnipipeline_spec.types.routes import ROUTES, SOCKETS
 from stage_runtime.coordinator.answering.unread_answers import AnswerLimits
 from stage_runtime.coordinator.coordinator import Coordinator
@@ -87,7 +87,7 @@ async def _serve(settings: CoordinatorSettings) -> int:
         if speaks & set(settings.plan.serves):  # a chat may never ask for sound
             codecs.warm()
         shown = _web_settings(settings)
-        admin = routes.admin(coordinator.profiling, coordinator.operations)
+        admin = routes.admin(coordinator.profiling, coordinator.operations, coordinator.adapters, model=shown.model)
         on_own_port = bool(settings.admin_port)
         budget = MemoryBudget(shown.max_held_bytes, grace_s=shown.body_grace_s)
         of_client = [] if on_own_port else admin
@@ -113,6 +113,8 @@ async def _serve(settings: CoordinatorSettings) -> int:
             serving.start("admin server", administration.ended())
         _watch(settings.revisions.with_name(PROFILING_FILE), _limits, coordinator.profiling.limit, tasks, known=b"{}")
         tasks.start("profiles", _beat(coordinator.profiling.beat))
+        # Before the list of revisions: a new one is never served without the share that it may have.
+        _watch(settings.revisions.with_name(CANARY_FILE), _canary, coordinator.share_requests, tasks, known=b"null")
         _watch(settings.revisions, _revisions, coordinator.update_revisions, tasks)
         if settings.api_key_file is not None:
             _watch(settings.api_key_file, _keys, shown.api_keys.replace, tasks)
@@ -259,6 +261,14 @@ def _groups(content: bytes) -> list[str]:
         return msgspec.json.decode(content, type=list[str])
     except msgspec.MsgspecError as error:
         raise ConfigurationError(f"no list of process groups: {error}") from error
+
+
+def _canary(content: bytes) -> CanaryShare | None:
+    """The share of a revision that is tried. Raises: ConfigurationError."""
+    try:
+        return msgspec.json.decode(content, type=CanaryShare | None)
+    except msgspec.MsgspecError as error:
+        raise ConfigurationError(f"no share of a revision: {error}") from error
 
 
 def _limits(content: bytes) -> ProfileLimits:

@@ -49,7 +49,7 @@ class Incarnations:
             await self._live(begin)
 
     async def _live(self, begin: Callable[[contextlib.AsyncExitStack], None]) -> None:
-        """Until the end, or until this incarnation is fenced."""
+        """Runs one incarnation, until the process ends or the incarnation is fenced."""
         self._fenced = asyncio.Event()
         fenced = asyncio.ensure_future(self._fenced.wait())
         async with contextlib.AsyncExitStack() as stack:

@@ -1,4 +1,4 @@
-"""From a plan to the commands that start its processes: the one place where ``OMNI_…`` variables are written.
+"""The commands that start a plan's processes. Only this module writes ``OMNI_…`` variables.
 
 Here: arguments, environment and addresses of stage and coordinator processes, on one machine and in a pod. Not here:
 reading them (`settings`), running anything (`instances`). Called by `local` and `pod`.
@@ -24,7 +24,7 @@ from stage_runtime.processes.supervision import statuspipe
 from stage_runtime.processes.supervision.children import Command
 from stage_runtime.processes.supervision.instances import InstanceSpec
 
-#: What a person may set for all processes of a run; every other OMNI_ variable is ours to write.
+#: Variables that a person may set for all processes of a run; every other OMNI_ variable is ours to write.
 INHERITED = (
     "OMNI_CACHE",
     "OMNI_PROFILE_ROOT",

@@ -20,7 +20,7 @@ import msgspec
 from stage_runtime import diagnostics
 from stage_runtime.errors import TRACEBACK_LIMIT, format_traceback, safe_str
 
-#: What every record has; whatever else is in one came by ``extra``.
+#: Attributes that every record has; all others came by ``extra``.
 _COMMON = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 _CONTROL: Final = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029]")  # all but tab and newline
 MAX_NAME = 256  # characters of a field's name
@@ -119,7 +119,7 @@ class RuntimeLogger(logging.Logger):
         extra: Mapping[str, object] | None = None,
         sinfo: str | None = None,
     ) -> logging.LogRecord:
-        """As by default: an author's `logging.setLogRecordFactory` may raise."""
+        """The record that Python makes by default: an author's `logging.setLogRecordFactory` may raise."""
         record = logging.LogRecord(name, level, fn, lno, msg, args, exc_info, func, sinfo)
         vars(record).update(extra or {})
         return record

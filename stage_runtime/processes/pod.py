@@ -26,6 +26,7 @@ from stage_runtime.processes.launching import Addresses, StageLaunch
 from stage_runtime.processes.probes import ProbeServer, Reply, Routes
 from stage_runtime.processes.supervision import activity, parent_death
 from stage_runtime.processes.supervision.instances import ProcessView, RestartPolicy
+from stage_runtime.processes.supervision.progress import LoadingLines
 from stage_runtime.processes.supervision.supervisor import Supervisor
 from stage_runtime.settings import SupervisorSettings
 from stage_runtime.sockets.endpoints import hosts
@@ -45,6 +46,7 @@ class Pod:
 
     def __init__(self, settings: SupervisorSettings) -> None:
         self._settings = settings
+        self._lines = LoadingLines()
         self._alone = sum(len(group.processes) for group in settings.plan.groups) == 1
         self._supervisor = Supervisor(on_change=self._changed, on_line=self._printed)
         self._stopping = False
@@ -122,8 +124,10 @@ class Pod:
                 os.waitpid(int(entry), os.WNOHANG)
 
     def _changed(self, view: ProcessView) -> None:
-        if not self._alone or view.state in ("restarting", "failed"):
-            print(f"{view.process}: {view.state}{f': {view.message}' if view.message else ''}", flush=True)
+        if not self._lines.is_due(view.process, view.message, view.share):
+            return
+        if not self._alone or view.share is not None or view.state in ("restarting", "failed"):
+            print(f"{view.process}: {view.state}{f': {view.detail}' if view.detail else ''}", flush=True)
 
     def _printed(self, process: str, line: str) -> None:
         plain = self._alone or line.startswith("{")  # a JSON log line names its process itself
@@ -138,7 +142,7 @@ class Pod:
         waiting = [view for view in self._supervisor.views() if view.state != "ready"]
         if not waiting:
             return Reply(body="ready\n")
-        lines = "".join(f"{view.process}: {view.state} {view.message}".rstrip() + "\n" for view in waiting)
+        lines = "".join(f"{view.process}: {view.state} {view.detail}".rstrip() + "\n" for view in waiting)
         return Reply(body=lines, status=HTTPStatus.SERVICE_UNAVAILABLE)
 
     def _status(self) -> Reply:

@@ -42,7 +42,7 @@ def is_loopback(host: str) -> bool:
 
 
 def listening(settings: CoordinatorSettings) -> CoordinatorSettings:
-    """With the addresses that are meant by ``*`` and by a pod's address as Kubernetes writes it."""
+    """The settings with addresses written out: ``*``, and a pod's address as Kubernetes writes it."""
     endpoints = ("listen", "advertise", "publish", "publish_advertise")
     written = {name: hosts.written_out(getattr(settings, name)) for name in endpoints}
     return msgspec.structs.replace(settings, http_host=hosts.host(settings.http_host), **written)

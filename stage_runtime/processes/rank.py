@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import signal
 from collections.abc import Callable
 from typing import Final
@@ -26,6 +27,7 @@ from stage_runtime.sockets.channels import Channels
 from stage_runtime.sockets.endpoints.doors import Doors
 from stage_runtime.sockets.frames.receiving import Handler
 from stage_runtime.stage.context import RankContext
+from stage_runtime.weights import folders
 from stage_runtime.wire.parts import Incarnation
 
 log = logging.getLogger(__name__)
@@ -46,10 +48,11 @@ class RankProcess:
     _over: asyncio.Future[int]
 
     def __init__(self, settings: StageSettings) -> None:
-        """To be made inside the running loop."""
+        """Must be called inside the running loop."""
         self._settings = settings
         self._over = asyncio.get_running_loop().create_future()
         self._loaded = False
+        self._shares: dict[str, tuple[float, float, str]] = {}  #: By stage, what it reported last while it loaded.
 
     def _listen(
         self,
@@ -106,9 +109,10 @@ class RankProcess:
         gpu_id = settings.gpu_id(plan)
         plan_ = settings.plan
         gpumemory.keep(settings.stages(), gpu_id, loading=plan, beside=plan_.stages, limit=plan_.gpu_memory_limit)
+        model_path = folders.local(plan_.model_path, os.environ)
         context = RankContext(
             plan,
-            model_path=settings.plan.model_path,
+            model_path=model_path,
             model_revision=settings.plan.model_revision,
             gpu_id=gpu_id,
             tp_rank=settings.tp_rank,
@@ -121,7 +125,7 @@ class RankProcess:
         return loading.create(
             plan,
             context,
-            model_path=settings.plan.model_path,
+            model_path=model_path,
             model_revision=settings.plan.model_revision,
             gpu_id=gpu_id,
             on_cpu=settings.plan.on_cpu,
@@ -131,8 +135,10 @@ class RankProcess:
         """The rooms of a stage with disaggregation; followers have none."""
         return None
 
-    def _report_progress(self, stage: str, message: str) -> None:
-        statuspipe.report(self._settings.status_fd, statuspipe.Loading(stage=stage, message=message))
+    def _report_progress(self, stage: str, message: str, done: float = 0, total: float = 0, unit: str = "") -> None:
+        event = statuspipe.Loading(stage=stage, message=message, done=done, total=total, unit=unit)
+        self._shares[stage] = done, total, unit
+        statuspipe.report(self._settings.status_fd, event)
 
     def failed(self, stage: str, error: BaseException) -> None:
         """A stage cannot be loaded, or its engine has crashed."""
@@ -145,7 +151,7 @@ class RankProcess:
         asyncio.get_running_loop().call_later(LAST_WORDS_S, self._finish, code)
 
     def _task_ended(self, name: str, error: BaseException) -> None:
-        """Without the task the process would continue in part: ready, but without beats, for example."""
+        """Ends the process: without the task it would continue in part, ready but without beats, for example."""
         log.error("the task %r has ended: %s\n%s", name, describe(error), format_traceback(error).rstrip())
         statuspipe.report(self._settings.status_fd, statuspipe.failed(error))
         self._finish(EXIT_CRASHED)

@@ -158,7 +158,7 @@ def _parent(base: str | None) -> Path:
 
 
 def _make_private(folder: Path) -> None:
-    """As ``mkdir -p``, each new folder 0700."""
+    """Does what ``mkdir -p`` does; each new folder gets the mode 0700."""
     for one in (*reversed(folder.parents), folder):
         if not one.exists():
             one.mkdir(mode=0o700, exist_ok=True)

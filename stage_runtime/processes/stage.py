@@ -243,7 +243,8 @@ class StageProcess(RankProcess):
             beat_s = max(self._settings.plan.heartbeat_s, self._registration.beat_s)
             least_s = beat_s * random.uniform(0.9, 1.1)
             await asyncio.sleep(ticks.delay_s(time.time(), least_s, beat_s / ticks.BEAT_TICKS))
-            statuspipe.report_stats(self._settings.status_fd, self._host.beat())
+            gauges = self._host.beat(loading={} if self._loaded else dict(self._shares))
+            statuspipe.report_stats(self._settings.status_fd, gauges)
 
 
 async def _resolve(endpoint: str) -> list[str]:

@@ -35,7 +35,7 @@ class Watchdog:
         self._rearm()
 
     async def run(self) -> None:
-        """Until a stage is stuck. The log gets the stacks of all threads.
+        """Returns when a stage is stuck, after the log got the stacks of all threads.
 
         Where something keeps the GIL for so long that this loop cannot run, C code prints them and ends the process.
         """

@@ -29,7 +29,7 @@ class Line(NamedTuple):
 
 
 def of_record(stages: Mapping[str, Mapping[str, Any]], hops: Iterable[Mapping[str, Any]]) -> list[Line]:
-    """In order of time. stages, hops: as in the answer of ``GET /v1/requests/{id}``."""
+    """Lines in order of time. stages, hops: as in the answer of ``GET /v1/requests/{id}``."""
     found = [
         Line(name, name, each["start_ms"], each["end_ms"], ((QUEUE, each["queue_ms"]), (FUNCTION, each["run_ms"])))
         for name, each in stages.items()
@@ -105,7 +105,7 @@ def _first_hops(hops: Iterable[views.Hop]) -> Iterator[tuple[str, str, str, int,
 
 
 def _outer_hops(moments: Sequence[Moment]) -> Iterator[tuple[str, str, str, int, int]]:
-    """From the client's admission to the entry, and from the last stage to the answer."""
+    """The hop from the client's admission to the entry, and the one from the last stage to the answer."""
     admitted = answered = complete = entered = None
     for each in moments:
         match each.name:

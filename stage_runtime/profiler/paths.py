@@ -81,7 +81,7 @@ def check_template(root: Path, template: str) -> str:
 
 
 def relative(root: Path, path: str) -> str:
-    """For other processes, whose root may be elsewhere: the part of a path or template that lies below this one's."""
+    """The part of a path or template below this process's root. Other processes' roots may be elsewhere."""
     for base in (root, root.resolve()):
         if path.startswith(f"{base}/"):
             return path.removeprefix(f"{base}/").lstrip("/")

@@ -135,7 +135,7 @@ class Recorder:
         run.lines.append(run.line(event, request_id, stage or active_stage() or "", now, given))
 
     def record(self, event: str, request_id: str, stage: str, metadata: Mapping[str, Any]) -> None:
-        """As `emit`, for the runtime's own events: their metadata is small, plain, and not changed afterwards."""
+        """The same as `emit`, for the runtime's events: their metadata is small, plain, and not changed afterwards."""
         run = self._run
         if run is None:
             return

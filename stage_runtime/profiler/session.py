@@ -20,6 +20,7 @@ import msgspec
 
 from stage_runtime.errors import ConfigurationError, describe
 from stage_runtime.profiler import paths, torch_trace
+from stage_runtime.profiler.children import Children, PathOf, children
 from stage_runtime.profiler.recorder import Recorder, recorder
 from stage_runtime.profiler.torch_trace import TorchTrace
 from stage_runtime.profiler.writing import notes_of
@@ -59,6 +60,7 @@ class ProfileSession:
         own_folder: bool = False,
         recorder: Recorder = recorder,
         monotonic: Callable[[], float] = time.monotonic,
+        children: Children = children,
     ) -> None:
         """own_folder: this process's files are in a folder of their own: pods of one storage have equal process ids."""
         self.root = root
@@ -69,6 +71,7 @@ class ProfileSession:
         self._own_folder = own_folder
         self._recorder = recorder
         self._monotonic = monotonic
+        self._children = children
         self._trace: TorchTrace | None = None
         self._traced_run = ""
         self._files: dict[str, list[Path]] = {}  #: run id -> files of this process
@@ -106,6 +109,8 @@ class ProfileSession:
                 self._recorder.stop(settings.run_id, why="the torch trace did not start")
                 return self._each(f"failed: {error}")
             self._trace, self._traced_run = trace, settings.run_id
+            switches = torch_trace.switches(settings.config)
+            self._children.start_traces(self._path_of_child(settings), switches)
         return self._each(STARTED)
 
     def stop(self, run_id: str | None = None, *, why: str = "asked to") -> dict[str, str]:
@@ -116,6 +121,8 @@ class ProfileSession:
         trace, self._trace = self._trace, None
         self._recorder.stop(run_id, why=why)
         if trace is not None:
+            for path in self._children.stop_traces(EXPORT_S):
+                self._remember(self._traced_run, path)
             try:
                 trace.stop()
             except ConfigurationError as error:
@@ -187,6 +194,10 @@ class ProfileSession:
         unknown = set(settings.config) - set(torch_trace.SWITCHES)
         if unknown:
             raise ConfigurationError(f"config: no such switch: {', '.join(sorted(unknown))[:200]}")
+        return TorchTrace(self._trace_path(settings), torch_trace.switches(settings.config))
+
+    def _trace_path(self, settings: ProfileSettings, **others: object) -> Path:
+        """The file of this process, or with ``others`` of the placeholders' values of one that it has started."""
         facts = {
             "run_id": settings.run_id,
             "stage": self.stages[0],
@@ -194,10 +205,14 @@ class ProfileSession:
             "rank": self._rank,
             "host": socket.gethostname(),
             "incarnation": self._incarnation(),
+            **others,
         }
-        template = paths.check_template(self.root, settings.torch_template)
-        path = paths.trace_path(self.root, template, facts, self._own)
-        return TorchTrace(path, torch_trace.switches(settings.config))
+        template = paths.check_template(self.root, settings.torch_template or "")
+        return paths.trace_path(self.root, template, facts, self._own)
+
+    def _path_of_child(self, settings: ProfileSettings) -> PathOf:
+        """Engines of a stage have ranks of their own, from 0 on; a stage that has such processes has one rank."""
+        return lambda rank, pid: self._trace_path(settings, rank=rank, pid=pid, stage=f"{self.stages[0]}-engine")
 
     @property
     def _own(self) -> str | None:

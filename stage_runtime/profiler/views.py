@@ -27,7 +27,7 @@ _RECEIVES: Final = {received: (sent, kind) for sent, (received, kind) in events.
 
 
 class Interval(NamedTuple):
-    """Between an opening and a closing event of one request in one stage."""
+    """The time between an opening and a closing event of one request in one stage."""
 
     stage: str
     opened: str
@@ -69,7 +69,7 @@ def build_report(folder: str | os.PathLike[str], *, timeline: bool = True) -> di
 
 
 def report_of(found: Events, *, timeline: bool = True) -> dict[str, Any]:
-    """As `build_report`, of events that were read already."""
+    """The same as `build_report`, for events that were read already."""
     stages: dict[tuple[str, str, str], array[int]] = defaultdict(lambda: array("q"))
     hops: dict[tuple[str, str, str], array[int]] = defaultdict(lambda: array("q"))
     unpaired: Counter[str] = Counter()

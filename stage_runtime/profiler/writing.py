@@ -217,7 +217,10 @@ class RunWriter:
                 self._dropped += 1
 
     def _alone(self, line: EventLine) -> bytes:
-        """As it is; or with its metadata made plain; or with little of them. Nothing: its names are not text."""
+        """The event encoded as it is, or with its metadata made plain, or with few of them; the first that is possible.
+
+        Returns: empty: it cannot be written, because its names are not text.
+        """
         problem = ""
         for make in (_as_it_is, summaries.plain, summaries.brief):
             try:

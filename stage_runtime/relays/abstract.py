@@ -39,8 +39,8 @@ class AbstractRelay(ABC, Generic[Connection, Metadata]):
     """`base.Relay`, but for what differs between relays."""
 
     name: ClassVar[str]
-    MEDIUM: ClassVar[Medium] = "tcp"  #: What `medium` gives, unless it differs between peers.
-    #: What helps when a payload is larger than all that may be put at once.
+    MEDIUM: ClassVar[Medium] = "tcp"  #: The value of `medium`, unless it differs between peers.
+    #: Advice for an author whose payload is larger than all that may be put at once.
     CURE: ClassVar[str] = "raise OMNI_ARENA_MB, and the memory with it, or send it in parts"
 
     def __init__(self, context: RelayContext, metadata: type[Metadata]) -> None:
@@ -243,14 +243,17 @@ class AbstractRelay(ABC, Generic[Connection, Metadata]):
             raise TransferError(f"{self.name} metadata from {peer}: {error}") from None
 
     def _route(self, peer: Peer) -> Connection:
-        """For a put. Raises: TransferError: this relay is not open towards ``peer``."""
+        """The connection that a put uses. Raises: TransferError: this relay is not open towards ``peer``."""
         connection = self._connections.get(peer)
         if connection is None:
             raise TransferError(f"the relay {self.name} is not open towards {peer}")
         return connection
 
     def _incoming(self, metadata: bytes, peer: Peer) -> tuple[Metadata, Connection]:
-        """For a get. Raises: TransferError: that is not metadata of this relay's, or ``peer`` is not open."""
+        """The announced transfer that a get fetches, and its connection.
+
+        Raises: TransferError: ``metadata`` is not this relay's, or ``peer`` is not open.
+        """
         announced = self._decoded(metadata, peer)
         connection = self._connections.get(peer)
         if connection is None:

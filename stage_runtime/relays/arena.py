@@ -69,10 +69,10 @@ class Arena:
         self._touched = self._kept  #: Above, no page of the file exists.
         #: Slots whose author's tensor died. Weak references fill it: at any moment, in any thread, without the lock.
         self._orphans: collections.deque[Slot] = collections.deque()
-        self._unread: collections.deque[tuple[int, Slot]] = collections.deque()  #: As that, of `read_region`.
-        #: What an author (or the tcp relay) has allocated, by the start of its slot: keeps the weak references alive.
+        self._unread: collections.deque[tuple[int, Slot]] = collections.deque()  #: The same for views of `read_region`.
+        #: Regions of authors and of the tcp relay, by the start of their slots: keeps the weak references alive.
         self._regions: dict[int, weakref.ref[Any]] = {}
-        self._reading: dict[int, weakref.ref[Any]] = {}  #: What `read_region` has given, by number.
+        self._reading: dict[int, weakref.ref[Any]] = {}  #: Views that `read_region` has given, by number.
         self._numbers = itertools.count()
         self._again: mmap.mmap | None = None  #: The mapping in which that lies.
         self._lent = threading.local()  #: ``slots``: lent since the last `settle`; ``holds``: an author kept one.
@@ -162,7 +162,7 @@ class Arena:
             slot.receivers += 1
 
     def send_copy(self, slot: Slot) -> None:
-        """As `sent`, and `drop`: the slot is its receiver's alone."""
+        """Does what `sent` and then `drop` do: the slot is its receiver's alone."""
         with self._lock:
             slot.take(SlotEvent.SENT)
             slot.receivers += 1
@@ -199,7 +199,7 @@ class Arena:
                         )
 
     def share(self, slot: Slot) -> bool:
-        """As `sent`, for a slot that was sent before. False when it is free, or its request was aborted."""
+        """The same as `sent`, for a slot that was sent before. False: it is free, or its request was aborted."""
         with self._lock:
             if slot.state not in (SlotState.IN_FLIGHT, SlotState.ACKED):
                 return False
@@ -241,7 +241,7 @@ class Arena:
         return region
 
     def allocate_tensor(self, shape: tuple[int, ...], dtype: Any) -> Any:
-        """As `allocate_region`, a torch tensor, with room behind it for the small rest of its payload."""
+        """The same as `allocate_region`, as a torch tensor, with room behind it for the small rest of its payload."""
         import torch
 
         count = math.prod(shape)

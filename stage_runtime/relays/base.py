@@ -105,12 +105,13 @@ class Relay(Protocol):
     def put_early(
         self, pack: Pack, *, request_id: str, peer: Peer, like: RelayOperation | None = None
     ) -> EarlyPut | None:
-        """As `put`, but it may leave the copying to `EarlyPut.fill`, which follows when the transfer was announced and
-        before anything is written into the parts. So a relay can send the first bytes while it copies the others.
+        """The same as `put`, but it may leave the copying to `EarlyPut.fill`, which is called when the transfer was
+        announced and before anything is written into the parts. So a relay can send the first bytes while it copies
+        the others.
         """
 
     def put_all(self, packs: Sequence[Pack], *, request_id: str, peer: Peer) -> Sequence[RelayOperation] | None:
-        """As `put`, of packs that are announced together: all of them or, when there is no room for all, none."""
+        """The same as `put`, for packs that are announced together. None: there is no room for all of them."""
 
     def refusal(self, nbytes: int, pieces: int) -> str | None:
         """Why there is never room for ``nbytes`` in so many packs that are put together; None when there may be.
@@ -118,7 +119,7 @@ class Relay(Protocol):
         """
 
     async def put_async(self, pack: Pack, *, request_id: str, peer: Peer) -> RelayOperation:
-        """As `put`, waiting for a slot."""
+        """The same as `put`, but it waits for a slot."""
 
     async def room(self) -> None:
         """Wait until something was released: a put that found no slot may find one. On the I/O thread."""
@@ -131,7 +132,7 @@ class Relay(Protocol):
         """
 
     async def get_async(self, metadata: bytes, *, request_id: str, peer: Peer) -> Fetch:
-        """As `get`, waiting for the bytes."""
+        """The same as `get`, but it waits for the bytes."""
 
     def decline(self, metadata: bytes, *, peer: Peer) -> None:
         """Let go of an announced transfer that is not wanted, without a `get`: it is released at once.

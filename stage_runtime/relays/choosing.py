@@ -14,12 +14,12 @@ import msgspec
 
 from stage_runtime.errors import RelayRefused
 
-#: What the bytes go through. ``memory``: read where they lie, by a process of the same machine. ``unix``: a socket of
-#: the machine. ``tcp``: the network's sockets, whichever library writes to them; ``tcp+curve``: encrypted.
+#: The medium that carries the bytes. ``memory``: a process of the same machine reads them where they lie. ``unix``: a
+#: socket of the machine. ``tcp``: the network's sockets, whichever library writes to them; ``tcp+curve``: encrypted.
 Medium: TypeAlias = Literal["gpu", "memory", "rdma", "unix", "tcp", "tcp+curve"]
 Need: TypeAlias = Literal["gpu", "rdma"]
 
-NETWORK: Final = frozenset(("tcp", "tcp+curve"))  #: What `allowTCP` is about.
+NETWORK: Final = frozenset(("tcp", "tcp+curve"))  #: The media that `allowTCP` allows.
 PROCESS: Final = "process"  #: The key of `ProcessFacts` among the relays' facts.
 
 

@@ -37,7 +37,7 @@ class SocketDoors(Protocol):
         """A peer was let in."""
 
     def close(self) -> None:
-        """Before its socket is closed."""
+        """Called before the socket is closed: it is not looked at any more."""
 
 
 class RelaySettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,7 +49,7 @@ class RelaySettings(msgspec.Struct, frozen=True, kw_only=True):
     rank: int | None = None  #: In the NCCL world that the pipeline's author laid out.
     world_size: int | None = None
     rdma: tuple[str, ...] | None = None  #: RDMA devices to use; None: those that this process can open.
-    memory_lock: MemoryLock | None = None  #: What may be locked for them; None: what the kernel allows.
+    memory_lock: MemoryLock | None = None  #: Memory that may be locked for them; None: what the kernel allows.
     pod: str = ""  #: The uid of this process's pod.
     gpus: tuple[int, ...] = ()  #: Of this process's stages, as CUDA numbers them here.
     gpu_bytes: int = 512 << 20  #: Of each GPU, most that may be in flight by cuda_ipc; the rest goes by the host.
@@ -80,7 +80,7 @@ class RelayContext(msgspec.Struct, frozen=True, kw_only=True):
     ids: Iterator[int]  #: Transfer ids, shared by all relays of the process.
     arena: Arena
     rdma: tuple[str, ...] = ()  #: RDMA devices of this process.
-    memory_lock: MemoryLock = MemoryLock()  #: What a relay may register for them.
+    memory_lock: MemoryLock = MemoryLock()  #: Memory that a relay may register for them.
     security: SocketSecurity | None
     doors: SocketDoors | None = None  #: Of the tcp relay's socket.
     settings: RelaySettings

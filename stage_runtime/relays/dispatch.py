@@ -94,7 +94,7 @@ class Relays:
         self._late_releases = 0
         self._loop = loop
         self._cutting = asyncio.Lock()
-        self._waiting: Callable[[], None] | None = None  #: What `when_room` is to call.
+        self._waiting: Callable[[], None] | None = None  #: The function that `when_room` was given, until it is called.
         self._looking: asyncio.TimerHandle | None = None
         try:
             for name in sorted(settings.named - table.keys()):
@@ -206,7 +206,8 @@ class Relays:
             return Named(name, operation, early=early)
 
     def check(self, extracted: Extracted, *, peer: str, backend: str = "auto", slot_nbytes: int | None = None) -> None:
-        """Before a wait for room: there may be some for ``extracted``, as a copy. From any thread.
+        """Called before a wait for room: there must be some, at times, for a copy of ``extracted``. Any thread may call
+        it.
 
         Raises: ValueRefused: its relay never carries as much at once. Names both sizes, and what to do.
         """
@@ -230,7 +231,7 @@ class Relays:
         self._on_loop(self._look_later)
 
     def _freed(self) -> None:
-        """In any thread."""
+        """A relay reports room. Any thread may call it."""
         if self._waiting is not None:
             self._on_loop(self._look)
 
@@ -261,7 +262,7 @@ class Relays:
         backend: str = "auto",
         slot_nbytes: int | None = None,
     ) -> Put:
-        """As `put`, waiting for room: of a pack that is cut, for all its pieces. On the I/O thread."""
+        """The same as `put`, but it waits for room: for all pieces of a pack that is cut. The I/O thread calls it."""
         is_cut = slot_nbytes is not None and extracted.nbytes > slot_nbytes
         # One at a time: what one gives back when there is no room for all of it would wake the others.
         async with self._cutting if is_cut else contextlib.nullcontext():
@@ -342,7 +343,9 @@ class Relays:
         self._thread.lets_go = True
 
     def settle(self) -> None:
-        """As `arena.Arena.settle`; in the thread that has put or received something, before its author goes on."""
+        """Does `arena.Arena.settle` for the relays, too. A thread that has put or received something calls it, before
+        its author goes on.
+        """
         self.arena.settle()
         self._thread.lets_go = False
         for relay in self._relays.values():
@@ -358,7 +361,7 @@ class Relays:
         return [pin for relay in self._relays.values() for pin in relay.pins]
 
     def stats(self) -> dict[str, int]:
-        """For /metrics: ``<backend>_<name>`` of each relay's, and the arena's."""
+        """Numbers for /metrics: those of each relay as ``<backend>_<name>``, and the arena's."""
         merged = {
             f"{name}_{key}": value
             for name, relay in self._relays.items()

@@ -48,7 +48,7 @@ class MemoryLock(msgspec.Struct, frozen=True, kw_only=True):
         return min(wanted, each) if each >= min(wanted, LEAST_NBYTES) else wanted
 
     def require(self, relay: str, nbytes: int) -> None:
-        """Before a relay registers ``nbytes``.
+        """A relay calls it before it registers ``nbytes``.
 
         Raises: ConfigurationError: it may not. Names the limit, the capability and what to do.
         """

@@ -85,7 +85,7 @@ class PutOperation(msgspec.Struct, eq=False):
     peer: Peer
     request_id: str
     nbytes: int
-    resource: Any  #: What the backend frees when it is over: a slot, or buffers.
+    resource: Any  #: A slot or buffers, which the backend frees when the operation is over.
     _metadata: bytes
     copied_nbytes: int = 0
     _filling: Filling | None = None  #: Of `base.Relay.put_early`.

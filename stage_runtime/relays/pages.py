@@ -33,7 +33,7 @@ def region(mapping: mmap.mmap, offset: int, nbytes: int) -> np.ndarray[Any, Any]
 
 
 def fresh(nbytes: int) -> np.ndarray[Any, Any]:
-    """As `region`, of memory of its own that begins at a page."""
+    """A `region` of a new mapping, so that it begins at a page."""
     return region(mmap.mmap(-1, max(nbytes, 1)), 0, nbytes)
 
 

@@ -41,7 +41,7 @@ class Placing:
         return self._in_place(pack) or self._copied(pack)
 
     def place_early(self, pack: Pack, shared: Placed | None, freed: Callable[[], None]) -> Placed | None:
-        """As `place`, but a copy is left to `Filling.fill`. freed: the slot became free after that."""
+        """The same as `place`, but a copy is left to `Filling.fill`. freed: called when the slot became free then."""
         if shared is not None and self._arena.share(shared[0]):
             return shared._replace(copied_nbytes=0)
         return self._in_place(pack) or self._reserved(pack, freed)
@@ -86,7 +86,8 @@ class Placing:
             self._arena.write(slot, start + offset, part)
             copied += len(part)
         self.copied_bytes += copied
-        self._arena.lend(slot)
+        if len(pack.private) < len(pack.parts):  # its author may write into it again
+            self._arena.lend(slot)
         self._arena.sent(slot)
         return Placed(slot, slot.offset + start, copied)
 

@@ -46,7 +46,8 @@ class RelayEntry(msgspec.Struct, frozen=True, kw_only=True):
     extra: str | None = None  #: Of omnipipeline: installs what the relay imports.
     #: Every process opens it, and `auto` may choose it. False: opened only where a pipeline asks for it by name.
     auto: bool = True
-    #: What the machine must have for `auto` to open it, and what the way to a peer must be for `auto` to choose it.
+    #: Hardware that the machine must have for `auto` to open it, and that the way to a peer must use for `auto` to
+    #: choose it.
     needs: Need | None = None
     #: Its `put` takes packs that lie on a GPU in part (`Pack.on_device`); others get them copied to the host.
     sends_from_gpus: bool = False

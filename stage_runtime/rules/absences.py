@@ -37,7 +37,7 @@ class Prospect(NamedTuple):
 
     @property
     def retry_after_s(self) -> float:
-        """When to ask again: what has been away for a while mostly stays away as long again."""
+        """Seconds after which to ask again. A group that has been away for a while mostly stays away as long again."""
         return min(max(1.0, self.away_s), RETRY_MOST_S)
 
 

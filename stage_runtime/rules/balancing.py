@@ -19,6 +19,8 @@ from typing import Final, TypeVar
 
 import msgspec
 
+CROWDED: Final = 0.9  # of the blocks of a KV cache: beyond it, requests wait for room, or are computed again
+CROWDED_WORTH: Final = 4.0  # requests: what an instance without a free block counts beside those that it has
 WAITING_WEIGHT: Final = 1.0  # what waits counts so much more than what runs: it means that the instance is full
 SMOOTHING: Final = 0.3  # of a beat in the average: long enough that a correction is seen before it is repeated
 NEGLIGIBLE: Final = 0.01  # requests: what an average leaves long after the last one
@@ -40,12 +42,19 @@ class Load(msgspec.Struct, kw_only=True):
     bound_at_beat: int = 0  #: ``bound`` at its last beat.
     others: float = 0.0  #: Correction for other coordinators' requests, in requests.
     score: float = 0.0  #: ``bound + others``: the lowest is bound.
+    kv_blocks: float = 0.0  #: Of its caches, by its last beat; 0: it has none.
+    kv_used: float = 0.0  #: The part of them that requests use.
     turn: int = 0  #: When it was bound last; among equals, the one that waited longest is bound.
 
     @property
     def at_rest(self) -> bool:
         """Whether nothing changes when it reports the same as before: it has nothing, and had nothing then."""
-        return not (self.bound or self.others or self.waiting or self.running or self.bound_at_beat)
+        return not (self.bound or self.others or self.waiting or self.running or self.bound_at_beat or self.crowding)
+
+    @property
+    def crowding(self) -> float:
+        """The requests that its lack of free blocks counts for: 0 to `CROWDED_WORTH`."""
+        return CROWDED_WORTH * max(0.0, min(self.kv_used, 1.0) - CROWDED) / (1 - CROWDED)
 
 
 class GroupLoad(msgspec.Struct):
@@ -76,7 +85,7 @@ class GroupLoad(msgspec.Struct):
         self.reported += waiting + running - load.waiting - load.running
         self.bound_at_beat += load.bound - load.bound_at_beat
         load.waiting, load.running, load.bound_at_beat = waiting, running, load.bound
-        beyond = max(0, waiting + running - load.bound) + WAITING_WEIGHT * waiting
+        beyond = max(0, waiting + running - load.bound) + WAITING_WEIGHT * waiting + load.crowding
         correction = beyond / self.parts
         load.others += SMOOTHING * (correction - load.others)
         if load.others < NEGLIGIBLE:

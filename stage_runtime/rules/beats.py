@@ -17,7 +17,7 @@ RAREST: Final = 4.0  # times the interval of the first ones
 
 
 def check_factor(connections: int) -> float:
-    """How many times as long as the first connections' the interval is, between two heartbeats of the next one."""
+    """The interval between heartbeats of the next connection, as a multiple of the first connections' interval."""
     return min(max(connections / CHECKED_OFTEN, 1.0), RAREST)
 
 

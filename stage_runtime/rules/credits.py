@@ -41,7 +41,10 @@ class Window:
         self.shared = 0  #: Bytes taken.
 
     def take(self, nbytes: int) -> Reservation | None:
-        """For a transfer of so many bytes: its share if there is room, else a credit. None: queue the payload."""
+        """Reserve a transfer of so many bytes: a share of the bytes if there is room, else a credit.
+
+        Returns: None: there is neither; queue the payload.
+        """
         if self.shared + nbytes <= (self._shared_nbytes if nbytes <= self._small_nbytes else self._shared_nbytes // 8):
             self.shared += nbytes
             return Reservation.SHARED

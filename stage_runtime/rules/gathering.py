@@ -98,7 +98,7 @@ class Gathering:
         return {name: self._arrived[name] for name in self._wait_for if name in self._arrived}
 
     def take(self) -> dict[str, Any]:
-        """As `inputs`, and hold them no longer: each may pin a slot of its sender."""
+        """The same as `inputs`, which are not held any longer: each may pin a slot of its sender."""
         inputs = self.inputs()
         self._arrived = dict.fromkeys(self._arrived)
         return inputs

@@ -29,8 +29,8 @@ class Verdict(Enum):
 
     WAIT = "wait"
     GONE = "gone"  #: No instance is expected.
-    REQUESTS = "requests"  #: As many wait as may.
-    BYTES = "bytes"  #: What waits is as large as it may be.
+    REQUESTS = "requests"  #: The most requests that may wait do so.
+    BYTES = "bytes"  #: There is no room for this one's bytes beside those of the requests that wait.
 
 
 def verdict(outlook: Outlook, nbytes: int, *, waiting: int, waiting_nbytes: int, limits: HoldLimits) -> Verdict:

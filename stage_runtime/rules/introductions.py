@@ -68,7 +68,7 @@ class Introductions:
             self._known.setdefault(first, {}).setdefault(second, None)
 
     def leave(self, incarnation: str) -> list[str]:
-        """It is gone for good. Returns: those that know it."""
+        """The member is gone for good. Returns: the members that know it."""
         knew = self._known.pop(incarnation, None)
         if knew is None:
             return []

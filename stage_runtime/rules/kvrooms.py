@@ -26,7 +26,7 @@ class Rooms:
         self._ended: dict[Room, None] = {}  #: The oldest first.
 
     def open(self, room: Room, peer: str, now: float) -> bool:
-        """False: it is open, or has ended."""
+        """Open a room to a peer, under a lease. False: the room is open already, or has ended."""
         if room in self._peers or room in self._ended:
             return False
         self._peers[room] = peer

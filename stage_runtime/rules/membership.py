@@ -4,9 +4,9 @@ events and loads in.
 A request is bound to instances whose unit revisions stand together in one pipeline revision, and that declare the
 edges which it has there. Only groups with stages that it may meet are needed (`reachability`); where no revision has
 them all, only those that it certainly meets (`partial_binding`). New requests are shared among revisions in proportion
-to their complete sets of ready instances. Inside a group the least loaded of a few gets it (`balancing`): of those that
-are partners of the instances before it (`subsets`). A group of up to `subsets.SUBSET` instances is one subset. A
-binding costs the same for any number of instances.
+to their complete sets of ready instances, unless one of them is tried (`canaries`). Inside a group the least loaded of
+a few gets it (`picking`, `balancing`): of those that are partners of the instances before it (`subsets`). A group of
+up to `subsets.SUBSET` instances is one subset. A binding costs the same for any number of instances.
 """
 
 from __future__ import annotations
@@ -16,22 +16,19 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Final
 
-from omnipipeline_spec.types.plan import PipelineRevision
-from stage_runtime.rules import balancing, edges, kvpairs, partial_binding, reachability, subsets
+from omnipipeline_spec.types.plan import CanaryShare, PipelineRevision
+from stage_runtime.rules import balancing, canaries, edges, kvpairs, partial_binding, prefixes, reachability, subsets
 from stage_runtime.rules.absences import UnitKind
 from stage_runtime.rules.balancing import GroupLoad
-from stage_runtime.rules.instances import GroupChoice, Instance, Needs, Partners, Sets, Unbindable, Wanted, host_of
-from stage_runtime.rules.pools import Endpoints, Pool, Pools
+from stage_runtime.rules.instances import GroupChoice, Instance, Needs, Sets, Unbindable, Wanted, host_of
+from stage_runtime.rules.picking import Picker
+from stage_runtime.rules.pools import Endpoints, Pools
+from stage_runtime.rules.prefixes import Hints
 from stage_runtime.wire.parts import Member
 
+NO_HINTS: Final[Hints] = {}
 CHOICES_KEPT: Final = 256  # sets of terminals whose complete sets are remembered; an author's hook chooses them
-OFFSETS: Final = 1 << 20  # far more than a group has instances
-#: The share of an instance's bindings in which all partners are compared, and links count for nothing. So those that
-#: joined later get their share, and a binding costs hardly more than without it.
-COMPARED: Final = 1 / 16
 NO_REVISION: Final = "(no pipeline revision known)"
-WELL_LINKED: Final = 0.75  # of the partners: with so many links, requests are spread well enough without a comparison
-LINKS_KEPT: Final = 16 * subsets.SUBSET  # of one instance, to instances that load or a change made its partners
 
 
 class MembershipState:
@@ -42,14 +39,15 @@ class MembershipState:
         self.revisions: tuple[PipelineRevision, ...] = ()  #: Newest last.
         self.instances: dict[str, Instance] = {}
         self._aside: frozenset[str] = frozenset()  #: Hosts.
+        self._canary: CanaryShare | None = None
         self._schemas: dict[str, dict[str, str]] = {}  #: pipeline revision -> group -> edge schema
         self._chance = chance
-        self._offset = int(chance() * OFFSETS)  #: Where the turns of an entry group begin: not at one for all.
+        self._picker = Picker(self.instances, chance)
         self._eligible: Pools[UnitKind, Instance] = (
             Pools()
         )  #: By incarnation; `_place` keeps it equal to ``instances``.
         self._loads: dict[str, GroupLoad] = {}  #: By group.
-        self._changes = 0  #: Of the pools.
+        self._caches_apart = False
         self._endpoints = Endpoints()
         self._complete: dict[Wanted, list[Sets]] = {}
         self._needs: dict[tuple[str, Wanted], Needs] = {}  #: By pipeline revision; of ``revisions``.
@@ -60,6 +58,11 @@ class MembershipState:
         self._schemas = {one.revision: edges.of_revision(one) for one in revisions}
         self._complete.clear()
         self._needs.clear()
+
+    def share(self, canary: CanaryShare | None) -> None:
+        """One revision gets this share of the requests; None: shares follow the complete sets of instances."""
+        self._canary = canary
+        self._complete.clear()
 
     def join(self, member: Member, schema: str) -> list[str]:
         """Add or replace a member, which declares these edges.
@@ -80,6 +83,16 @@ class MembershipState:
         self._place(known)
         return self._endpoints.others(member.incarnation, member.endpoint)
 
+    @property
+    def caches_apart(self) -> bool:
+        """Whether two instances of one group keep prefixes: else it is the same where a prompt goes."""
+        return self._caches_apart
+
+    def caching(self, incarnation: str) -> bool:
+        """Whether a prefix that it has met may be found there again."""
+        instance = self.instances.get(incarnation)
+        return instance is not None and instance.kv_blocks > 0
+
     def ineligible_reason(self, instance: Instance) -> str | None:
         """Why nothing is ever bound to it, as things are; None: it may serve."""
         member = instance.member
@@ -97,6 +110,8 @@ class MembershipState:
             self._endpoints.discard(incarnation, instance.member.endpoint)
             self._take_out(instance)
             self._load(instance).leave(instance)
+            if instance.kv_blocks > 0:
+                self._note_caches()
         return instance
 
     def mark(self, incarnation: str, *, ready: bool | None = None, draining: bool | None = None) -> bool:
@@ -129,6 +144,7 @@ class MembershipState:
         terminals: Collection[str] | None = None,
         required: AbstractSet[str] = frozenset(),
         prefer: AbstractSet[str] = frozenset(),
+        hints: Hints = NO_HINTS,
     ) -> tuple[PipelineRevision, dict[str, str]]:
         """Choose a revision and one instance of each group that the request may meet and that has any.
 
@@ -138,6 +154,7 @@ class MembershipState:
         required: stages that a route of the request has led to.
         prefer: incarnations that served the session of the request before: they are used again while they are ready,
         and no other one has far less load.
+        hints: incarnations that have met the beginning of its prompt, see `prefixes`. A preference goes before.
         Returns: the revision and stage -> incarnation; see `away`.
         Raises:  Unbindable: no revision has a complete set; names what the newest lacks.
         """
@@ -153,37 +170,29 @@ class MembershipState:
         sets = _known(complete, prefer) or self._next_sets(complete)
         if sets is None:
             raise Unbindable(self.lacking(terminals=terminals, required=required) or list(excluded))
-        picked: list[Instance] = []
         shunned = frozenset(avoid)
-        for choice in sets.choices:
-            everyone = choice.pool.items
-            if exclude:
-                left = [one for one in everyone if one.incarnation not in exclude]
-                instance = balancing.least(_without(left, shunned))
-            elif len(everyone) <= subsets.SUBSET:
-                instance = balancing.least(_without(everyone, shunned) if shunned else everyone)
-            else:
-                instance = self._choose(sets.choices, choice, picked, shunned)
-            if prefer:
-                instance = _kept(choice.pool, prefer - shunned - exclude, instance)
-            choice.load.bind(instance)
-            picked.append(instance)
+        picked = self._picker.pick(sets.choices, shunned=shunned, exclude=exclude, prefer=prefer, hints=hints)
         chosen = {choice.group: one.incarnation for choice, one in zip(sets.choices, picked, strict=True)}
         bindings = {stage: chosen[group] for stage, group in sets.stages.items()}
         for stage, group in sets.prefills.items():
-            prefill = self._prefill(sets.revision, group, shunned | exclude)
+            prefill = self._prefill(sets.revision, group, shunned | exclude, hints)
             if prefill is not None:
                 bindings[stage] = prefill.incarnation
         return sets.revision, bindings
 
-    def _prefill(self, revision: PipelineRevision, group: str, without: Collection[str]) -> Instance | None:
-        """The least loaded instance of a prefill group. None: there is none, and decode computes the prompt itself."""
-        among = [one for one in self.serving(revision, group) if one.incarnation not in without]
+    def _prefill(
+        self, revision: PipelineRevision, group: str, without: Collection[str], hints: Hints
+    ) -> Instance | None:
+        """The least loaded instance of a prefill group, or one that has the prefix. None: there is none."""
+        pool = self._eligible.get(self._kind(revision, group))
+        if pool is None:
+            return None
+        among = [one for one in pool.items if one.incarnation not in without]
         if not among:
             return None
         if len(among) > subsets.SUBSET:
             among = list(subsets.places(among, (int(self._chance() * len(among)), subsets.SUBSET)))
-        instance = balancing.least(among)
+        instance = prefixes.kept(pool, hints, without, balancing.least(among))
         self._load(instance).bind(instance)
         return instance
 
@@ -194,9 +203,17 @@ class MembershipState:
             if instance is not None:
                 balancing.unbind(instance)
 
-    def beat(self, incarnation: str, waiting: int, running: int) -> None:
+    def beat(
+        self, incarnation: str, waiting: int, running: int, kv_blocks: float = 0.0, kv_blocks_used: float = 0.0
+    ) -> None:
+        """kv_blocks: of all its caches; kv_blocks_used: those that requests use."""
         instance = self.instances.get(incarnation)
         if instance is not None:
+            if (kv_blocks > 0) != (instance.kv_blocks > 0):
+                instance.kv_blocks = kv_blocks
+                self._note_caches()
+            instance.kv_blocks = kv_blocks
+            instance.kv_used = kv_blocks_used / kv_blocks if kv_blocks > 0 else 0.0
             self._load(instance).beat(instance, waiting, running)
 
     def away(
@@ -309,77 +326,21 @@ class MembershipState:
         """Put the instance into the pool that it may serve from; nowhere while it is not eligible."""
         member = instance.member
         kind = (member.group, member.unit, member.revision, instance.edges) if instance.eligible else None
-        self._changes += 1
+        self._picker.note_change()
         if self._eligible.put(member.incarnation, instance, kind):
             self._complete.clear()
 
     def _take_out(self, instance: Instance) -> None:
-        self._changes += 1
+        self._picker.note_change()
         if self._eligible.put(instance.incarnation, instance, None):
             self._complete.clear()
 
+    def _note_caches(self) -> None:
+        groups = [one.member.group for one in self.instances.values() if one.kv_blocks > 0]
+        self._caches_apart = len(set(groups)) < len(groups)
+
     def _load(self, instance: Instance) -> GroupLoad:
         return self._loads.setdefault(instance.member.group, GroupLoad())
-
-    def _choose(
-        self, choices: Sequence[GroupChoice], choice: GroupChoice, picked: Sequence[Instance], shunned: Collection[str]
-    ) -> Instance:
-        """One of a large group: of the partners of the instances before it, unless load requires another."""
-        everyone, chance = choice.pool.items, self._chance
-        if not choice.sources:
-            following = everyone[(choice.load.turn + self._offset) % len(everyone)]
-            if not shunned and balancing.is_idle(following):
-                return following
-            few = subsets.places(everyone, (int(chance() * len(everyone)), subsets.SUBSET))
-            return balancing.least(_without(few, shunned, everyone))
-        source = picked[choice.sources[0]]
-        partners = source.partners.get(choice.group) if len(choice.sources) == 1 else None
-        if partners is None or partners.changes != self._changes or partners.pool is not choice.pool:
-            partners = self._partners(choices, choice, picked)
-        open_link = chance() < COMPARED
-        if not open_link and not shunned:
-            idle = balancing.idle(partners.linked, chance)
-            if idle is not None:
-                if partners.well_linked or not choice.load.early(idle, len(everyone)):
-                    return idle
-                open_link = True
-        among = _without(partners.all, shunned, everyone) if shunned else partners.all
-        chosen = balancing.least(among)
-        if not open_link and chosen.incarnation not in source.linked:
-            chosen = balancing.with_link(chosen, among, source.linked)
-        anywhere = everyone[int(chance() * len(everyone))]
-        if balancing.overloaded(chosen, anywhere) and anywhere.incarnation not in shunned:
-            chosen = anywhere
-        if chosen.incarnation not in source.linked:
-            if len(source.linked) >= LINKS_KEPT:
-                source.linked.clear()  # most are of instances that are gone
-            source.linked.add(chosen.incarnation)
-            source.partners.pop(choice.group, None)
-        return chosen
-
-    def _partners(self, choices: Sequence[GroupChoice], choice: GroupChoice, picked: Sequence[Instance]) -> Partners:
-        """The partners of the instances that send to one of ``choice``."""
-        targets = len(choice.pool)
-        arcs = []
-        for index in choice.sources:
-            its = choices[index].pool
-            arcs.append(subsets.arc(its.position(picked[index].incarnation), len(its), targets))
-        everyone = subsets.places(choice.pool.items, arcs[0] if len(arcs) == 1 else subsets.common(arcs, targets))
-        source = picked[choice.sources[0]]
-        if len(arcs) == 1:
-            self._forget_links(source, choice.pool, {one.incarnation for one in everyone})
-        linked = [one for one in everyone if one.incarnation in source.linked]
-        well_linked = len(linked) >= WELL_LINKED * len(everyone)
-        partners = Partners(choice.pool, self._changes, everyone, linked, well_linked)
-        if len(arcs) == 1:
-            source.partners[choice.group] = partners
-        return partners
-
-    def _forget_links(self, source: Instance, pool: Pool[Instance], partners: Collection[str]) -> None:
-        """Those of ``source`` to instances of ``pool`` that are not partners now, and to instances that are gone."""
-        for name in source.linked.difference(partners):
-            if name in pool or name not in self.instances:
-                source.linked.discard(name)
 
     def _complete_sets(self, wanted: Wanted) -> list[Sets]:
         """The revisions that can serve; one with stages that are away only where none has all."""
@@ -410,10 +371,12 @@ class MembershipState:
         """Smooth weighted round robin, so that a share of 1 in 3 is every third request, not a burst."""
         if len(complete) < 2:
             return complete[0] if complete else None
-        for sets in complete:
-            sets.weight += sets.count
-        chosen = max(complete, key=lambda sets: sets.weight)
-        chosen.weight -= sum(sets.count for sets in complete)
+        parts = canaries.shares([(sets.revision.revision, sets.count) for sets in complete], self._canary)
+        taking = [(sets, share) for sets, share in zip(complete, parts, strict=True) if share]
+        for sets, share in taking:
+            sets.weight += share
+        chosen = max((sets for sets, _ in taking), key=lambda sets: sets.weight)
+        chosen.weight -= sum(parts)
         return chosen
 
 
@@ -426,20 +389,14 @@ def _needed(revision: PipelineRevision, terminals: Collection[str] | None) -> di
 
 
 def _known(complete: Iterable[Sets], prefer: AbstractSet[str]) -> Sets | None:
-    """The first one with an instance that is preferred: a session stays with its revision while that stands."""
+    """The first revision with a preferred instance: a session stays with its revision while that can serve."""
     if not prefer:
         return None
     return next((sets for sets in complete if any(name in one.pool for one in sets.choices for name in prefer)), None)
 
 
-def _kept(pool: Pool[Instance], prefer: AbstractSet[str], chosen: Instance) -> Instance:
-    """An instance of ``pool`` that is preferred, unless its load requires that the request goes to ``chosen``."""
-    found = next((pool.items[pool.position(name)] for name in sorted(prefer) if name in pool), chosen)
-    return chosen if balancing.overloaded(found, chosen) else found
-
-
 def _left_by(exclude: AbstractSet[str], complete: Iterable[Sets]) -> tuple[list[Sets], dict[str, None]]:
-    """Those that are complete without these instances, and the groups that the others lack."""
+    """The revisions that are complete without these instances, and the groups that the other revisions lack."""
     left, lacking = [], dict[str, None]()
     for sets in complete:
         without = [one.group for one in sets.choices if all(each.incarnation in exclude for each in one.pool.items)]
@@ -447,12 +404,3 @@ def _left_by(exclude: AbstractSet[str], complete: Iterable[Sets]) -> tuple[list[
         if not without:
             left.append(sets)
     return left, lacking
-
-
-def _without(instances: Sequence[Instance], shunned: Collection[str], *more: Sequence[Instance]) -> Sequence[Instance]:
-    """Those of ``instances`` that are not shunned; else those of the first of ``more`` that has any; else all."""
-    for some in (instances, *more) if shunned else ():
-        left = [one for one in some if one.incarnation not in shunned]
-        if left:
-            return left
-    return instances

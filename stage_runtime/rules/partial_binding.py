@@ -69,7 +69,7 @@ class _Graph:
                     self._sources[target].add(source)
 
     def without(self, missing: AbstractSet[str], required: Collection[str]) -> frozenset[str] | None:
-        """As `stages`."""
+        """The stages that remain without the ``missing`` ones; None: one of them is needed. See `stages`."""
         left: AbstractSet[str] = self.met - missing
         while True:
             reached = self._reached(left)

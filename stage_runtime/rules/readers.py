@@ -77,9 +77,9 @@ def decide(readers: Sequence[Reader[Request]], *, now: float) -> list[Step[Reque
 
 
 def first_to_end(holders: Sequence[Holder[Request]], *, now: float) -> Holder[Request]:
-    """Whose request ends where all unread answers take more room than there is, whether or not a stage is stalled.
+    """The request to end where all unread answers take more room than there is, whether or not a stage is stalled.
 
-    The client that has not read for longest; where all clients read, the answer that takes most room.
+    That of the client that has not read for longest; where all clients read, the one whose answer takes most room.
     """
     idle = [holder for holder in holders if holder.streamed and now - holder.read_at >= PATIENCE_S]
     if idle:

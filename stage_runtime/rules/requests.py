@@ -161,7 +161,7 @@ class Tracked:
 
     @property
     def public_state(self) -> str:
-        """As `events.RequestRecord.state`."""
+        """The state as `events.RequestRecord.state` has it: every live one is ``running``."""
         return "running" if self.live else self.state.value
 
     def accepts(self, attempt: int) -> bool:
@@ -191,7 +191,7 @@ class Tracked:
     # --- guards -------------------------------------------------------------------------------------------------
 
     def _unwaited(self, event: Stimulus) -> bool:
-        """It comes from a terminal that this request does not wait for, or that had completed already."""
+        """Whether the event is of a terminal that this request does not wait for, or that had completed already."""
         assert isinstance(event, ChunkCame | TerminalDone)
         return event.stage not in self.waiting
 
@@ -214,7 +214,7 @@ class Tracked:
         return event.blame is Blame.UNCLEAR
 
     def _transport_retry_left(self, event: Stimulus) -> bool:
-        """Two instances could not reach each other; others may."""
+        """Whether to try other instances, because two could not reach each other."""
         assert isinstance(event, StageFailed)
         return event.failure.code == "transport_failed" and self._retries_left > 0
 

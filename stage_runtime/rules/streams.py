@@ -118,6 +118,4 @@ class Merge:
 
     def pending(self) -> list[Any]:
         """Chunks of all sources that wait for an earlier one."""
-        if not self._inbound:
-            return []
         return [item for inbound in self._inbound.values() for item in inbound.pending()]

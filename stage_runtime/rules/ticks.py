@@ -14,5 +14,5 @@ BEAT_TICKS: Final = 32
 
 
 def delay_s(now: float, least_s: float, tick_s: float) -> float:
-    """From ``now``, on the wall clock, to the first tick that is at least ``least_s`` away."""
+    """Seconds from ``now``, on the wall clock, to the first tick that is at least ``least_s`` away."""
     return least_s + -(now + least_s) % tick_s

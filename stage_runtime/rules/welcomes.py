@@ -19,13 +19,13 @@ AGAIN_MOST_S: Final = 8.0
 
 
 class _SentWelcome(msgspec.Struct, frozen=True):
-    hello: Hello  #: What it answered.
+    hello: Hello  #: The message that it answered.
     at: float
-    delay_s: float  #: Until it is answered again.
+    delay_s: float  #: Time until the same Hello is answered again.
 
 
 class Welcomes:
-    """The last one to each member."""
+    """The last Welcome that was sent to each member."""
 
     def __init__(self) -> None:
         self._sent: dict[str, _SentWelcome] = {}  #: By incarnation.

@@ -111,7 +111,7 @@ class SocketContext:
         return socket
 
     def close(self) -> None:
-        """After its sockets. Waits for their last words."""
+        """Called after its sockets are closed. Waits until their last messages are sent."""
         self._context.term()
 
 

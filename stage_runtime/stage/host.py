@@ -121,7 +121,11 @@ class Host:
         self._ranks: RankPlane | None = None
         self._releases = Releases(loop, self.process.send)
         self._idle_trimming = IdleTrimming(self.stages.values())
-        self._administration = Administration(self.stages, self.process.send)
+        self._administration = Administration(
+            self.stages,
+            self.process.send,
+            done=lambda call: loop.call_soon_threadsafe(self.membership.carried_out, call),
+        )
         self._profiling = (
             ProcessProfiling(profiles, self.process.send, loop, self._administration.profile)
             if profiles is not None
@@ -232,8 +236,11 @@ class Host:
         """Called by the relays, in any thread."""
         self.process.send(peer, RelayFailure(relay, clipped(reason)))
 
-    def beat(self) -> dict[str, float]:
-        """Send load and progress to every coordinator. Returns: the gauges of this process."""
+    def beat(self, *, loading: Mapping[str, tuple[float, float, str]] = {}) -> dict[str, float]:
+        """Send load and progress to every coordinator. Returns: the gauges of this process.
+
+        loading: how far each stage is that still loads, as `planes.loading` takes it.
+        """
         self._idle_trimming.beat(self.process.relays)
         if self._profiling is not None:
             self._profiling.beat()
@@ -244,7 +251,7 @@ class Host:
             {name: stage.waiting for name, stage in self.stages.items()},
             {name: stage.running for name, stage in self.stages.items()},
             {name: stage.inbox.taken for name, stage in self.stages.items()},
-            gauges | planes.of_ranks(of_ranks),
+            gauges | planes.of_ranks(of_ranks) | planes.loading(loading),
         )
         self.membership.hint(beat)
         return gauges
@@ -337,6 +344,6 @@ class Host:
             transport.peer_lost(peer, reason)
 
     def _stage_crashed(self, name: str, error: BaseException) -> None:
-        """In any thread."""
+        """The thread of a stage has ended by an error. Any thread may call it."""
         self._administration.crashed(name, error)
         self._loop.call_soon_threadsafe(self._lifecycle.failed, name, error)

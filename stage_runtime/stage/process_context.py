@@ -58,7 +58,7 @@ class ProcessContext:
         return self.mutation_check.passed(source, target, work.key, isolated, where)
 
     def measured(self, source: str, target: str, work: RequestWork, value: Any, where: str) -> tuple[Any, int]:
-        """As `shared`, with about the number of bytes that would travel to another process."""
+        """The result of `shared`, and roughly the number of bytes that would travel to another process."""
         isolation = isolating.Isolation()
         isolated = isolation.run(value, where)
         if self.mutation_check is not None:
@@ -66,12 +66,12 @@ class ProcessContext:
         return isolated, isolation.nbytes
 
     def began(self, stage: str) -> None:
-        """For the mutation check, as `gave` and `ended`."""
+        """Tells the mutation check that the stage begins, as `gave` and `ended` tell it what follows."""
         if self.mutation_check is not None:
             self.mutation_check.began(stage)
 
     def gave(self, stage: str, work: RequestWork, values: Mapping[str, Any]) -> None:
-        """These were sent, by what a refusal calls them: the stage may not write into them again."""
+        """The stage has sent these values, by their names in a refusal, and may not write into them again."""
         if self.mutation_check is not None:
             self.mutation_check.gave(stage, work.key, values)
 

@@ -147,7 +147,7 @@ class Stage:
             raise EngineCrashed("the engine's loop ended before it was asked to stop")
 
     def _crash(self, error: BaseException) -> None:
-        """A thread of the stage has ended, and with it what it would have computed. On that thread."""
+        """A thread of the stage ends by an error, so all requests of the stage fail. That thread calls it."""
         for work in self.input.works():
             self.output.fail(work, RuntimeError(f"scheduler crashed: {describe(error)}"))
         self._crashed(self.plan.name, error)
@@ -157,7 +157,7 @@ class Stage:
         self._fail(work, error, "receive")
 
     def _fail(self, work: RequestWork, error: BaseException, hook: str) -> None:
-        """It failed outside of the engine, which may be at it: waiting for a chunk that will not come."""
+        """The request failed outside of the engine, which may still wait for a chunk of it: the engine drops it."""
         self.output.fail(work, error, hook=hook)
         work.abort()
         self.inbox.abort(work)

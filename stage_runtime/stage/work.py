@@ -100,7 +100,7 @@ class RequestWork(msgspec.Struct, eq=False, kw_only=True):
             self.fate.is_cancelled = True
 
     def header(self) -> Header:
-        """For a message that leaves now."""
+        """The header of a message that leaves now, with the time that remains."""
         deadline = self.deadline
         remaining = None if deadline is None else max(0, int((deadline - time.monotonic()) * 1000))
         return Header(
@@ -158,7 +158,7 @@ class RequestWork(msgspec.Struct, eq=False, kw_only=True):
 
     @property
     def unshown(self) -> str | None:
-        """The type of what was given in vain: nothing that was can be shown. A str beside it is the author's choice."""
+        """The type of an output that the route cannot show. None: there is none, or another output can be shown."""
         return None if self._shows else self._unshown
 
     # --- streams out --------------------------------------------------------------------------------------------
@@ -205,7 +205,7 @@ class RequestWork(msgspec.Struct, eq=False, kw_only=True):
             return [] if self.dead else [target for target, outbound in self._outbound.items() if outbound.full]
 
     def consumed(self, target: str, weight: int, *, over: bool = False) -> None:
-        """``target`` has taken so much more. over: and takes no more after that."""
+        """``target`` has taken so much more. over: it takes no more after that."""
         with _lock:
             outbound = self._outbound.get(target)
             if outbound is None:

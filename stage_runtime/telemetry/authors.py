@@ -70,7 +70,7 @@ class AuthorSpans:
 
 
 def _attributes(metadata: Mapping[str, Any]) -> dict[str, Value]:
-    """As they are recorded: small, and no tensor."""
+    """Metadata as a span records them: small values, and texts in place of all others."""
     return {
         str(key): value if isinstance(value, str | bool | int | float) else str(value)[:MAX_TEXT]
         for key, value in metadata.items()

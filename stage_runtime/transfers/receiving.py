@@ -66,7 +66,7 @@ class Fetched(msgspec.Struct, eq=False):
 
 
 def _recorded(then: Callable[[Fetched], None], body: Body, key: str, holder: str) -> Callable[[Fetched], None]:
-    """As ``then``, for a profile: notes when it was announced and when it is here."""
+    """The same as ``then``, but it also records for a profile when the body was announced and when it came."""
     begun_ns = time.time_ns()
 
     def landed(fetched: Fetched) -> None:

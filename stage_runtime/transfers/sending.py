@@ -36,8 +36,8 @@ Send: TypeAlias = Callable[[str, Message], bool]  #: (peer, message) -> whether 
 Make: TypeAlias = Callable[[Body], Message]
 Lost: TypeAlias = Callable[[BaseException], None]
 
-#: What payloads of one edge may have under way without a credit, if none is over `SMALL_NBYTES`: 64 of 1 MiB. What
-#: waits for a credit is copied twice, into memory that is fresh each time. Larger ones: an eighth of it.
+#: Bytes of one edge that may be under way without a credit, if no payload is over `SMALL_NBYTES`: 64 payloads of 1 MiB.
+#: Larger payloads may use an eighth of it. One that waits for a credit is copied twice, each time into fresh memory.
 SHARED_NBYTES: Final = 64 << 20
 SMALL_NBYTES: Final = 2 << 20
 SLOT_NBYTES: Final = RelayPlan().slot_bytes

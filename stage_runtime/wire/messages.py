@@ -12,6 +12,7 @@ from typing import Annotated, Any, Final, TypeAlias
 import msgspec
 
 from stage_runtime.wire.parts import (
+    AdapterName,
     Body,
     Count,
     Failure,
@@ -24,6 +25,7 @@ from stage_runtime.wire.parts import (
     Timing,
 )
 
+AdapterChanges: TypeAlias = Annotated[dict[AdapterName, FilePath | None], msgspec.Meta(max_length=256)]
 KV_BEAT_ROOMS: Final = 1024  # of at most some 250 bytes each: far below the limit of a frame
 Reason: TypeAlias = Annotated[str, msgspec.Meta(max_length=512)]
 
@@ -235,7 +237,12 @@ class Members(BaseMessage, frozen=True, tag=23):
 
 
 class Ready(BaseMessage, frozen=True, tag=24):
-    """Process → coordinator: models are loaded and warmed up; requests may be bound to it."""
+    """Process → coordinator: models are loaded and warmed up; requests may be bound to it. Sent again when its adapters
+    change.
+    """
+
+    #: stage -> adapter -> the folder from which it was loaded since the process started; None: it was dropped.
+    adapters: Annotated[dict[Name, AdapterChanges], msgspec.Meta(max_length=1000)] = {}
 
 
 class Beat(BaseMessage, frozen=True, tag=25):
@@ -384,7 +391,7 @@ class RankQuestion(BaseMessage, frozen=True, tag=73):
     """Coordinator → rank 0 → the follower of this rank: a profiler message for it. Answered by `RankAnswer`."""
 
     rank: Count
-    incarnation: Name  #: What the coordinator calls the follower, of which it knows no more.
+    incarnation: Name  #: The follower's name at the coordinator, which knows no more of it.
     question: ProfilerStart | ProfilerStop | ProfilerRead
     asker: Name = ""  #: The coordinator; rank 0 fills it in.
 

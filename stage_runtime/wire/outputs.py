@@ -42,7 +42,7 @@ TOKEN_IDS: Final = "token_ids"
 #: Name of the note that answers a request of kind ``tokenize``: ``tokens``, ``token_strs``, ``max_model_len``.
 TOKENS: Final = "tokens"
 SHOWN: Final = (Text, Reasoning, Audio, Usage, Finish, Note, ToolCall, Vectors, Scores, Image)
-#: What an answer is made of, and what may stand beside that, by kind of request; `_TOLD` for those that are not here.
+#: Types that make an answer, and all that it may contain, by kind of request; `_TOLD` for kinds that are not here.
 _TOLD: Final = (
     (Text, Reasoning, Audio, Finish, Note, ToolCall),
     (Text, Reasoning, Audio, Usage, Finish, Note, ToolCall),

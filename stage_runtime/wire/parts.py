@@ -16,11 +16,13 @@ INLINE_LIMIT: Final = 72 << 10
 NAME_LIMIT: Final = 64
 ID_LIMIT: Final = 128
 PATH_LIMIT: Final = 4096
+ADAPTER_NAME: Final = r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}"  # of a LoRA adapter, as a regular expression
 
 Incarnation = NewType("Incarnation", str)  #: 16 hex digits, fresh for every start of a process.
 Name: TypeAlias = Annotated[str, msgspec.Meta(max_length=NAME_LIMIT)]
 RequestId: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=ID_LIMIT)]
 FilePath: TypeAlias = Annotated[str, msgspec.Meta(max_length=PATH_LIMIT)]
+AdapterName: TypeAlias = Annotated[str, msgspec.Meta(pattern=rf"^{ADAPTER_NAME}\Z")]
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
 
 

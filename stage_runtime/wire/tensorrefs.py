@@ -29,7 +29,7 @@ ITEMSIZES: Final[dict[str, int]] = {
     **dict.fromkeys((f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)), 1),
 }
 
-#: What numpy has, under the names that both share.
+#: Types that numpy has, under the names that both share.
 NUMPY_DTYPES: Final = frozenset(
     ["bool", "float16", "float32", "float64", "complex64", "complex128"]
     + [f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)]

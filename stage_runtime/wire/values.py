@@ -154,7 +154,7 @@ class Image(msgspec.Struct, frozen=True):
 
 @message
 class Scores(msgspec.Struct, frozen=True):
-    """For the client: how well the texts of each pair of a score request go together, in order."""
+    """Scores for the client: how well the texts of each pair of a score request go together, in order."""
 
     values: list[float]
 
@@ -181,7 +181,10 @@ class Media(msgspec.Struct, frozen=True):
 
 @message
 class OmniRequest(msgspec.Struct, frozen=True, kw_only=True, dict=True):
-    """The client's request. Part of every payload and of a stream's first chunk; read-only."""
+    """The client's request. Part of every payload and of a stream's first chunk; read-only.
+
+    model: that an OpenAI request names, where it is not the pipeline's own name: stages with adapters look at it.
+    """
 
     id: str
     kind: RequestKind = "pipeline"
@@ -190,6 +193,7 @@ class OmniRequest(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     modalities: list[str] = []
     stream: bool = False
     metadata: dict[str, Any] = {}
+    model: str = ""
 
     def messages(self) -> list[dict[str, Any]]:
         """The chat messages, each ``{role, content: [parts]}``; empty when the request has none."""

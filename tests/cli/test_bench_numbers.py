@@ -80,7 +80,7 @@ def test_nothing_is_a_number_where_nothing_succeeded() -> None:
         None,
         None,
     )
-    assert len(statistics.lines(found, ["ttft"], [99])) == 10
+    assert len(statistics.lines(found, ["ttft"], [99])) == 12
 
 
 def test_a_request_is_good_only_if_it_kept_every_bound() -> None:
@@ -126,3 +126,48 @@ def test_random_prompts_are_the_same_for_the_same_seed() -> None:
     made = [prompts.random_prompts(3, input_len=20, output_len=4, random=Random(seed)) for seed in (1, 1, 2)]
     assert made[0] == made[1] != made[2]
     assert [len(one.text.split()) for one in made[0]] == [20, 20, 20]
+
+
+@pytest.mark.parametrize(("exponential", "gaps"), [(False, [1, 0.4, 0.25]), (True, [1, 0.5, 0.25])])
+def test_a_ramp_goes_from_its_first_rate_to_its_last(exponential: bool, gaps: list[float]) -> None:
+    ramp = arrivals.Ramp(exponential=exponential, start=1, end=4)
+    found = arrivals.times_s(3, math.inf, burstiness=1.0, constant=True, random=Random(1), ramp=ramp)
+    assert np.diff([0, *found]) == pytest.approx(gaps)
+
+
+def test_a_ramp_that_begins_at_nothing_sends_its_first_request_at_once() -> None:
+    ramp = arrivals.Ramp(exponential=False, start=0, end=2)
+    found = arrivals.times_s(3, math.inf, burstiness=1.0, constant=True, random=Random(1), ramp=ramp)
+    assert found == pytest.approx([0, 1, 1.5])
+
+
+def test_peaks_count_what_came_in_a_second_and_what_was_under_way_at_once() -> None:
+    first = Outcome(latency=1.5, begun=0.0, first_token=0.5, gaps=(0.1, 0.1, 0.8))
+    second = Outcome(latency=1.0, begun=1.0, first_token=0.2)
+    third = Outcome(latency=1.0, begun=1.5, first_token=0.2)
+    found = statistics.summary([first, second, third, FAILED], duration=4.0, metrics=[], percentiles=[], bounds={})
+    assert (found["max_output_tokens_per_s"], found["max_concurrent_requests"]) == (3.0, 2)
+
+
+def test_lengths_of_random_prompts_differ_by_the_ratio_behind_a_common_prefix() -> None:
+    found = prompts.random_prompts(200, input_len=100, output_len=10, random=Random(1), prefix_len=5, range_ratio=0.5)
+    lengths = {len(one.text.split()) for one in found}
+    assert min(lengths) >= 55 and max(lengths) <= 155 and len(lengths) > 50
+    assert {one.output for one in found} == set(range(5, 16))
+    assert len({" ".join(one.text.split()[:5]) for one in found}) == 1
+
+
+def test_repeated_prefixes_are_as_many_as_asked_for_and_evenly_used() -> None:
+    found = prompts.repeated_prefixes(40, prefixes=4, prefix_len=8, suffix_len=3, output_len=2, random=Random(1))
+    begins = [" ".join(one.text.split()[:8]) for one in found]
+    assert sorted(begins.count(one) for one in set(begins)) == [10] * 4
+    assert {len(one.text.split()) for one in found} == {11} and begins != sorted(begins)
+
+
+def test_a_file_keeps_its_order_and_its_number_when_asked(tmp_path: Path) -> None:
+    file = tmp_path / "p.jsonl"
+    file.write_text("".join(f'{{"prompt": "p{index}"}}\n' for index in range(9)))
+    kept = prompts.of_file(file, "custom", 100, output_len=3, random=None, oversample=False)
+    assert kept == [prompts.Prompt(f"p{index}", 3) for index in range(9)]
+    again = prompts.of_file(file, "custom", 20, output_len=3, random=None)
+    assert [one.text for one in again[9:11]] == ["p0", "p1"] and len(again) == 20

@@ -73,6 +73,16 @@ def test_what_some_requests_meet_or_no_request_calls_is_warned_of(command: str, 
     assert "stages[1].projectPayload: 'd' gets no result of 'b', only chunks" in done.stderr
 
 
+@pytest.mark.parametrize("command", ["validate", "plan", "convert"])
+def test_a_null_that_sets_nothing_is_warned_of_with_its_line(command: str, tmp_path: Path) -> None:
+    file = tmp_path / "p.yaml"
+    head = "stages:\n- name: a\n  process: a\n  factory: w:m\n  terminal: true\n"
+    file.write_text(f"{head}  factory_args:\n    x: null\n")
+    done = omni(command, *([] if command == "convert" else ["-f"]), file)
+    assert done.exit_code == 0
+    assert done.stderr.startswith("warning: line 7: stages[0].factoryArgs.x: null sets nothing here")
+
+
 @pytest.mark.parametrize("command", ["up", "plan", "validate"])
 def test_no_command_answers_a_users_mistake_with_a_traceback(command: str, faulty: Path) -> None:
     for wrong in (faulty, faulty.parent / "missing.yaml", faulty.parent):

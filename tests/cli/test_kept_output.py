@@ -1,4 +1,4 @@
-"""What processes write is kept for `omni logs`, up to a bound; and a whole pipeline is run and asked in a test."""
+"""The output of processes is kept for `omni logs`, up to a bound; a whole pipeline is run and asked in a test."""
 
 from __future__ import annotations
 
@@ -11,15 +11,13 @@ from click.testing import CliRunner
 import stage_runtime as omni
 from stage_runtime.cli import logs
 from stage_runtime.errors import RequestError
-from stage_runtime.processes.one_machine import kept_output
 from stage_runtime.processes.one_machine.kept_output import KeptOutput, Reader
 
 HELLO = Path(__file__).parents[2] / "examples/hello/pipeline.yaml"
 
 
-def test_lines_are_kept_and_followed_also_into_a_new_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept_output, "MOST", 100)
-    kept, reader = KeptOutput(tmp_path), Reader(tmp_path)
+def test_lines_are_kept_and_followed_also_into_a_new_file(tmp_path: Path) -> None:
+    kept, reader = KeptOutput(tmp_path, most=100), Reader(tmp_path)
     kept.add("a", "one\ttwo")
     assert list(reader.all()) == [("a", "one\ttwo")]
     found = []

@@ -1,4 +1,4 @@
-"""What processes of a run have started ends with the run, or with them, whoever is killed and however."""
+"""Children of a run's processes end with the run, or with their parents, whoever is killed and however."""
 
 from __future__ import annotations
 

@@ -40,8 +40,8 @@ ASKING: Calls = {
     "scale": [("voice", "1")],
     "restart": [("voice",)],
 }
-#: These are refused here, by one line: no stage of the example has an operation, and no pod has set an environment.
-REFUSED = {"call": ("shout", "reset"), "stage": (), "coordinator": ()}
+#: These are refused here, by one line: no stage of the example has an operation, there is no pod and no bucket.
+REFUSED = {"call": ("shout", "reset"), "stage": (), "coordinator": (), "prefetch": ("s3:///",)}
 BY_SOCKET = {"scale", "restart", "logs"}  #: They ask an `omni up` by its socket or folder, which needs no package.
 #: Each call is a process, which imports what its command needs and has `PATIENCE_S`; so has the pipeline's start.
 CALLS = sum(map(len, (*ALONE.values(), *ASKING.values()))) + len(REFUSED) + 1

@@ -1,14 +1,16 @@
-"""What `omni up` shows while it starts, at the width and the height of real terminals."""
+"""The screens of `omni up` while it starts, at the width and the height of real terminals."""
 
 from __future__ import annotations
 
 import re
 
+import msgspec
 import pytest
 from rich.console import Console
 
 from stage_runtime.cli import screens
 from stage_runtime.processes.supervision.instances import ProcessState, ProcessView
+from stage_runtime.processes.supervision.progress import LoadedShare
 
 
 def view(process: str, state: ProcessState, message: str = "", *, stages: tuple[str, ...] = ("s",)) -> ProcessView:
@@ -60,3 +62,78 @@ def test_what_does_not_fit_the_height_is_counted_and_what_waits_is_shown_first()
     ]
     assert lines[-1] == "and 1 restarting, 1 ready"
     assert len(drawn(80, rows=5)) == 1 + 5
+
+
+def loading(message: str, done: float, total: float, unit: str = "it") -> ProcessView:
+    share = LoadedShare(done, total, unit)
+    return msgspec.structs.replace(view("voice", "loading", message), share=share)
+
+
+@pytest.mark.parametrize(
+    ("share", "words"),
+    [
+        (LoadedShare(126, 290, "it"), "43 % (126 of 290)"),
+        (LoadedShare(1.2e9, 2.8e9, "B"), "42 % of 2.8 GB"),
+        (LoadedShare(1.2e9, 0, "B"), "1.2 GB"),
+        (LoadedShare(999, 0, "B"), "999 B"),
+        (LoadedShare(7, 0), "7"),
+        (LoadedShare(12, 10), "100 % (12 of 10)"),
+        (LoadedShare(-1, 10), "0 % (-1 of 10)"),
+        (LoadedShare(1e308, 1e-300), "100 % (1e+308 of 1e-300)"),
+    ],
+)
+def test_a_share_in_words(share: LoadedShare, words: str) -> None:
+    assert str(share) == words
+
+
+def test_a_process_that_says_how_much_is_done_has_a_bar() -> None:
+    def row(done: float) -> str:
+        console = Console(width=100, color_system="truecolor", force_terminal=True)
+        with console.capture() as capture:
+            console.print(screens.table([loading("s: Loading weights", done, 290)], {"voice": "a line of its own"}))
+        return capture.get().splitlines()[1]
+
+    plain = [re.sub("\x1b[^m]*m", "", row(done)) for done in (0, 145, 290)]
+    assert all("s: Loading weights" in one and "a line of its own" not in one for one in plain)
+    assert [re.findall(r"\d+ % \(\d+ of 290\)", one) for one in plain] == [
+        ["0 % (0 of 290)"],
+        ["50 % (145 of 290)"],
+        ["100 % (290 of 290)"],
+    ]
+    assert all("━" * (screens.BAR_COLUMNS // 2 - 1) in one for one in plain)
+    assert len({row(0), row(145), row(290)}) == 3
+
+
+def test_a_bar_of_an_unknown_whole_is_its_amount() -> None:
+    console = Console(width=80, color_system=None)
+    with console.capture() as capture:
+        console.print(screens.table([loading("s: model.safetensors", 1.2e9, 0, "B")]))
+    [_heading, line] = capture.get().splitlines()
+    assert "1.2 GB s: model.safetensors" in line and "━" not in line
+
+
+def test_a_narrow_terminal_cuts_what_is_loaded_and_neither_its_bar_nor_its_share() -> None:
+    console = Console(width=80, color_system=None)
+    with console.capture() as capture:
+        console.print(screens.table([loading("thinker: model-00001-of-00015.safetensors", 1.2e9, 2.8e9, "B")]))
+    [_heading, line] = capture.get().splitlines()
+    assert len(line) <= 80
+    assert "━" * screens.BAR_COLUMNS not in line  # it is not whole
+    assert re.search("━ +42 % of 2.8 GB thinke", line) and line.endswith("0 MiB")
+
+
+def test_plain_lines_show_every_ten_per_cent_of_each_thing_once() -> None:
+    console = Console(width=100, color_system=None)
+    screen = screens.LineScreen(console)
+    with console.capture() as capture:
+        for done in range(0, 201):
+            screen.changed(loading("s: Loading weights", done, 200))
+        screen.changed(view("voice", "loading", "s: warming up"))
+        screen.changed(loading("s: a.safetensors", 1, 2, "B"))
+        screen.changed(loading("s: b.safetensors", 1, 2, "B"))
+    assert capture.get().splitlines() == [
+        *(f"voice loading: s: Loading weights {10 * each} % ({20 * each} of 200)" for each in range(11)),
+        "voice loading: s: warming up",
+        "voice loading: s: a.safetensors 50 % of 2 B",
+        "voice loading: s: b.safetensors 50 % of 2 B",
+    ]

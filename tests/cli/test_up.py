@@ -172,7 +172,7 @@ def test_a_second_interrupt_does_not_wait_for_requests(base: Path) -> None:
 
 @pytest.mark.proves("ignored-signals")
 def test_a_hang_up_that_whoever_started_it_ignores_ends_nothing_and_an_interrupt_does(base: Path) -> None:
-    """As `nohup` in the background of a script."""
+    """`nohup` in the background of a script starts it like this."""
     with up(base, by=("sh", "-c", 'trap "" HUP INT; exec "$@"', "sh")) as run:
         url = run.wait_for(r"answers at (http://\S+)")[1]
         for process in (psutil.Process(run.program.pid), *run.children()):

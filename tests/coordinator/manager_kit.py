@@ -118,7 +118,7 @@ class CoordinatorHarness:
     # --- processes ----------------------------------------------------------------------------------------------
 
     def record(self, request_id: str) -> RequestRecord:
-        """What the request manager knows of a request that it has admitted."""
+        """The request manager's record of a request that it has admitted."""
         found = self.manager.record(request_id)
         assert found is not None
         return found
@@ -213,7 +213,7 @@ async def coordinator_harness(
 
 
 async def came(look: Callable[[], Any]) -> Any:
-    """What ``look`` finds, as soon as it finds anything."""
+    """The result of ``look``, as soon as it is true."""
     async with asyncio.timeout(PATIENCE_S):
         while not (found := look()):
             await asyncio.sleep(0.01)

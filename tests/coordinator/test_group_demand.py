@@ -1,4 +1,4 @@
-"""What a coordinator reports of the demand for each process group."""
+"""A coordinator reports the demand for each process group."""
 
 from __future__ import annotations
 

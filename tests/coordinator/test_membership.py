@@ -1,4 +1,4 @@
-"""Who belongs to the pipeline: hello, welcome, refused, fenced, replaced."""
+"""Members of the pipeline: hello, welcome, refused, fenced, replaced."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from omnipipeline_spec.types.plan import PipelineRevision
 from stage_runtime.coordinator import membership
 from stage_runtime.errors import RequestError
-from stage_runtime.metrics import catalog
+from stage_runtime.metrics import catalog, planes
 from stage_runtime.wire.messages import Beat, Deregister, Detour, Members, PeerUnreachable, Ready, Rejected, Welcome
 from tests.coordinator.manager_kit import REVISION, SCHEMAS, CoordinatorHarness, came, coordinator_harness, new_request
 
@@ -327,6 +327,21 @@ async def test_beats_carry_load_and_are_forgotten_with_their_instance() -> None:
         assert made.manager.member_gauges() == {}
         made.coordinator.received("v1", Beat({"shout": 3}, {}, {}))  # was on its way
         assert made.manager.metrics()[catalog.STAGE_WAITING] == {}
+
+
+async def test_the_status_says_how_far_an_instance_has_loaded_until_it_is_ready() -> None:
+    async with coordinator_harness(joined=False) as made:
+        made.hello("v1", "voice", ready=False)
+        shares = planes.loading({"shout": (1.0, 4.0, "")})
+        made.coordinator.received("v1", Beat({"shout": 0}, {"shout": 0}, {"shout": 0}, shares))
+
+        def loading() -> Any:
+            (voice,) = made.manager.status()["instances"]
+            return voice["loading"]
+
+        assert loading() == [{"stage": "shout", "done": 1.0, "total": 4.0, "unit": ""}]
+        made.coordinator.received("v1", Ready())
+        assert loading() == [], "its next beat has not come yet"
 
 
 async def test_a_draining_instance_without_requests_is_let_go_at_once() -> None:

@@ -24,7 +24,7 @@ async def test_an_answer_goes_on_when_an_instance_ends_whose_part_is_over(stream
         assert [one.data for one in events if isinstance(one, ChunkEvent)] == ["a", "b"]
         assert events[-1] == ResultEvent(stage="shout", data="end")
         assert (made.record("r1").state, made.record("r1").attempt) == ("completed", 1)
-        assert made.manager.bound_to("f1") == made.manager.bound_to("v1") == 0
+        assert made.manager.live.bindings.count("f1") == made.manager.live.bindings.count("v1") == 0
 
 
 @pytest.mark.proves("finished-part-ends")

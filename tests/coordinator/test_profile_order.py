@@ -40,7 +40,7 @@ class Stages:
         self.session = ProfileSession(root, ["coordinator"], incarnation=lambda: "cc", recorder=Recorder())
         self.noted: list[tuple[str, str | None]] = []
         self.requests: list[Message] = []
-        self.states = STOPPED  #: What a stop is answered.
+        self.states = STOPPED  #: The answer to a stop.
         self.loop = cast(Any, Loop())
         self.profiling = PipelineProfiling(self.session, lambda: {"aa": MEMBER}, self._take, self.loop, Clocks())
 
@@ -62,7 +62,7 @@ class Stages:
         return {each.stage: each.state for each in answer.stages}
 
     async def joined(self) -> Message:
-        """What a process is asked that joins now."""
+        """The request to a process that joins now."""
         self.requests.clear()
         self.profiling.joined("aa")
         while not self.requests:

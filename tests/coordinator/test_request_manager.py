@@ -15,7 +15,7 @@ from stage_runtime.coordinator.admitting.submission import BODY_CREDITS
 from stage_runtime.coordinator.answering.readers import LOOK_EVERY_S
 from stage_runtime.coordinator.binding.broken_connections import RECONNECT_S
 from stage_runtime.coordinator.events import ChunkEvent, ResultEvent, TokenUsage
-from stage_runtime.coordinator.request_manager import PUBLISHED_MOST
+from stage_runtime.coordinator.live_requests import PUBLISHED_MOST
 from stage_runtime.errors import InvalidRequest, RequestError
 from stage_runtime.rules import edges
 from stage_runtime.rules.readers import ROOM
@@ -230,7 +230,7 @@ async def test_a_failed_terminal_fails_the_request_at_once_and_everybody_drops_i
 
 
 async def test_an_abort_is_published_to_a_small_fleet_and_sent_to_the_bound_in_any() -> None:
-    """Beyond `PUBLISHED_MOST` instances it would wake up all of them for the few that it concerns."""
+    """A publication to more than `PUBLISHED_MOST` instances would wake up all of them for the few that it concerns."""
     async with coordinator_harness() as made:
         made.manager.admit(new_request("r1"))
         made.manager.abort("r1", "no longer wanted")
@@ -403,7 +403,7 @@ async def test_of_many_that_die_at_once_none_gets_what_another_had() -> None:
             made.coordinator.lost(gone)
             made.channels.interrupted -= {gone}
         assert {handle.bindings["shout"] for handle in handles} == {"v4"}
-        assert made.manager.stats.retried == 6
+        assert made.manager.live.retried == 6
 
 
 async def test_an_instance_whose_connection_is_broken_serves_while_there_is_no_other() -> None:
@@ -581,20 +581,20 @@ async def test_a_body_that_cannot_be_sent_leaves_nothing_behind() -> None:
         error = await error_of(handle)
         assert (error.code, error.message) == ("transport_failed", "no relay reaches f1")
         assert made.manager.in_flight == 0
-        assert made.manager.send_queues.outstanding == made.manager.send_queues.queued == 0
+        assert made.manager.live.send_queues.outstanding == made.manager.live.send_queues.queued == 0
         assert all(one.bound == 0 for one in made.membership.state.instances.values())
 
 
 async def test_the_body_of_an_aborted_request_is_counted_as_quarantined_until_it_is_released() -> None:
     async with coordinator_harness() as made:
         made.manager.admit(new_request(inputs=LARGE))
-        ((edge, numbers),) = made.manager.send_queues.edges().items()
+        ((edge, numbers),) = made.manager.live.send_queues.edges().items()
         assert (numbers.in_flight, numbers.quarantined) == (1, 0)
         made.manager.abort("r1", "no longer wanted")
-        numbers = made.manager.send_queues.edges()[edge]
+        numbers = made.manager.live.send_queues.edges()[edge]
         assert (numbers.in_flight, numbers.quarantined) == (1, 1)
         made.coordinator.received("f1", Release(tuple(put.transfer for put in made.relays.held.values())))
-        numbers = made.manager.send_queues.edges()[edge]
+        numbers = made.manager.live.send_queues.edges()[edge]
         assert (numbers.in_flight, numbers.quarantined) == (0, 0)
 
 
@@ -620,7 +620,7 @@ async def test_a_draining_instance_hands_back_what_it_has_not_begun_at_no_cost()
         made.complete(again, "shout", "served")
         assert await read(handle) == [ResultEvent(stage="shout", data="served")]
         assert any(isinstance(one, Unbound) for one in made.channels.sent["f1"])
-        assert made.manager.stats.retried == 0
+        assert made.manager.live.retried == 0
 
 
 async def test_a_draining_instance_is_notified_when_nothing_is_bound_to_it_any_more() -> None:
@@ -829,7 +829,7 @@ async def live(steps: list[str], stream: bool) -> None:
         assert made.manager.status()["awaiting_instance"] == 0
         assert made.manager.stats.outcomes.total() == 1
         assert all(one.bound == 0 for one in made.membership.state.instances.values())
-        assert all(made.manager.bound_to(name) == 0 for name in made.channels.sent)
+        assert all(made.manager.live.bindings.count(name) == 0 for name in made.channels.sent)
 
 
 @settings(max_examples=examples(60))
@@ -849,11 +849,11 @@ async def test_no_body_is_sent_for_an_attempt_that_was_given_up() -> None:
             made.manager.admit(new_request(f"r{number}", inputs=LARGE))
         sent = made.submitted("f1")
         made.manager.admit(new_request("waits", inputs=LARGE))
-        assert made.manager.send_queues.queued == 1
+        assert made.manager.live.send_queues.queued == 1
         made.coordinator.received(
             "v1", Complete("waits", sent[-1].header.attempt + 1, "shout", failure=Failure("transport_failed", "no"))
         )
-        assert made.manager.send_queues.queued == 1, "only the second attempt's"
+        assert made.manager.live.send_queues.queued == 1, "only the second attempt's"
         (slot,) = [put.transfer for put in made.relays.held.values()][:1]
         made.coordinator.received("f1", Release((slot,)))
         (late,) = made.submitted("f1")[UNRELEASED:]
@@ -871,7 +871,7 @@ async def test_a_body_of_more_parts_than_a_message_can_name_is_the_clients_fault
         before = len(made.submitted("f1"))
         error = await error_of(made.manager.admit(new_request("bad", inputs=parts)))
         assert (error.code, error.status) == ("invalid_request", 400)
-        assert "over" in error.message and made.manager.send_queues.queued == 0
+        assert "over" in error.message and made.manager.live.send_queues.queued == 0
         made.manager.admit(new_request("good"))
         assert [one.header.request_id for one in made.submitted("f1")[before:]] == ["good"]
 

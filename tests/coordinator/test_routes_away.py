@@ -41,7 +41,7 @@ async def test_a_route_to_what_is_away_waits_for_it_and_begins_again() -> None:
         assert again.header.bindings.keys() == TALK.stages.keys() and again.header.away == ()
         made.complete(again, "speak", "answered")
         assert [one.data for one in await read(handle)] == ["answered"]
-        assert made.manager.stats.retried == 0
+        assert made.manager.live.retried == 0
 
 
 @pytest.mark.proves("unneeded-stage-missing")

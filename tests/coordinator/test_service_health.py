@@ -1,4 +1,4 @@
-"""What load balancers learn of a pipeline whose stages are away."""
+"""Load balancers learn that a pipeline's stages are away."""
 
 from __future__ import annotations
 

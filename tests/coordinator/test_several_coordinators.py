@@ -85,13 +85,13 @@ class Fleet:
         return after - before
 
     async def settled(self, number: int) -> None:
-        """Until no request of that coordinator meets a link that the other end had closed."""
+        """Wait until no request of that coordinator meets a link that the other end had closed."""
         async with asyncio.timeout(PATIENCE_S):
             while await self.serve(number):
                 await asyncio.sleep(0.1)
 
     async def serve_all(self, number: int) -> None:
-        """Until that coordinator has bound requests to every instance."""
+        """Wait until that coordinator has bound requests to every instance."""
         async with asyncio.timeout(PATIENCE_S):
             while True:
                 await self.serve(number)

@@ -13,7 +13,7 @@ from tests.coordinator.manager_kit import CoordinatorHarness, came, coordinator_
 
 
 def at(made: CoordinatorHarness, instance: str) -> list[Submit]:
-    """What was sent to this instance of the stage that dies."""
+    """The messages that were sent to this instance of the stage that dies."""
     return [one for one in made.submitted("f1") if one.header.bindings["shout"] == instance]
 
 

@@ -1,4 +1,4 @@
-"""What a coordinator keeps of answers that nobody has read is bounded: by answer, and in all."""
+"""A coordinator keeps a bounded part of answers that nobody has read: of each answer, and of all."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ def stage() -> Callable[[omni.StagePayload], str]:
 
 
 def terminal_stages_fn(request: omni.OmniRequest) -> None:
-    """In the coordinator's process, on a thread of its own."""
+    """The hook that runs in the coordinator's process, on a thread of its own."""
     cancel(str(request.inputs))
 
 

@@ -40,7 +40,7 @@ def broken() -> None:
 
 
 def terminal_stages_fn(request: omni.OmniRequest) -> None:
-    """In the coordinator's process."""
+    """The hook that runs in the coordinator's process."""
     if not any(thread.name == "author's own" for thread in threading.enumerate()):
         linger()
     fatal.cancel(str(request.inputs))

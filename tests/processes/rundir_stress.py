@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 from stage_runtime.processes import rundir
 
-#: Of the events that Python tells an audit hook: steps of making and of sweeping up a run.
+#: Beginnings of the events that an audit hook gets for steps of making and of sweeping up a run.
 STEPS = ("os.", "open", "fcntl.", "tempfile.", "shutil.", "pathlib.")
 
 
@@ -48,7 +48,7 @@ def every_step(base: str) -> None:
 
 
 def make_and_sweep(base: str, count: int) -> None:
-    """What runs that start at the same time do. Prints how many of ours were deleted."""
+    """Do as runs that start at the same time. Prints how many of ours were deleted."""
     lost = 0
     for _ in range(count):
         rundir.sweep(base)
@@ -65,7 +65,7 @@ def make_and_sweep(base: str, count: int) -> None:
 
 
 def die_sweeping(base: str) -> None:
-    """For each number n that is read: fork a sweeper that is killed before its n-th step, and print its exit code."""
+    """Fork a sweeper for each number n that is read: it is killed before its n-th step. Prints its exit code."""
     for line in sys.stdin:
         pid = os.fork()
         if pid == 0:

@@ -193,7 +193,7 @@ async def test_a_command_during_a_drain_is_refused_and_one_under_way_fails_at_on
 async def test_where_the_old_instance_had_to_go_first_a_failed_restart_says_so_and_the_next_one_brings_it_back(
     base: Path,
 ) -> None:
-    """As on a GPU, which has no room for both."""
+    """A GPU has no room for both."""
     environ = {**os.environ, "CUDA_VISIBLE_DEVICES": "0"}
     async with fickle(base, "stages.say.gpu=[0]", environ=environ) as pipeline:
         pipeline.becomes("bad")

@@ -1,4 +1,4 @@
-"""What `omni up` does about the load of its groups: steps by a clock of the test, and a run of real processes."""
+"""`omni up` follows the load of its groups: steps by a clock of the test, and a run of real processes."""
 
 from __future__ import annotations
 

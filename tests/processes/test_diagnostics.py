@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-#: What authors' code does to its outputs, most of it for a noisy library.
+#: Changes of authors' code to its outputs, most of them for a noisy library.
 REPLACED = {
     "redirected": "sys.stderr = sys.__stderr__ = io.StringIO()",
     "none": "sys.stderr = sys.__stderr__ = None",

@@ -134,7 +134,7 @@ def pods(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Pods]:
 
 
 def environment(template: Mapping[str, Any], address: str, folder: Path) -> dict[str, str]:
-    """What the operator writes for a container, as a kubelet passes it on; its volumes are folders of the test."""
+    """The operator's variables for a container, as a kubelet passes them on; its volumes are folders of the test."""
     given: dict[str, str] = {}
     for variable in template["spec"]["containers"][0]["env"]:
         field = variable.get("valueFrom", {}).get("fieldRef", {}).get("fieldPath")

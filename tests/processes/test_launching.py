@@ -1,4 +1,4 @@
-"""What a child's environment says is what its settings read; nothing else gets through."""
+"""A child's settings read its environment; nothing else gets through."""
 
 from __future__ import annotations
 

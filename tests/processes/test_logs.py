@@ -96,7 +96,7 @@ def test_without_an_exception_exc_info_adds_nothing() -> None:
     assert line("done", exc_info=True) == COMMON
 
 
-#: What authors' code does to logging, in factories or for a request.
+#: Changes of authors' code to logging, in factories or for a request.
 DONE_TO_LOGGING = {
     "a filter of the handler": "logging.getLogger().handlers[0].addFilter(raising)",
     "a filter of the root": "logging.getLogger().addFilter(raising)",

@@ -1,4 +1,4 @@
-"""What a child says arrives whole, and saying it never kills the child."""
+"""A child's report arrives whole, and never kills the child."""
 
 from __future__ import annotations
 

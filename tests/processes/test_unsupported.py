@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -22,6 +23,7 @@ from omnipipeline_spec.cluster import (
 from omnipipeline_spec.pipeline import PipelineConfig, RelayConfig, StageConfig
 from omnipipeline_spec.types.values import fields_of, is_list, without_none
 from stage_runtime.processes.one_machine import references, unsupported
+from stage_runtime.processes.one_machine.prepared import Prepared
 from stage_runtime.processes.one_machine.unsupported import CLUSTER_ONLY, HONOURED, NOT_IN_THIS_VERSION
 
 
@@ -277,3 +279,10 @@ def test_what_a_cluster_does_is_not_named_for_it() -> None:
 def test_what_is_as_by_default_is_not_named() -> None:
     spec = PipelineConfig(stages=[StageConfig(name="a", process="p", factory="m:f", terminal=True)], suspend=False)
     assert unsupported.notices(spec, local=True) == ()
+
+
+def test_a_null_that_sets_nothing_is_among_the_notices(tmp_path: Path) -> None:
+    file = tmp_path / "p.yaml"
+    file.write_text("stages:\n- {name: a, process: a, factory: 'w:m', terminal: true, factory_args: {x: null}}\n")
+    (notice,) = Prepared(file).notices
+    assert notice.startswith("line 2: stages[0].factoryArgs.x: null sets nothing here")

@@ -61,12 +61,11 @@ def test_other_arguments_concern_their_unit_alone() -> None:
     assert (same.begin, same.end, same.told({"b": 3})) == ((), (), "b has 3 instances")
 
 
-async def test_a_change_is_seen_once_it_is_whole(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(updating, "LOOK_S", 0.0)
+async def test_a_change_is_seen_once_it_is_whole(folder: Path) -> None:
     file = folder / "one.py"
     known = updating.state(file)
     assert len(known) == 7 == len(list(imports_beside.files(folder)))
-    waiting = asyncio.create_task(updating.changed(file, known))
+    waiting = asyncio.create_task(updating.changed(file, known, look_s=0.0))
     os.utime(folder / "shared.py", (1, 1))
     assert updating.differing(known, await waiting) == {folder / "shared.py"}
 
@@ -133,3 +132,7 @@ async def test_only_what_changed_restarts_and_a_mistake_changes_nothing() -> Non
             assert await running.update({folder / "first.py"}) == "restarted a"
             assert await ask("x") == "X2"
             assert await running.update({file}) == "nothing that runs has changed"
+            file.write_text((YAML % "2").replace("mark:", "odd: null, mark:"))
+            assert await running.update({file}) == "nothing that runs has changed"
+            (notice,) = running.notices
+            assert "factoryArgs.odd: null sets nothing here" in notice

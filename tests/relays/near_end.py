@@ -117,7 +117,7 @@ async def frozen_while_it_writes_to_us(near: Near, far: FarEnd) -> RelayOperatio
 
 
 async def frozen_while_it_reads_from_us(near: Near, far: FarEnd) -> RelayOperation:
-    """As `frozen_while_it_writes_to_us`, a put."""
+    """Freeze the far end as `frozen_while_it_writes_to_us` does, in a put."""
     while True:
         operation = near.put(LARGE, 1)
         ask_to_fetch(far, operation)
@@ -133,7 +133,7 @@ async def frozen_while_it_reads_from_us(near: Near, far: FarEnd) -> RelayOperati
 
 
 async def _still(count: Callable[[], int]) -> None:
-    """What had been sent before is here, and this process has seen it."""
+    """Wait until this process has seen all that had been sent before."""
     last, times = -1, 0
     while times < STILL_TIMES:
         now = count()
@@ -152,7 +152,7 @@ async def dropped(near: Near, operation: RelayOperation, view: memoryview, sende
 
 
 def ask_to_fetch(far: FarEnd, operation: RelayOperation) -> None:
-    """Without waiting for the answer, which `FarEnd.answer` reads."""
+    """Ask without waiting for the answer, which `FarEnd.answer` reads."""
     far.tell(do="get", metadata=base64.b64encode(operation.metadata).decode(), timeout=PATIENCE_S)
 
 
@@ -166,7 +166,7 @@ def processor_s(pid: int) -> float:
 
 
 async def processor_share(pid: int, enough: float) -> float:
-    """Of a process with nothing to do: the least share of a core in some windows, up to the first with ``enough``.
+    """The least share of a core that a process with nothing to do takes, in windows up to the first with ``enough``.
 
     What it was late with on a busy machine falls into the first ones.
     """

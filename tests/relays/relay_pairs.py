@@ -73,7 +73,7 @@ class Pair:
         return encoding.restore(extracted.value_bytes, extracted.refs, await self.get(operation))
 
     def held(self) -> int:
-        """What a's stats say it has not got back."""
+        """The bytes and transfers that a's stats say it has not got back."""
         stats = self.a.stats()
         return stats["arena_bytes_in_use"] + sum(
             stats[f"{name}_unreleased_transfers"] for name in registry.to_open({self.backend})
@@ -126,7 +126,7 @@ class FarEnd:
         return self.answer()
 
     def tell(self, **command: Any) -> None:
-        """As `ask`, without waiting for the answer."""
+        """The same as `ask`, without waiting for the answer."""
         self._commands.write(msgspec.json.encode(command) + b"\n")
 
     def end_input(self) -> None:

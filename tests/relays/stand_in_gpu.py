@@ -31,7 +31,7 @@ class StandIn:
         """offers: False: there is no memory left."""
         self.offers = offers
         self.waited: list[str] = []
-        self.fails: Exception | None = None  #: What each wait raises.
+        self.fails: Exception | None = None  #: The error that each wait raises.
         self.failed = 0  #: Waits.
         self.entered = 0  #: Threads of the relay's.
         self.opens = True  #: Memory of other processes.
@@ -101,7 +101,7 @@ class _Owning(np.ndarray[Any, Any]):
 
 
 class StandInRelay(CudaIpcRelay):
-    """With a memory of its own, which it closes."""
+    """A relay with a memory of its own, which it closes."""
 
     def __init__(self, context: RelayContext) -> None:
         self.memory = StandIn()
@@ -122,7 +122,7 @@ TABLE: Final[Mapping[str, RelayEntry]] = {
 
 
 def on_gpu(value: Any, device: str = "cuda:0") -> Extracted:
-    """As `encoding.extract`, as if the tensors in ``value`` lay on that GPU."""
+    """The result of `encoding.extract`, as if the tensors in ``value`` lay on that GPU."""
     walk = _Extraction("payload.data")
     encoded = msgspec.msgpack.encode(walk.run(value, "payload.data"))
     for part in walk.parts:

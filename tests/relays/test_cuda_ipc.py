@@ -1,4 +1,4 @@
-"""What only cuda_ipc promises: tensors of a GPU are read there by another process, or go by the host's memory.
+"""cuda_ipc alone promises these: tensors of a GPU are read there by another process, or go by the host's memory.
 
 Host memory stands for the GPU's (`stand_in_gpu`); what CUDA itself does is in the tests with the mark ``gpu``.
 """

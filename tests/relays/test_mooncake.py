@@ -1,4 +1,4 @@
-"""What only the mooncake relay promises: memory that may still be written to is not used again, whoever froze."""
+"""The mooncake relay alone promises that memory which may still be written to is not used again, whoever froze."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which get the mooncake relay reads next: few threads, and a frozen peer takes none from the others."""
+"""The mooncake relay reads its gets in turns: few threads, and a frozen peer takes none from the others."""
 
 from __future__ import annotations
 

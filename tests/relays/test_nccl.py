@@ -1,4 +1,4 @@
-"""What only the nccl relay promises: worlds of two that end with their peers, and memory that is theirs until then."""
+"""The nccl relay alone promises worlds of two that end with their peers, and memory that is theirs until then."""
 
 from __future__ import annotations
 

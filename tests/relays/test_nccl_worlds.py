@@ -19,7 +19,7 @@ WATCHED = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ENABLE_MONITORING")
 
 
 class Work:
-    """Of a piece that is through at once, or never."""
+    """The work of a piece that is through at once, or never."""
 
     def __init__(self, moves: bool) -> None:
         self.moves = moves

@@ -1,4 +1,4 @@
-"""What only the nixl relay promises: memory that may still be written to is not used again, whoever froze or died."""
+"""The nixl relay alone promises that memory which may still be written to is not used again, whoever froze or died."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def test_a_peer_that_is_slow_all_the_time_is_late_once_at_most(per_s: int, most:
 
 
 class SlowAgent:
-    """Of nixl: moves so many bytes a second. Its clock is the test's."""
+    """An agent of nixl that moves so many bytes a second. Its clock is the test's."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, per_s: int) -> None:
         self.now, self.per_s = 100.0, per_s

@@ -117,7 +117,7 @@ async def test_what_an_empty_relay_has_no_room_for_is_refused_at_once_and_nothin
 
 
 def _most(both: Pair, slot_nbytes: int | None) -> int:
-    """Of a payload that ``both.a`` does not refuse, the most bytes."""
+    """The most bytes of a payload that ``both.a`` does not refuse."""
     relay = both.a._relays[both.backend]
     return next(
         nbytes

@@ -1,4 +1,4 @@
-"""What every relay promises, whatever it is made of. The other end in another process: `test_relay_processes`."""
+"""Every relay promises these, whatever it is made of. The other end in another process: `test_relay_processes`."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ async def test_many_parts_of_all_sizes_arrive_in_one_transfer(both: Pair) -> Non
 
 
 async def test_a_buffer_whose_last_part_ends_before_it_arrives_whole(both: Pair) -> None:
-    """What lies on a GPU is padded to the alignment: copied to the host, it is a part with a gap behind."""
+    """A value on a GPU is padded to the alignment: copied to the host, it is a part with a gap behind."""
     value = [torch.ones(25_001, dtype=torch.uint8), torch.arange(7, dtype=torch.uint8)]
     for sent in (value, value[:1]):
         extracted = on_gpu(sent)
@@ -102,7 +102,7 @@ async def test_a_buffer_whose_last_part_ends_before_it_arrives_whole(both: Pair)
 @pytest.mark.parametrize("offset", [0, 1, 63])
 @pytest.mark.parametrize("sizes", [[], [1], [3000, 5], [70_000, 80_000], [300_000], [3 * MIB, 9], [3 * MIB]])
 async def test_gaps_before_and_behind_the_parts_arrive_as_gaps(both: Pair, sizes: list[int], offset: int) -> None:
-    """As in a piece that is cut in the gap between two parts."""
+    """A piece that is cut in the gap between two parts has such gaps."""
     parts, offsets, end = [], [], offset
     for mark, size in enumerate(sizes, 1):
         parts.append(memoryview(bytes([mark]) * size))
@@ -342,7 +342,7 @@ async def test_a_put_without_room_waits_for_a_release(name: str) -> None:
 async def test_room_that_comes_back_without_a_release_is_reported_once_to_who_waits_for_it(
     both: Pair, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What waits for another peer would wait for a Release that never comes."""
+    """A send that waits for another peer would wait for a Release that never comes."""
     monkeypatch.setattr(dispatch, "ROOM_S", 1e6)
     _, put = both.put(np.ones(9000), "r")
     found: list[bool] = []

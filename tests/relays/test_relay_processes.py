@@ -72,7 +72,7 @@ async def until(condition: Callable[[], bool]) -> None:
 async def test_bytes_reach_another_process_are_released_from_there_and_come_back(
     near: Relays, far: FarEnd, backend: str
 ) -> None:
-    """In one test, because each pair of processes loads every relay's library."""
+    """All sizes are in one test, because each pair of processes loads every relay's library."""
     for nbytes in (4096, MIB, 40 * MIB + 3):
         array = np.random.default_rng(1).integers(0, 255, nbytes, np.uint8)
         operation = put(near, array, backend)

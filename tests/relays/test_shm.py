@@ -1,4 +1,4 @@
-"""What only shared memory promises: no copies where none are needed, and no look at a slot that has another use."""
+"""Shared memory alone promises no copies where none are needed, and no look at a slot that has another use."""
 
 from __future__ import annotations
 
@@ -60,14 +60,14 @@ async def test_an_arena_tensor_that_is_written_again_arrives_as_it_was_given(bot
 
 
 def mappings(both: Pair) -> int:
-    """Of a's arena, in this process; those of tests before may end at any time."""
+    """The mappings of a's arena in this process; those of tests before may end at any time."""
     inode = os.fstat(both.a.arena.fd).st_ino
     with open("/proc/self/maps") as maps:
         return sum(int(line.split()[4]) == inode for line in maps)
 
 
 def in_a_thread(act: Callable[[], Any]) -> Any:
-    """What one author's thread learns of it must not change what the next does."""
+    """The result of ``act`` on a thread of its own: one author's thread must not change what the next does."""
     found = []
     thread = threading.Thread(target=lambda: found.append(act()))
     thread.start()
@@ -94,6 +94,24 @@ async def test_a_slot_that_was_written_after_it_was_given_is_whole_when_it_is_us
         await operation.wait_for_completion(PATIENCE_S)
     assert copied(both) == 0 and both.held() == 0
     assert mappings(both) == before
+
+
+async def test_what_nobody_writes_into_any_more_is_neither_copied_nor_mapped_anew(both: Pair) -> None:
+    """Its author holds it, as prefill holds a piece of KV until it is sent; the next ones are not copied for that."""
+    before = mappings(both)
+    for number in range(5):
+        tensor = both.a.allocate((3000,), torch.float32).fill_(number)
+        extracted = encoding.extract(tensor)
+        assert extracted.pack is not None
+        extracted.pack = msgspec.structs.replace(extracted.pack, private=frozenset({0}))
+        operation = both.put_again(extracted)
+        both.a.settle()
+        assert mappings(both) == before
+        arrived = encoding.restore(extracted.value_bytes, extracted.refs, await both.get(operation))
+        assert arrived.unique().tolist() == [number]
+        del arrived
+        await operation.wait_for_completion(PATIENCE_S)
+    assert copied(both) == 0
 
 
 async def test_what_its_author_let_go_of_is_neither_copied_nor_mapped_anew(both: Pair) -> None:

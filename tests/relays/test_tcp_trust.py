@@ -1,4 +1,4 @@
-"""What the tcp relay lets in: nothing that was not asked for, nothing without bound."""
+"""The tcp relay lets in nothing that was not asked for, and nothing without bound."""
 
 from __future__ import annotations
 

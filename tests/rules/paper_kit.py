@@ -28,7 +28,7 @@ def expected(prompt: list[int], limits: TokenLimits, name: str = "alone", feeds_
 
 
 def written(request: Request, position: int, last: int = -1) -> int:
-    """What the model keeps of a token: of one that it generated for itself, what is this request's alone.
+    """The number that the model keeps of a token; one that a request generated for itself is its own alone.
 
     last: the token that a step under way gives.
     """
@@ -118,6 +118,7 @@ def ask(
     feeds_itself: bool = False,
     fed: int | None = None,
     speculates: bool = False,
+    tail: int = 0,
     **limits: Any,
 ) -> Request:
     request = Request(
@@ -130,5 +131,6 @@ def ask(
         fed=fed,
     )
     request.speculates = speculates and not feeds_itself
+    request.tail = tail
     scheduler.add(request, hold)
     return request

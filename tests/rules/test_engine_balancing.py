@@ -1,4 +1,4 @@
-"""Which engine of an instance gets a request: least loaded, rotating start, expected load, ranks, pins."""
+"""An instance's engines share its requests: least loaded, rotating start, expected load, ranks, pins."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Of every edge its source says how it ends; so every stage ends, whoever routes, streams, skips or leaves early."""
+"""The source of every edge says how it ends; so every stage ends, whoever routes, streams, skips or leaves early."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from hypothesis import strategies as st
@@ -42,6 +42,48 @@ def test_rows_that_decode_come_first_and_prompts_fill_the_budget_in_chunks() -> 
     assert shape(step) == [("a", 3, 1), ("b", 0, 5), ("c", 0, 2)]
     scheduler.update_from_output(step, paper.run(step), {})
     assert shape(scheduler.schedule()) == [("a", 4, 1), ("b", 5, 5), ("c", 2, 2)]
+
+
+def chunks(prompt: int, tail: int, **limits: Any) -> list[int]:
+    scheduler = make(max_chunk=5, **limits)
+    paper = Paper(scheduler)
+    request = ask(scheduler, "a", list(range(prompt)), tail=tail)
+    found = []
+    while request.computed < prompt:
+        found.append(request.computed)
+        paper.step()
+    return [after - before for before, after in zip(found, [*found[1:], prompt], strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "tail", "expected"),
+    [
+        (10, 0, [5, 5]),
+        (10, 2, [5, 3, 2]),
+        (13, 2, [5, 5, 3]),  # hardly longer than the tail
+        (14, 2, [5, 5, 2, 2]),
+        (11, 2, [5, 5, 1]),  # shorter
+        (4, 3, [4]),
+        (5, 3, [2, 3]),
+        (10, 9, [5, 5]),  # no chunk is so long
+    ],
+)
+def test_the_tail_of_a_prompt_is_a_chunk_of_its_own(prompt: int, tail: int, expected: list[int]) -> None:
+    assert chunks(prompt, tail) == expected
+
+
+def test_a_tail_is_divided_only_by_a_budget_that_is_smaller() -> None:
+    assert chunks(10, 4, max_batched_tokens=3) == [3, 3, 3, 1]
+    assert chunks(10, 2, max_batched_tokens=5) == [5, 3, 2]
+
+
+def test_a_prompt_that_is_preempted_or_found_in_the_cache_keeps_its_tail() -> None:
+    scheduler = make(max_chunk=5)
+    paper = Paper(scheduler)
+    ask(scheduler, "a", list(range(9)), tail=2)
+    paper.step()
+    scheduler._preempt(next(iter(scheduler)))
+    assert shape(scheduler.schedule()) == [("a", 4, 3)], "four tokens were found, the last two wait"
 
 
 def test_a_row_of_a_request_that_is_preempted_gives_its_tokens_back() -> None:
@@ -413,9 +455,11 @@ def test_what_is_aborted_behind_a_request_that_waits_is_forgotten() -> None:
 class Schedulers(RuleBasedStateMachine):
     """Requests come, grow, are held, aborted and failed, and steps overlap, in any order."""
 
+    limits: ClassVar[dict[str, Any]] = {}
+
     def __init__(self) -> None:
         super().__init__()
-        self.scheduler = make(blocks=9, max_chunk=5, max_requests=3, num_speculative_tokens=3)
+        self.scheduler = make(blocks=9, max_chunk=5, max_requests=3, num_speculative_tokens=3, **self.limits)
         self.paper = Paper(self.scheduler)
         self.under_way: list[tuple[SchedulerOutput, Given]] = []
         self.requests: dict[str, tuple[list[int], Request]] = {}
@@ -431,6 +475,7 @@ class Schedulers(RuleBasedStateMachine):
         hold=st.sampled_from([None, None, Hold.UPSTREAM_ROWS]),
         feeds_itself=st.booleans(),
         fed=st.sampled_from([None, 0, 2]),
+        tail=st.integers(0, 5),
     )
     def add(self, prompt: list[int], max_tokens: int, open: bool, **fields: Any) -> None:
         name = str(len(self.requests))

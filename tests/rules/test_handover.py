@@ -14,7 +14,7 @@ from stage_runtime.rules.handover import ROOM, KVPoll, Load, Loads, LoadStatus, 
 
 
 def hashes(prompt: int, count: int, shared: int = 0) -> list[bytes]:
-    """Of a prompt's blocks; the first ``shared`` ones are those of every prompt."""
+    """The hashes of a prompt's blocks; the first ``shared`` ones are those of every prompt."""
     return [b"all%d" % at if at < shared else b"%d.%d" % (prompt, at) for at in range(count)]
 
 
@@ -94,7 +94,7 @@ def test_a_room_that_is_over_stays_so(state: KVPoll, event: RoomEvent) -> None:
 
 
 class LoadsMachine(RuleBasedStateMachine):
-    """In any order of loads, pieces, failures, aborts and other users: no block leaks, none has two meanings."""
+    """Loads, pieces, failures, aborts and other users come in any order: no block leaks, none has two meanings."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ class LoadsMachine(RuleBasedStateMachine):
         self.loads = Loads(self.pool)
         self.names = itertools.count()
         self.others: list[list[int]] = []
-        self.content: dict[int, bytes] = {}  #: What was written into a block last, as a hash that is true of it.
+        self.content: dict[int, bytes] = {}  #: The hash that is true of what was written into a block last.
 
     @rule(prompt=st.integers(0, 3), count=st.integers(1, 6), shared=st.integers(0, 3))
     def ask(self, prompt: int, count: int, shared: int) -> None:

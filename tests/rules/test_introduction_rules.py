@@ -1,4 +1,4 @@
-"""Who hears of whom: exactly those that requests bring together, once; of a departure, exactly those that knew."""
+"""Exactly those hear of an instance that requests bring together with it, once; of a departure, those that knew."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_each_learns_of_exactly_those_it_shares_edges_with_and_of_their_departur
     events: list[dict[str, str] | str],
 ) -> None:
     made = Introductions()
-    introduced: dict[str, set[str]] = {}  #: What each instance has heard and not heard the end of.
+    introduced: dict[str, set[str]] = {}  #: Instances that each one has heard of and not heard the end of.
     now = 0.0
     for event in events:
         now += 1.0

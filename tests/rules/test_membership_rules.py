@@ -1,4 +1,4 @@
-"""Who is bound: only what stands together in one revision, in proportion, the least loaded."""
+"""Only instances that stand together in one revision are bound, in proportion, the least loaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which stages a request still needs."""
+"""The stages that a request still needs."""
 
 from __future__ import annotations
 

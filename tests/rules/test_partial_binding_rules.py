@@ -1,4 +1,4 @@
-"""What a request is bound to while stages are away: all that it certainly meets, and nothing behind what is away."""
+"""A request is bound while stages are away: to all that it certainly meets, and nothing behind what is away."""
 
 from __future__ import annotations
 

@@ -22,6 +22,7 @@ def test_a_pool_holds_its_items_in_the_order_of_their_names(events: list[tuple[b
             model.discard(name)
         assert pool.names == sorted(model)
         assert pool.items == [one.upper() for one in pool.names]
+        assert {one for one in "abcdef" if one in pool} == model
         assert all(pool.position(one) == place for place, one in enumerate(pool.names))
 
 

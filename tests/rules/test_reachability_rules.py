@@ -1,4 +1,4 @@
-"""Which stages a request may meet: whatever hooks decide, no request meets another one."""
+"""The stages that a request may meet: whatever hooks decide, no request meets another one."""
 
 from __future__ import annotations
 

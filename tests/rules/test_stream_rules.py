@@ -112,6 +112,20 @@ def test_what_a_window_lets_out_is_bounded_in_bytes_and_never_less_than_four_chu
     assert len(sent) >= min(4, len(sizes))
 
 
+@pytest.mark.parametrize(
+    ("nbytes", "taken"),
+    [
+        (0, 1),
+        (UNIT_NBYTES - 1, 1),
+        (UNIT_NBYTES, 2),
+        (5 * UNIT_NBYTES // 2, 3),
+        (STREAM_WINDOW * UNIT_NBYTES, STREAM_WINDOW // 4),
+    ],
+)
+def test_a_chunk_takes_a_unit_and_one_for_each_64_kib_up_to_a_quarter_of_the_window(nbytes: int, taken: int) -> None:
+    assert weight(nbytes) == taken
+
+
 def test_what_was_taken_opens_the_window_by_its_weight() -> None:
     outbound = Outbound(4)
     outbound.number(3)
@@ -137,3 +151,22 @@ def test_sources_close_one_by_one_and_the_merge_with_the_last() -> None:
 def test_a_chunk_of_a_stage_that_does_not_stream_here_is_refused() -> None:
     with pytest.raises(ProtocolError, match="'ghost'"):
         Merge(("a",)).of("ghost")
+
+
+def test_a_consumer_that_has_finished_opens_a_full_window_once_and_for_all() -> None:
+    outbound = Outbound(2)
+    assert outbound.closed is False
+    assert [outbound.number(), outbound.number()] == [0, 1]
+    assert outbound.full
+    assert outbound.close() is True
+    assert outbound.closed is True
+    outbound.number()
+    assert not outbound.full and outbound.close() is False
+
+
+def test_early_chunks_of_every_source_are_pending() -> None:
+    merge = Merge(("a", "b"))
+    assert merge.pending() == []
+    merge.of("a").offer(1, "second")
+    merge.of("b").offer(2, "third")
+    assert merge.pending() == ["second", "third"]

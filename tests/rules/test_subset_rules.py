@@ -73,3 +73,25 @@ def test_the_common_places_are_on_all_arcs_or_on_the_first(targets: int, given_a
     if len(arcs) == 2:
         both = set(subsets.places(range(targets), arcs[0])) & set(subsets.places(range(targets), arcs[1]))
         assert places <= both or not both
+
+
+@pytest.mark.parametrize(
+    ("position", "arc"), [(0, (92, 16)), (10, (12, 16)), (40, (72, 16))], ids=["across the start", "inside", "later"]
+)
+def test_an_arc_lies_around_the_angle_of_its_instance(position: int, arc: subsets.Arc) -> None:
+    assert subsets.arc(position, 50, 100) == arc
+
+
+@pytest.mark.parametrize(
+    ("arcs", "common"),
+    [
+        pytest.param([(10, 16), (20, 16)], (20, 6), id="the second begins on the first"),
+        pytest.param([(20, 16), (10, 16)], (20, 6), id="the first begins on the second"),
+        pytest.param([(95, 16), (5, 16)], (5, 6), id="over the circle's end"),
+        pytest.param([(10, 16), (26, 16)], (10, 16), id="the second begins after the first"),
+        pytest.param([(26, 16), (10, 16)], (26, 16), id="the first begins after the second"),
+        pytest.param([(10, 16), (12, 3)], (12, 3), id="the second lies on the first"),
+    ],
+)
+def test_the_common_places_of_two_arcs(arcs: list[subsets.Arc], common: subsets.Arc) -> None:
+    assert subsets.common(arcs, 100) == common

@@ -1,4 +1,4 @@
-"""Which request ends instances again and again."""
+"""A request that ends instances again and again is suspected."""
 
 from __future__ import annotations
 

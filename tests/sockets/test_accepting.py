@@ -15,7 +15,7 @@ from stage_runtime.sockets.connections.accepting import Accepting
 
 
 class InprocSockets:
-    """In place of `sockets.endpoints.opening.Sockets`: what is sent is there to be read when ``send`` has returned."""
+    """A stand-in for `sockets.endpoints.opening.Sockets`: messages can be read when ``send`` has returned."""
 
     def __init__(self) -> None:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -45,7 +45,7 @@ class Ends:
         self.surplus += 1
 
     def read(self) -> list[tuple[bytes, bytes]]:
-        """What has come: (route, frame) of each message."""
+        """The messages that have come: (route, frame) of each."""
         found = list[tuple[bytes, bytes]]()
         while True:
             try:

@@ -89,7 +89,7 @@ class Ring(Listener):
 
 
 async def test_an_ack_hides_nothing_that_has_come_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """To send on a socket takes the edge on which it is read. One message goes round, and nothing else would wake."""
+    """A send on a socket takes the edge on which it is read. One message goes round, and nothing else would wake."""
     for name in ("RESEND_FIRST_S", "RESEND_LATER_S"):
         monkeypatch.setattr(resending, name, 3600.0)
     names = ["aa", "bb", "cc"]

@@ -1,4 +1,4 @@
-"""At the limit of descriptors nobody is let in at a Unix socket, what is connected goes on, and later all may come."""
+"""A Unix socket lets nobody in at the limit of descriptors, what is connected goes on, and later all may come."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ class Hub:
         assert self._process.stdout.readline() == f"w{self._words}\n", f"it has ended: {self._process.poll()}"
 
     def end(self) -> str:
-        """What it has logged."""
+        """The process's log, after its end."""
         log = self._process.communicate(timeout=PATIENCE_S)[1]
         assert self._process.returncode == 0, log
         return log

@@ -1,4 +1,4 @@
-"""What the first message on a new link costs beyond one on an open link, in round trips, counted over a proxy."""
+"""The cost of the first message on a new link beyond one on an open link, in round trips, counted over a proxy."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ TRIES = 8
 
 
 async def fewest_round_trips(curve: bool, most: float, *, detour: bool = False) -> float:
-    """Of several measurements, up to the first within ``most``: an end that starves sends late what it sends at once
-    otherwise, which is one flight more, never one less.
+    """The fewest of several measurements, up to the first within ``most``.
+
+    An end that starves sends late what it sends at once otherwise, which is one flight more, never one less.
     """
     found = [(await roundtrips.measure(curve, detour=detour)).round_trips]
     while min(found) > most and len(found) < TRIES:

@@ -1,4 +1,4 @@
-"""At a limit the new peer is refused with the limit's name, and what runs goes on."""
+"""The new peer is refused with the name of a reached limit, and what runs goes on."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ asyncio.run(main(globals()[sys.argv[1]], sys.argv[2]))
 
 @pytest.mark.parametrize(("what", "lost"), [("frames", ["bb"]), ("frames_to_one_that_is_connected", []), ("acks", [])])
 def test_a_link_that_cannot_be_woken_at_a_limit_is_refused_with_its_name(what: str, lost: list[str]) -> None:
-    """With frames that wait its peer is unreachable at once; an ack needs no connection of its own. A peer that is
+    """A peer with frames that wait is unreachable at once; an ack needs no connection of its own. A peer that is
     connected to the process may have some of the descriptors that are kept free.
     """
     folder = tempfile.mkdtemp(prefix="omni")

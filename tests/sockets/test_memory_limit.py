@@ -18,7 +18,7 @@ from benchmarks.scalelab.fakes import GROUPS
 PATIENCE_S = 120.0
 MOST = 1 << 30
 LITTLE, ALL = MOST // 4, MOST - (1 << 20)
-#: What follows sees the folder as the container's control group.
+#: The command before one that sees the folder as the container's control group.
 INSIDE = ("unshare", "--mount", "sh", "-c", 'mount --bind "$0" /sys/fs/cgroup && exec "$@"')
 
 

@@ -1,4 +1,4 @@
-"""What is refused: counted each time, logged once a reason, and no kind keeps another one out of the log."""
+"""Refused messages are counted each time, logged once a reason, and no kind keeps another one out of the log."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def reading() -> Iterator[Reading]:
 
 
 def words() -> Iterator[str]:
-    """Without digits, endless."""
+    """Words without digits, endless."""
     for number in range(10_000):
         yield "".join(chr(ord("a") + int(digit)) for digit in str(number))
 

@@ -10,7 +10,7 @@ from typing import Any
 
 
 class Collector:
-    """What has come. ``status``: what it answers."""
+    """The spans that have come. ``status``: its answer."""
 
     def __init__(self) -> None:
         self.spans: list[Any] = []

@@ -36,7 +36,7 @@ class MemoryRelays:
         self.most_nbytes = 1 << 40  #: A larger payload never has room.
         self.unreachable: set[str] = set()
         self.prepared: list[str] = []  #: Peers, as `prepare` was called.
-        self.cleaned: list[str] = []  #: What was dropped, by the name given to `put` and `get`.
+        self.cleaned: list[str] = []  #: Names of dropped payloads, as given to `put` and `get`.
 
     def facts(self) -> dict[str, Any]:
         return {}

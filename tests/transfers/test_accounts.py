@@ -1,4 +1,4 @@
-"""What an edge has sent, by relay."""
+"""The bytes that an edge has sent, by relay."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ async def test_a_transfer_that_fails_fails_its_request(later: bool) -> None:
 async def test_a_payload_that_comes_late_and_finds_no_memory_fails_its_request(
     error: Exception, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Of one that is here at once, the loop over messages tells the request."""
+    """A payload that is here at once is another case: there the loop over messages tells the request."""
     operation = Operation(later=True, error=error)
     assert await fetched(operation, lambda got: None) == [error]
     assert operation.cleaned == ["r#1"]

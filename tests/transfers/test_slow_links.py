@@ -100,7 +100,7 @@ async def test_what_moves_slowly_or_waits_behind_others_is_not_late() -> None:
 @pytest.mark.proves("slow-network")
 @pytest.mark.parametrize("begun", [True, False])
 async def test_what_does_not_move_any_more_fails_alone(begun: bool) -> None:
-    """In mid-frame or before its first byte; what another peer sends meanwhile changes nothing."""
+    """The transfer stops in mid-frame or before its first byte; another peer's transfers go on meanwhile."""
     async with narrowly() as (both, link):
         fetching = Fetching(both.b, asyncio.get_running_loop(), stalled_s=STALLED_S)
         assert (await asyncio.wait_for(fetch(both, fetching, 1, 100_000), 30)).nbytes == 100_000

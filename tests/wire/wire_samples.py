@@ -106,7 +106,7 @@ SAMPLES: Final[list[tuple[Message, list[Any]]]] = [
     (Welcome("tcp://c:2", MEMBER, "tcp://c:1", 2.0), [21, "tcp://c:2", _MEMBER, "tcp://c:1", 2.0]),
     (Rejected("aa", "declared dead", True, "tcp://c:1"), [22, "aa", "declared dead", True, "tcp://c:1"]),
     (Members((MEMBER,), ("bb",), 4.0), [23, [_MEMBER], ["bb"], 4.0]),
-    (Ready(), [24]),
+    (Ready({"s": {"sql": "/a/sql", "old": None}}), [24, {"s": {"sql": "/a/sql", "old": None}}]),
     (Beat({"a": 1}, {"a": 2}, {"a": 3}, {"lag": 0.5}), [25, {"a": 1}, {"a": 2}, {"a": 3}, {"lag": 0.5}]),
     (Deregister("SIGTERM"), [26, "SIGTERM"]),
     (Unbound(), [27]),

@@ -23,6 +23,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     body: dict[str, Any] = {}
     headers: dict[str, str] = {}
     max_concurrency: int | None = None
+    id_prefix: str | None = None  #: Request ids are this and the request's number; None: the server makes them.
 
     def fields(self, prompt: Prompt) -> dict[str, Any]:
         base: dict[str, Any] = {"model": self.model}
@@ -43,32 +44,40 @@ async def run(
 ) -> tuple[list[Outcome], float]:
     """All outcomes in the order of ``prompts``, and the seconds that it took. times_s: when each is sent.
 
-    A request that waits for others, by ``max_concurrency``, is timed from when it is sent.
+    A request that waits for others, by ``max_concurrency``, is timed from when it is sent; the outcome has that wait.
     """
     places = asyncio.Semaphore(load.max_concurrency) if load.max_concurrency is not None else nullcontext()
     begun = time.perf_counter()
 
-    async def one(prompt: Prompt, at: float) -> Outcome:
+    async def one(index: int, prompt: Prompt, at: float) -> Outcome:
         await asyncio.sleep(max(0.0, begun + at - time.perf_counter()))
+        asked = time.perf_counter()
         async with places:
-            outcome = await ask(http, load, prompt)
+            queued = time.perf_counter() - asked
+            outcome = await ask(http, load, prompt, index=index)
+        outcome = msgspec.structs.replace(
+            outcome, begun=outcome.begun - begun, queued=None if load.max_concurrency is None else queued
+        )
         done(outcome)
         return outcome
 
     async with asyncio.TaskGroup() as tasks:
-        running = [tasks.create_task(one(prompt, at)) for prompt, at in zip(prompts, times_s, strict=True)]
+        pairs = enumerate(zip(prompts, times_s, strict=True))
+        running = [tasks.create_task(one(index, prompt, at)) for index, (prompt, at) in pairs]
     return [task.result() for task in running], time.perf_counter() - begun
 
 
-async def ask(http: httpx.AsyncClient, load: Load, prompt: Prompt) -> Outcome:
-    """One request, timed. Its failure is a part of the outcome."""
+async def ask(http: httpx.AsyncClient, load: Load, prompt: Prompt, *, index: int = 0) -> Outcome:
+    """One request, timed. Its failure is a part of the outcome. index: its number, of which its id is made."""
     begun = time.perf_counter()
     seen = _Seen(begun)
+    headers = load.headers if load.id_prefix is None else {**load.headers, "x-request-id": f"{load.id_prefix}{index}"}
     try:
-        async with http.stream("POST", load.endpoint, json=load.fields(prompt), headers=load.headers) as answer:
+        async with http.stream("POST", load.endpoint, json=load.fields(prompt), headers=headers) as answer:
             if answer.status_code != 200:
                 content = (await answer.aread())[:400].decode(errors="replace")
-                return Outcome(latency=time.perf_counter() - begun, error=f"{answer.status_code}: {content}")
+                error = f"{answer.status_code}: {content}"
+                return Outcome(begun=begun, latency=time.perf_counter() - begun, error=error)
             if answer.headers.get("content-type", "").startswith("text/event-stream"):
                 await seen.events(answer.aiter_lines())
             else:
@@ -88,6 +97,7 @@ class _Seen:
         self._first_audio: float | None = None
         self._gaps: list[float] = []
         self._usage: dict[str, Any] = {}
+        self._text: list[str] = []
         self.error = ""
 
     async def events(self, lines: AsyncIterator[str]) -> None:
@@ -101,10 +111,11 @@ class _Seen:
             self._usage = event.get("usage") or self._usage
             for choice in event.get("choices", ()):
                 delta = choice.get("delta") or {}
-                if any(delta.get(name) for name in ("content", "reasoning_content", "tool_calls")) or choice.get(
-                    "text"
-                ):
+                text = delta.get("content") or choice.get("text")
+                if text or delta.get("reasoning_content") or delta.get("tool_calls"):
                     self._token()
+                if isinstance(text, str):
+                    self._text.append(text)
                 self.sound(bool((delta.get("audio") or {}).get("data")))
 
     def _token(self) -> None:
@@ -124,6 +135,8 @@ class _Seen:
         if not error and self._first_token is None and self._first_audio is None:
             error = "the answer had no token and no sound"
         return Outcome(
+            begun=self._begun,
+            text="".join(self._text),
             latency=now - self._begun,
             first_token=self._first_token,
             first_audio=self._first_audio,

@@ -11,7 +11,7 @@ import msgspec
 
 from stage_runtime.errors import ConfigurationError
 
-DATASETS: Final = ("random", "sharegpt", "custom")
+DATASETS: Final = ("random", "sharegpt", "custom", "prefix_repetition")
 LEAST: Final = 4  # tokens of a conversation's prompt or answer; shorter ones say little (as `vllm bench serve` has it)
 _WORDS: Final = (
     "time year people way day man thing woman life child world school state family student group country problem hand "
@@ -27,22 +27,52 @@ class Prompt(msgspec.Struct, frozen=True):
     output: int
 
 
-def random_prompts(count: int, *, input_len: int, output_len: int, random: Random) -> list[Prompt]:
-    """input_len: words, each of about one token. No two begin alike, so that no cache answers."""
-    return [Prompt(" ".join(random.choices(_WORDS, k=max(1, input_len))), output_len) for _ in range(count)]
+def random_prompts(
+    count: int, *, input_len: int, output_len: int, random: Random, prefix_len: int = 0, range_ratio: float = 0.0
+) -> list[Prompt]:
+    """input_len: words, each of about one token. Without a prefix no two begin alike, so that no cache answers.
+
+    prefix_len: words before them that all prompts have in common. range_ratio: lengths of prompts and answers are drawn
+    evenly from ``length * (1 - ratio)`` to ``length * (1 + ratio)``.
+    """
+    prefix = random.choices(_WORDS, k=prefix_len)
+
+    def drawn(length: int) -> int:
+        low, high = round(length * (1 - range_ratio)), round(length * (1 + range_ratio))
+        return max(1, random.randint(low, high) if range_ratio else length)
+
+    return [_of_words(prefix, drawn(input_len), drawn(output_len), random) for _ in range(count)]
 
 
-def of_file(path: Path, dataset: str, count: int, *, output_len: int | None, random: Random) -> list[Prompt]:
-    """``count`` prompts of a file, in an order by ``random``; it is read again from its beginning where it has fewer.
+def repeated_prefixes(
+    count: int, *, prefixes: int, prefix_len: int, suffix_len: int, output_len: int, random: Random
+) -> list[Prompt]:
+    """Prompts that begin with one of some prefixes each, as many with each, mixed. Lengths are words."""
+    known = [random.choices(_WORDS, k=prefix_len) for _ in range(prefixes)]
+    found = [_of_words(known[index % prefixes], suffix_len, output_len, random) for index in range(count)]
+    random.shuffle(found)
+    return found
 
+
+def _of_words(prefix: list[str], length: int, output: int, random: Random) -> Prompt:
+    return Prompt(" ".join([*prefix, *random.choices(_WORDS, k=length)]), output)
+
+
+def of_file(
+    path: Path, dataset: str, count: int, *, output_len: int | None, random: Random | None, oversample: bool = True
+) -> list[Prompt]:
+    """The prompts of a file, ``count`` or fewer. oversample: it is read again from its beginning where it has fewer.
+
+    random: shuffles them; None leaves the file's order.
     Raises: ConfigurationError: names the place of what is not in the dataset's form.
     """
     content = path.read_bytes()
     found = _conversations(path, content) if dataset == "sharegpt" else _lines(path, content)
     if not found:
         raise ConfigurationError(f"{path}: expected prompts of the dataset {dataset}, got none")
-    random.shuffle(found)
-    chosen = itertools.islice(itertools.cycle(found), count)
+    if random is not None:
+        random.shuffle(found)
+    chosen = itertools.islice(itertools.cycle(found) if oversample else found, count)
     return [one if output_len is None else Prompt(one.text, output_len) for one in chosen]
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -15,22 +17,29 @@ METRICS: Final = {
     "tpot": "Time per Output Token (excl. 1st token)",
     "itl": "Inter-token Latency",
     "e2el": "End-to-end Latency",
+    "client_queue_time": "Client-side Queueing",
+    "e2el_including_client_queue": "Queue-inclusive End-to-end Latency",
 }
+
+_SHORT: Final = {"client_queue_time": "Client Queue Time", "e2el_including_client_queue": "E2EL incl. Client Queue"}
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """One request. Times are seconds after it was sent; None: there was none."""
 
     latency: float
+    begun: float = 0.0  #: When it was sent, after the first one was due.
+    queued: float | None = None  #: Before it was sent it waited so long for a place among those at once.
     first_token: float | None = None
     first_audio: float | None = None
     gaps: tuple[float, ...] = ()  #: Between pieces of the answer.
     input_tokens: int = 0
     output_tokens: int = 0
+    text: str = ""
     error: str = ""
 
     def values(self, metric: str) -> Sequence[float]:
-        """In milliseconds: one, several (``itl``) or none."""
+        """The request's values of a metric, in milliseconds: one, several (``itl``) or none."""
         match metric:
             case "ttft":
                 found = [self.first_token]
@@ -40,6 +49,10 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
                 found = [self.latency]
             case "itl":
                 found = list(self.gaps)
+            case "client_queue_time":
+                found = [self.queued]
+            case "e2el_including_client_queue":
+                found = [None if self.queued is None else self.latency + self.queued]
             case _:
                 found = [self._per_token()]
         return [one * 1000 for one in found if one is not None]
@@ -89,11 +102,30 @@ def summary(
         "request_goodput": sum(one.is_good(bounds) for one in done) / duration if bounds else None,
         "output_throughput": written / duration,
         "total_token_throughput": (given + written) / duration,
+        "max_output_tokens_per_s": float(_most_in_a_second(done)),
+        "max_concurrent_requests": _most_at_once(done),
     }
     for metric in metrics:
         values = [value for one in done for value in one.values(metric)]
         found |= _of_values(metric, values, percentiles)
     return found
+
+
+def _most_in_a_second(done: Sequence[Outcome]) -> int:
+    """Pieces with tokens that came within one second, at most; seconds count from the first request."""
+    seconds: Counter[int] = Counter()
+    for one in done:
+        if one.first_token is not None:
+            times = itertools.accumulate((one.begun + one.first_token, *one.gaps))
+            seconds.update(int(at) for at in times)
+    return max(seconds.values(), default=0)
+
+
+def _most_at_once(done: Sequence[Outcome]) -> int:
+    """Requests that were under way at one moment, at most."""
+    ends = [(one.begun + one.latency, -1) for one in done]
+    steps = sorted([(one.begun, 1) for one in done] + ends)
+    return max(itertools.accumulate(step for _, step in steps), default=0)
 
 
 def _of_values(metric: str, values: Sequence[float], percentiles: Sequence[float]) -> dict[str, float | None]:
@@ -125,6 +157,8 @@ def lines(found: Mapping[str, Any], metrics: Sequence[str], percentiles: Sequenc
         rows.append(("Request goodput (req/s):", found["request_goodput"]))
     rows += [
         ("Output token throughput (tok/s):", found["output_throughput"]),
+        ("Peak output token throughput (tok/s):", found["max_output_tokens_per_s"]),
+        ("Peak concurrent requests:", found["max_concurrent_requests"]),
         ("Total token throughput (tok/s):", found["total_token_throughput"]),
     ]
     shown += [_row(name, value) for name, value in rows]
@@ -132,7 +166,7 @@ def lines(found: Mapping[str, Any], metrics: Sequence[str], percentiles: Sequenc
         if found[f"mean_{metric}_ms"] is None:
             continue
         shown.append(METRICS[metric].center(50, "-"))
-        short = metric.upper()
+        short = _SHORT.get(metric, metric.upper())
         shown.append(_row(f"Mean {short} (ms):", found[f"mean_{metric}_ms"]))
         shown.append(_row(f"Median {short} (ms):", found[f"median_{metric}_ms"]))
         shown += [_row(f"P{one:g} {short} (ms):", found[f"p{one:g}_{metric}_ms"]) for one in percentiles]

@@ -1,15 +1,15 @@
-"""Sending a request's body to its entry instance, with its bindings in the header. Called by `request_manager`."""
+"""Sending a request's body to its entry instance, with its bindings in the header. Called by `live_requests`."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
 from typing import Final
 
 from omnipipeline_spec.types.plan import PipelineRevision
 from omnipipeline_spec.types.pods import COORDINATOR
 from stage_runtime.coordinator.answering.request_handles import RequestHandle
+from stage_runtime.coordinator.following import Following
 from stage_runtime.errors import NoConnection, TransferError, ValueRefused, describe
 from stage_runtime.transfers.sending import PendingSend, SendQueues
 from stage_runtime.wire.messages import Message, Submit
@@ -25,19 +25,19 @@ class Submission:
 
     def __init__(
         self,
+        following: Following,
         send_queues: SendQueues,
         loop: asyncio.AbstractEventLoop,
         *,
         owner: str,
         backend: str,
-        failed: Callable[[RequestHandle, int, Failure], None],
     ) -> None:
-        """owner: this coordinator. failed: called with an attempt whose body cannot be sent, now or after it waited."""
+        """owner: this coordinator. backend: the pipeline's relay."""
+        self._following = following
         self._send_queues = send_queues
         self._loop = loop
         self._owner = owner
         self._backend = backend
-        self._failed = failed
 
     def send(self, handle: RequestHandle, revision: PipelineRevision, members: tuple[Member, ...]) -> None:
         """Send the current attempt, or let it wait for a credit. members: those that its stages may not know yet."""
@@ -65,7 +65,7 @@ class Submission:
             else:
                 log.error("request %s cannot be sent", handle.id, exc_info=error)
                 failure = Failure("transport_failed", describe(error), entry, "relay")
-            self._failed(handle, attempt, failure)
+            self._following.failed(handle, attempt, failure)
 
         assert handle.extracted is not None
         pending = PendingSend(handle.sending, handle.extracted, make, self._backend, lost)
@@ -82,4 +82,4 @@ class Submission:
             lost(error)
             return
         failure = Failure("transport_failed", problem, entry, "relay", unreachable=unreachable)
-        self._failed(handle, attempt, failure)
+        self._following.failed(handle, attempt, failure)

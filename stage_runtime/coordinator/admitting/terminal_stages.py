@@ -100,7 +100,7 @@ class TerminalStagesCaller:
 
 
 class _Wait:
-    """For one call."""
+    """The wait for the answer of one call, and how it is ended early."""
 
     def __init__(self, limit: asyncio.Timeout) -> None:
         self.limit = limit

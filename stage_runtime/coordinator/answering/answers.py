@@ -1,30 +1,23 @@
 """The outputs of terminal stages for a request: fetched, put in order, turned into events. On the I/O thread.
 
-What an event leads to is decided by `rules.requests` and carried out by `request_manager`, which calls this.
+What an event leads to is decided by `rules.requests` and carried out by `live_requests`, which calls this.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
-
 from omnipipeline_spec.types.pods import COORDINATOR
 from stage_runtime.coordinator.answering.request_handles import RequestHandle, Resulted, Streamed
 from stage_runtime.coordinator.answering.unread_answers import UnreadAnswers, nbytes_of
+from stage_runtime.coordinator.ending.notifications import ConsumedNotifier
+from stage_runtime.coordinator.following import Following
 from stage_runtime.errors import ProtocolError
 from stage_runtime.profiler import events as profile
 from stage_runtime.profiler.recorder import recorder
-from stage_runtime.rules.requests import ChunkCame, Instruction, Instructions, Stimulus, TerminalDone
+from stage_runtime.rules.requests import ChunkCame, Instruction, TerminalDone
 from stage_runtime.transfers.receiving import Fetched, Fetching
 from stage_runtime.transfers.sending import attempt_key
 from stage_runtime.wire.messages import Complete, Stream
 from stage_runtime.wire.parts import Failure
-
-
-class Happen(Protocol):
-    """Applies an event to a request and carries its instructions out. ``delivered``: what DELIVER gives the client."""
-
-    def __call__(self, handle: RequestHandle, event: Stimulus, delivered: Resulted | None = None) -> Instructions: ...
 
 
 class Answers:
@@ -32,26 +25,19 @@ class Answers:
 
     def __init__(
         self,
+        following: Following,
         fetching: Fetching,
+        unread: UnreadAnswers,
+        consumed_notifier: ConsumedNotifier,
         *,
         owner: str,
-        find: Callable[[str], RequestHandle | None],
-        happen: Happen,
-        failed: Callable[[RequestHandle, int, Failure], None],
-        unread: UnreadAnswers,
-        unwanted: Callable[[str, Stream], None],
     ) -> None:
-        """owner: this coordinator. find: a request in flight, by id.
-
-        unwanted: called with an instance and the first chunk of a terminal stage that the request does not wait for.
-        """
+        """owner: this coordinator."""
+        self._following = following
         self._fetching = fetching
-        self._owner = owner
-        self._find = find
-        self._happen = happen
-        self._failed = failed
         self._unread = unread
-        self._unwanted = unwanted
+        self._consumed_notifier = consumed_notifier
+        self._owner = owner
 
     def stream(self, sender: str, message: Stream) -> None:
         self._fetching.fetch(
@@ -69,7 +55,7 @@ class Answers:
             handle = self._current(message)
             if handle is not None:
                 handle.add_timings(message.timings)
-                self._failed(handle, message.attempt, message.failure)
+                self._following.failed(handle, message.attempt, message.failure)
         elif message.body is None:
             self._result(message, None)
         else:
@@ -83,7 +69,7 @@ class Answers:
 
     def _current(self, message: Stream | Complete) -> RequestHandle | None:
         """The request, if the attempt that the message belongs to is under way."""
-        handle = self._find(message.request_id)
+        handle = self._following.find(message.request_id)
         if handle is None or not handle.tracked.accepts(message.attempt):
             return None
         return handle
@@ -94,7 +80,7 @@ class Answers:
         if handle is None or inbound is None:
             fetched.discard()
             if handle is not None and message.chunk_id == 0:
-                self._unwanted(sender, message)
+                self._consumed_notifier.refuse(sender, message)
             return
         if recorder.active:
             _record(message)
@@ -110,7 +96,7 @@ class Answers:
             self._broken(message, error)
             return
         for one in ready:
-            if Instruction.DELIVER in self._happen(handle, ChunkCame(message.source, message.attempt)):
+            if Instruction.DELIVER in self._following.happen(handle, ChunkCame(message.source, message.attempt)):
                 handle.push(one)
             else:
                 handle.hold(-one.nbytes)
@@ -122,7 +108,7 @@ class Answers:
         if handle is not None and message.source in handle.tracked.waiting:
             problem = f"no route leads the request to {message.source!r}, a terminal stage that it waits for: "
             problem += "leave it out by terminalStagesFn, or send it something"
-            self._failed(handle, message.attempt, Failure("stage_failed", problem, message.source, "routeFn"))
+            self._following.failed(handle, message.attempt, Failure("stage_failed", problem, message.source, "routeFn"))
 
     def _result(self, message: Complete, fetched: Fetched | None) -> None:
         handle = self._current(message)
@@ -149,7 +135,7 @@ class Answers:
         """A terminal stage is done when its result and all its chunks have arrived, in any order."""
         if source in handle.undelivered and handle.streams[source].closed:
             resulted = handle.undelivered.pop(source)
-            if Instruction.DELIVER not in self._happen(handle, TerminalDone(source, attempt), resulted):
+            if Instruction.DELIVER not in self._following.happen(handle, TerminalDone(source, attempt), resulted):
                 handle.hold(-resulted.nbytes)
 
     def _has_room(self, handle: RequestHandle, message: Stream | Complete, nbytes: int) -> bool:
@@ -161,7 +147,7 @@ class Answers:
         handle = self._current(message)
         if handle is not None:
             failure = Failure("transport_failed", str(error), message.source, "relay")
-            self._failed(handle, message.attempt, failure)
+            self._following.failed(handle, message.attempt, failure)
 
 
 def _record(message: Stream) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
 from typing import Final
 from weakref import WeakSet
 
 from stage_runtime.coordinator.answering.request_handles import RequestHandle
+from stage_runtime.coordinator.binding.bindings import Bindings
+from stage_runtime.coordinator.following import Following
 from stage_runtime.rules.readers import Reader, TakeUnread, decide
 from stage_runtime.rules.streams import STREAM_WINDOW
 
@@ -18,17 +19,10 @@ FULL: Final = STREAM_WINDOW * 3 // 4  # unread beyond this, a window may be full
 class Readers:
     """The clients of one coordinator's requests."""
 
-    def __init__(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        *,
-        bound_to: Callable[[str], Iterable[RequestHandle]],
-        end: Callable[[RequestHandle, str], object],
-    ) -> None:
-        """bound_to: the requests in flight at an instance. end: ends one, for this reason."""
+    def __init__(self, following: Following, bindings: Bindings, loop: asyncio.AbstractEventLoop) -> None:
+        self._following = following
+        self._bindings = bindings
         self._loop = loop
-        self._bound_to = bound_to
-        self._end = end
         self._stalled: set[tuple[str, str]] = set()  #: (instance, stage): its workers wait for clients, others for it.
         self._holders: WeakSet[RequestHandle] = (
             WeakSet()
@@ -58,7 +52,7 @@ class Readers:
             self._make_way(instance, stage)
 
     def _make_way(self, instance: str, stage: str) -> None:
-        waited_for = {handle for handle in self._bound_to(instance) if stage in handle.tracked.waiting}
+        waited_for = {handle for handle in self._bindings.on(instance) if stage in handle.tracked.waiting}
         found = []
         for handle in waited_for | set(self._holders):
             fresh = handle.unread(stage) if handle in waited_for else 0
@@ -72,4 +66,4 @@ class Readers:
                 step.request.take_early(stage)
                 self._holders.add(step.request)
             else:
-                self._end(step.request, "its client does not read")
+                self._following.end_unread(step.request)

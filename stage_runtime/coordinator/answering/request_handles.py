@@ -19,6 +19,7 @@ from stage_runtime.coordinator.answering.waterfall import Observed
 from stage_runtime.coordinator.events import ChunkEvent, RequestRecord, ResultEvent
 from stage_runtime.errors import RequestError
 from stage_runtime.payloads.pack import Extracted
+from stage_runtime.rules.prefixes import Hashes
 from stage_runtime.rules.requests import Tracked
 from stage_runtime.rules.streams import Inbound
 from stage_runtime.telemetry.traceparents import TraceContext
@@ -83,10 +84,12 @@ class RequestHandle:
         trace_context: TraceContext | None = None,
         deadline: float,
         whole: bool = False,
+        prompt: Hashes = (),
         clocks_us: Mapping[str, int] = {},
     ) -> None:
         self.tracked = tracked
         self.kind = request.kind
+        self.prompt = prompt  #: For the choice of instances, of every attempt.
         self.extracted: Extracted | None = extracted  #: Kept while a retry is possible.
         self.owner = owner
         self.sending = BodyOwner(owner, request.id, tracked.attempt)
@@ -105,6 +108,7 @@ class RequestHandle:
         self.unreachable: dict[str, float] = {}
         self.unreached: dict[str, str] = {}  #: The same instances -> the stage that they served for it.
         self.attempt_began_at = 0.0  #: On the loop's clock.
+        self.judged_attempt = 0  #: Counted as a failure of its revision already.
         self.edges: tuple[tuple[str, str, str], ...] = ()  #: Of the attempt's revision.
         self.begun: set[str] = set()  #: Terminal stages that have streamed something in this attempt.
         self.supplied: set[str] = set()  #: Stages that have all their input of this attempt.

@@ -1,4 +1,4 @@
-"""The failures that a client is told of. Log and record have the instances' own names. Called by `request_manager`."""
+"""The failures that a client is told of. Log and record have the instances' own names. Called by `live_requests`."""
 
 from __future__ import annotations
 

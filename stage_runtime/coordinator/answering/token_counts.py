@@ -43,7 +43,7 @@ class TokenCounts:
         )
 
     def note(self, event: AnswerEvent) -> None:
-        """Beside `add` for each of its values."""
+        """Notes the counts that a chunk's metadata carry. Its values are counted by `add`."""
         if isinstance(event, ChunkEvent) and event.metadata and USAGE_SO_FAR in event.metadata:
             carried = event.metadata[USAGE_SO_FAR]
             if _are_counts(carried):

@@ -7,13 +7,13 @@ kept until it is complete. Called by `answers` with all that comes.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from typing import Final
 from weakref import WeakSet
 
 import msgspec
 
 from stage_runtime.coordinator.answering.request_handles import RequestHandle, UnreadBytes
+from stage_runtime.coordinator.following import Following
 from stage_runtime.rules.readers import PATIENCE_S, Holder, first_to_end
 from stage_runtime.transfers.receiving import Fetched
 from stage_runtime.wire.parts import Failure
@@ -39,20 +39,11 @@ def nbytes_of(fetched: Fetched | None) -> int:
 class UnreadAnswers:
     """The unread answers of one coordinator's requests."""
 
-    def __init__(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        limits: AnswerLimits,
-        *,
-        end_unread: Callable[[RequestHandle], object],
-        fail: Callable[[RequestHandle, Failure], None],
-    ) -> None:
-        """end_unread: ends a request whose client does not read. fail: one that takes too much. Complete ones, too."""
+    def __init__(self, following: Following, loop: asyncio.AbstractEventLoop, limits: AnswerLimits) -> None:
+        self._following = following
         self.bytes = UnreadBytes()
         self._loop = loop
         self._limits = limits
-        self._end_unread = end_unread
-        self._fail = fail
         self._holders: WeakSet[RequestHandle] = WeakSet()
 
     def came(self, handle: RequestHandle, stage: str, nbytes: int) -> None:
@@ -62,7 +53,9 @@ class UnreadAnswers:
             self._holders.add(handle)
         if handle.whole and handle.unread_nbytes > self._limits.of_one:
             most = f"{self._limits.of_one / MIB:g} MiB, the most that is kept of an answer that is not streamed"
-            self._fail(handle, Failure("stage_failed", f"its answer takes more than {most}: ask for a stream", stage))
+            self._following.end_too_large(
+                handle, Failure("stage_failed", f"its answer takes more than {most}: ask for a stream", stage)
+            )
         while self.bytes.nbytes > self._limits.of_all and self._end_one():
             pass
 
@@ -80,9 +73,9 @@ class UnreadAnswers:
         now = self._loop.time()
         ended = first_to_end(found, now=now)
         if ended.streamed and now - ended.read_at >= PATIENCE_S:
-            self._end_unread(ended.request)
+            self._following.end_unread(ended.request)
         else:
             most = f"{self._limits.of_all / MIB:g} MiB (OMNI_HTTP_ANSWERS_MB)"
             problem = f"answers that are not read yet take more than {most}, and this one takes most of it"
-            self._fail(ended.request, Failure("rate_limited", problem))
+            self._following.end_too_large(ended.request, Failure("rate_limited", problem))
         return True

@@ -1,4 +1,4 @@
-"""The bindings of requests to instances: the one place that binds and unbinds. Called by `request_manager`.
+"""The bindings of requests to instances: the one place that binds and unbinds. Called by `live_requests`.
 
 Who may be bound is decided by `rules.membership`. A request without a binding waits for an instance in `waiting`.
 """
@@ -14,6 +14,7 @@ from stage_runtime.coordinator.membership import Membership
 from stage_runtime.errors import RequestError
 from stage_runtime.rules import kvpairs, needed
 from stage_runtime.rules.instances import Unbindable
+from stage_runtime.rules.prefixes import Hashes, Prefixes
 
 RETRY_AFTER_S: Final = 1.0
 
@@ -26,6 +27,7 @@ class Bindings:
         #: incarnation -> requests bound to it. A request is listed under exactly the values of its ``bindings`` from
         #: `attach` until `release`; no entry is empty.
         self._by_instance: dict[str, set[RequestHandle]] = {}
+        self._prefixes = Prefixes()
 
     def choose(
         self,
@@ -36,18 +38,27 @@ class Bindings:
         exclude: AbstractSet[str] = frozenset(),
         required: AbstractSet[str] = frozenset(),
         prefer: AbstractSet[str] = frozenset(),
+        prompt: Hashes = (),
     ) -> tuple[PipelineRevision, dict[str, str]]:
         """A revision and an instance for each stage that the request may meet and that has any. They count it as load
         from now on: `attach` or `give_back` must follow.
 
-        avoid, exclude, required, prefer: as of `MembershipState.bind`.
+        avoid, exclude, required, prefer: as of `MembershipState.bind`. prompt: `prefixes.hashes`: it goes where its
+        beginning is cached, as far as that is known, and is known there from now on.
         Raises: RequestError: there is no complete set of instances.
         """
         try:
             interrupted = self._membership.interrupted
             avoid = avoid | interrupted if interrupted else avoid
             state = self._membership.state
-            return state.bind(avoid=avoid, exclude=exclude, terminals=terminals, required=required, prefer=prefer)
+            revision, bindings = state.bind(
+                avoid=avoid,
+                exclude=exclude,
+                terminals=terminals,
+                required=required,
+                prefer=prefer,
+                hints=self._prefixes.hints(prompt),
+            )
         except Unbindable as error:
             raise RequestError(
                 "unavailable",
@@ -56,6 +67,9 @@ class Bindings:
                 request_id=request_id,
                 retry_after_s=RETRY_AFTER_S,
             ) from error
+        if prompt:
+            self._prefixes.note(prompt, {one for one in bindings.values() if state.caching(one)})
+        return revision, bindings
 
     def give_back(self, bindings: dict[str, str]) -> None:
         """Return a choice that is not used."""

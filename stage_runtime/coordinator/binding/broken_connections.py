@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from typing import Final
 
 from stage_runtime.coordinator.answering.request_handles import RequestHandle
 from stage_runtime.coordinator.binding.bindings import Bindings
+from stage_runtime.coordinator.following import Following
 from stage_runtime.wire.parts import Failure
 
 RECONNECT_S: Final = 1.0  # after two instances lost their connection: wait so long for a death or a reconnect
@@ -16,17 +16,10 @@ RECONNECT_S: Final = 1.0  # after two instances lost their connection: wait so l
 class BrokenConnections:
     """Gives up the attempts that wait for messages which were lost between two instances."""
 
-    def __init__(
-        self,
-        bindings: Bindings,
-        loop: asyncio.AbstractEventLoop,
-        *,
-        failed: Callable[[RequestHandle, int, Failure], None],
-    ) -> None:
-        """failed: called with an attempt that is given up."""
+    def __init__(self, following: Following, bindings: Bindings, loop: asyncio.AbstractEventLoop) -> None:
+        self._following = following
         self._bindings = bindings
         self._loop = loop
-        self._failed = failed
 
     def peer_unreachable(self, sender: str, peer: str) -> None:
         """The connection between two instances broke; messages in transit between them may be lost.
@@ -44,4 +37,4 @@ class BrokenConnections:
             if handle.tracked.accepts(attempt) and peer in handle.bindings.values():
                 stage = next(stage for stage, bound in handle.bindings.items() if bound == peer)
                 problem = "the connection to it broke"
-                self._failed(handle, attempt, Failure("transport_failed", problem, stage, unreachable=peer))
+                self._following.failed(handle, attempt, Failure("transport_failed", problem, stage, unreachable=peer))

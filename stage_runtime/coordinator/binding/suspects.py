@@ -1,6 +1,6 @@
 """Requests that were under way at an instance when it ended: which instances they are at now, and which ends them.
 
-The rules are `rules.suspicion`'s. Called by `request_manager` and `waiting`.
+The rules are `rules.suspicion`'s. Called by `live_requests` and `waiting`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Requests that no instance can take now: new ones wait within bounds, those that are sent again whatever the bounds.
 
 Here: who waits, for how long, and in which order they are bound. Not here: the rules (`rules.holding`), whether an
-instance is expected (`membership`). Called by `request_manager`.
+instance is expected (`membership`). Called by `live_requests`.
 
 A request that is sent again is bound to no instance that may be dead: none whose connection to this coordinator is
 broken, and none that a stage of an earlier attempt did not reach a moment ago. An attempt there would spend the retry.
@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from collections.abc import Set as AbstractSet
 from typing import Final
 
@@ -21,6 +21,7 @@ from omnipipeline_spec.types.plan import CoordinatorPlan, PipelineRevision
 from stage_runtime.coordinator.answering.request_handles import RequestHandle
 from stage_runtime.coordinator.binding.bindings import Bindings
 from stage_runtime.coordinator.binding.suspects import Suspects
+from stage_runtime.coordinator.following import Following
 from stage_runtime.coordinator.membership import Membership
 from stage_runtime.errors import RequestError
 from stage_runtime.metrics import catalog
@@ -28,6 +29,8 @@ from stage_runtime.metrics.samples import Samples
 from stage_runtime.rules import holding
 from stage_runtime.rules.absences import Prospect
 from stage_runtime.rules.holding import HoldLimits, Step, Verdict
+from stage_runtime.rules.prefixes import Hashes
+from stage_runtime.rules.requests import NoInstanceCame
 
 log = logging.getLogger(__name__)
 
@@ -39,24 +42,19 @@ class Waiting:
 
     def __init__(
         self,
+        following: Following,
         bindings: Bindings,
         membership: Membership,
         loop: asyncio.AbstractEventLoop,
         plan: CoordinatorPlan,
         suspects: Suspects,
-        *,
-        submit: Callable[[RequestHandle, PipelineRevision, dict[str, str]], None],
-        gave_up: Callable[[RequestHandle, str, str], None],
     ) -> None:
-        """submit: sends a request under new bindings. gave_up: called with the reason and a group that is missing when
-        nothing is expected any more."""
+        self._following = following
         self._bindings = bindings
         self._membership = membership
         self._loop = loop
         self._limits = HoldLimits(requests=plan.hold_requests, nbytes=plan.hold_bytes)
         self._suspects = suspects
-        self._submit = submit
-        self._gave_up = gave_up
         self._since: dict[RequestHandle, float] = {}  #: Those that wait, and since when.
         self._nbytes = 0  #: Of these.
         #: New requests that might not wait, by reason.
@@ -69,16 +67,22 @@ class Waiting:
         return len(self._since)
 
     def choose(
-        self, request_id: str, terminals: tuple[str, ...] | None, prefer: AbstractSet[str] = frozenset()
+        self,
+        request_id: str,
+        terminals: tuple[str, ...] | None,
+        prefer: AbstractSet[str] = frozenset(),
+        prompt: Hashes = (),
     ) -> tuple[PipelineRevision, dict[str, str] | None]:
         """Bindings for a new request, and their revision; None: it must wait for an instance.
 
-        prefer: as of `MembershipState.bind`.
+        prefer, prompt: as of `Bindings.choose`.
 
         Raises: RequestError: unavailable: it may not.
         """
         try:
-            return self._bindings.choose(request_id, avoid=self._suspects.instances, terminals=terminals, prefer=prefer)
+            return self._bindings.choose(
+                request_id, avoid=self._suspects.instances, terminals=terminals, prefer=prefer, prompt=prompt
+            )
         except RequestError:
             revisions = self._membership.state.having(terminals)
             if not revisions:
@@ -183,7 +187,7 @@ class Waiting:
             reason = f"no instance of {missing} {came}"
             if handle.required:
                 reason += f"; the route leads to {', '.join(sorted(handle.required))}"
-            self._gave_up(handle, reason, prospect.groups[0])
+            self._following.happen(handle, NoInstanceCame(reason, prospect.groups[0]))
 
     def _prospect(self, handle: RequestHandle) -> Prospect:
         return self._membership.prospect(handle.tracked.terminals, handle.required)
@@ -203,13 +207,14 @@ class Waiting:
                 exclude=excluded,
                 terminals=handle.tracked.terminals,
                 required=handle.required,
+                prompt=handle.prompt,
             )
         except RequestError:
             return False
         self.forget(handle)
         if handle.tracked.tries:
             log.info("request %s is sent again, after attempt %d of it", handle.id, handle.tracked.tries)
-        self._submit(handle, revision, bindings)
+        self._following.submit(handle, revision, bindings)
         return True
 
 

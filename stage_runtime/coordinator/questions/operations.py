@@ -68,17 +68,27 @@ class Operations:
         self._stages = stages
         self._send = send
         self._loop = loop
+        self.on_done: Callable[[OperationResults, Mapping[str, Any]], None] = lambda results, arguments: None
         self._calls: dict[str, dict[_Target, asyncio.Future[_OperationAnswer]]] = {}
 
     async def ask(
-        self, operation: str, stages: Sequence[str], arguments: Mapping[str, Any], *, timeout_s: float
+        self,
+        operation: str,
+        stages: Sequence[str],
+        arguments: Mapping[str, Any],
+        *,
+        timeout_s: float,
+        only: str | None = None,
+        noted: bool = True,
     ) -> OperationResults:
         """Ask all instances of ``stages``, and wait for each until it has answered, is gone, or ``timeout_s`` is over.
+
+        only: one instance is asked. noted: `on_done` is called with the results.
 
         Raises: RequestError: not_found: no such stage; unavailable: a stage has no instance. Then no process was asked.
             ValueRefused: an argument cannot travel.
         """
-        members = dict(self._members())
+        members = {name: one for name, one in self._members().items() if only in (None, name)}
         self._check(stages, members)
         call_id = uuid.uuid4().hex
         targets = [
@@ -100,9 +110,16 @@ class Operations:
             del self._calls[call_id]
         late = f"no answer within {timeout_s:g} s"
         results = [_result(one, members[one.instance], answers[one], late) for one in targets]
-        return OperationResults(
+        found = OperationResults(
             operation=operation, failed=sum(one.error is not None for one in results), results=results
         )
+        if noted:
+            self.on_done(found, arguments)
+        return found
+
+    def served(self) -> list[str]:
+        """The stages that have an instance now."""
+        return sorted({stage for member in self._members().values() for stage in member.stages})
 
     def replied(self, sender: str, message: AdminReply) -> None:
         """A rank of this process has answered."""

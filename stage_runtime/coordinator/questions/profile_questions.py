@@ -57,7 +57,7 @@ class AskedProcess(NamedTuple):
 
     @property
     def name(self) -> str:
-        """As event files and clocks have it."""
+        """The name that the process has in event files and clocks."""
         return f"{self.instance}.rank{self.rank}" if self.rank else self.instance
 
 

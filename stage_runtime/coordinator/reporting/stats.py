@@ -24,7 +24,6 @@ class RequestStats:
 
     def __init__(self) -> None:
         self.outcomes: Counter[tuple[str, str]] = Counter()  #: (kind, outcome)
-        self.retried = 0
         self._queue_time = Histogram(catalog.STAGE_QUEUE_TIME)
         self._run_time = Histogram(catalog.STAGE_RUN_TIME)
         self._records: dict[str, Recorded] = {}  #: Oldest first.
@@ -57,7 +56,6 @@ class RequestStats:
     def samples(self) -> Samples:
         return {
             catalog.REQUESTS: {labels: count for labels, count in self.outcomes.items()},
-            catalog.REQUESTS_RETRIED: {(): self.retried},
             **self._queue_time.samples(),
             **self._run_time.samples(),
         }

@@ -28,7 +28,7 @@ UNUSED: Final = frozenset(
     "zipapp".split()
 )
 DISTRIBUTION: Final = "omnipipeline"
-EXTRAS: Final = ("runtime", "otel", "engine", "numba")  #: What processes of a pipeline import, where it is installed.
+EXTRAS: Final = ("runtime", "otel", "engine", "numba")  #: Those that a pipeline's processes import, if installed.
 
 
 def of(source: str) -> Path | None:

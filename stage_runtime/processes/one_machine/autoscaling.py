@@ -1,7 +1,7 @@
 """Replicas of a local run that follow the load: when the rule is asked, what is done about its answers.
 
 Here: one step (look, decide, order), and what is remembered between steps. Not here: the rule
-(`omnipipeline_spec.scaling`), starting and ending instances (`local`). The time is passed in. Called by `local`.
+(`omnipipeline_spec.scaling`), starting and ending instances (`fleet`). The time is passed in. Called by `fleet`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Instances(msgspec.Struct, frozen=True):
 
 
 class Scaled(Protocol):
-    """The part of `local.LocalPipeline` that the autoscaler needs."""
+    """The part of `fleet.Fleet` that the autoscaler needs."""
 
     def instances(self, unit: str) -> Instances | None:
         """None: a person changes them at the moment."""
@@ -37,7 +37,7 @@ class Scaled(Protocol):
         """Begin to start or to end as many as that takes."""
 
     def say(self, line: str) -> None:
-        """To whoever watches the run."""
+        """Shows a line to whoever watches the run."""
 
 
 class Autoscaler:

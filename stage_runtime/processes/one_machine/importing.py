@@ -21,7 +21,7 @@ from omnipipeline_spec.types.errors import Fault
 from omnipipeline_spec.types.plan import PipelinePlan, StagePlan
 from stage_runtime.engines import loading, resolving
 from stage_runtime.errors import ConfigurationError, describe, raised_at
-from stage_runtime.processes.one_machine.local import LocalPipeline
+from stage_runtime.processes.one_machine.prepared import Prepared
 from stage_runtime.processes.supervision.children import describe_exit
 
 
@@ -65,14 +65,14 @@ def named(plan: PipelinePlan) -> tuple[NamedFunction, ...]:
     return tuple(found)
 
 
-def faults(pipeline: LocalPipeline) -> tuple[Fault, ...]:
+def faults(prepared: Prepared) -> tuple[Fault, ...]:
     """The names that cannot be imported as `omni up` would, each with its place. Author's code runs, in a child
     process.
     """
-    wanted = named(pipeline.plan)
+    wanted = named(prepared.plan)
     found: list[Fault] = []
     with tempfile.TemporaryDirectory(prefix="omni-imports-") as folder:
-        environment = {**pipeline.plan.coordinator.env_defaults, **pipeline.environment(Path(folder) / "code")}
+        environment = {**prepared.plan.coordinator.env_defaults, **prepared.environment(Path(folder) / "code")}
         while wanted:
             results, code = _run(wanted, environment, Path(folder) / "lines")
             found += [Fault(path=one.path, message=one.problem) for one in results if one.problem]

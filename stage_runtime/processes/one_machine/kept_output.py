@@ -20,8 +20,10 @@ LINE: Final = 16 << 10  # characters of a line; a longer one is cut
 class KeptOutput:
     """Takes lines as long as it is open. A disk that is full costs them, and nothing else."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, most: int = MOST) -> None:
+        """most: bytes after which the next file is begun."""
         self._folder = folder
+        self._most = most
         self._file: BinaryIO | None = None
         self._size = 0
         self._open()
@@ -33,7 +35,7 @@ class KeptOutput:
         with contextlib.suppress(OSError):
             self._file.write(data)
             self._size += len(data)
-            if self._size > MOST:
+            if self._size > self._most:
                 self.close()
                 os.replace(self._folder / OUTPUT, self._folder / EARLIER)
                 self._open()

@@ -1,4 +1,4 @@
-"""Adds the coordinator and the instances of a local run to its supervisor. Called by `local`.
+"""Adds the coordinator and the instances of a local run to its supervisor. Called by `fleet`.
 
 How a process is started is `launching`'s.
 """

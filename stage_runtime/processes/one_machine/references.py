@@ -34,7 +34,7 @@ class Resolved(msgspec.Struct, frozen=True, kw_only=True):
     environment: dict[str, str]  #: Over what the person's own environment holds.
     api_keys: tuple[str, ...] = ()
     code: dict[str, str] = {}  #: Of ``code.configMapRef``: file name -> text.
-    notices: tuple[str, ...] = ()  #: What was not found, one line each.
+    notices: tuple[str, ...] = ()  #: Objects and keys that were not found, one line each.
 
 
 def resolve(
@@ -116,7 +116,7 @@ def _strings(kind: ReferencedKind, name: str, document: Mapping[str, Any], field
 def _environment(
     spec: PipelineConfig, objects: _Objects, environ: Mapping[str, str], notices: list[str]
 ) -> dict[str, str]:
-    """As a container gets it: what `envFrom` brings, then `env` in order, each seeing those before it."""
+    """The environment that a container gets: that of `envFrom`, then `env` in order, each seeing those before it."""
     found: dict[str, str] = {}
     for index, source in enumerate(spec.env_from):
         found |= _whole(source, index, objects, notices)

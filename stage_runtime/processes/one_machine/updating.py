@@ -24,14 +24,14 @@ State = Mapping[Path, tuple[int, int]]
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True):
-    """From one plan to the next. Units by name."""
+    """The difference between one plan and the next. Units by name."""
 
     begin: tuple[str, ...]  #: They get new instances: other ones, or other code.
     end: tuple[str, ...]  #: They are not in the next plan, or other ones.
     coordinator: bool  #: Something differs that is read at a start only.
 
     def told(self, scaled: Mapping[str, int]) -> str:
-        """For people, what was done. scaled: groups with another number of instances."""
+        """A sentence for people about what was done. scaled: groups with another number of instances."""
         gone = [name for name in self.end if name not in self.begin]
         parts = [f"restarted {', '.join(self.begin)}"] if self.begin else []
         parts += [f"ended {', '.join(gone)}"] if gone else []
@@ -79,7 +79,7 @@ def file_of(source: str) -> Path | None:
 
 
 def state(file: Path) -> State:
-    """For a pipeline's file and each Python file beside it: when it was written, and how large it is."""
+    """Time of writing and size of a pipeline's file, and of each Python file beside it."""
     found = {}
     for one in {file, *imports_beside.files(file.parent)}:
         try:
@@ -94,18 +94,18 @@ def differing(old: State, new: State) -> set[Path]:
     return {one for one in old.keys() | new.keys() if old.get(one) != new.get(one)}
 
 
-async def changed(file: Path, known: State) -> State:
-    """Wait until files have changed and stay as they are for one look. Returns: the new state."""
+async def changed(file: Path, known: State, *, look_s: float = LOOK_S) -> State:
+    """Wait until files have changed and stay as they are for one look of ``look_s``. Returns: the new state."""
     while True:
-        await asyncio.sleep(LOOK_S)
+        await asyncio.sleep(look_s)
         found = await asyncio.to_thread(state, file)
         if not differing(known, found):
             continue
-        while differing(found, again := await _later(file)):
+        while differing(found, again := await _later(file, look_s)):
             found = again
         return found
 
 
-async def _later(file: Path) -> State:
-    await asyncio.sleep(LOOK_S)
+async def _later(file: Path, look_s: float) -> State:
+    await asyncio.sleep(look_s)
     return await asyncio.to_thread(state, file)

@@ -19,7 +19,7 @@ import msgspec
 
 from stage_runtime.processes.supervision import startup_failures, statuspipe
 from stage_runtime.processes.supervision.children import Child, Command
-from stage_runtime.processes.supervision.progress import ProgressWatch
+from stage_runtime.processes.supervision.progress import LoadedShare, ProgressWatch
 from stage_runtime.processes.supervision.startup_failures import StartupFailed
 
 WATCH_S = 1.0  # between two looks at a process that loads
@@ -45,6 +45,12 @@ class ProcessView(msgspec.Struct, frozen=True, kw_only=True):
     pid: int | None = None
     restarts: int = 0
     gauges: dict[str, float] = {}  #: Of its planes (`metrics.planes`).
+    share: LoadedShare | None = None  #: Of what ``message`` is about, while it loads.
+
+    @property
+    def detail(self) -> str:
+        """The message, with the share in words."""
+        return self.message if self.share is None else f"{self.message} {self.share}"
 
 
 class RestartPolicy(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,7 +91,7 @@ class SupervisedInstance:
         self.was_ready = False  #: In any of its lives.
         self.fragile = True  #: Until what it was started for is done (`Supervisor.settle`) no death is forgiven.
         self._resting: str | None = None  #: Why nothing runs now.
-        self._death: StartupFailed | None = None  #: What ended the life just over.
+        self._death: StartupFailed | None = None  #: The error that ended the latest life.
         self._end: ProcessState | None = None
         self._on_change, self._on_line = on_change, on_line
         self._stopping = asyncio.Event()
@@ -150,6 +156,7 @@ class SupervisedInstance:
             pid=None if child is None else child.pid,
             restarts=self.restarts,
             gauges={} if child is None else child.gauges,
+            share=_share(child) if state == "loading" else None,
         )
 
     def _state(self, child: Child | None) -> tuple[ProcessState, str]:
@@ -294,3 +301,11 @@ class SupervisedInstance:
     def _finish(self, state: ProcessState) -> None:
         self._end = state
         self._on_change(self)
+
+
+def _share(child: Child | None) -> LoadedShare | None:
+    """The share in the newest event of a process that loads."""
+    newest = child.events[-1] if child is not None and child.events else None
+    if not isinstance(newest, statuspipe.Loading) or not (newest.done > 0 or newest.total > 0):
+        return None
+    return LoadedShare(newest.done, newest.total, newest.unit)

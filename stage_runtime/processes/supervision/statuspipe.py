@@ -33,6 +33,9 @@ class Loading(StatusEvent, frozen=True, kw_only=True):
 
     stage: str
     message: str = ""
+    done: float = 0.0
+    total: float = 0.0  #: 0: not known.
+    unit: str = ""  #: ``B``: bytes.
 
 
 class Loaded(StatusEvent, frozen=True, kw_only=True):

@@ -100,7 +100,7 @@ class Supervisor:
         self._forget(name)
 
     async def take_back(self, name: str) -> None:
-        """As `stop`; one that never was ready has nothing to finish, and ends at once."""
+        """The same as `stop`, but an instance that never was ready has nothing to finish, and ends at once."""
         if not self._instances[name].was_ready:
             self._instances[name].stop()
         await self.stop(name)

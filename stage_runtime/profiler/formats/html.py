@@ -50,7 +50,7 @@ def _data(found: Events) -> dict[str, Any]:
 
 
 def _stages(requests: Iterable[Sequence[Moment]]) -> list[str]:
-    """In the order of their first events, which chooses their colours."""
+    """The stages in the order of their first events, which chooses their colours."""
     named = dict.fromkeys(each.stage for moments in requests for each in moments if each.stage)
     return list(islice(named, MAX_STAGES))
 
@@ -92,12 +92,12 @@ def _is_stay(each: Interval) -> bool:
 
 
 def _place(row: Interval | Hop) -> tuple[int, int]:
-    """In the waterfall: from first to last, of those that start together the longest first."""
+    """The place in the waterfall: rows go by start, and those that start together by length, the longest first."""
     return row.start_ns, -row.end_ns
 
 
 def _utilisation(found: Events) -> dict[str, Any]:
-    """Per stage and slice of the run: in how many requests it was computing on average."""
+    """The mean number of requests that each stage was computing in each slice of the run."""
     first = min((moments[0].time_ns for moments in found.requests.values()), default=0)
     last = max((moments[-1].time_ns for moments in found.requests.values()), default=1)
     width = max((last - first) / BINS, 1.0)

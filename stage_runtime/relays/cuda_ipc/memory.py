@@ -66,9 +66,9 @@ class DeviceMemory(Protocol):
         """Bytes of a chunk as a flat tensor; it and all tensors on its memory keep ``owner`` alive."""
 
     def wait(self, device: str) -> None:
-        """Until the GPU has done all that this process has asked of it so far.
+        """Waits until the GPU has done all that this process has asked of it so far.
 
-        Raises: DeviceLost: it will not. Whatever else it raises: that is not known.
+        Raises: DeviceLost: the GPU never will. After any other error, it is unknown whether it has.
         """
 
     def enter_thread(self) -> None:

@@ -66,13 +66,13 @@ class _Held:
 
 
 class _Region(np.ndarray[Any, Any]):
-    """As `pages.region`, and it keeps a `_Held` alive. Made on the mapping itself: numpy's views skip other bases."""
+    """A `pages.region` that keeps a `_Held` alive. Its base is the mapping itself: numpy's views skip other bases."""
 
     held: _Held
 
 
 class CudaIpcRelay(AbstractRelay[CudaIpcRoute, CudaIpcMetadata]):
-    """Between processes of one machine and one GPU."""
+    """Moves payloads between processes that use the same GPU of one machine."""
 
     name = "cuda_ipc"
     MEDIUM = "gpu"
@@ -105,7 +105,7 @@ class CudaIpcRelay(AbstractRelay[CudaIpcRoute, CudaIpcMetadata]):
     def put(
         self, pack: Pack, *, request_id: str, peer: Peer, like: RelayOperation | None = None
     ) -> PutOperation | None:
-        """As `base.Relay.put`. like: an operation of the same pack by this relay, whose slots can be shared."""
+        """Implements `base.Relay.put`. like: an operation of the same pack by this relay, whose slots can be shared."""
         route = self._route(peer)
         resource = self._shared(route, like) or self._placed(route, pack)
         if resource is None:
@@ -175,8 +175,8 @@ class CudaIpcRelay(AbstractRelay[CudaIpcRoute, CudaIpcMetadata]):
             self._looked_at.pop(key, None)
 
     def _marked(self) -> Iterator[tuple[str, GpuProbe]]:
-        """For each GPU, memory with the token for peers to open. Not a chunk's: all peers get the same handle, and
-        torch counts one user of each.
+        """Each GPU with memory that holds the token, for peers to open. It is not a chunk's memory: all peers get the
+        same handle, and torch counts one user of each.
         """
         for uuid, device in self._devices.items():
             try:

@@ -156,7 +156,7 @@ class MooncakeReader:
         self._read_next()
 
     def _read(self, route: MooncakeRoute, incoming: MooncakeGet) -> None:
-        """In a thread of the pool."""
+        """Reads the bytes of a get, and reports on the loop whether they came. A thread of the pool runs it."""
         try:
             failure = self._failure(route, incoming)
         except Exception as error:  # outermost of its thread: the get fails, and the thread reads on
@@ -254,7 +254,7 @@ class MooncakeReader:
             self._asking = self._loop.call_later(ASK_S, self._ask)
 
     def _look_for(self, route: MooncakeRoute) -> None:
-        """In a thread of the pool."""
+        """Looks whether a peer is there, and reports that on the loop. A thread of the pool runs it."""
         is_there = True
         try:
             is_there = self._listens(route.facts.session)

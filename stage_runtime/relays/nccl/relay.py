@@ -76,7 +76,7 @@ class NcclRelay(AbstractRelay[NcclRoute, NcclMetadata]):
     def put(
         self, pack: Pack, *, request_id: str, peer: Peer, like: RelayOperation | None = None
     ) -> PutOperation | None:
-        """As `base.Relay.put`. like: an operation of the same pack by this relay, whose slot can be shared."""
+        """Implements `base.Relay.put`. like: an operation of the same pack by this relay, whose slot can be shared."""
         shared = like.resource.placed if isinstance(like, PutOperation) else None
         placed = self._placing.place(pack, shared)
         if placed is None:

@@ -137,7 +137,7 @@ class NcclSender:
                 session.thread.start()
 
     def serve(self, session: _ReceiverSession) -> None:
-        """In the thread of a connection, until it ends."""
+        """Serves a receiver until its connection ends. A thread of its own runs it."""
         try:
             join = self._joined(session)
             if join is None:

@@ -32,8 +32,8 @@ JOIN_S: Final = 5.0
 TAG: Final = 0
 NO_TAG: Final = 1  #: Nothing is ever sent under it.
 POLL_S: Final = 50e-6
-#: What torch's watchdog waits before it takes a world of NCCL for dead. Longer than all that waits here: what it does
-#: then concerns the whole process.
+#: Time after which torch's watchdog takes a world of NCCL for dead. It is longer than every wait here, because the
+#: watchdog's action would concern the whole process.
 WATCHDOG: Final = datetime.timedelta(hours=1)
 #: It is not to end the process, nor is the thread that watches it. Read when a group is made, which any of the process
 #: may be: set for the moment that takes.
@@ -182,7 +182,7 @@ class World:
         return self._pieces(self._send, array, connection, piece_nbytes)
 
     def receive(self, array: Any, connection: socket.socket, piece_nbytes: int) -> Iterator[int]:
-        """As `send`, into an array of bytes."""
+        """The same as `send`, but it receives into an array of bytes."""
         return self._pieces(self._receive, array, connection, piece_nbytes)
 
     def abort(self) -> None:
@@ -356,7 +356,7 @@ class PieceTransfer:
         self._host = host
 
     def wait(self, wait: Callable[[Any], None]) -> None:
-        """In the world's other thread."""
+        """Waits until the piece has completed or failed. The world's other thread calls it."""
         try:
             wait(self._work)
         except RuntimeError as error:
@@ -386,7 +386,7 @@ def _unwatched() -> Iterator[None]:
 
 
 def _plain(reason: str) -> str:
-    """Without the library's source file and advice."""
+    """An error's text without the library's source file and advice."""
     return reason.partition("\n")[0].partition("] ")[2].partition(". This is")[0] or reason[:200]
 
 

@@ -13,7 +13,7 @@ from typing import Any, Final, NewType
 
 from stage_runtime.errors import ConfigurationError
 
-#: What is installed, best first: the wheels differ in the CUDA version that they are built with.
+#: Packages of which one is installed, best first: the wheels differ in the CUDA version that they are built with.
 PACKAGES: Final = ("nixl_cu13", "nixl_cu12")
 PROGRESS_DELAY_US: Final = 10_000  # the progress thread sleeps in poll() and wakes for events all the same
 

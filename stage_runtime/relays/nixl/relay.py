@@ -97,7 +97,7 @@ class NixlRelay(AbstractRelay[NixlRoute, NixlMetadata]):
     def put(
         self, pack: Pack, *, request_id: str, peer: Peer, like: RelayOperation | None = None
     ) -> PutOperation | None:
-        """As `base.Relay.put`. like: an operation of the same pack by this relay, whose slot can be shared."""
+        """Implements `base.Relay.put`. like: an operation of the same pack by this relay, whose slot can be shared."""
         route = self._route(peer)
         shared = _shared(like)
         placed = self._placing.place(pack, shared if shared is None or shared.is_filled else None)
@@ -106,7 +106,9 @@ class NixlRelay(AbstractRelay[NixlRoute, NixlMetadata]):
     def put_early(
         self, pack: Pack, *, request_id: str, peer: Peer, like: RelayOperation | None = None
     ) -> PutOperation | None:
-        """As `base.Relay.put_early`: its receiver grants memory, and the first pieces move, while others are copied."""
+        """Implements `base.Relay.put_early`: the receiver grants memory and gets the first pieces while the others are
+        copied.
+        """
         route = self._route(peer)
         if route.reads or pack.nbytes < EARLY_NBYTES:
             return self.put(pack, request_id=request_id, peer=peer, like=like)
@@ -227,7 +229,7 @@ class NixlRelay(AbstractRelay[NixlRoute, NixlMetadata]):
                 pass
 
     def _came(self, peer: Peer, notice: Any) -> None:
-        """On the loop."""
+        """A peer's notice has come. The loop calls it."""
         known = self._receiving.written if isinstance(notice, Written) else self._receiving.stopped
         if not known(peer, notice):
             self._stray(peer)

@@ -59,7 +59,7 @@ class ShmRelay(AbstractRelay[mmap.mmap, ShmMetadata]):
     def put(
         self, pack: Pack, *, request_id: str, peer: Peer, like: RelayOperation | None = None
     ) -> PutOperation | None:
-        """As `base.Relay.put`. like: an operation of the same pack by this relay, whose slot can be shared."""
+        """Implements `base.Relay.put`. like: an operation of the same pack by this relay, whose slot can be shared."""
         placed = self._placing.place(pack, like.resource if isinstance(like, PutOperation) else None)
         if placed is None:
             return None

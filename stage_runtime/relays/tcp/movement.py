@@ -26,7 +26,7 @@ class Movement:
         self._connections: set[int] = set()  #: Descriptors of accepted connections; libzmq owns and closes them.
         self._of: dict[Peer, int] = {}  #: The connection by which a peer's last message came.
         self._messages: dict[Peer, int] = {}
-        self._seen: dict[Peer, tuple[int, float]] = {}  #: What had come when it was last looked at, and since when.
+        self._seen: dict[Peer, tuple[int, float]] = {}  #: The count at the last look, and when it was first seen.
 
     def accepted(self, descriptor: int) -> None:
         self._connections.add(descriptor)

@@ -146,14 +146,14 @@ class TcpRelay(AbstractRelay[TcpRoute, TcpMetadata]):
     def put(
         self, pack: Pack, *, request_id: str, peer: Peer, like: RelayOperation | None = None
     ) -> PutOperation | None:
-        """As `base.Relay.put`. ``like`` saves nothing here: every receiver is sent the bytes, from memory of their own:
+        """Implements `base.Relay.put`. ``like`` saves nothing here: every receiver is sent a copy of the bytes, because
         libzmq sends them later.
         """
         return self._put(pack, request_id=request_id, peer=peer, most=self._settings.unreleased_bytes)
 
     def put_all(self, packs: Sequence[Pack], *, request_id: str, peer: Peer) -> list[PutOperation] | None:
-        """As `base.Relay.put_all`. The room for all is reserved before the first is sent: what was sent cannot be taken
-        back, and its receiver would keep it as unclaimed.
+        """Implements `base.Relay.put_all`. The room for all is reserved before the first is sent: a pack that was sent
+        cannot be taken back, and its receiver would keep it as unclaimed.
         """
         reserved = sum(pack.nbytes for pack in packs)
         if not self._ledger.reserve(reserved, most=self._settings.unreleased_bytes):

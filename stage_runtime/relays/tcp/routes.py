@@ -51,7 +51,7 @@ class TcpRoute:
             return True
 
     def close(self) -> None:
-        """For good."""
+        """Closes the route for good."""
         with self.lock:
             self.closed = True
             if self._socket is not None:

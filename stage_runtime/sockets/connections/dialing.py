@@ -45,7 +45,7 @@ MORE: Final = int(zmq.SNDMORE) | NOBLOCK
 
 
 class Connection:
-    """To one endpoint; links to successive incarnations there share it."""
+    """A connection to one endpoint; links to successive incarnations there share it."""
 
     __slots__ = (
         "_dialer",

@@ -47,14 +47,14 @@ class CurveSecurity:
             raise ConfigurationError(f"control key {path}: {error.strerror}") from error
 
     def server(self, socket: zmq.Socket[bytes], *, guarded: bool = True) -> None:
-        """To be called before ``bind``. guarded: by a `guard` of its context."""
+        """Must be called before ``bind``. guarded: a `guard` of its context admits peers."""
         socket.curve_server = True
         socket.curve_secretkey = self._server_secret
         if guarded:
             socket.zap_domain = DOMAIN
 
     def client(self, socket: zmq.Socket[bytes]) -> None:
-        """To be called before ``connect``."""
+        """Must be called before ``connect``."""
         socket.curve_serverkey = self._server_public
         socket.curve_publickey = self._client_public
         socket.curve_secretkey = self._client_secret

@@ -58,7 +58,7 @@ def raise_limits() -> int:
 
 
 def check(*, connected: bool = False) -> None:
-    """Before a peer is connected to. Raises: LimitReached: no descriptors or no memory are left for one.
+    """Called before a peer is connected to. Raises: LimitReached: no descriptors or no memory are left for one.
 
     connected: the peer has a connection to this process already.
     """

@@ -48,7 +48,7 @@ class Listener(NamedTuple):
 
     epoll: int
     descriptor: int
-    data: int  #: What libzmq gets from the kernel with an event of it.
+    data: int  #: The value that libzmq gets from the kernel with its events.
 
     def accept_all(self) -> None:
         self._ask_for(_ALL)

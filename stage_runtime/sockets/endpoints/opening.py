@@ -70,7 +70,7 @@ class Heartbeats(NamedTuple):
     rare: bool  #: A machine that vanishes is not found by them in time.
 
     def set(self, socket: zmq.Socket[bytes]) -> None:
-        """For the connections that are opened from now on."""
+        """Sets them for connections that are opened from now on."""
         socket.heartbeat_ivl, socket.heartbeat_timeout, socket.heartbeat_ttl = self.interval, self.timeout, self.ttl
         # Where they are rare, the kernel notices a machine that is gone, at no cost of ours: probes while nothing is
         # sent, else by what is not acknowledged.
@@ -81,7 +81,7 @@ class Heartbeats(NamedTuple):
 
 
 def heartbeats(dead_after_s: float, factor: float = 1.0) -> Heartbeats:
-    """For any time that a spec can set. factor: how many times as long as usual the interval is.
+    """The heartbeats for any time that a spec can set. factor: how many times as long as usual the interval is.
 
     A frozen peer is seen one timeout after a beat, so at most an interval later: within ``dead_after_s`` in all, which
     leaves the grace for reconnecting to the promised 4 s. Each time more of the factor adds a third of it. Members tell
@@ -139,7 +139,7 @@ class Sockets:
             socket.tcp_keepalive = 1
             socket.tcp_keepalive_idle, socket.tcp_keepalive_intvl, socket.tcp_keepalive_cnt = ABANDONED_S
         else:
-            # What is broadcast may be lost, and its publisher has a link.
+            # A broadcast may be lost, and its publisher has a link.
             self.heartbeats(SUBSCRIPTION_FACTOR if kind == zmq.SUB else 1.0).set(socket)
         socket.ipv6 = True
         return socket
@@ -204,7 +204,7 @@ class Sockets:
         self._loop.call_soon(ready)  # an edge may have come before we listened
 
     def stop_reading(self, socket: zmq.Socket[bytes]) -> None:
-        """Before a socket that is read is closed."""
+        """Must be called before a socket that is read is closed."""
         self._loop.remove_reader(_descriptor(socket))
 
     def forget(self, socket: zmq.Socket[bytes]) -> None:
@@ -213,7 +213,7 @@ class Sockets:
         socket.close(linger=0)
 
     def close_doors(self) -> None:
-        """Before the sockets that others connect to are closed."""
+        """Must be called before the sockets that others connect to are closed."""
         self._doors.close()
 
     def close(self) -> None:

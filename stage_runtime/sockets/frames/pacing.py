@@ -44,7 +44,7 @@ class ReadPacing:
             self._read(socket, drain)
 
     def close(self) -> None:
-        """Before the sockets are closed."""
+        """Must be called before the sockets are closed."""
         for pause in self._pauses.values():
             pause.cancel()
         self._pauses.clear()

@@ -181,7 +181,7 @@ class Resending:
             self.flush(link)
 
     def _look(self) -> None:
-        """For acks that came as answers: sends take the edge that tells of them."""
+        """Looks for acks that came as answers: a send consumes the socket's edge that would tell of them."""
         self._looking = None
         self._look_again(self._turn())
 

@@ -21,14 +21,22 @@ class Administration:
     """Knows which operations wait for their engine. Ranks 1.. answer for themselves (`follower`)."""
 
     def __init__(
-        self, stages: Mapping[str, Stage], send: Callable[[str, Message], bool], *, kept: int = ASKED_KEPT
+        self,
+        stages: Mapping[str, Stage],
+        send: Callable[[str, Message], bool],
+        *,
+        done: Callable[[AdminCall], object] = lambda call: None,
+        kept: int = ASKED_KEPT,
     ) -> None:
-        """kept: operations without an answer; beyond it the oldest is forgotten."""
+        """done: called in any thread, before the answer, with a call that an engine has carried out. kept: operations
+        without an answer; beyond it the oldest is forgotten.
+        """
         self._stages = stages
         self._send = send
+        self._done = done
         self._kept = kept
         #: (coordinator, call, stage) that engines have not answered, oldest first.
-        self._asked: dict[tuple[str, str, str], None] = {}
+        self._asked: dict[tuple[str, str, str], AdminCall] = {}
 
     def ask(self, sender: str, message: AdminCall) -> None:
         """Hand it to the engine. Whatever becomes of it, ``sender`` gets one answer, unless the engine forgets it."""
@@ -39,7 +47,7 @@ class Administration:
                 self._send(sender, AdminReply(message.call_id, message.stage, rank, None, problem))
             return
         call = (sender, message.call_id, message.stage)
-        self._asked[call] = None
+        self._asked[call] = message
         if len(self._asked) > self._kept:
             self._asked.pop(next(iter(self._asked)), None)  # its engine may be answering it now
         stage.inbox.put(
@@ -60,12 +68,14 @@ class Administration:
             self._answer(call, None, clipped(f"the engine crashed: {describe(error)}"))
 
     def _answer(self, call: tuple[str, str, str], value: Any, error: str | None = None) -> None:
-        """In any thread; the first answer counts."""
+        """Replies to a call. Any thread may call it; the first answer counts."""
         sender, call_id, stage = call
         try:
-            del self._asked[call]
+            asked = self._asked.pop(call)
         except KeyError:
             return
+        if error is None and not isinstance(value, Exception):
+            self._done(asked)
         answer(lambda reply: self._send(sender, reply), AdminReply(call_id, stage, 0, value, error))
 
 

@@ -17,10 +17,12 @@ import msgspec
 from omnipipeline_spec.types.plan import StagePlan
 from stage_runtime.errors import LimitReached
 from stage_runtime.rules import forwarding
+from stage_runtime.rules.adapters import AdapterRecord
 from stage_runtime.sockets.endpoints import limits
 from stage_runtime.stage.control.registration import Registration
 from stage_runtime.stage.process_context import ProcessContext
 from stage_runtime.wire.messages import (
+    AdminCall,
     Deregister,
     Detour,
     ForwardAbort,
@@ -53,7 +55,7 @@ class StageMembership:
     def __init__(self, plans: Iterable[StagePlan], process: ProcessContext, loop: asyncio.AbstractEventLoop) -> None:
         plans = tuple(plans)
         self.members: dict[str, Member] = {}  #: Instances that share requests with this one, by incarnation.
-        #: Which coordinators have introduced a member and not reported that it is gone. The keys are those of
+        #: The coordinators that have introduced a member and not reported that it is gone. The keys are those of
         #: ``members``.
         self._introducers: dict[str, set[str]] = {}
         #: Members that one coordinator alone had introduced when it was lost, and none since -> that coordinator.
@@ -63,10 +65,11 @@ class StageMembership:
         self._gone: OrderedDict[tuple[str, str], None] = OrderedDict()
         self._process = process
         self._loop = loop
+        self._adapters = AdapterRecord()  #: Outlives the incarnations, as the engines do.
         self._ready = False  #: All engines are loaded. Outlives the incarnations.
         self._limited = False  #: That there is no room for a link was logged.
         self._leaving: str | None = None  #: Why it drains: no coordinator may bind anything new to it.
-        #: What this process sends: source stage, target stage, the relay that the plan asks for.
+        #: The edges over which this process sends: source stage, target stage, the relay that the plan asks for.
         self._edges = [
             (plan.name, target, plan.relay.backend)
             for plan in plans
@@ -112,7 +115,12 @@ class StageMembership:
     def announce_ready(self) -> None:
         self._ready = True
         if self._leaving is None:
-            self.broadcast(Ready())
+            self.broadcast(Ready(self._adapters.report()))
+
+    def carried_out(self, call: AdminCall) -> None:
+        """An engine has carried out an operation: coordinators learn of it if it concerns adapters."""
+        if self._adapters.done(call.stage, call.operation, call.arguments) and self._ready and self._leaving is None:
+            self.broadcast(Ready(self._adapters.report()))
 
     def deregister(self, reason: str) -> None:
         """Bind nothing new to us.
@@ -132,7 +140,7 @@ class StageMembership:
         if self._leaving is not None:
             self._process.send(sender, Deregister(self._leaving))
         elif self._ready:
-            self._process.send(sender, Ready())
+            self._process.send(sender, Ready(self._adapters.report()))
         if message.coordinator.attempts_over:
             # It has ended what was bound to both, and sent the other end our departure, or has lost that end, too.
             for peer in [peer for peer, lost in self._left.items() if lost == sender]:
@@ -235,7 +243,7 @@ class StageMembership:
         try:
             if not asleep:
                 limits.check()
-            # What only sends to us is acknowledged by its own connection.
+            # A member that only sends to us gets acknowledgements over its own connection.
             self._process.channels.connect(peer, member.endpoint, asleep=asleep or not edges)
         except LimitReached as error:
             if not self._limited:

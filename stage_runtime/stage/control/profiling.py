@@ -39,7 +39,7 @@ class ProcessProfiling:
             self._session.thread.submit(self._expire)
 
     def _expire(self) -> None:
-        """On the session's thread. The engines learn of a run's end whatever ends it."""
+        """Ends a run whose time is over, and tells the engines. The session's thread calls it."""
         run_id = self._session.expire()
         if run_id is not None:
             self._loop.call_soon_threadsafe(self._notify, ProfilerStop("", run_id))

@@ -56,7 +56,7 @@ def open_payload(work: RequestWork, sealed: Sealed) -> StagePayload:
     work.know(request)
     if "data" in fields:
         return StagePayload(request=request, data=devices.moved(fields["data"], work.device))
-    # What is left out is the request's inputs: the stage's own, which it may write into without changing the request.
+    # A payload without data has the request's inputs as its data: a copy, which the stage may write into.
     inputs = request.inputs
     own = inputs if type(inputs) in SCALARS else devices.moved(encoding.reissued(request).inputs, work.device)
     return StagePayload(request=request, data=own)

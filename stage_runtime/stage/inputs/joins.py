@@ -50,7 +50,7 @@ class Joins:
         self._waiting.close()
 
     def run(self) -> None:
-        """Until it is closed."""
+        """Gathers what waits, one after another, until it is closed. The stage's thread for hooks runs it."""
         set_active_stage(self._stage)  # what the hooks record belongs to it
         while (item := self._waiting.take()) is not None:
             work, source, sealed = item

@@ -102,7 +102,7 @@ class MutationCheck:
                 self._taken.popitem(last=False)
 
     def gave(self, stage: str, request: str, values: Mapping[str, Any]) -> None:
-        """``stage`` has given these, by what a violation calls them."""
+        """``stage`` has given these values, by their names in a violation."""
         found = [fingerprints.fingerprint(value, where=where) for where, value in values.items()]
         with self._lock:
             given = self._given.setdefault(stage, deque(maxlen=self._remembered))
@@ -110,12 +110,12 @@ class MutationCheck:
             given.extend((request, fingerprint) for fingerprint in found if fingerprint.parts)
 
     def began(self, stage: str) -> None:
-        """``stage`` begins something: what has changed of what it gave before, it wrote."""
+        """``stage`` begins something: it has written those values which it gave before and which differ now."""
         with self._lock:
             self._look_back(self._given.get(stage, ()), stage)
 
     def ended(self, stage: str, request: str) -> None:
-        """``stage`` has finished a request: it wrote whatever has changed of what it received."""
+        """``stage`` has finished a request: it has written those values which it received and which differ now."""
         with self._lock:
             for source, fingerprint in self._taken.pop((request, stage), ()):
                 self._look(stage, request, source, fingerprint)

@@ -334,7 +334,7 @@ class StageInput:
             self._joins.drop(work)
 
     def _look_back(self, work: RequestWork) -> None:
-        """It may have ended while something of it was put where it waits."""
+        """Frees what a thread has just put aside for a request, if the request has ended meanwhile."""
         if work.dead:
             self._let_go(work)
 

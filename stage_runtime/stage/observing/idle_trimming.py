@@ -22,7 +22,7 @@ class IdleTrimming:
         self._stages = tuple(stages)
         self._pinned: list[int] = []  #: Transfers that were pinned at the last beat.
         self._searched_for: list[int] = []  #: Those of them for which garbage was collected in vain.
-        self._taken = 0  #: What the engines had taken at the last beat.
+        self._taken = 0  #: The number of events that the engines had taken at the last beat.
         self._dropped = 0  #: Requests that had ended while they waited, at the last beat.
         self._free = False  #: Some have since memory was given back.
         self._calm = LAST_TRIM  #: Beats in a row without anything; a process that has done nothing yet is past it all.
@@ -42,7 +42,9 @@ class IdleTrimming:
         self._pinned = pins
 
     def _give_memory_back(self, taken: int, *, busy: bool) -> None:
-        """At the first calm beat, the second, the fourth, the eighth…: what others hold of ours comes back late."""
+        """Gives free memory back at the first calm beat, the second, the fourth, the eighth…: memory that peers still
+        hold becomes free late.
+        """
         self._calm = self._calm + 1 if taken == self._taken and not busy else 0
         if 0 < self._calm <= LAST_TRIM and self._calm.bit_count() == 1:
             pages.give_back()

@@ -44,7 +44,7 @@ class Stalling:
         parking.on_change = self._changed
 
     def _changed(self) -> None:
-        """In any thread: a worker has come to a gate, or left one."""
+        """A worker has come to a gate, or left one. Any thread may call it."""
         if not self._looking and (self._notified or self._parking.at_gates >= self._workers()):
             self._looking = True
             with contextlib.suppress(RuntimeError):  # the loop is closed

@@ -30,7 +30,7 @@ EDGES_KEPT: Final = 64  # instances of one neighbour; they change, and making a 
 Packed: TypeAlias = dict[
     int, tuple[StagePayload, Extracted]
 ]  #: By id, with the payload itself, because ids are reused.
-Lost: TypeAlias = Callable[[RequestWork, BaseException], None]  #: What had waited in a send queue cannot be sent.
+Lost: TypeAlias = Callable[[RequestWork, BaseException], None]  #: A payload in a send queue cannot be sent.
 
 
 class LocalEdge:
@@ -95,7 +95,7 @@ class LocalEdge:
 
 
 class _SendingEdge:
-    """To one peer over the planes. ``_queue_key``: of `transfers.sending`."""
+    """An edge to one peer over the planes. ``_queue_key``: its key in `transfers.sending`."""
 
     def __init__(self, plan: StagePlan, neighbour: str, peer: str, process: ProcessContext, lost: Lost) -> None:
         self._stage = plan.name
@@ -165,7 +165,7 @@ class RemoteEdge(_SendingEdge):
         self._ship(work, extracted, make)
 
     def end(self, work: RequestWork) -> None:
-        """As `LocalEdge.end`."""
+        """The same as `LocalEdge.end`."""
         total = work.sent(self._neighbour)
         timings = work.timing(self._stage)
         if total:
@@ -178,17 +178,17 @@ class RemoteEdge(_SendingEdge):
         self._ship(work, encoding.extract({"request": work.request}, where="payload", as_fields=True), make)
 
     def skip(self, work: RequestWork, chunks: int | None) -> None:
-        """As `LocalEdge.skip`."""
+        """The same as `LocalEdge.skip`."""
         self._send(Skip(work.header(), self._stage, self._neighbour, chunks))
 
     def failed(self, work: RequestWork, failure: Failure) -> None:
-        """As `LocalEdge.failed`; a target that cannot be reached is notified by the coordinator."""
+        """The same as `LocalEdge.failed`; a target that cannot be reached is notified by the coordinator."""
         self._process.send(
             self._peer, DataReady(work.header(), self._stage, self._neighbour, None, None, False, failure)
         )
 
     def consumed(self, work: RequestWork, weight: int) -> None:
-        """As `LocalEdge.consumed`; the producer is notified a quarter of a window at a time."""
+        """The same as `LocalEdge.consumed`; the producer is notified a quarter of a window at a time."""
         due = 0 if work.dead else work.note_consumed(self._neighbour, weight)
         if due:
             self._process.send(
@@ -196,12 +196,12 @@ class RemoteEdge(_SendingEdge):
             )
 
     def refuse(self, header: Header) -> None:
-        """As `LocalEdge.refuse`."""
+        """The same as `LocalEdge.refuse`."""
         self._process.send(self._peer, _over(header, self._neighbour, self._stage))
 
 
 class ClientEdge(_SendingEdge):
-    """From a terminal stage to the client, by way of the coordinator that owns the request."""
+    """The edge from a terminal stage to the client, by way of the coordinator that owns the request."""
 
     def chunk(self, work: RequestWork, chunk: Chunk) -> None:
         work.look(chunk.data)

@@ -211,7 +211,7 @@ class StageOutput:
             self._process.gave(self._plan.name, work, {"result": data})
 
     def _hand_on(self, work: RequestWork, data: Any, target: str, ended_ns: int) -> None:
-        """As `_pass_on`, to one target, without hooks."""
+        """The same as `_pass_on`, for a stage with one target and no hooks."""
         request, instance = work.request, work.bindings.get(target)
         if request is None or instance is None:  # see `_pass_on`, `_met`
             self._note_complete(work, ended_ns)
@@ -258,7 +258,7 @@ class StageOutput:
         raise HookError(plan.name, "chunk", f"a chunk to {chunk.to}: declare it in streamTo")
 
     def _send_held(self, work: RequestWork, target: str) -> None:
-        """Without a window: the stage has ended, so nothing waits for one."""
+        """Sends chunks that were held, without a window: the stage has ended, so nothing waits for one."""
         for chunk in work.held(target):
             if work.takes(target):
                 self._edges.to(target, work.bindings[target]).chunk(work, chunk)

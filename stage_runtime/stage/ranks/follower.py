@@ -77,7 +77,7 @@ class FollowerHost:
         self._releases = Releases(loop, lambda peer, message: self._channels.send(peer, message))
         self._endpoint = ""
         self._thread: Thread | None = None
-        self._name = ""  #: Which the coordinators use.
+        self._name = ""  #: The name that the coordinators use.
         self.profiles = profiles(lambda: self._name)
         # The engine learns of a profile in its place among rank 0's steps, as of every operation.
         self._profiling = ProcessProfiling(self.profiles, self._answer_coordinator, loop, notify=lambda _: None)
@@ -186,7 +186,7 @@ class FollowerHost:
             raise EngineCrashed("the engine's loop ended before it was asked to stop")
 
     def _crashed(self, error: BaseException) -> None:
-        """On a thread of the stage's."""
+        """The rank's thread has ended by an error. A thread of the stage calls it."""
         self._loop.call_soon_threadsafe(self._on_failed, self._plan.name, error)
 
     def _now_loaded(self) -> None:

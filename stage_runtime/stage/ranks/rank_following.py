@@ -151,7 +151,7 @@ class FollowerOutput:
 
 
 def _unasked(asker: str, call_id: str, value: Any) -> None:
-    """For a follower without a caller."""
+    """The reply of a follower that nobody asks: it drops the answer."""
 
 
 class Follower:
