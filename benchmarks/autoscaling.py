@@ -117,7 +117,7 @@ class Rule(Policy):
 
 
 class Fixed(Policy):
-    """As many of each group as a utilization of the busiest moment needs."""
+    """A fixed number of instances in each group: enough for this utilization at the busiest moment."""
 
     def __init__(self, rate: Rate, length_s: float, utilization: float) -> None:
         self._peak, self._utilization = max(rate(float(at)) for at in range(int(length_s))), utilization

@@ -11,9 +11,12 @@ two       two engines, each with half of the requests: as many processes as apar
 apart     one engine decodes, one computes prompts (`disaggregation`).
 apart2    one engine decodes, two compute prompts: more processes than this machine has cores.
 
+Each engine's thread is pinned to a processor of its own, as far as there are some.
+
 Before it, in the same run: bytes a second of blocks from cache to cache, beside a copy of as many bytes (memcpy), and
-from process to process, beside raw TCP (`kv_rate`); and of prompts of 2, 4 and 8 chunks, one at a time, the share of
-bytes that came before prefill had computed their last chunk. The last chunk itself cannot.
+from process to process, beside raw TCP and memcpy (`kv_rate`). The share of bytes that came before prefill had computed
+the last chunk of a prompt, of prompts of 2, 4 and 8 chunks, one at a time. And what long prompts of one decode instance
+wait while another one, which has asked prefill for some, is stopped and takes nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +26,9 @@ import asyncio
 import contextlib
 import itertools
 import json
+import os
 import random
+import signal
 import statistics
 import tempfile
 import time
@@ -51,9 +56,16 @@ SLO_GAP_S: Final = 0.4
 SLO_FIRST_S: Final = 20.0
 CHUNK: Final = 128  # where the hidden share is measured
 STAGE: Final = """
+import os
+import pathlib
 import stage_runtime as omni
 
 def model(model, max_chunk=512):
+    with pathlib.Path(__file__).with_name("started").open("a") as started:  # one byte by each engine
+        started.write(".")
+        number = started.tell() - 1
+    processors = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {processors[number % len(processors)]})  # of this thread, which computes
     return omni.Autoregressive(
         model=model,
         prompt=lambda payload: omni.Prompt(tokens=payload.data["tokens"], params={"max_tokens": payload.data["count"]}),
@@ -68,6 +80,7 @@ apiVersion: omnipipeline.dev/v1alpha1
 kind: OmniPipeline
 metadata: {{name: bench}}
 spec:
+  control: {{deadAfterSeconds: {dead_after_s}}}
   processGroups: [{{name: {group}, replicas: {replicas}}}]
   stages:
   - name: words
@@ -83,7 +96,8 @@ class Arrangement(NamedTuple):
     chunk: int = 512
     replicas: int = 1
     apart: str = ""
-    group: str = "decoder"  #: Whose replicas.
+    group: str = "decoder"  #: The group that has so many replicas.
+    dead_after_s: int = 4
 
 
 ARRANGEMENTS: Final = {
@@ -185,8 +199,7 @@ async def measured(url: str, seconds: float) -> Figures:
 
 
 @contextlib.asynccontextmanager
-async def arranged(chosen: Arrangement, model: Path) -> AsyncIterator[str]:
-    """The URL of a pipeline."""
+async def arranged(chosen: Arrangement, model: Path) -> AsyncIterator[LocalPipeline]:
     with tempfile.TemporaryDirectory(prefix="b-") as folder:
         Path(folder, "words.py").write_text(STAGE)
         text = PIPELINE.format(model=model, **chosen._asdict())
@@ -194,13 +207,13 @@ async def arranged(chosen: Arrangement, model: Path) -> AsyncIterator[str]:
         overrides = [f"endpoints.basePath={folder}"]
         options = LocalOptions(port=0, cpu=True)
         async with LocalPipeline(Path(folder, "pipeline.yaml"), overrides=overrides, options=options) as pipeline:
-            yield pipeline.url
+            yield pipeline
 
 
 async def run(name: str, model: Path, seconds: float) -> Figures:
-    async with arranged(ARRANGEMENTS[name], model) as url:
-        await measured(url, 2.0)  # warm
-        return await measured(url, seconds)
+    async with arranged(ARRANGEMENTS[name], model) as pipeline:
+        await measured(pipeline.url, 2.0)  # warm
+        return await measured(pipeline.url, seconds)
 
 
 async def hidden(model: Path, prompts: int = 5) -> dict[int, float]:
@@ -208,7 +221,7 @@ async def hidden(model: Path, prompts: int = 5) -> dict[int, float]:
     draw = random.Random(3)
     shares = {}
     chosen = ARRANGEMENTS["apart"]._replace(chunk=CHUNK)
-    async with arranged(chosen, model) as url, httpx.AsyncClient(base_url=url, timeout=300) as client:
+    async with arranged(chosen, model) as pipeline, httpx.AsyncClient(base_url=pipeline.url, timeout=300) as client:
 
         async def counted() -> tuple[float, float, float]:
             """Bytes received, bytes hidden, tokens generated, of all until the last beat."""
@@ -229,6 +242,37 @@ async def hidden(model: Path, prompts: int = 5) -> dict[int, float]:
             received = after[0] - before[0]
             shares[chunks] = (after[1] - before[1]) / received if received else float("nan")
     return shares
+
+
+async def stalled(model: Path, prompts: int = 8) -> tuple[float, float]:
+    """Seconds to the first token of a long prompt: before another decode instance is stopped, and meanwhile."""
+    draw = random.Random(5)
+    chosen = ARRANGEMENTS["apart"]._replace(replicas=2, dead_after_s=60)  # it is not taken for a dead one
+    async with arranged(chosen, model) as pipeline, httpx.AsyncClient(base_url=pipeline.url, timeout=300) as client:
+
+        async def first() -> float:
+            return (await answer(client, [draw.randrange(VOCABULARY) for _ in range(LONG)], 1))[0]
+
+        async def bound() -> int:
+            found = (await client.get("/status")).json()["instances"]
+            return min(int(one["bound"]) for one in found if one["group"] == "decoder")
+
+        for _ in range(3):  # warm
+            await asyncio.gather(first(), first())
+        before = [await first() for _ in range(prompts)]
+        asked = [asyncio.create_task(first()) for _ in range(4)]
+        while not await bound():
+            await asyncio.sleep(0.001)
+        reader = next(pid for name, pid in pipeline.pids().items() if name.startswith("decoder"))
+        os.kill(reader, signal.SIGSTOP)
+        try:
+            while sum(one.done() for one in asked) < 2:  # the other instance's
+                await asyncio.sleep(0.01)
+            meanwhile = [await first() for _ in range(prompts)]
+        finally:
+            os.kill(reader, signal.SIGCONT)
+        await asyncio.gather(*asked)
+    return statistics.median(before), statistics.median(meanwhile)
 
 
 def copying(blocks: int = 64) -> tuple[float, float]:
@@ -260,16 +304,9 @@ def main() -> None:
     found: dict[str, Any] = {"copy": {"blocks_gb_per_s": crossing, "memcpy_gb_per_s": memcpy}}
     print(f"blocks out and in {crossing:.1f} GB/s, memcpy {memcpy:.1f} GB/s: {crossing / memcpy:.2f}x", flush=True)
     for relay, checked in itertools.product(arguments.relays, (False, True)):
-        pairs = asyncio.run(kv_rate.of_relay(relay, checked=checked))
-        blocks, tcp = (statistics.median(one) for one in zip(*pairs, strict=True))
-        ratio = statistics.median(one / other for one, other in pairs)
-        found[f"{relay}{' checked' if checked else ''}"] = {
-            "blocks_gb_per_s": blocks,
-            "tcp_gb_per_s": tcp,
-            "ratio": ratio,
-        }
-        sums = "with checksums" if checked else "without"
-        print(f"blocks by {relay} {sums} {blocks:.2f} GB/s, raw TCP {tcp:.2f} GB/s: {ratio:.2f}x", flush=True)
+        rates = asyncio.run(kv_rate.of_relay(relay, checked=checked))
+        found[f"{relay}{' checked' if checked else ''}"] = kv_rate.medians(rates)
+        print(kv_rate.shown(relay, checked, rates), flush=True)
     with tempfile.TemporaryDirectory(prefix="m-") as folder:
         save_model(Path(folder))
         shares = found["hidden"] = asyncio.run(hidden(Path(folder)))
@@ -278,10 +315,20 @@ def main() -> None:
             ", ".join(f"{one:.0%} of {many} chunks" for many, one in shares.items()),
             flush=True,
         )
+        before, meanwhile = asyncio.run(stalled(Path(folder)))
+        found["stalled"] = {"before_s": before, "meanwhile_s": meanwhile, "ratio": meanwhile / before}
+        print(
+            f"first token of a long prompt {before:.2f} s, beside a reader that is stopped {meanwhile:.2f} s: "
+            f"{meanwhile / before:.2f}x",
+            flush=True,
+        )
         for name in arguments.only:
             figures = asyncio.run(run(name, Path(folder), arguments.seconds))
             found[name] = figures._asdict()
             print(f"{name:8} {figures.shown()}", flush=True)
+        if "one" in found:
+            longest = {name: found[name]["gap_p99_ms"] / found["one"]["gap_p99_ms"] for name in arguments.only}
+            print("p99 gap beside one engine's:", ", ".join(f"{one} {ratio:.2f}x" for one, ratio in longest.items()))
     if arguments.json:
         print(json.dumps(found))
 

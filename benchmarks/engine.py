@@ -7,9 +7,12 @@ All arms take turns in every round, warm, with the same model, prompts and lengt
 ignored. S: prompts of 30 to 50 tokens, 32 new ones. M: prompts of 16 to 512, 32 to 128 new ones. ``shared``: 400 tokens
 at the beginning of all prompts, with and without the prefix cache. ``edit``: a piece of this package's code is to be
 written again with one name changed, 192 new tokens; for the arm ``engine-ngram`` (prompt lookup) beside ``engine``.
+``lora``: the prompts of S; the arm ``engine-lora`` computes them in turn with one of two adapters, with the other and
+with none, ``engine-lora-unused`` lists the adapters (rank 16, all linear layers) and uses none, beside ``engine``.
 ``late``: while 8 requests are answered, a prompt of 512 tokens comes; for the arms ``engine…`` in this process alone,
 such as ``engine-chunk-64``. ``engine-dp2`` has two engines in processes of their own, a processor each;
-``engine-onednn`` has linear layers in that form. Each workload is run with each number of ``--requests``, all at once;
+``engine-onednn`` has linear layers in that form, ``engine-shortest`` computes short prompts first. Each workload is
+run with each number of ``--requests``, all at once;
 ``generate`` answers ``--one-by-one`` of them. ``--with`` adds another engine as an arm; its process, in an environment
 of its own, is idle while the others have their turns.
 
@@ -39,10 +42,11 @@ from typing import Any, Final
 import torch
 
 import stage_runtime as omni
-from benchmarks.enginelab import edits, fake_model
+from benchmarks.enginelab import adapters, edits, fake_model
 from benchmarks.enginelab.others import Ask, Run, others
 from benchmarks.enginelab.parallel import Engines
-from stage_runtime.engines.autoregressive.core.engine_core import EngineCore, EngineCoreRequest
+from stage_runtime.engines.autoregressive.core.engine_core import EngineCore
+from stage_runtime.engines.autoregressive.core.engine_requests import EngineCoreRequest
 from stage_runtime.engines.autoregressive.loading import loader
 from stage_runtime.engines.autoregressive.model import models
 from stage_runtime.engines.autoregressive.sampling.parameters import SamplingParams
@@ -64,7 +68,7 @@ def workload(name: str, count: int, vocabulary: int, tokenizer: Any) -> list[Ask
     def tokens(length: int) -> list[int]:
         return [draw.randrange(5, vocabulary - 5) for _ in range(length)]
 
-    if name == "S":
+    if name in ("S", "lora"):
         return [Ask(tokens(draw.randint(30, 50)), 32) for _ in range(count)]
     if name == "M":
         return [Ask(tokens(draw.randint(16, 512)), draw.randint(32, 128)) for _ in range(count)]
@@ -73,26 +77,31 @@ def workload(name: str, count: int, vocabulary: int, tokenizer: Any) -> list[Ask
         return [Ask(beginning + tokens(draw.randint(8, 24)), 16) for _ in range(count)]
     if name == "late":
         return [*(Ask(tokens(40), 64) for _ in range(8)), Ask(tokens(512), 16, after=16)]
-    raise SystemExit(f"no workload {name!r}: S, M, shared, late, edit")
+    raise SystemExit(f"no workload {name!r}: S, M, shared, late, edit, lora")
 
 
-def engine(core: EngineCore) -> Arm:
-    """Our core, in this thread, all requests at once."""
+def engine(core: EngineCore, clock: Callable[[], float] = time.perf_counter, chosen: Sequence[str] = ("",)) -> Arm:
+    """Our core, in this thread, all requests at once. clock: what users wait by. chosen: adapters, in turn."""
 
     def run(asks: Sequence[Ask]) -> Run:
         core.scheduler.pool.forget_all()  # only what one turn shares counts
-        began, cpu = time.perf_counter(), time.process_time()
+        began, cpu = clock(), time.process_time()
         asked, first, gaps, last = dict[str, float](), dict[str, float](), [], dict[str, float]()
         answers: list[list[int]] = [[] for _ in asks]
         coming = list(enumerate(asks))
         while core.has_work() or coming:
             for index, ask in [one for one in coming if one[1].after <= len(answers[0])]:
                 coming.remove((index, ask))
-                asked[str(index)] = time.perf_counter() if ask.after else began
+                asked[str(index)] = clock() if ask.after else began
                 params = SamplingParams(temperature=0.0, max_tokens=ask.new, ignore_eos=True)
-                core.add_request(EngineCoreRequest(request_id=str(index), prompt_token_ids=ask.prompt, params=params))
+                adapter = chosen[index % len(chosen)]
+                core.add_request(
+                    EngineCoreRequest(
+                        request_id=str(index), prompt_token_ids=ask.prompt, params=params, adapter=adapter
+                    )
+                )
             for one in core.step_fn()[0]:
-                now = time.perf_counter()
+                now = clock()
                 answers[int(one.request_id)] += one.new_token_ids
                 if one.request_id in last:
                     gaps.append(now - last[one.request_id])
@@ -101,7 +110,7 @@ def engine(core: EngineCore) -> Arm:
                 last[one.request_id] = now
         return Run(
             tokens=sum(map(len, answers)),
-            wall_s=time.perf_counter() - began,
+            wall_s=clock() - began,
             cpu_s=time.process_time() - cpu,
             first_s=list(first.values()),
             late_s=[first[str(index)] for index, ask in enumerate(asks) if ask.after],
@@ -174,6 +183,9 @@ def changed(arm: str) -> dict[str, Any]:
         "engine-onednn": {"linears": "onednn"},
         "engine-torch": {"kernels": "torch"},
         "engine-no-cache": {"prefix_caching": False},
+        "engine-lora": {},
+        "engine-lora-unused": {},
+        "engine-shortest": {"policy": "shortest"},
         "engine-ngram": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 4, **LOOKUP}},
     }
     return settings[arm]
@@ -188,10 +200,12 @@ def arms(options: argparse.Namespace, checkpoint: str) -> tuple[dict[str, Arm], 
     settings = {"dtype": options.dtype, "threads": options.threads, "kv_cache_bytes": options.kv_mib << 20}
     settings |= {"model": checkpoint, "max_requests": max(options.requests)}
     for name in [one for one in wanted if one.startswith("engine") and one != "engine-dp2"]:
-        spec = omni.Autoregressive(**{**settings, **changed(name)})
+        listed = adapters.made(checkpoint) if name.startswith("engine-lora") else {}
+        spec = omni.Autoregressive(**{**settings, **changed(name), "lora_modules": listed})
         loaded = loader.load(spec)
         print(f"{name}: linear layers {loaded.linears}, {loaded.num_blocks} blocks", file=sys.stderr)
-        found[name] = engine(loaded.core)
+        clock = time.process_time if options.processor_time else time.perf_counter
+        found[name] = engine(loaded.core, clock, [*listed, ""] if name == "engine-lora" else [""])
         vocabulary = len(loaded.tokenizer)
     if "engine-dp2" in wanted:
         found["engine-dp2"] = Engines(omni.Autoregressive(**{**settings, "threads": None, "data_parallel_size": 2}))
@@ -273,8 +287,8 @@ def main() -> None:
     parser.add_argument(
         "--arms",
         default="engine,generate,continuous",
-        help="also engine-plain, engine-onednn, engine-torch, engine-no-cache, engine-ngram, engine-chunk-N, "
-        "engine-dp2",
+        help="also engine-plain, engine-onednn, engine-torch, engine-no-cache, engine-shortest, engine-ngram, "
+        "engine-chunk-N, engine-dp2",
     )
     parser.add_argument("--workloads", default="S,M")
     parser.add_argument(
@@ -286,6 +300,11 @@ def main() -> None:
     parser.add_argument("--kv-mib", type=int, default=768)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--profile", action="store_true")
+    parser.add_argument(
+        "--processor-time",
+        action="store_true",
+        help="times of arms in this process by its processor time: with --threads 1, on a machine that others use",
+    )
     parser.add_argument(
         "--with",
         dest="others",

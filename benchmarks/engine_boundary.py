@@ -20,7 +20,8 @@ from typing import Any
 
 from stage_runtime.engines.autoregressive.clients.async_mp import AsyncMPClient
 from stage_runtime.engines.autoregressive.clients.inproc import InprocClient
-from stage_runtime.engines.autoregressive.core.engine_core import EngineCore, EngineCoreRequest
+from stage_runtime.engines.autoregressive.core.engine_core import EngineCore
+from stage_runtime.engines.autoregressive.core.engine_requests import EngineCoreRequest
 from stage_runtime.engines.autoregressive.core.serving import Served
 from stage_runtime.engines.autoregressive.process.launching import EngineLaunch
 from stage_runtime.engines.autoregressive.sampling.model_output import ModelOutput
@@ -41,13 +42,13 @@ class _Counter:
     def call(self, function: Callable[[Any], Any]) -> Future[Any]:
         raise AssertionError("no blocks cross")
 
-    def execute_model(self, step: SchedulerOutput, hold: bool = False) -> Future[ModelOutput]:
+    def execute_model(self, step: SchedulerOutput, hold: bool = False, drafted: Any = None) -> Future[ModelOutput]:
         future: Future[ModelOutput] = Future()
         sampled = {row.request.id: (row.request.tokens[-1] + 1) % VOCABULARY for row in step.rows if row.samples}
         future.set_result(ModelOutput(sampled, {}, {}))
         return future
 
-    def sample_tokens(self, masks: Mapping[str, Any]) -> Future[ModelOutput]:
+    def sample_tokens(self, masks: Mapping[str, Any], after: Any = None) -> Future[ModelOutput]:
         raise AssertionError("no request has a grammar")
 
     def shutdown(self) -> None: ...

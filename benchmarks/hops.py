@@ -73,7 +73,7 @@ async def bare(stack: contextlib.AsyncExitStack) -> Side:
 
 
 async def introduced(both: tuple[Side, Side]) -> None:
-    """Until requests no longer bring along where the stages of their pipeline are, as they do at first."""
+    """Waits until requests no longer carry the addresses of their pipeline's stages, as they do at first."""
     for side in both:
         for once in side.once.values():
             await once(None)

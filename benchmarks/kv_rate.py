@@ -1,21 +1,28 @@
-"""Bytes a second of KV blocks from one process's cache into another's, over each relay, beside raw TCP. Used by
-`disaggregation`.
+"""Bytes a second of KV blocks from one process's cache into another's, over each relay, beside raw TCP and memcpy:
+`python -m benchmarks.kv_rate [--relays shm tcp nixl mooncake] [--rounds N]`. Also called by `disaggregation`.
 
 Two stages of one pipeline with the engine's own pages, records and checksums, and the process's own rooms; nothing is
-computed. Raw TCP: a socket of this machine between two processes, 1 MiB a call, into memory that is there already.
+computed. Raw TCP: a socket of this machine between two processes, 1 MiB a call. memcpy: one copy, by one thread. Each
+way as many bytes, each once, lie in memory that was written before, and come into memory that was. They take turns.
 """
 
 from __future__ import annotations
 
+import argparse
+import asyncio
+import itertools
 import socket
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import httpx
+import numpy as np
 
 from stage_runtime.processes.one_machine.local import LocalOptions, LocalPipeline
 
@@ -31,7 +38,8 @@ from stage_runtime.kv_transfer.interface import Piece
 from stage_runtime.kv_transfer.records import PieceHeader
 
 EACH = 14  # blocks of a piece: 4 MiB
-cache = BlockPages([Page(str(at), torch.ones(256, 16, 3, 64)) for at in range(24)])
+BLOCKS = 1 + 64 * EACH
+cache = BlockPages([Page(str(at), torch.ones(BLOCKS, 16, 3, 64)) for at in range(24)])
 
 class Prefill:
     def __init__(self, kv):
@@ -45,11 +53,12 @@ class Prefill:
         places = threading.Semaphore(4)
         for number in range(pieces):
             places.acquire()
-            flat = cache.export([1 + (number + at) % 200 for at in range(EACH)])
-            header = PieceHeader(key=b"", prompt=b"", layout=b"", first=number, count=EACH)
+            blocks = range(1 + number % 64 * EACH, 1 + (number % 64 + 1) * EACH)
+            flat = cache.export(blocks, self.kv.memory(EACH * cache.block_nbytes))
+            header = PieceHeader(key=bytes(16), prompt=b"", layout=b"", first=number, count=EACH)
             if checked:
                 header = msgspec.structs.replace(header, checksum=records.checksum(header, flat))
-            self.kv.ship(room, Piece(records.encode(header), [flat], places.release))
+            self.kv.ship(room, Piece(records.encode(header), [flat], places.release, final=True))
 
     def closed(self, room, reason, *, lost=False): ...
 
@@ -77,7 +86,7 @@ class Decode:
             found = records.decode_header(header)
             if found.checksum is not None:
                 assert found.checksum == records.checksum(found, tensors[0])
-            cache.load([1 + (number + at) % 200 for at in range(EACH)], tensors[0])
+            cache.load(range(1 + number % 64 * EACH, 1 + (number % 64 + 1) * EACH), tensors[0])
         self.kv.close(room, None)
         return pieces * EACH * cache.block_nbytes / (time.perf_counter() - begun)
 
@@ -101,22 +110,41 @@ spec:
 """
 SENDER: Final = """
 import socket, sys
-data = memoryview(bytearray(int(sys.argv[2])))
+call, nbytes = int(sys.argv[2]), int(sys.argv[3])
+data = memoryview(bytearray(b"1") * nbytes)
 with socket.create_connection(("127.0.0.1", int(sys.argv[1]))) as to:
-    for _ in range(int(sys.argv[3])):
-        to.sendall(data)
+    to.recv(1)
+    for start in range(0, nbytes, call):
+        to.sendall(data[start : start + call])
     to.recv(1)
 """
 
 
+class Rate(NamedTuple):
+    """GB/s of one round."""
+
+    blocks: float
+    tcp: float
+    memcpy: float
+
+
+def memcpy() -> float:
+    """GB/s of one copy."""
+    source, target = np.ones(NBYTES, dtype=np.uint8), np.ones(NBYTES, dtype=np.uint8)
+    begun = time.perf_counter()
+    np.copyto(target, source)
+    return NBYTES / 1e9 / (time.perf_counter() - begun)
+
+
 def raw_tcp() -> float:
     """GB/s between two processes."""
-    buffer = memoryview(bytearray(NBYTES))
+    buffer = memoryview(bytearray(b"1") * NBYTES)
     with socket.create_server(("127.0.0.1", 0)) as server:
-        command = [sys.executable, "-c", SENDER, str(server.getsockname()[1]), str(CALL), str(NBYTES // CALL)]
+        command = [sys.executable, "-c", SENDER, str(server.getsockname()[1]), str(CALL), str(NBYTES)]
         with subprocess.Popen(command) as sender:
             connection, _ = server.accept()
             with connection:
+                connection.sendall(b"1")
                 begun, got = time.perf_counter(), 0
                 while got < NBYTES:
                     got += connection.recv_into(buffer[got:])
@@ -125,9 +153,9 @@ def raw_tcp() -> float:
     return NBYTES / 1e9 / taken
 
 
-async def of_relay(relay: str, *, checked: bool, rounds: int = 5) -> list[tuple[float, float]]:
-    """(GB/s of blocks, GB/s of raw TCP) in turns; the first round, in which connections are made, is left out."""
-    found = []
+async def of_relay(relay: str, *, checked: bool, rounds: int = 5) -> list[Rate]:
+    """The first round, in which connections are made, is left out."""
+    found: list[Rate] = []
     with tempfile.TemporaryDirectory(prefix="r-") as folder:
         Path(folder, "blocks.py").write_text(STAGE)
         Path(folder, "pipeline.yaml").write_text(PIPELINE)
@@ -139,5 +167,38 @@ async def of_relay(relay: str, *, checked: bool, rounds: int = 5) -> list[tuple[
                 answer = (await client.post("/v1/pipeline", json={"inputs": inputs})).json()
                 rate = answer["results"]["words"]
                 if rate is not None:  # None: the prefill instance is not known yet
-                    found.append((rate / 1e9, raw_tcp()))
+                    found.append(Rate(rate / 1e9, raw_tcp(), memcpy()))
     return found[1:]
+
+
+def medians(rates: Sequence[Rate]) -> dict[str, float]:
+    """The medians of each, and of the ratios of each round's blocks to its raw TCP and memcpy."""
+    return {
+        "blocks_gb_per_s": statistics.median(one.blocks for one in rates),
+        "tcp_gb_per_s": statistics.median(one.tcp for one in rates),
+        "memcpy_gb_per_s": statistics.median(one.memcpy for one in rates),
+        "ratio": statistics.median(one.blocks / one.tcp for one in rates),
+        "of_memcpy": statistics.median(one.blocks / one.memcpy for one in rates),
+    }
+
+
+def shown(relay: str, checked: bool, rates: Sequence[Rate]) -> str:
+    found = medians(rates)
+    sums = "with checksums" if checked else "without"
+    return (
+        f"blocks by {relay} {sums} {found['blocks_gb_per_s']:.2f} GB/s, raw TCP {found['tcp_gb_per_s']:.2f} GB/s: "
+        f"{found['ratio']:.2f}x, memcpy {found['memcpy_gb_per_s']:.2f} GB/s: {found['of_memcpy']:.2f}x"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--relays", nargs="*", default=["shm", "tcp", "nixl", "mooncake"])
+    parser.add_argument("--rounds", type=int, default=5)
+    arguments = parser.parse_args()
+    for relay, checked in itertools.product(arguments.relays, (False, True)):
+        print(shown(relay, checked, asyncio.run(of_relay(relay, checked=checked, rounds=arguments.rounds))), flush=True)
+
+
+if __name__ == "__main__":
+    main()

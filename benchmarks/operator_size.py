@@ -16,6 +16,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
 
 import msgspec
@@ -59,9 +60,10 @@ class Measuring:
         print(self.figures[-1], flush=True)
 
     async def first_start(self) -> None:
-        """From the process's start until each pipeline has its children and its first status."""
+        """Measures from the process's start until each pipeline has its children and its first status."""
         audit = Audit(self._ground.audit)
         began, done, writes = time.monotonic(), set[tuple[str, str]](), list[Request]()
+        api = self._ground.apiserver_s()
         self._operated.start(profile=self._arguments.profile)
         while len(done) < self._arguments.pipelines:
             self._check(began)
@@ -75,7 +77,16 @@ class Measuring:
         self.record("first start: until all pipelines are reconciled", took, "s", 60.0)
         self.record("  writes for one pipeline", len(writes) / self._arguments.pipelines, "")
         self.record("  processor time of the operator", self._operated.processor_s(), "s")
+        self.record("  processor time of the API server", self._ground.apiserver_s() - api, "s")
+        self._memory()
+        self._kinds(writes)
+        if self._arguments.start_only:
+            return
         await self._settle()
+        later = own(audit.new())
+        self.record("  later writes for one pipeline", len(later) / self._arguments.pipelines, "")
+        self._kinds(later)
+        self.record("  processor time of the operator", self._operated.processor_s(), "s")
         self.record(
             "  pipelines Ready once the controllers have finished", await ground.ready_pipelines(self._ground), ""
         )
@@ -116,7 +127,9 @@ class Measuring:
         self._memory()
 
     async def edits(self, name: str, *, foreign_per_s: float = 0.0, own_per_s: float = 0.0) -> None:
-        """From the arrival of a spec's edit to the end of the write of the child that it changes, by one clock."""
+        """Measures from the arrival of a spec's edit to the end of the write of the child that it changes, by one
+        clock.
+        """
         audit, numbers = Audit(self._ground.audit), list(range(self._arguments.pipelines))
         word = f"{time.time():.3f}"
         async with ground.storm(self._ground, foreign_per_s=foreign_per_s, own_per_s=own_per_s):
@@ -135,6 +148,10 @@ class Measuring:
         self.record(f"edit of a spec to its child's write, {name}: p50", 1000 * middle, "ms")
         self.record("  p99", 1000 * high, "ms", 1000.0)
         self.record("  at most", 1000 * max(waits), "ms")
+
+    def _kinds(self, writes: list[Request]) -> None:
+        for each, count in Counter(f"{one.verb} {one.resource}" for one in writes).most_common():
+            print(f"    {each:40} {count / self._arguments.pipelines:6.2f} for one pipeline", flush=True)
 
     def _memory(self) -> None:
         now, highest = self._operated.resident()
@@ -184,12 +201,14 @@ async def main(arguments: argparse.Namespace) -> int:
             measuring = Measuring(arguments, place, operated)
             try:
                 await measuring.first_start()
-                if arguments.idle_minutes:
+                if arguments.start_only:
+                    pass
+                elif arguments.idle_minutes:
                     await measuring.idle(60.0 * arguments.idle_minutes)
                 else:
                     await measuring.second_start()
                     await measuring.idle(arguments.idle_s)
-                if arguments.edits:
+                if arguments.edits and not arguments.start_only:
                     await measuring.edits("at rest")
                     await measuring.edits("in a storm", foreign_per_s=arguments.storm, own_per_s=arguments.storm / 2)
             finally:
@@ -209,6 +228,7 @@ if __name__ == "__main__":
     parser.add_argument("--storm", type=float, default=40.0, help="changes of foreign pods a second; own pods: half")
     parser.add_argument("--idle-s", type=float, default=320.0, help="how long to watch it do nothing")
     parser.add_argument("--idle-minutes", type=float, default=0.0, help="only that, for so long")
+    parser.add_argument("--start-only", action="store_true", help="only the first start, not until all is ready")
     parser.add_argument("--quiet-s", type=float, default=15.0, help="at rest is: no look for so long")
     parser.add_argument("--log", type=Path, help="keep the operator's log in this folder")
     parser.add_argument("--profile", type=Path, help="write cProfile's data of the first start there")

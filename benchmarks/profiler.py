@@ -69,7 +69,7 @@ class Cost(NamedTuple):
     rate: float  #: Requests per second.
 
 
-#: What is compared.
+#: The values that are compared.
 VALUES: Final[dict[str, Callable[[Cost], float]]] = {
     "processor time relative to the client's": lambda cost: cost.pipeline_us / cost.client_us,
     "processor time": lambda cost: cost.pipeline_us,

@@ -10,7 +10,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-from stage_runtime.engines.autoregressive.core.engine_core import EngineCore, EngineCoreRequest
+from stage_runtime.engines.autoregressive.core.engine_core import EngineCore
+from stage_runtime.engines.autoregressive.core.engine_requests import EngineCoreRequest
 from stage_runtime.engines.autoregressive.core.executors import InlineExecutor, ThreadExecutor
 from stage_runtime.engines.autoregressive.model.model_runner import ModelRunner
 from stage_runtime.engines.autoregressive.sampling.model_output import ModelOutput
@@ -23,7 +24,7 @@ VOCABULARY = 1000
 
 
 class FakeRunner:
-    """As `ModelRunner`, without a model: waiting for a device holds no lock."""
+    """The interface of `ModelRunner` without a model: it waits as for a device, and holds no lock meanwhile."""
 
     def __init__(self, step_s: float) -> None:
         self.sizes: list[int] = []
@@ -35,13 +36,13 @@ class FakeRunner:
 
     def add(self, request_id: str, params: SamplingParams, prompt: Sequence[int]) -> None: ...
 
-    def execute_model(self, step: SchedulerOutput, hold: bool = False) -> ModelOutput:
+    def execute_model(self, step: SchedulerOutput, hold: bool = False, drafted: Any = None) -> ModelOutput:
         if step.rows:
             self.sizes.append(len(step.rows))
             time.sleep(self._step_s)
         return ModelOutput({row.request.id: row.place for row in step.rows if row.samples}, {}, {})
 
-    def sample_tokens(self, masks: Mapping[str, Any]) -> ModelOutput:
+    def sample_tokens(self, masks: Mapping[str, Any], after: Any = None) -> ModelOutput:
         raise AssertionError("no request has a grammar")
 
     def close(self) -> None: ...

@@ -11,7 +11,7 @@ import psutil
 from benchmarks.enginelab.others import Ask, Run
 from stage_runtime.api import Autoregressive
 from stage_runtime.engines.autoregressive.clients.data_parallel import DPLBAsyncMPClient
-from stage_runtime.engines.autoregressive.core.engine_core import EngineCoreRequest
+from stage_runtime.engines.autoregressive.core.engine_requests import EngineCoreRequest
 from stage_runtime.engines.autoregressive.sampling.parameters import SamplingParams
 from stage_runtime.engines.autoregressive.stage import factory
 

@@ -54,7 +54,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     wrong: int  #: With another's content, torn, or with more or fewer than one end.
     seconds_to_healthy: float
     faults: list[str]  #: Each of the lost and wrong.
-    left: list[str]  #: What was there before or after only.
+    left: list[str]  #: Holdings that were there only before or only after.
     served: list[int] = []  #: By each instance of a group that was scaled.
 
     def broken(self, *, healthy_within_s: float | None = SERVES_WITHIN_S) -> list[str]:
@@ -75,7 +75,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 
 @contextlib.asynccontextmanager
 async def local(replicas: int, base: Path) -> AsyncIterator[LocalPipeline]:
-    """As `omni up` runs it: Unix sockets and shared memory."""
+    """The pipeline as `omni up` runs it: Unix sockets and shared memory."""
     spec = graph.spec(replicas=replicas)
     fields = {name: getattr(spec, name) for name in spec.__struct_fields__}
     fields["endpoints"] = EndpointsConfig(base_path=str(base))
@@ -91,7 +91,7 @@ async def local(replicas: int, base: Path) -> AsyncIterator[LocalPipeline]:
 
 @contextlib.asynccontextmanager
 async def networked(replicas: int, base: Path) -> AsyncIterator[network.NetPipeline]:
-    """As pods would run it: network namespaces, TCP, CURVE."""
+    """The pipeline as pods would run it: network namespaces, TCP, CURVE."""
     async with network.NetPipeline(graph.spec(replicas=replicas, relay="tcp"), log=base / "log") as pipeline:
         yield pipeline
 
@@ -150,7 +150,7 @@ async def drain(pipeline: Hurtable, member: str) -> None:
 
 
 async def restart(pipeline: Hurtable, member: str) -> None:
-    """As `omni restart` does it: another one is ready before this one drains."""
+    """Does what `omni restart` does: another instance is ready before this one drains."""
     assert isinstance(pipeline, LocalPipeline)
     await pipeline.restart(member)
 
@@ -165,7 +165,7 @@ FAULTS: Mapping[str, Hurt] = {
     "restart": restart,
 }
 NETWORKED = frozenset(["cut", "parted"])
-#: What people do on purpose: no request may notice.
+#: Changes that people make on purpose: no request may notice.
 PLANNED = frozenset(["drain", "restart", "scale"])
 SCALED = 3
 

@@ -29,7 +29,7 @@ def limit(space: str, link: str, nbytes_per_s: int) -> None:
 
 
 def new_name(prefix: str) -> str:
-    """At most 11 characters after two of ``prefix``: a link's name has 15, and its maker may append some."""
+    """A new name: ``prefix`` (2 characters) and 11 others at most. A link's name has 15; its maker may append some."""
     return f"{prefix}{os.getpid():x}x{secrets.token_hex(1)}"
 
 

@@ -42,7 +42,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     noticed_s: float  #: Until who waited knew; of a kill, since the signal.
     reason: str
     wrong: int  #: Bytes that were somebody else's.
-    held: dict[str, int]  #: What a survivor did not get back.
+    held: dict[str, int]  #: Memory that a survivor did not get back.
     exits: dict[str, int]  #: Exit codes of those that were not killed.
     closed_s: float = 0.0  #: Until the kernel had closed the connections of who was killed: nobody can know before.
 
@@ -63,7 +63,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def under_way(near: End, number: int, relay: str) -> None:
-    """Until bytes of the get come, or it is over."""
+    """Waits until bytes of the get come, or it is over."""
 
     async def begun() -> None:
         while not near.ends[number].done() and not (await near.ask(do="stats"))[f"{relay}_incoming_bytes"]:
@@ -207,7 +207,7 @@ async def give_up_often(relay: str, transfers: int, *, careless: bool = False, s
             os.kill(far.pid, signal.SIGCONT)
             if (await near.end_of(late))["event"] == "here":  # it was too late to give it up
                 wrong += await _checked(near, late, 255)
-            # What came after the one that was given up shows that all of that is here.
+            # The next transfer comes behind the one that was given up, so all of that one is here then.
             behind = await near.fetch(far, 4096, 254)
             for number, mark in ((behind, 254), *kept):
                 if careless and (await near.end_of(number))["event"] != "here":  # late bytes are in its slot's header
@@ -238,7 +238,7 @@ async def _checked(near: End, number: int, mark: int) -> int:
 
 
 async def _again(near: End, far: End, mark: int) -> int:
-    """As `_checked`, of a way that is to be made anew: a first try may still find the old one broken."""
+    """The same as `_checked`, over a connection that is made anew: a first try may still find the old one broken."""
     for _ in range(10):
         number = await near.fetch(far, 8 << 20, mark, deadline_s=DEADLINE_S)
         if (await near.end_of(number))["event"] == "here":

@@ -55,7 +55,7 @@ class End:
         return await within(f"answer of {self.name} to {order}", answer)
 
     def tell(self, **order: Any) -> None:
-        """As `ask`, of a process that may be frozen: nobody waits for the answer."""
+        """The same as `ask`, for a process that may be frozen: nobody waits for the answer."""
         if not self.dead.is_set():
             self._write(order, None)
 
@@ -94,7 +94,7 @@ class End:
         return number
 
     async def cut_off(self) -> None:
-        """Until the kernel has closed the connection of a process that was killed."""
+        """Waits until the kernel has closed the connection of a process that was killed."""
         assert self.connection is not None
         ended = asyncio.get_running_loop().sock_recv(self.connection, 1)
         with contextlib.suppress(ConnectionResetError):
@@ -225,5 +225,5 @@ async def ground(relay: str) -> AsyncIterator[Ground]:
 
 
 def _inherited() -> dict[str, str]:
-    """Without what the relay nixl has set in this process: its network interface is none of a pod's."""
+    """The environment without variables that the relay nixl has set in this process: a pod has another interface."""
     return {name: value for name, value in os.environ.items() if not name.startswith("UCX_")}

@@ -39,10 +39,10 @@ def timed(context: omni.StageContext, *, steps_file: str, **settings: Any) -> om
     file: BinaryIO = Path(steps_file).open("ab", buffering=_WRITTEN_AT_ONCE)
     whole = ModelRunner.execute_model
 
-    def execute_model(runner: ModelRunner, step: Any, hold: bool = False) -> Any:
+    def execute_model(runner: ModelRunner, step: Any, hold: bool = False, drafted: Any = None) -> Any:
         begun, cpu_begun = time.monotonic(), time.thread_time()
         try:
-            return whole(runner, step, hold)
+            return whole(runner, step, hold, drafted)
         finally:
             file.write(_RECORD.pack(begun, time.monotonic(), len(step.rows), cpu_begun, time.thread_time()))
 

@@ -57,12 +57,23 @@ class Ground(msgspec.Struct, frozen=True):
         """One JSON line for every write: the kit's API server keeps it."""
         return self.kubeconfig.parent / "logs" / "audit.log"
 
+    def apiserver_s(self) -> float:
+        """Processor time of the API server so far."""
+        process = int((self.kubeconfig.parent / "run" / "apiserver.pid").read_text())
+        return processor_s(process)
+
     def run(self, *command: str | Path, stdin: str | None = None) -> str:
         """Raises: subprocess.CalledProcessError."""
         done = subprocess.run(
             command, input=stdin, env=self.environment, stdout=subprocess.PIPE, text=True, timeout=300, check=True
         )
         return done.stdout
+
+
+def processor_s(process: int) -> float:
+    """Processor time of a process so far, user and system, seconds."""
+    fields = Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 @asynccontextmanager
@@ -89,7 +100,7 @@ async def ready() -> AsyncIterator[Ground]:
 
 
 def _install(ground: Ground) -> None:
-    """As `helm install` leaves it, but for the operator's pod."""
+    """Installs all that `helm install` does, but for the operator's pod."""
     ground.run("kubectl", "apply", "--server-side", "-f", REPOSITORY / "crds" / "omnipipelines.yaml")
     crd = "crd/omnipipelines.omnipipeline.dev"
     ground.run("kubectl", "wait", "--for=condition=Established", crd, "--timeout=20s")

@@ -20,11 +20,14 @@ import httpx
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
+from benchmarks.operatorlab import ground
 from benchmarks.operatorlab.ground import REPOSITORY, SYSTEM, Ground
 
 ACCOUNT: Final = "omni-omnipipeline"
 USER: Final = f"system:serviceaccount:{SYSTEM}:{ACCOUNT}"
 LEASES: Final = "leases"
+#: Settings of the operator that a run may change.
+TUNED: Final = ("OMNI_OPERATOR_WRITES_PER_SECOND", "OMNI_OPERATOR_WRITE_BURST", "OMNI_OPERATOR_WORKERS")
 
 
 class Request(msgspec.Struct, frozen=True):
@@ -120,8 +123,7 @@ class Operated:
     def processor_s(self) -> float:
         """Processor time so far."""
         assert self._process is not None
-        fields = Path(f"/proc/{self._process.pid}/stat").read_text().rsplit(")", 1)[1].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        return ground.processor_s(self._process.pid)
 
     async def metrics(self) -> dict[str, float]:
         """Sums over all labels, by the series' name without its prefix; empty while nothing answers."""
@@ -169,6 +171,7 @@ class Operated:
             "OMNI_OPERATOR_LEASE_NAME": ACCOUNT,
             "OMNI_OPERATOR_PROBE_PORT": str(self._port),
             "OMNI_OPERATOR_LOG_FORMAT": "text",
+            **{name: value for name, value in os.environ.items() if name in TUNED},
         }
 
 

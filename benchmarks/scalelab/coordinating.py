@@ -56,7 +56,7 @@ class Coordinating:
         self._loading: asyncio.Task[dict[str, Any]] | None = None
 
     def close(self) -> None:
-        """For one that is not a process of its own."""
+        """Closes a coordinator that runs in its caller's process."""
         self._channels.close()
 
     async def usage(self) -> dict[str, Any]:
@@ -64,17 +64,17 @@ class Coordinating:
             **children.own_usage(),
             "ready": self._ready(),
             "heard": {kind.__name__: count for kind, count in self._heard.items()},
-            "retried": self._coordinator.manager.stats.retried,
+            "retried": self._coordinator.manager.live.retried,
         }
 
     async def until_ready(self, instances: int) -> dict[str, Any]:
-        """Until exactly so many instances may be bound."""
+        """Waits until exactly so many instances may be bound."""
         while self._ready() != instances:
             await asyncio.sleep(0.02)
         return {}
 
     async def until_served(self) -> dict[str, Any]:
-        """Until a request is answered."""
+        """Waits until a request is answered."""
         while True:
             failed: Counter[str] = Counter()
             await self._client(range(1), [], failed)

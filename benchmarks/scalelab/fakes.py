@@ -212,7 +212,7 @@ class LightInstance:
         self._membership.lost(peer)
 
     def _rejected(self, sender: str, message: Rejected) -> None:
-        """As `stage.host`."""
+        """Does what `stage.host` does with this message."""
         if not message.fenced:
             self.registration.refused(message.via)
         elif not self._membership.must_be_renewed(sender, message):

@@ -51,7 +51,7 @@ class Joined(msgspec.Struct, frozen=True):
 
 
 class Served(msgspec.Struct, frozen=True):
-    """Beside a fleet of ten instances that served the same in turns."""
+    """Costs of a fleet, beside those of a fleet of ten instances that served the same in turns."""
 
     instances: int
     processor_us: float  #: Of the coordinator for one request, without what it spends when there is none.
@@ -170,7 +170,7 @@ async def serve(fleet: Fleet, base: Fleet, requests: int) -> Served:
 
 
 async def side_by_side(fleet: Fleet, numbers: list[int], requests: int, balance_s: float) -> list[SideBySide]:
-    """As many requests by each of one, two … of the fleet's coordinators."""
+    """Measures one, two … of the fleet's coordinators, each of which serves the same number of requests."""
     await _warm_up(fleet.coordinators, fleet.size)
     idle = [await _idle(child) for child in fleet.coordinators]
     costs: dict[int, list[float]] = {number: [] for number in numbers}
@@ -191,7 +191,7 @@ async def side_by_side(fleet: Fleet, numbers: list[int], requests: int, balance_
 
 
 async def _balance(fleet: Fleet, coordinators: list[Child], seconds: float) -> float:
-    """With a mean of 8 requests at each instance, each of which takes half a second there on average."""
+    """Measures with a mean of 8 requests at each instance, each of which takes half a second there on average."""
     await asyncio.gather(*(one.ask("work", mean_s=WORK_S) for one in fleet.instances))
     at_once = 8 * fleet.size // len(coordinators)
     await asyncio.gather(*(one.ask("begin_load", at_once=at_once) for one in coordinators))

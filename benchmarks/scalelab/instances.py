@@ -37,7 +37,7 @@ class Instances:
         return {}
 
     async def work(self, mean_s: float) -> dict[str, Any]:
-        """From now on each request takes so long at each instance, on average; exponentially distributed."""
+        """Sets the mean time of each request at each instance, from now on; the times are exponentially distributed."""
         self._mean_work_s = mean_s
         return {}
 

@@ -43,7 +43,7 @@ class LinkMemory(msgspec.Struct, frozen=True):
 
 
 async def measure(*, sends: bool, receives: bool, links: int = LINKS, messages: int = MESSAGES) -> LinkMemory:
-    """At the end that has all links."""
+    """Measures at the end that has all links."""
     with tempfile.TemporaryDirectory(prefix="links-") as folder:
         here, there = [await Child.start(__name__, folder) for _ in range(2)]
         try:

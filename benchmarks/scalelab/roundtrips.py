@@ -115,7 +115,7 @@ class _End:
     def lost(self, peer: str) -> None: ...
 
     async def send(self, other: _End, word: str) -> None:
-        """Until it has come."""
+        """Sends a word and waits until it has come."""
         self.channels.send(other.channels.incarnation, Deregister(word))
         assert await other.words.get() == word
 

@@ -48,7 +48,7 @@ class Csm:
         return self.take(loaded.eval().to(device))
 
     def take(self, model: Any) -> Backbone:
-        """As `load`, of a model at hand."""
+        """The same as `load`, for a model in memory."""
         config = model.config
         self._depth = model.depth_decoder
         self._frames = model.backbone_model.embed_tokens

@@ -32,7 +32,7 @@ class Batches:
         return await own
 
     async def _run(self) -> None:
-        """Until nothing waits."""
+        """Decodes batches until nothing waits."""
         loop = asyncio.get_running_loop()
         while self._waiting:
             batch, self._waiting = self._waiting[: self._most], self._waiting[self._most :]

@@ -141,18 +141,15 @@ def _gaps(names: Sequence[str]) -> list[str]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without transformers' list of the other parts' weights, which it warns of, and without its progress bar."""
+    """Silences transformers, which warns of the weights of all other parts."""
     from transformers.utils import logging
 
-    verbosity, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    verbosity = logging.get_verbosity()
     logging.set_verbosity_error()
-    logging.disable_progress_bar()
     try:
         yield
     finally:
         logging.set_verbosity(verbosity)
-        if bar:
-            logging.enable_progress_bar()
 
 
 def tensor(model: str, name: str, *, dtype: str = "float32", revision: str | None = None) -> Any:

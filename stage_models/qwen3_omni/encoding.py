@@ -31,7 +31,7 @@ class ContentCache(Generic[Rows]):
         self._kept: OrderedDict[str, Rows] = OrderedDict()  #: The one used last at the end.
 
     def gauges(self) -> dict[str, float]:
-        """As `omni.Batched.gauges`."""
+        """Values for `omni.Batched.gauges`."""
         return {"cache_hits_total": self.hits, "cache_misses_total": self.misses, "cache_bytes": self.nbytes}
 
     def get(self, key: str) -> Rows | None:
@@ -174,5 +174,5 @@ def _seen(images: Sequence[ImageRows]) -> values.Seen:
 
 
 def _own(rows: Tensor) -> Tensor:
-    """On the CPU, in memory of its own: a view would keep the whole batch in the cache."""
+    """A copy of the rows on the CPU: a view would keep the whole batch in the cache."""
     return rows.detach().to("cpu", torch.float32, copy=True)

@@ -180,7 +180,7 @@ class _Convolutions:
         self._tails: list[Tensor] = []  #: Of this pass, ``[requests, channels, n]``.
 
     def causal(self, layer: Any, hidden: Tensor) -> Tensor:
-        """As `CausalConvNet` with stride 1: as many outputs as inputs."""
+        """The same as `CausalConvNet` with stride 1: as many outputs as inputs."""
         before = self._before(hidden, layer.padding)
         joined = hidden if before is None else torch.cat([before, hidden], dim=2)
         self._tails.append(joined[..., joined.shape[2] - layer.padding :])
@@ -188,7 +188,7 @@ class _Convolutions:
         return out
 
     def transposed(self, layer: Any, hidden: Tensor) -> Tensor:
-        """As `CausalTransConvNet`. An output needs this input and the one before, so the first input gives none."""
+        """The same as `CausalTransConvNet`. An output needs its input and the one before: the first gives none."""
         stride = layer.conv.stride[0]
         if layer.left_pad == 0:
             out: Tensor = layer.conv(hidden)

@@ -10,15 +10,17 @@ import contextlib
 import fcntl
 import hashlib
 import os
+import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib import metadata, util
 from pathlib import Path
 from typing import Any
 
 #: Raised when what a checkpoint is made of, or how, changes: old copies are then left alone and not used.
 LAYOUT = 1
+_PART = re.compile(r"(?P<name>.+)\.part(?P<number>[1-9][0-9]{0,2})")
 
 Report = Callable[[str], None]
 #: (what to convert, the empty folder to fill, whom to tell)
@@ -64,6 +66,38 @@ def cache_root() -> Path:
 def from_gguf(gguf: Path, *, report: Report, root: Path | None = None) -> Path:
     """A transformers checkpoint directory made of ``gguf``: kept from an earlier time, or made now (about 20 s)."""
     return kept(gguf, key=_fingerprint(gguf), convert=_convert, report=report, root=root)
+
+
+def joined(places: Sequence[Path], *, report: Report, root: Path | None = None) -> Path:
+    """One folder with the files of all ``places``: kept from an earlier time, or made now.
+
+    places: folders; ``NAME.part1``, ``NAME.part2`` of any of them become ``NAME``, as packages of a limited size have
+    them. Raises: MissingWeights: a part is missing; OSError: as `kept`.
+    """
+    files = sorted(file for place in places for file in place.iterdir() if file.is_file())
+    facts = "\n".join(f"{file.name} {file.stat().st_size}" for file in files)
+    digest = hashlib.sha256(f"{LAYOUT}\n{facts}".encode())
+    for file in files:
+        with file.open("rb") as opened:
+            digest.update(opened.read(1 << 20))
+
+    def join(_source: Path, made: Path, told: Report) -> None:
+        parts: dict[str, dict[int, Path]] = {}
+        for file in files:
+            if (part := _PART.fullmatch(file.name)) is None:
+                shutil.copyfile(file, made / file.name)
+            else:
+                parts.setdefault(part["name"], {})[int(part["number"])] = file
+        for name, numbered in parts.items():
+            if sorted(numbered) != list(range(1, len(numbered) + 1)):
+                raise MissingWeights(f"{name}: there are parts {sorted(numbered)} in {', '.join(map(str, places))}")
+            told(f"joining {len(numbered)} parts of {name} (once)")
+            with (made / name).open("wb") as whole:
+                for number in sorted(numbered):
+                    with numbered[number].open("rb") as opened:
+                        shutil.copyfileobj(opened, whole)
+
+    return kept(places[0].parent, key=digest.hexdigest()[:16], convert=join, report=report, root=root)
 
 
 def kept(source: Path, *, key: str, convert: Convert, report: Report, root: Path | None = None) -> Path:

@@ -8,8 +8,9 @@ import msgspec
 
 import stage_runtime as omni
 
-#: What is wanted of something said: an answer, or what was said in writing. (A text to read aloud is a `Script`.)
-Task = Literal["answer", "transcribe"]
+#: The wish of a client who speaks: an answer, the spoken words as text, or these in English. (A text to read aloud is a
+#: `Script`.)
+Task = Literal["answer", "transcribe", "translate"]
 
 
 @omni.message
@@ -35,7 +36,7 @@ class Utterance(msgspec.Struct, frozen=True, kw_only=True):
 class Heard(msgspec.Struct, frozen=True, kw_only=True):
     """A conversation with speech that is still to be recognised: what `listen` gives for sound.
 
-    aloud: whether the answer is to be spoken too.
+    aloud: whether the answer is to be spoken too. language: of the speech, as the client says.
     """
 
     task: Task
@@ -43,6 +44,7 @@ class Heard(msgspec.Struct, frozen=True, kw_only=True):
     turns: list[Turn]
     utterances: list[Utterance]
     hint: str | None = None
+    language: str | None = None
 
 
 @omni.message

@@ -29,7 +29,7 @@ def understand(request: omni.OmniRequest, read_speech: ReadSpeech) -> Heard | Qu
     """
     if request.kind == "speech":
         return _script(request)
-    if request.kind == "transcription":
+    if request.kind in ("transcription", "translation"):
         return _dictation(request, read_speech)
     return _conversation(_messages(request), read_speech, aloud=aloud(request))
 
@@ -48,13 +48,16 @@ def _script(request: omni.OmniRequest) -> Script:
 
 def _dictation(request: omni.OmniRequest, read_speech: ReadSpeech) -> Heard:
     """A recording to write down. Silence is not a fault here: its transcript is empty."""
-    language = request.inputs.get("language")
-    if language and str(language).lower() not in ("en", "english"):
-        raise omni.InvalidRequest(f"this pipeline understands English, not {language!r}", param="language")
-    speech = read_speech(request.inputs["audio"])
-    turns = [Turn(role="user", text="")]
-    utterances = [Utterance(turn=0, samples=speech)] if speech.size else []
-    return Heard(task="transcribe", aloud=False, turns=turns, utterances=utterances, hint=request.inputs.get("prompt"))
+    inputs = request.inputs
+    speech = read_speech(inputs["audio"])
+    return Heard(
+        task="translate" if request.kind == "translation" else "transcribe",
+        aloud=False,
+        turns=[Turn(role="user", text="")],
+        utterances=[Utterance(turn=0, samples=speech)] if speech.size else [],
+        hint=inputs.get("prompt"),
+        language=inputs.get("language"),
+    )
 
 
 def _messages(request: omni.OmniRequest) -> list[dict[str, Any]]:

