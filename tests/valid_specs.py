@@ -125,7 +125,7 @@ def _budget(draw: st.DrawFn, stages: list[Document]) -> None:
 
 
 def _fuse(draw: st.DrawFn, stages: list[Document]) -> list[list[str]]:
-    """At most one pair that may share a process."""
+    """Fuse at most one pair that may share a process."""
     by_name = {stage["name"]: stage for stage in stages}
     pairs = []
     for stage in stages:

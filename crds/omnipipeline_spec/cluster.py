@@ -18,6 +18,7 @@ from omnipipeline_spec.types.quantities import (
     EnvName,
     EnvValue,
     GpuId,
+    HostPattern,
     Name,
     Port,
     Quantity,
@@ -122,6 +123,20 @@ class Placement(Spec, frozen=True, kw_only=True):
     ] = ()
     affinity: Annotated[FreeObject, doc("A pod's `affinity`, as in Kubernetes.")] = {}
     topology_spread_constraints: Annotated[FreeObjects, doc("A pod's `topologySpreadConstraints`.")] = ()
+    near: Annotated[
+        Annotated[Sequence[Name], Meta(max_length=64)],
+        doc(
+            "Stages with which these exchange much: pods prefer the domains of theirs. A preference, never a condition."
+        ),
+    ] = ()
+    near_topology_keys: Annotated[
+        Annotated[Sequence[ShortText], Meta(max_length=8)],
+        doc("Labels of nodes, one for each kind of domain, the closest first: a node, an NVLink domain, a rack."),
+    ] = ("kubernetes.io/hostname",)
+    gpu_products: Annotated[
+        Annotated[Sequence[ShortText], Meta(max_length=32)],
+        doc("GPU types that will do: values of the label nvidia.com/gpu.product, one of which a node must have."),
+    ] = ()
     priority_class_name: Annotated[ShortText | None, doc("Priority class of the pods.")] = None
     runtime_class_name: Annotated[ShortText | None, doc("Runtime class of the pods.")] = None
 
@@ -327,15 +342,30 @@ class Prefetch(Spec, frozen=True, kw_only=True):
     """Filling the model cache before pods start."""
 
     enabled: Annotated[bool, doc("Run one download Job per model and revision.")] = False
+    secret_name: Annotated[
+        ResourceName | None,
+        doc(
+            "Secret whose keys are variables of the Job alone: AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, "
+            "AWS_ENDPOINT_URL, AWS_REGION of an object store."
+        ),
+    ] = None
 
 
 class ModelCache(Spec, frozen=True, kw_only=True):
     """Where weights are kept between pods."""
 
     type: Annotated[
-        Literal["None", "EmptyDir", "PersistentVolumeClaim"],
-        doc("None: each container downloads. EmptyDir: shared within a pod. PersistentVolumeClaim: outlives pods."),
+        Literal["None", "EmptyDir", "PersistentVolumeClaim", "Image"],
+        doc(
+            "None: each container downloads. EmptyDir: shared within a pod. PersistentVolumeClaim: outlives pods. "
+            "Image: an OCI image or artifact, mounted read-only at /models."
+        ),
     ] = "None"
+    image: Annotated[ShortText | None, doc("OCI reference of the weights; nodes share what they have pulled.")] = None
+    pull_policy: Annotated[
+        Literal["Always", "IfNotPresent", "Never"] | None,
+        doc("Of that image; unset: Always for the tag latest, else IfNotPresent."),
+    ] = None
     claim_name: Annotated[ResourceName | None, doc("An existing claim to use.")] = None
     size: Annotated[
         Quantity | None,
@@ -366,11 +396,64 @@ class Ingress(Spec, frozen=True, kw_only=True):
     annotations: Annotated[Labels, doc("Annotations of the Ingress: body size, time-outs, cert-manager.")] = {}
 
 
+class RouteParent(Spec, frozen=True, kw_only=True):
+    """A Gateway that serves a route."""
+
+    name: Annotated[ResourceName, doc("Name of the Gateway.")]
+    namespace: Annotated[Name | None, doc("Its namespace; unset is the pipeline's.")] = None
+    section_name: Annotated[
+        ResourceName | None, doc("The one listener of it that serves; unset: all that allow it.")
+    ] = None
+    port: Annotated[Port | None, doc("The one port of its listeners; unset: all.")] = None
+
+
+class Route(Spec, frozen=True, kw_only=True):
+    """An HTTPRoute of the Gateway API in front of the Service, without a time-out: the coordinator ends requests."""
+
+    parent_refs: Annotated[
+        Annotated[Sequence[RouteParent], Meta(min_length=1, max_length=8)], doc("The Gateways that serve it.")
+    ]
+    hostnames: Annotated[
+        Annotated[Sequence[HostPattern], Meta(max_length=16, extra={"unique": True})],
+        doc("Host names, also `*.` before one; empty matches those of the listeners."),
+    ] = ()
+    https: Annotated[bool, doc("Whether clients reach the Gateway by HTTPS: the scheme of the URL in the status.")] = (
+        True
+    )
+    annotations: Annotated[Labels, doc("Annotations of the HTTPRoute.")] = {}
+
+
 class Expose(Spec, frozen=True, kw_only=True):
     """How clients reach the pipeline. Changes restart no pod."""
 
     service: Annotated[Service, doc("The Service in front of the coordinator.")] = field(default_factory=Service)
     ingress: Annotated[Ingress | None, doc("An Ingress; unset creates none.")] = None
+    route: Annotated[Route | None, doc("An HTTPRoute, where the cluster has the Gateway API; unset creates none.")] = (
+        None
+    )
+
+
+class AbortOn(Spec, frozen=True, kw_only=True):
+    """When a new revision is taken back: it is worse than these bounds, and than the old one meanwhile."""
+
+    error_rate: Annotated[
+        Annotated[float, Meta(ge=0, lt=1)],
+        doc("Share of its attempts that may fail by the pipeline's fault, retried ones included."),
+    ] = 0.05
+    p99_seconds: Annotated[
+        Seconds | None, doc("How long a request may take, but for one in a hundred; unset: times decide nothing.")
+    ] = None
+
+
+class Canary(Spec, frozen=True, kw_only=True):
+    """A new revision gets a share of the requests first, more with each step, and is taken back when it is worse."""
+
+    weight: Annotated[
+        Annotated[int, Meta(ge=1, le=99)],
+        doc("Per cent of the requests that go to the new revision; each step adds as much."),
+    ] = 10
+    step_seconds: Annotated[WholeSeconds, doc("How long a step takes, from when the revision gets its share.")] = 60
+    abort_on: Annotated[AbortOn, doc("When the new revision is taken back.")] = field(default_factory=AbortOn)
 
 
 class Rollout(Spec, frozen=True, kw_only=True):
@@ -394,6 +477,10 @@ class Rollout(Spec, frozen=True, kw_only=True):
             "spare GPUs: maxSurge: 0, maxUnavailable: 1."
         ),
     ] = 0
+    canary: Annotated[
+        Canary | None,
+        doc("Try the new revision with a share of the requests; unset: its share follows its ready instances."),
+    ] = None
     progress_deadline_seconds: Annotated[
         WholeSeconds, doc("A roll without progress for this long sets Progressing=False.")
     ] = 3600

@@ -246,7 +246,9 @@ class PipelineConfig(Spec, frozen=True, kw_only=True):
     name: Annotated[
         str | None, Meta(description="Name for reports; the resource's is metadata.name.", extra=OUTSIDE_RESOURCE)
     ] = None
-    model_path: Annotated[Text | None, doc("Hub id or local path; a pipeline of plain functions has none.")] = None
+    model_path: Annotated[
+        Text | None, doc("Hub id, local path or s3://BUCKET/PREFIX; a pipeline of plain functions has none.")
+    ] = None
     model_revision: Annotated[ShortText | None, doc("Commit or tag on the hub.")] = None
     serves: Annotated[
         Annotated[Sequence[Served], Meta(max_length=MAX_SERVED, extra={"unique": True})],

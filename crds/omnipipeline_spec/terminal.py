@@ -15,7 +15,7 @@ import click
 
 from omnipipeline_spec.types.errors import printable
 
-#: What our drawings are made of, for a terminal that takes no more than ASCII.
+#: Replacements for the characters of drawings, for a terminal that takes no more than ASCII.
 _PLAIN: Final = {"─": "-", "│": "|", "█": "#", "░": ".", "▪": "*", "→": ">", "⇢": ">", "…": ".", "├": "|", "└": "`"}
 
 

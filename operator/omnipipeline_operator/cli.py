@@ -21,7 +21,7 @@ from omnipipeline_operator.cluster.lease import LeaseLost
 from omnipipeline_operator.cluster.token_bucket import TokenBucket
 from omnipipeline_operator.errors import ConfigurationError
 from omnipipeline_operator.handlers import lifecycle
-from omnipipeline_operator.handlers.lifecycle import NamespacesChanged
+from omnipipeline_operator.handlers.lifecycle import WatchesChanged
 from omnipipeline_operator.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ async def serve(configuration: Settings, writes: WriteLimiter | None = None) -> 
     """Run until SIGTERM or SIGINT; the exit code."""
     try:
         await lifecycle.run(configuration, writes or TokenBucket(configuration.writes_per_s, configuration.write_burst))
-    except* (LeaseLost, NamespacesChanged) as ended:
+    except* (LeaseLost, WatchesChanged) as ended:
         log.error("ending: %s", ended.exceptions[0])
         return_code = 1
     else:

@@ -110,6 +110,21 @@ CASES: Final = [
         minute=16,
         rings=("OmniPipelineNotExposed",),
     ),
+    Case(
+        name="a route is waited for, then refused",
+        series={
+            condition("Exposed", "False", "AddressPending"): "1x8 stale",
+            condition("Exposed", "False", "RouteRefused"): "_x8 1x20",
+        },
+        minute=17,
+        rings=("OmniPipelineNotExposed",),
+    ),
+    Case(
+        name="the cluster has no Gateway API",
+        series={condition("Exposed", "False", "GatewayAPIMissing"): "1x60"},
+        minute=16,
+        rings=("OmniPipelineNotExposed",),
+    ),
     Case(name="no process is ready", series={READY: "0x60"}, minute=6, rings=("OmniPipelineStageNotReady",)),
     Case(
         name="every tenth answer is an error",

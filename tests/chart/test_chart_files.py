@@ -1,4 +1,4 @@
-"""What can be checked of the chart without helm: generated files, the smoke test's code, the docs."""
+"""Checks of the chart that need no helm: generated files, the smoke test's code, the docs."""
 
 from __future__ import annotations
 

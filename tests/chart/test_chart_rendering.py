@@ -33,7 +33,7 @@ spec:
 
 @pytest.fixture(scope="module")
 def server(api_server: Cluster) -> Iterator[Cluster]:
-    """With the namespaces and the foreign kinds that the combinations name."""
+    """The API server with the namespaces and the foreign kinds that the combinations name."""
     namespaces = (NAMESPACE, "team-a", "team-b")
     for namespace in namespaces:
         _end_of_deletion(api_server, namespace)
@@ -98,6 +98,22 @@ def test_the_release_contains_the_lease_that_the_operator_is_configured_with(api
     [container] = deployment["spec"]["template"]["spec"]["containers"]
     variables = {each["name"]: each.get("value") for each in container["env"]}
     assert variables["OMNI_OPERATOR_LEASE_NAME"] == lease
+
+
+@pytest.mark.parametrize(
+    ("values", "given"),
+    [
+        ([], True),
+        (["rbac.gatewayAPI=false"], False),
+        (["watchNamespaces={team-a}"], False),
+        (["watchNamespaces={team-a}", "rbac.gatewayAPI=true"], True),
+    ],
+)
+def test_a_namespaces_operator_has_no_right_to_routes_unless_asked(
+    api_server: Cluster, values: list[str], given: bool
+) -> None:
+    rules = [rule for role in _roles(rendered(api_server, values)) for rule in role["rules"]]
+    assert any("httproutes" in rule["resources"] for rule in rules) is given
 
 
 @pytest.mark.parametrize("name", ["as it is", "namespaced"])

@@ -24,12 +24,12 @@ from tests.chart.rendering import CHART
 
 NAME: Final = re.compile(r"\b(omnipipeline_[a-z_]+)(\{[^}]*\})?")
 GROUPED: Final = re.compile(r"\bby \(([^)]*)\)")
-#: What Prometheus and the PodMonitor's podTargetLabels add to every series.
+#: Labels that Prometheus and the PodMonitor's podTargetLabels add to every series.
 ADDED: Final = {"namespace", "pod", "omnipipeline_dev_pipeline", "omnipipeline_dev_unit", "omnipipeline_dev_revision"}
 
 
 def expressions() -> Iterator[str]:
-    """Of the dashboard's panels, and of the rules as they stand in the template."""
+    """The expressions of the dashboard's panels, and of the rules as they stand in the template."""
     board = json.loads((CHART / "files" / "dashboard.json").read_text())
     yield from (target["expr"] for panel in board["panels"] for target in panel.get("targets", ()))
     rules = yaml.safe_load((CHART / "files" / "alerts.yaml").read_text())

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -16,6 +16,7 @@ MODEL = "someone/tiny"
 REVISION = "v1"
 COMMIT = hashlib.sha1(b"tiny").hexdigest()
 FILES = {"weights.txt": b"forty two", "config.json": b"{}"}
+PIECE = 1 << 20  # a larger file comes in several
 
 
 class Hub:
@@ -24,7 +25,9 @@ class Hub:
     def __init__(self, server: ThreadingHTTPServer, host: str) -> None:
         self.url = f"http://{host}:{server.server_address[1]}"
         self.has_model = False
+        self.files = dict(FILES)
         self.downloads: list[str] = []  #: Files that were fetched.
+        self.before_piece: Callable[[int], None] = lambda start: None  #: Called with its offset; it may wait.
 
 
 @contextmanager
@@ -51,15 +54,18 @@ class _Answers(BaseHTTPRequestHandler):
         if not hub.has_model or MODEL not in path:
             self._answer(404, b'{"error": "Repository not found"}', {"X-Error-Code": "RepoNotFound"})
         elif "/tree/" in path:
-            files = [{"type": "file", "path": each, "size": len(FILES[each]), "oid": _etag(each)} for each in FILES]
+            files = [
+                {"type": "file", "path": each, "size": len(found), "oid": _etag(found)}
+                for each, found in hub.files.items()
+            ]
             self._answer(200, json.dumps(files).encode(), {})
         elif path.startswith("/api/models/"):
-            siblings = [{"rfilename": each} for each in FILES]
+            siblings = [{"rfilename": each} for each in hub.files]
             self._answer(200, json.dumps({"id": MODEL, "sha": COMMIT, "siblings": siblings}).encode(), {})
-        elif name in FILES:
+        elif name in hub.files:
             if self.command == "GET":
                 hub.downloads.append(name)
-            self._answer(200, FILES[name], {"ETag": f'"{_etag(name)}"', "X-Repo-Commit": COMMIT})
+            self._answer(200, hub.files[name], {"ETag": f'"{_etag(hub.files[name])}"', "X-Repo-Commit": COMMIT})
         else:
             self._answer(404, b"", {"X-Error-Code": "EntryNotFound"})
 
@@ -71,11 +77,13 @@ class _Answers(BaseHTTPRequestHandler):
             self.send_header(name, value)
         self.end_headers()
         if self.command != "HEAD":
-            self.wfile.write(body)
+            for start in range(0, len(body), PIECE):
+                self.server.hub.before_piece(start)  # type: ignore[attr-defined]
+                self.wfile.write(body[start : start + PIECE])
 
     def log_message(self, format: str, *arguments: object) -> None:
         """Silent."""
 
 
-def _etag(name: str) -> str:
-    return hashlib.sha1(FILES[name]).hexdigest()
+def _etag(content: bytes) -> str:
+    return hashlib.sha1(content).hexdigest()

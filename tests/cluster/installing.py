@@ -47,7 +47,7 @@ class Installed:
     before: frozenset[str]  #: Objects outside of namespaces before helm install.
 
     def kubectl(self, *arguments: str, stdin: str | None = None) -> str:
-        """In the pipelines' namespace."""
+        """Run kubectl in the pipelines' namespace."""
         return self.cluster.kubectl("-n", self.namespace, *arguments, stdin=stdin).stdout
 
     def apply(self, pipeline: dict[str, Any]) -> None:
@@ -63,7 +63,7 @@ class Installed:
         return status
 
     def all(self, kind: str, selector: str = "") -> list[dict[str, Any]]:
-        """In the pipelines' namespace."""
+        """All objects of a kind in the pipelines' namespace."""
         return cluster_objects.of(self.cluster.kubeconfig).list(kind, self.namespace, selector)
 
     def condition(self, name: str, kind: str) -> dict[str, Any]:
@@ -75,7 +75,7 @@ class Installed:
         return self.all("pods", selector)
 
     def uids(self, name: str) -> set[str]:
-        """Of a pipeline's pods."""
+        """The uids of a pipeline's pods."""
         return {str(pod["metadata"]["uid"]) for pod in self.pods(name)}
 
     def plugin(self, *arguments: str, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
@@ -159,7 +159,7 @@ def wait_for(what: str | Callable[[], str], condition: Callable[[], T | None], *
 
 
 def wait_ready(cluster: Cluster, namespace: str, name: str, *, timeout_s: int = 120) -> None:
-    """As a person would; on a failure the test says what the pipeline's status says."""
+    """Wait as a person would; on a failure the test says what the pipeline's status says."""
     resource = f"omnipipeline/{name}"
     arguments = ["-n", namespace, "wait", "--for=condition=Ready", resource, f"--timeout={timeout_s}s"]
     done = subprocess.run(

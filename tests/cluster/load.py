@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import ssl
 from collections import Counter
 from types import TracebackType
 
@@ -28,13 +29,15 @@ class Load:
     """Runs from ``async with`` until `stop`; ``entries`` has one line per request.
 
     slow: so many of the clients ask what takes 6 s, longer than a pod waits before it begins to drain.
+    tls:  what the clients trust. Every second one connects anew for each request then.
     """
 
-    def __init__(self, url: str, *, clients: int = 4, slow: int = 0) -> None:
+    def __init__(self, url: str, *, clients: int = 4, slow: int = 0, tls: ssl.SSLContext | None = None) -> None:
         self.entries: list[Entry] = []
         self._url = url
         self._clients = clients
         self._slow = slow
+        self._tls = tls
         self._stopping = False
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -66,7 +69,9 @@ class Load:
         return Counter(entry.replica for entry in self.entries if entry.replica)
 
     async def _client(self, number: int) -> None:
-        async with httpx.AsyncClient(base_url=self._url, timeout=120.0) as client:
+        kept = 0 if self._tls is not None and number % 2 else None
+        limits, trusted = httpx.Limits(max_keepalive_connections=kept), self._tls or True
+        async with httpx.AsyncClient(base_url=self._url, timeout=120.0, limits=limits, verify=trusted) as client:
             count = 0
             while not self._stopping:
                 count += 1

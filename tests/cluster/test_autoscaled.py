@@ -51,7 +51,7 @@ def unit(installed: Installed) -> dict[str, Any]:
 
 
 def shown(installed: Installed) -> str:
-    """What a person sees of the unit."""
+    """The unit's line that a person sees."""
     lines = installed.plugin("status", "choir").stdout.splitlines()
     return next(each for each in lines if " voices  " in each)
 

@@ -1,4 +1,4 @@
-"""What is said of pods that do not start, by real kubelets; a pod that is taken out of its unit to be looked at."""
+"""Diagnostics of pods that do not start, by real kubelets; a pod that is taken out of its unit to be looked at."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import subprocess
 from collections.abc import Callable
 from functools import partial
@@ -19,6 +20,11 @@ from tests.cluster.load import Load
 
 # The first test waits for images to be built: a fixture's time is bounded by itself.
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900, func_only=True)]
+
+# A kubelet gives its own watch of a pod's ConfigMap or Secret one second to begin; on a node that is busy starting
+# pods it reports that it was not in time, and mounts the volume at its next try. An object that was missing is
+# reported in other words ("configmap ... not found").
+KUBELET_WAS_BUSY = re.compile(r"failed to sync (configmap|secret) cache: timed out waiting for the condition$")
 
 REQUESTS = 5000  # through a drain, a scaling 1→3→1 and a roll, half of them streaming, some open across every drain
 
@@ -65,7 +71,8 @@ def test_a_healthy_start_leaves_no_warning(installed: Installed, hello: str) -> 
     events = installed.all("events")
     of_pods = [each for each in events if each["involvedObject"]["name"] in pods]
     assert {"Started"} <= {each["reason"] for each in of_pods}
-    assert [each["message"] for each in of_pods if each["type"] == "Warning"] == []
+    warnings = [each["message"] for each in of_pods if each["type"] == "Warning"]
+    assert [each for each in warnings if not KUBELET_WAS_BUSY.search(each)] == []
 
 
 def test_the_plugin_shows_a_pipeline_as_a_tree_and_its_logs(installed: Installed, hello: str) -> None:
@@ -124,7 +131,7 @@ async def _in_thread_until(condition: Callable[[], bool]) -> None:
 
 
 def _names(installed: Installed, unit: str) -> set[str]:
-    """Of the pods that are not on their way out."""
+    """The names of the pods that are not on their way out."""
     pods = installed.pods("choir", unit)
     return {str(pod["metadata"]["name"]) for pod in pods if "deletionTimestamp" not in pod["metadata"]}
 

@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900, func_only=True)]
 
 GIB = 1 << 30
 CHUNK = 64 << 20
-SMALL = 1 << 20  #: What other relays may carry meanwhile.
+SMALL = 1 << 20  #: Bytes that other relays may carry meanwhile.
 ROUNDING = 1 << 20  #: Of a log's figures.
 CODE = f"""
 import hashlib
@@ -63,7 +63,10 @@ def image(installed: Installed) -> str:
     return cluster_images.relays()
 
 
-@pytest.mark.parametrize("relay", ["nixl", "mooncake"])
+@pytest.mark.parametrize(
+    "relay",
+    ["nixl", pytest.param("mooncake", marks=pytest.mark.nightly)],  # between processes: relays/test_mooncake.py
+)
 def test_a_gibibyte_between_pods_goes_by_the_relay_that_is_named(installed: Installed, image: str, relay: str) -> None:
     name = f"by-{relay}"
     groups = [{"name": group, "resources": MEMORY} for group in "ab"]
@@ -110,7 +113,7 @@ def serves(address: str) -> bool:
 
 
 def library_bytes(installed: Installed, name: str, relay: str) -> float:
-    """What the library itself has counted: NIXL where bytes are written from, Mooncake in its log, where it reads."""
+    """Bytes that the library itself counted: NIXL where they are written from, Mooncake in its log, where it reads."""
     if relay == "nixl":
         return by_relay(installed, name, "a", "omnipipeline_relay_library_bytes_total")[relay]
     [pod] = installed.pods(name, "b")

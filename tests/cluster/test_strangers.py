@@ -47,7 +47,7 @@ with concurrent.futures.ThreadPoolExecutor(len(doors)) as pool:
 
 @pytest.fixture
 def doors(installed: Installed) -> Iterator[dict[str, list[tuple[str, int]]]]:
-    """What a pipeline listens on, pod by pod, and the admin port. Also a foreign namespace."""
+    """The ports of a pipeline, pod by pod, and the admin port. A foreign namespace is made, too."""
     cluster = installed.cluster
     cluster.kubectl("delete", "namespace", ELSEWHERE, "--ignore-not-found", "--timeout=60s")
     cluster.kubectl("create", "namespace", ELSEWHERE)

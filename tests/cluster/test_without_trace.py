@@ -1,4 +1,4 @@
-"""What is left after deleting the pipelines and then the release; and what serves without an operator."""
+"""Nothing is left after the pipelines and then the release are deleted; pods serve without an operator."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ def operator(prepared: tuple[Cluster, Path], kube: running.Kube) -> Iterator[run
 
 @pytest.fixture
 def audit(prepared: tuple[Cluster, Path]) -> running.Audit:
-    """What the operator's service account writes from here on."""
+    """The writes of the operator's service account from here on."""
     cluster, _ = prepared
     path = cluster.kubeconfig.parent / "logs" / "audit.log"
     return running.Audit(path, f"system:serviceaccount:{running.SYSTEM}:{running.ACCOUNT}")

@@ -72,6 +72,8 @@ class ApiServer:
             raise errors.Conflict("PATCH", 409, "exists" if found else "does not exist")
         if found is not None and metadata.get("uid", found["metadata"]["uid"]) != found["metadata"]["uid"]:
             raise errors.Invalid("PATCH", 422, "another uid")
+        if subresource is not None and found is not None:
+            found = {key: value for key, value in found.items() if key != subresource}  # all of it is that manager's
         return self.put(_merged(found or {}, manifest))
 
     async def merge(

@@ -58,7 +58,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (_context(readOnlyRootFilesystem=False), f"{CONTEXT}.readOnlyRootFilesystem"),
 ]
 
-#: What the operator refuses beyond the standard.
+#: Fields that the operator refuses beyond the standard.
 OURS_ALONE = (f"{CONTEXT}.readOnlyRootFilesystem",)
 
 ACCEPTED: list[dict[str, Any]] = [
@@ -66,6 +66,7 @@ ACCEPTED: list[dict[str, Any]] = [
     {"metadata": {"annotations": {"team": "voice"}}},
     _pod(containers=[{"name": "more", "image": "x:1"}]),
     _pod(initContainers=[{"name": "first", "image": "x:1", "command": ["true"]}]),
+    _pod(volumes=[{"name": "weights", "image": {"reference": "localhost/weights:1"}}]),
     _pod(volumes=[{"name": "scratch", "emptyDir": {}}, {"name": "c", "configMap": {"name": "c"}}]),
     _pod(securityContext={"fsGroup": 1000, "runAsUser": 1000}),
     _pod(securityContext={"sysctls": [{"name": "net.ipv4.tcp_keepalive_time", "value": "60"}]}),

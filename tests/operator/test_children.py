@@ -165,6 +165,18 @@ def test_coordinators_prefer_nodes_and_zones_of_their_own_unless_the_author_says
     assert affinity(affinity={"podAntiAffinity": {"mine": 1}}) == {"podAntiAffinity": {"mine": 1}}
 
 
+def test_a_place_near_a_stage_stands_beside_the_authors_own_affinity() -> None:
+    own = {"nodeAffinity": {"mine": 1}}
+    groups = [{"name": "mouth", "placement": {"near": ["mind"], "affinity": own}}]
+    made = desired(processGroups=groups, coordinator={"placement": {"near": ["mind"]}})
+    found = pod_of(made, "mouth")["affinity"]
+    assert found["nodeAffinity"] == own["nodeAffinity"]
+    [near] = found["podAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"]
+    assert near["podAffinityTerm"]["labelSelector"]["matchLabels"]["omnipipeline.dev/unit"] == "ears"
+    assert set(pod_of(made, "coordinator")["affinity"]) == {"podAntiAffinity", "podAffinity"}
+    assert not {"near", "nearTopologyKeys"} & pod_of(made, "mouth").keys()
+
+
 def test_without_curve_no_key_is_mounted() -> None:
     pod = pod_of(desired(control={"security": {"mode": "None"}}), "mouth")
     assert "OMNI_CONTROL_KEY_FILE" not in variables(pod)
@@ -234,6 +246,19 @@ def test_a_claim_has_no_owner_and_no_label_by_which_argo_cd_would_prune_it() -> 
     }
 
 
+@pytest.mark.parametrize("policy", [{}, {"pullPolicy": "Never"}])
+def test_weights_in_an_image_are_mounted_read_only_and_nothing_is_downloaded(policy: dict[str, Any]) -> None:
+    cache = {"type": "Image", "image": "localhost/weights:1", **policy}
+    made = desired(modelPath="/models/mine", modelCache=cache)
+    assert made.created == ()
+    pod = pod_of(made, "mouth")
+    [volume] = [each for each in pod["volumes"] if each["name"] == "models"]
+    assert volume == {"name": "models", "image": {"reference": "localhost/weights:1", **policy}}
+    [container] = pod["containers"]
+    assert {"name": "models", "mountPath": "/models", "readOnly": True} in container["volumeMounts"]
+    assert "HF_HOME" not in {each["name"] for each in container["env"]}
+
+
 @pytest.mark.parametrize("cache", [CLAIM, {"type": "PersistentVolumeClaim", "claimName": "c"}, {"type": "EmptyDir"}])
 def test_stages_mount_the_model_cache_and_the_coordinator_does_not(cache: Any) -> None:
     made = desired(modelCache=cache)
@@ -279,6 +304,7 @@ def test_the_job_that_fetches_a_model_writes_it_where_stages_read_it_and_request
         "HF_HOME": variables(stage)["HF_HOME"],
         "OMNI_MODEL_PATH": "some/model",
         "OMNI_MODEL_REVISION": "",
+        "OMNI_PROGRESS_PORT": "8081",
     }
     assert container["resources"] == {"requests": {"cpu": "50m", "memory": "256Mi"}, "limits": {"memory": "4Gi"}}
 
@@ -533,11 +559,48 @@ def test_an_authors_python_path_is_joined_with_the_folder_of_the_code() -> None:
     assert joined["PYTHONPATH"] == "/etc/omnipipeline/code:/app"
 
 
-def test_the_ingress_bears_the_authors_annotations() -> None:
-    annotations = {"nginx.ingress.kubernetes.io/proxy-body-size": "64m"}
-    made = desired(expose={"ingress": {"annotations": annotations}})
+@pytest.mark.parametrize(
+    ("http", "annotations", "bounds"),
+    [
+        pytest.param({}, {}, ("605", "605", "67108864"), id="its own"),
+        pytest.param(
+            {"requestTimeoutSeconds": 1799.5, "maxBodyBytes": 2048}, {}, ("1805", "1805", "2048"), id="the spec's"
+        ),
+        pytest.param({}, {"proxy-body-size": "64m"}, ("605", "605", "64m"), id="the author's come first"),
+    ],
+)
+def test_the_ingress_waits_for_answers_as_long_as_the_coordinator_does(
+    http: dict[str, float], annotations: dict[str, str], bounds: tuple[str, ...]
+) -> None:
+    nginx = "nginx.ingress.kubernetes.io"
+    given = {f"{nginx}/{name}": value for name, value in annotations.items()}
+    made = desired(coordinator={"http": http}, expose={"ingress": {"annotations": {"mine": "1", **given}}})
     [ingress] = [each for each in made.applied if each["kind"] == "Ingress"]
-    assert annotations.items() <= ingress["metadata"]["annotations"].items()
+    named = ("proxy-read-timeout", "proxy-send-timeout", "proxy-body-size")
+    desired_ones = {"mine": "1"} | {f"{nginx}/{name}": value for name, value in zip(named, bounds, strict=True)}
+    assert desired_ones.items() <= ingress["metadata"]["annotations"].items()
+
+
+def test_a_route_cuts_no_stream_and_names_the_services_port() -> None:
+    parents = [{"name": "shared", "namespace": "doors", "sectionName": "tls"}, {"name": "own", "port": 8080}]
+    route = {"parentRefs": parents, "hostnames": ["voice.example.org"], "annotations": {"mine": "1"}}
+    made = desired(expose={"route": route, "service": {"port": 80}}).applied
+    [found] = [each for each in made if each["kind"] == "HTTPRoute"]
+    assert found["apiVersion"] == "gateway.networking.k8s.io/v1"
+    assert (found["metadata"]["name"], found["metadata"]["annotations"]) == ("demo", {"mine": "1"})
+    assert found["spec"] == {
+        "parentRefs": parents,
+        "hostnames": ["voice.example.org"],
+        "rules": [
+            {
+                "backendRefs": [{"name": "demo", "port": 80}],
+                "timeouts": {"request": "0s", "backendRequest": "0s"},
+            }
+        ],
+    }
+    made = desired(expose={"route": {"parentRefs": [{"name": "g"}]}}).applied
+    [bare] = [each for each in made if each["kind"] == "HTTPRoute"]
+    assert bare["spec"]["parentRefs"] == [{"name": "g"}] and "hostnames" not in bare["spec"]
 
 
 def test_clients_get_both_ip_families_and_stages_one_address_for_each_coordinator() -> None:
@@ -634,3 +697,18 @@ def test_the_prefetch_job_runs_python_that_compiles() -> None:
     [container] = job["spec"]["template"]["spec"]["containers"]
     script = max([*container.get("command", ()), *container.get("args", ())], key=len)
     compile(script, "prefetch", "exec")
+
+
+def test_a_model_of_a_store_is_fetched_with_the_keys_of_a_secret_that_no_stage_sees() -> None:
+    cache = {**CLAIM, "prefetch": {"enabled": True, "secretName": "store"}}
+    made = desired(modelPath="s3://models/mine", modelCache=cache, envFrom=[{"configMapRef": {"name": "all"}}])
+    [fetch] = job_of(made)["containers"]
+    assert fetch["command"] == ["python3", "-m", "stage_runtime", "prefetch"]
+    assert fetch["envFrom"] == [{"configMapRef": {"name": "all"}}, {"secretRef": {"name": "store"}}]
+    environment = {each["name"]: each.get("value") for each in fetch["env"]}
+    assert environment["OMNI_MODEL_PATH"] == "s3://models/mine"
+    assert environment["OMNI_MODELS_DIR"] == "/models"
+    stage = pod_of(made, "mouth")
+    assert variables(stage)["OMNI_MODELS_DIR"] == "/models"
+    assert "store" not in str(stage)
+    assert "OMNI_MODELS_DIR" not in variables(pod_of(desired(**FETCHED), "mouth"))

@@ -1,4 +1,4 @@
-"""On a real API server with OwnerReferencesPermissionEnforcement: the operator's rights are enough for its owners."""
+"""The operator's rights are enough for its owners on a real API server with OwnerReferencesPermissionEnforcement."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""On a real API server: children are created, follow the spec, and belong to their pipeline."""
+"""Children on a real API server are created, follow the spec, and belong to their pipeline."""
 
 from __future__ import annotations
 
@@ -279,7 +279,7 @@ def test_a_comment_in_inline_code_reaches_the_plans_and_rolls_no_unit(kube: Kube
 
 
 def test_an_undo_runs_the_template_of_the_revision_though_it_was_edited(kube: Kube, operator: OperatorProcess) -> None:
-    """At once: its edited pods may still end."""
+    """An undo does so at once: its edited pods may still end."""
     operator.start()
     kube.apply(pipeline())
     kube.wait_ready("duo")

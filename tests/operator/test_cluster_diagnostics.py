@@ -1,4 +1,4 @@
-"""On a real API server: failures are reported in conditions, with their cause."""
+"""Failures on a real API server are reported in conditions, with their cause."""
 
 from __future__ import annotations
 
@@ -180,8 +180,8 @@ def test_events_are_posted_for_transitions_only_and_conditions_carry_their_gener
     events = [each for each in kube.all("events") if each["involvedObject"]["kind"] == "OmniPipeline"]
     by_condition: dict[str, list[tuple[str, str]]] = {}
     for each in sorted(events, key=lambda event: str(event["eventTime"])):
-        condition, _, status, *_ = re.split("[ :]", each["message"])
-        by_condition.setdefault(condition, []).append((status, each["reason"]))
+        for condition, status in re.findall("(Accepted|Available|Ready|Progressing) is (True|False)", each["message"]):
+            by_condition.setdefault(condition, []).append((status, each["reason"]))
     # Of the first start nothing, where pods were ready before anything could be said.
     assert by_condition["Ready"][-1] == ("True", "Serving") and ("False", "Suspended") in by_condition["Ready"]
     for changes in by_condition.values():

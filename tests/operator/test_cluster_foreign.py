@@ -1,4 +1,4 @@
-"""On a real API server: edits of our children by others, and foreign objects under our names."""
+"""Others edit our children and have objects under our names, on a real API server."""
 
 from __future__ import annotations
 

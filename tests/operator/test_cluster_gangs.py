@@ -1,4 +1,4 @@
-"""On a real API server: two pipelines that each hold half of what both need."""
+"""Two pipelines on a real API server each hold half of what both need."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""On a real API server: revisions that served are recorded, and undoing to one keeps replicas and pods."""
+"""Revisions that served are recorded on a real API server, and undoing to one keeps replicas and pods."""
 
 from __future__ import annotations
 

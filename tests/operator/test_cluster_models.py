@@ -1,4 +1,4 @@
-"""On a real API server: the model cache's claim and the Job that fills it, from pending to deleted."""
+"""The model cache's claim and the Job that fills it, on a real API server, from pending to deleted."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def cached(model: str, *, prefetch: bool = True, **spec: Any) -> dict[str, Any]:
 
 
 def volume(namespace: str, modes: list[str]) -> dict[str, Any]:
-    """What a provisioner would make for the claim of `cached`."""
+    """The volume that a provisioner would make for the claim of `cached`."""
     name = f"{namespace}-{uuid.uuid4().hex[:8]}"
     return {
         "apiVersion": "v1",

@@ -1,4 +1,4 @@
-"""On a real API server: an operator of two namespaces, one of which takes its role back and gives it again."""
+"""An operator has two namespaces of a real API server, one of which takes its role back and gives it again."""
 
 from __future__ import annotations
 

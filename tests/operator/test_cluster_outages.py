@@ -1,4 +1,4 @@
-"""On a real API server with outages: only one operator writes at any time, and reconciles go on afterwards."""
+"""A real API server has outages: only one operator writes at any time, and reconciles go on afterwards."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_one_writes_while_the_api_server_restarts_and_while_its_holder_is_in_a_b
         }
 
         def kept_alive() -> None:
-            """As a kubelet does: one that ended because it could not renew its Lease is started again."""
+            """Do as a kubelet: an operator that ended because it could not renew its Lease is started again."""
             for each in operators.values():
                 if each.process is not None and each.process.poll() is not None:
                     assert each.process.returncode == 1

@@ -28,7 +28,7 @@ def pod_of(patch: Any, name: str) -> dict[str, Any]:
 
 
 def dry_run(kube: Kube, pods: list[dict[str, Any]]) -> dict[str, str]:
-    """What admission said of each pod that it refused, by the pod's name."""
+    """Admission's objection to each pod that it refused, by the pod's name."""
     documents = "\n---\n".join(json.dumps(pod) for pod in pods)
     done = kube.cluster.kubectl(
         *("-n", kube.namespace, "create", "--dry-run=server", "-o", "name", "-f", "-"), stdin=documents, check=False
@@ -48,6 +48,6 @@ def test_what_admission_refuses_is_what_the_operator_refuses(kube: Kube) -> None
 
 
 def plain(patch: Any) -> bool:
-    """Without containers of the author's: the operator that allows everything completes none of them."""
+    """Whether the author has no containers: the operator that allows everything completes none of them."""
     spec = patch.get("spec", {})
     return "initContainers" not in spec and all(one["name"] == "stage" for one in spec.get("containers", ()))

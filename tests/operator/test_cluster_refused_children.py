@@ -1,4 +1,4 @@
-"""On a real API server: a child that is refused, or that no apply can mend, stops no other one and no later edit."""
+"""A child that is refused, or that no apply can mend, stops no other one and no later edit, on a real API server."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def add_to_selector(kube: Kube) -> Callable[[], object]:
 
 
 def set_min_available(kube: Kube) -> Callable[[], object]:
-    """Beside maxUnavailable it is invalid, and a merge keeps it."""
+    """The field beside maxUnavailable is invalid, and a merge keeps it."""
     name = the_budget(kube)
     patched(kube, "poddisruptionbudget", name, {"spec": {"maxUnavailable": None, "minAvailable": 1}})
     return lambda: (

@@ -1,4 +1,4 @@
-"""On a real API server: operators that die after any write, and two of them at once."""
+"""Operators die after any write, and two of them run at once, on a real API server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""On a real API server: specs edited during a roll-out. A watch records every state of the pods."""
+"""Specs are edited during a roll-out on a real API server. A watch records every state of the pods."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""On a real API server: any text that a user or a model can make travels through every write."""
+"""Any text that a user or a model can make travels through every write to a real API server."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from kubernetes.aio import config as kubernetes_config
 
 from omnipipeline_operator import kinds
 from omnipipeline_operator.changes import conditions
-from omnipipeline_operator.changes.conditions import Transition
 from omnipipeline_operator.cluster import bodies
 from omnipipeline_operator.cluster.applying import MANAGER, Applier
 from omnipipeline_operator.cluster.client import Client
@@ -118,7 +117,7 @@ def test_any_text_of_a_condition_is_written_and_posted(kube: Kube, writer: Write
         condition = conditions.condition("Ready", False, reason, text)
         status = to_document(PipelineStatus()) | {"conditions": conditions.merged([condition], (), generation=1, now=0)}
         writer.run(applier.write_status(status))
-        writer.run(recorder._post(owner, Transition(condition=condition, warning=True)))
+        writer.run(recorder._post(owner, [condition], warning=True))
         found = writer.run(writer.client.get(kinds.PIPELINE, kube.namespace, "duo"))["status"]["conditions"]
         [live] = [each for each in found if each["type"] == "Ready"]
         assert live["message"] == whole(text[: conditions.MAX_MESSAGE])

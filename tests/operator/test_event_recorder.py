@@ -76,3 +76,16 @@ async def test_the_number_of_remembered_series_is_bounded() -> None:
     for number in range(event_recorder.MAX_SERIES + 5):
         await reporter.report(Owner(namespace="n", name="p", uid=f"u{number}"), [DOWN])
     assert len(reporter._series) == event_recorder.MAX_SERIES
+
+
+async def test_transitions_of_one_reason_are_one_event() -> None:
+    posted = Posted()
+    reporter = EventRecorder(cast(Client, posted), name="operator")
+    available = Transition(condition=condition("Available", True, "Serving", "all well"), warning=False)
+    complete = Transition(condition=condition("Progressing", True, "RolledOut", "complete"), warning=False)
+    await reporter.report(OWNER, [UP, available, complete])
+    notes = [(each["reason"], each["type"], each["note"]) for each in posted.events.values()]
+    assert notes == [
+        ("Serving", "Normal", "Ready is True and Available is True: all well"),
+        ("RolledOut", "Normal", "Progressing is True: complete"),
+    ]

@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from random import Random
 
+import msgspec
 import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
@@ -15,6 +16,7 @@ from omnipipeline_operator.changes.gangs import Gang, Yielded
 from tests.thoroughness import examples
 
 P = 60.0
+TAKING = 10.0
 NOW = 1_000_000.0
 
 
@@ -23,7 +25,25 @@ def gang(name: str, age: float, **more: object) -> Gang:
 
 
 def stuck(name: str, age: float, *, held: int = 2, for_s: float = P, **more: object) -> Gang:
-    return gang(name, age, held=held, stuck_since=NOW - for_s, **more)
+    return gang(name, age, held=held, stuck_since=NOW - for_s, **{"lacks": 3 - held, **more})
+
+
+def low(name: str, age: float, *, held: int = 3, **more: object) -> Gang:
+    """It serves."""
+    return gang(name, age, **{"held": held, "serves": True, "priority": 1, **more})
+
+
+def high(*, held: int = 1, **more: object) -> Gang:
+    """The youngest, which has waited long enough, and is before the others nevertheless."""
+    for_s = float(str(more.pop("for_s", TAKING)))
+    return stuck("h", 1, held=held, for_s=for_s, **{"priority": 9, **more})
+
+
+def for_high(given: int, gpus: int) -> Yielded:
+    return Yielded(since=NOW, to="h", gpus=gpus, tries=1, given=given, priority=1)
+
+
+GIVEN = Yielded(since=NOW - P / 2, to="h", gpus=4, tries=1, given=3, priority=1)
 
 
 AWAY = Yielded(since=NOW - P, to="a", gpus=4, tries=1)
@@ -88,10 +108,67 @@ OLD = gang("a", 100, serves=True, held=3)
         pytest.param(
             gang("b", 10, held=3, yielded=Yielded(since=None, tries=1), serves=True), [], None, id="it serves"
         ),
+        pytest.param(low("b", 10), [high()], for_high(3, 4), id="one of a higher priority lacks what it holds"),
+        pytest.param(low("b", 10), [high(priority=1)], None, id="one of the same priority"),
+        pytest.param(low("b", 10), [high(for_s=TAKING - 1)], None, id="a node may be on its way to it"),
+        pytest.param(low("b", 10), [high(serves=True)], None, id="it has a complete set"),
+        pytest.param(low("b", 10, held=1), [high()], None, id="all that it holds would not help"),
+        pytest.param(low("b", 10, held=0), [high()], None, id="it holds nothing"),
+        pytest.param(
+            low("b", 10, held=1), [high(), low("c", 20, held=1)], for_high(1, 3), id="all that they hold would help"
+        ),
+        pytest.param(
+            low("b", 10), [high(), low("c", 20, priority=0)], None, id="one of a priority that is lower still is enough"
+        ),
+        pytest.param(low("b", 20), [high(), low("c", 10)], None, id="a younger one is enough"),
+        pytest.param(low("b", 10), [high(), stuck("c", 20, priority=1)], None, id="one that does not serve is enough"),
+        pytest.param(
+            low("b", 20), [high(), low("c", 10, held=1)], for_high(3, 5), id="a younger one would not be enough"
+        ),
+        pytest.param(
+            low("c", 10, held=1), [high(), low("b", 20)], None, id="it is not needed beside one that is needed"
+        ),
+        pytest.param(
+            low("b", 20, held=6),
+            [high(), low("c", 10, held=0, serves=False, yielded=GIVEN)],
+            None,
+            id="enough is on its way",
+        ),
+        pytest.param(
+            low("b", 20),
+            [high(), low("c", 10, held=0, serves=False, yielded=Yielded(since=NOW - P, to="h", tries=1, given=3))],
+            for_high(3, 4),
+            id="what was on its way has come, and more is lacking",
+        ),
+        pytest.param(
+            low("b", 10),
+            [high(yielded=Yielded(since=None, tries=1, failed=1))],
+            None,
+            id="it failed with as much before",
+        ),
+        pytest.param(low("b", 10, yielded=GIVEN), [high()], GIVEN, id="its pods end still, ready as they are"),
+        pytest.param(
+            high(held=0, for_s=9 * P),
+            [low("b", 10, held=0, serves=False, yielded=msgspec.structs.replace(GIVEN, since=NOW - 2 * P))],
+            Yielded(since=NOW, to="b", tries=1, failed=1, priority=9),
+            id="it was given enough, and is placed nowhere",
+        ),
+        pytest.param(
+            high(held=0, for_s=9 * P),
+            [low("b", 10, held=0, serves=False, yielded=GIVEN)],
+            None,
+            id="it may be placed still",
+        ),
+        pytest.param(
+            gang("b", 10, priority=1, yielded=msgspec.structs.replace(GIVEN, to="x")),
+            [stuck("c", 90, priority=0)],
+            Yielded(since=None, to="x", gpus=4, tries=1, given=3, priority=1),
+            id="an older one of a lower priority waits",
+        ),
     ],
 )
 def test_who_lets_go_and_who_comes_back(own: Gang, others: list[Gang], kept: Yielded | None) -> None:
-    assert gangs.decide(own, others, now=NOW, patience_s=P) == kept
+    assert gangs.decide(own, others, now=NOW, patience_s=P, taking_s=TAKING) == kept
 
 
 # --- anything ---------------------------------------------------------------------------------------------------
@@ -106,6 +183,7 @@ class Simulated:
     name: str
     created_at: float
     needs: int
+    priority: int = 0
     placed: int = 0
     leaving: int = 0  #: GPUs of pods that end.
     stuck_since: float | None = None
@@ -122,6 +200,8 @@ class Simulated:
             needs=self.needs,
             held=self.placed + self.leaving,
             stuck_since=is_stuck,
+            lacks=self.needs - self.placed,
+            priority=self.priority,
             yielded=self.yielded,
         )
 
@@ -138,7 +218,8 @@ class Cluster:
     pipelines: list[Simulated]
     draws: Random
     now: float = NOW
-    let_go: list[tuple[str, bool]] = field(default_factory=list)  #: Who has let go, and whether it served.
+    #: The pipelines that have let go, whether each served, and how much it gave to one of a higher priority.
+    let_go: list[tuple[str, bool, int]] = field(default_factory=list)
 
     def live(self) -> list[Simulated]:
         return [one for one in self.pipelines if not one.gone and one.created_at <= self.now]
@@ -147,14 +228,25 @@ class Cluster:
         self.now += STEP_S
         for one in self.draws.sample(self.live(), len(self.live())):
             others = [each.seen() for each in self.live() if each is not one]
-            kept = gangs.decide(one.seen(), others, now=self.now, patience_s=P)
+            kept = gangs.decide(one.seen(), others, now=self.now, patience_s=P, taking_s=TAKING)
             if kept is not None and kept.since is not None and not one.away:
-                self.let_go.append((one.name, one.serves))
-                one.placed, one.leaving, one.stuck_since = 0, one.placed, None
+                self.let_go.append((one.name, one.serves, kept.given))
+                if kept.given:
+                    self.check_help(one, kept.to)
+                one.placed, one.leaving, one.stuck_since, one.serves = 0, one.placed, None, False
             one.yielded = kept
         self.schedule()
         for one in self.live():
             one.leaving = one.leaving and one.leaving - 1
+
+    def check_help(self, giver: Simulated, name: str) -> None:
+        """There is enough for the one that is to get it, when all those behind it have let go."""
+        [taker] = [one for one in self.live() if one.name == name]
+        above = sum(
+            one.placed + one.leaving for one in self.live() if one.priority >= taker.priority and one is not taker
+        )
+        assert giver.priority < taker.priority and not taker.serves
+        assert taker.needs <= self.gpus - above, "it could not be helped"
 
     def schedule(self) -> None:
         wanting = [one for one in self.live() if not one.away for _ in range(one.needs - one.placed)]
@@ -168,33 +260,83 @@ class Cluster:
             one.stuck_since = (one.stuck_since or self.now) if waits else None
 
 
-@pytest.mark.proves("gangs")
-@settings(max_examples=examples(40), deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
-@given(
-    st.integers(1, 8),
-    st.lists(st.tuples(st.integers(1, 6), st.integers(0, 40)), min_size=1, max_size=6),
-    st.integers(0, 2**32),
-)
-def test_no_pipelines_wait_for_each_other_for_ever_and_none_that_serves_lets_go(
-    gpus: int, asked: list[tuple[int, int]], seed: int
-) -> None:
+def run(gpus: int, asked: list[tuple[int, int, int]], seed: int) -> tuple[Cluster, int]:
+    """Step until nothing should change any more. asked: of each pipeline its GPUs, its begin and its priority."""
     pipelines = [
-        Simulated(name=f"p{number}", created_at=NOW + begin * STEP_S, needs=needs)
-        for number, (needs, begin) in enumerate(asked)
+        Simulated(name=f"p{number}", created_at=NOW + begin * STEP_S, needs=needs, priority=priority)
+        for number, (needs, begin, priority) in enumerate(asked)
     ]
     cluster = Cluster(gpus=gpus, pipelines=pipelines, draws=Random(seed))
     horizon = 4 * 24 * len(asked)  # 24 times the patience for each
     for _ in range(horizon):
         cluster.step()
-    assert not any(served for _, served in cluster.let_go)
+    return cluster, horizon
+
+
+@pytest.mark.proves("gangs")
+@settings(max_examples=examples(40), deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+@given(
+    st.integers(1, 8),
+    st.lists(st.tuples(st.integers(1, 6), st.integers(0, 40), st.just(0)), min_size=1, max_size=6),
+    st.integers(0, 2**32),
+)
+def test_no_pipelines_wait_for_each_other_for_ever_and_none_that_serves_lets_go(
+    gpus: int, asked: list[tuple[int, int, int]], seed: int
+) -> None:
+    cluster, horizon = run(gpus, asked, seed)
+    pipelines = cluster.pipelines
+    assert not any(served for _, served, _ in cluster.let_go)
     holding = [one.name for one in pipelines if not one.serves and one.placed]
     assert len(holding) <= 1, holding
     left = gpus - sum(one.needs for one in pipelines if one.serves)
     assert [one.name for one in pipelines if not one.serves and one.needs <= left] == [], "there is room"
-    assert all(times <= 8 for times in Counter(name for name, _ in cluster.let_go).values()), "it comes and goes"
-    for one in pipelines:
+    assert all(times <= 8 for times in Counter(name for name, _, _ in cluster.let_go).values()), "it comes and goes"
+    _ended_ones_make_room(cluster, horizon)
+
+
+@pytest.mark.proves("priority")
+@settings(max_examples=examples(60), deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+@given(
+    st.integers(1, 8),
+    st.lists(st.tuples(st.integers(1, 6), st.integers(0, 40), st.integers(0, 2)), min_size=1, max_size=6),
+    st.integers(0, 2**32),
+)
+def test_gpus_go_to_a_higher_priority_that_they_help_and_nobody_lets_go_again_and_again(
+    gpus: int, asked: list[tuple[int, int, int]], seed: int
+) -> None:
+    cluster, horizon = run(gpus, asked, seed)
+    for one in cluster.pipelines:
+        above = sum(other.needs for other in cluster.pipelines if other.serves and other.priority >= one.priority)
+        behind = one.yielded is not None and one.yielded.failed > 0  # one that needs more than there is was in its way
+        assert one.serves or behind or one.needs > gpus - above, f"{one.name} has not got what lower ones hold"
+    for name, times in Counter(name for name, served, _ in cluster.let_go if served).items():
+        assert times < len(asked), f"{name} serves and lets go again and again"
+    assert all(times <= 12 for times in Counter(name for name, _, _ in cluster.let_go).values()), "it comes and goes"
+    _ended_ones_make_room(cluster, horizon)
+
+
+def _ended_ones_make_room(cluster: Cluster, horizon: int) -> None:
+    for one in cluster.pipelines:
         one.gone = one.serves
     for _ in range(horizon):
         cluster.step()
-    fitting = [one.name for one in cluster.live() if one.needs <= gpus]
+    fitting = [one.name for one in cluster.live() if one.needs <= cluster.gpus]
     assert not fitting or any(one.serves for one in cluster.live()), "those that ended have made room"
+
+
+@pytest.mark.parametrize(
+    ("own", "due"),
+    [
+        pytest.param(stuck("a", 20, serves=True), None, id="serves"),
+        pytest.param(stuck("a", 20, needs=0), None, id="wants no GPU"),
+        pytest.param(gang("a", 20), None, id="starts"),
+        pytest.param(gang("a", 20, yielded=AWAY), NOW + P / 10, id="away"),
+        pytest.param(gang("a", 20, yielded=AWAY, stuck_since=NOW), NOW + P / 10, id="away, and its pods wait"),
+        pytest.param(stuck("a", 20, for_s=TAKING / 2), NOW + TAKING / 2, id="may soon take from lower ones"),
+        pytest.param(stuck("a", 20, for_s=P / 4), NOW + TAKING / 4, id="may take from lower ones"),
+        pytest.param(stuck("a", 20, for_s=P / 4, lacks=0), NOW + P * 3 / 4, id="lacks none, not stuck for long yet"),
+        pytest.param(stuck("a", 20, for_s=9 * P, lacks=0), NOW + P / 10, id="lacks none, stuck for long"),
+    ],
+)
+def test_a_gang_that_waits_is_decided_again_by_the_clock(own: Gang, due: float | None) -> None:
+    assert gangs.next_at(own, now=NOW, patience_s=P, taking_s=TAKING) == due

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from omnipipeline_operator.changes.conditions import rfc3339
 from omnipipeline_operator.desired.naming import QUEUE_LABEL
 from omnipipeline_operator.kinds import DEPLOYMENT, PIPELINE, POD
@@ -32,7 +34,9 @@ class Rivals(Operator):
         for name in NAMES:
             self.again_s = await self._reconciler.reconcile((KEY[0], name))
 
-    def place(self, name: str, unit: str, *, node: str | None, ready: bool = False) -> None:
+    def place(
+        self, name: str, unit: str, *, node: str | None, ready: bool = False, priority: int = 0, preempts: bool = False
+    ) -> None:
         """The pod of a unit, made ``PATIENCE_S`` ago where it has no node."""
         [its] = [one for one in self.deployments(name) if one["metadata"]["name"].startswith(f"{name}-{unit}-")]
         scheduled = {"type": "PodScheduled", "status": str(node is not None), "message": "0/1 nodes are available"}
@@ -41,7 +45,9 @@ class Rivals(Operator):
         metadata |= {"labels": its["spec"]["selector"]["matchLabels"]}
         metadata["creationTimestamp"] = rfc3339(self.now - PATIENCE_S)
         pod: dict[str, Any] = {"kind": POD.name, "metadata": metadata, "status": {"conditions": conditions}}
-        self.watch({**pod, "spec": {"nodeName": node} if node else {}})
+        policy = "PreemptLowerPriority" if preempts else "Never"
+        spec = {"priority": priority, "preemptionPolicy": policy, "containers": [{"name": "stage"}]}
+        self.watch({**pod, "spec": spec | ({"nodeName": node} if node else {})})
 
     def deployments(self, name: str) -> list[dict[str, Any]]:
         labelled = {"omnipipeline.dev/pipeline": name}.items()
@@ -54,6 +60,17 @@ class Rivals(Operator):
 
     def conditions(self, name: str) -> dict[str, Any]:
         return {each["type"]: each for each in self.live(PIPELINE, name)["status"]["conditions"]}
+
+    async def the_older_one_waits(self, *, preempts: bool = False) -> None:
+        """The younger one serves with three GPUs; the older one has come to its priority, and gets one of four."""
+        await self.both()
+        for unit in ("first", "last", "coordinator"):
+            self.place("duo", unit, node="n", ready=True, priority=1)
+        await self.reconcile()
+        assert self.conditions("duo")["Available"]["status"] == "True"
+        self.place("older", "first", node=None, priority=1000, preempts=preempts)
+        self.place("older", "last", node="n", priority=1000, preempts=preempts)
+        await self._reconciler.reconcile((KEY[0], "older"))
 
 
 WHOLE = {"first": 1, "last": 1, "coordinator": 2}
@@ -79,7 +96,6 @@ async def test_the_younger_one_lets_go_says_so_and_the_older_one_keeps_what_it_h
     yielded = operator.live(PIPELINE, "duo")["status"]["yielded"]
     assert yielded == {"since": rfc3339(operator.now), "to": "space/older", "gpus": 4, "tries": 1, "failed": 0}
     assert operator.conditions("older")["Scheduled"]["reason"] == "Unschedulable"
-    assert await operator.reconcile() == [], "nothing more is written"
     assert operator.again_s is not None and operator.again_s <= PATIENCE_S / 10
 
 
@@ -104,3 +120,44 @@ async def test_pods_of_units_have_the_queue_of_their_pipeline() -> None:
     }
     queues = {unit: one["metadata"]["labels"].get(QUEUE_LABEL) for unit, one in templates.items()}
     assert queues == {"first": "gpus", "last": "gpus", "coordinator": None}
+
+
+@pytest.mark.proves("priority")
+async def test_one_that_serves_lets_go_for_a_higher_priority_and_both_say_so() -> None:
+    operator = Rivals()
+    await operator.the_older_one_waits()
+    assert operator.woken == [KEY], "nothing has happened to the lower one itself"
+    await operator.reconcile()
+    assert (operator.replicas("older"), operator.replicas("duo")) == (WHOLE, AWAY)
+    found = operator.conditions("duo")
+    assert found["Scheduled"]["reason"] == "GPUsYielded"
+    assert "space/older waits for GPUs and has a higher priority" in found["Scheduled"]["message"]
+    yielded = operator.live(PIPELINE, "duo")["status"]["yielded"]
+    counts = {"gpus": 4, "tries": 1, "failed": 0, "given": 3, "priority": 1}
+    assert yielded == {"since": rfc3339(operator.now), "to": "space/older", **counts}
+    operator.now += 3
+    await operator._reconciler.reconcile((KEY[0], "older"))
+    found = operator.conditions("older")
+    assert found["Scheduled"]["reason"] == "GPUsOnTheirWay"
+    assert "let go of them: space/duo (3)" in found["Scheduled"]["message"]
+    await operator.reconcile()
+    assert operator.replicas("duo") == AWAY, "its pods are ready until they end"
+
+
+async def test_a_priority_class_that_preempts_is_remarked_on() -> None:
+    operator = Rivals()
+    await operator.the_older_one_waits(preempts=True)
+    assert "preempts pod by pod" in operator.conditions("older")["Accepted"]["message"]
+    assert "preempts" not in operator.conditions("duo")["Accepted"]["message"]
+
+
+async def test_a_pipeline_that_lacks_more_than_lower_ones_hold_gets_nothing() -> None:
+    operator = Rivals()
+    await operator.both()
+    operator.place("duo", "first", node="n", ready=True, priority=1)
+    operator.place("duo", "coordinator", node="n", ready=True, priority=1)
+    operator.place("older", "first", node=None, priority=1000)
+    operator.place("older", "last", node=None, priority=1000)
+    await operator.both()
+    await operator.reconcile()
+    assert operator.replicas("duo") == WHOLE

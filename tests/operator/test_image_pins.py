@@ -1,4 +1,4 @@
-"""Which image a pipeline revision gets, as a table of observed workloads."""
+"""The image of a pipeline revision, as a table of observed workloads."""
 
 from __future__ import annotations
 

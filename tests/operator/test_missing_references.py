@@ -1,4 +1,4 @@
-"""What is checked for workloads that do not start, and what is reported."""
+"""Workloads that do not start are checked for missing references, and these are reported."""
 
 from __future__ import annotations
 

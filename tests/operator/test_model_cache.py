@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any, Literal, cast
 
 import pytest
 
 from omnipipeline_operator import errors
+from omnipipeline_operator.cluster.status_client import FetchStatus
 from omnipipeline_operator.controller import model_cache
 from omnipipeline_operator.controller.snapshots import Snapshot
 from omnipipeline_operator.desired import naming
+from omnipipeline_operator.desired.storage import FETCH
 from omnipipeline_operator.kinds import CLAIM, JOB, PIPELINE, POD
+from tests.cluster.hub import MODEL, serving
+from tests.cluster_kit import REPOSITORY
 from tests.operator.fake_api_server import Write
+from tests.operator.running import eventually
 from tests.operator.test_reconcile_snapshots import Operator
+from tests.patience import patience
+from tests.ports import free_port
 
 NAME = "duo-models"
 SHARED = "delete it, and the operator makes another one, or name your own claim"
@@ -116,7 +132,7 @@ def cache(size: str, storage_class: str | None = None) -> dict[str, Any]:
 
 
 def note(operator: Operator) -> str:
-    """What the condition Accepted remarks."""
+    """The remark of the condition Accepted."""
     found = operator.live(PIPELINE, "duo")["status"]["conditions"]
     [message] = [each["message"] for each in found if each["type"] == "Accepted"]
     return str(message).partition("; ")[2]
@@ -241,3 +257,81 @@ async def test_pods_of_the_replaced_job_are_not_reported_as_those_of_its_success
     operator.edit(operator.live(PIPELINE, "duo"), **NEW)
     await operator.reconcile()
     assert why() == "Prefetching"
+
+
+async def test_the_status_says_how_much_the_job_has_fetched_in_steps() -> None:
+    operator, name = await fetching(active=1)
+    labels = {
+        naming.PIPELINE_LABEL: "duo",
+        model_cache.JOB_NAME: name,
+        model_cache.JOB_UID: operator.live(JOB, name)["metadata"]["uid"],
+    }
+    pod: dict[str, Any] = {"name": f"{name}-x", "namespace": "space", "labels": labels}
+    operator.watch({"kind": POD.name, "metadata": pod, "status": {"podIP": "10.0.0.9", "phase": "Running"}})
+
+    async def message(done: int | None, total: int = 60_000_000_000) -> str:
+        found = None if done is None else FetchStatus(bytes_done=done, bytes_total=total)
+        operator.coordinators.fetches = {} if found is None else {"10.0.0.9": found}
+        operator.now += 10
+        await operator.reconcile()
+        [ready] = [one for one in operator.live(PIPELINE, "duo")["status"]["conditions"] if one["type"] == "Ready"]
+        assert ready["reason"] == "Prefetching"
+        return str(ready["message"]).removeprefix(f"Job {name} fetches me/mine")
+
+    assert await message(None) == "", "an image of an earlier version does not answer"
+    assert operator.again_s is not None and operator.again_s <= 10
+    assert await message(0, total=0) == ""
+    assert await message(26_999_999_999) == ": 40 % of 60.0 GB"
+    assert await message(27_000_000_000) == ": 45 % of 60.0 GB"
+    assert await message(10**12) == ": 100 % of 60.0 GB"
+    operator.watch({**operator.live(JOB, name), "status": {"succeeded": 1}})
+    await operator.reconcile()
+    assert operator.again_s is None or operator.again_s > 10
+
+
+def test_a_job_that_fetches_from_a_hub_says_how_far_it_is(tmp_path: Path) -> None:
+    size, port, half, goes_on = 40 << 20, free_port(), threading.Event(), threading.Event()
+
+    def hold(start: int) -> None:
+        if start >= size // 2:
+            half.set()
+            goes_on.wait(patience(60))
+
+    with serving("127.0.0.1") as hub:
+        hub.has_model, hub.before_piece = True, hold
+        hub.files["weights.txt"] = bytes(size)
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "TRANSFORMERS_"))}
+        environ = {**kept, "HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path), "OMNI_MODEL_PATH": MODEL}
+        environ |= {"OMNI_PROGRESS_PORT": str(port), "PYTHONPATH": str(REPOSITORY)}
+        with subprocess.Popen([sys.executable, "-c", FETCH], env=environ, stdout=subprocess.DEVNULL) as fetch:
+            try:
+                assert half.wait(patience(60))
+                seen = eventually(lambda: fetched(port), what="some of it is counted")
+                assert 0 < seen["bytes_done"] < seen["bytes_total"]
+            finally:
+                goes_on.set()
+            assert fetch.wait(patience(60)) == 0
+
+
+def fetched(port: int) -> dict[str, int] | Literal[False]:
+    """The answer of a fetch's pod, once some bytes are there."""
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/status", timeout=patience(10)) as answer:
+            found: dict[str, int] = json.load(answer)
+    except urllib.error.URLError:
+        return False
+    return found if found["bytes_done"] else False
+
+
+def test_the_job_shows_each_ten_per_cent_of_its_download_as_a_line(tmp_path: Path) -> None:
+    with serving("127.0.0.1") as hub:
+        hub.has_model = True
+        hub.files["weights.txt"] = bytes(40 << 20)
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "TRANSFORMERS_"))}
+        environ = {**kept, "HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path), "OMNI_MODEL_PATH": MODEL}
+        ran = subprocess.run([sys.executable, "-c", FETCH], env=environ, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    percents = [int(found) for found in re.findall(r"(\d+) % of 41\.9MB$", ran.stdout, flags=re.MULTILINE)]
+    assert percents and percents[-1] == 100, ran.stdout
+    assert percents == sorted(set(percents)) and all(each % 10 == 0 for each in percents)
+    assert "fetched to" in ran.stdout and "%|" not in ran.stderr

@@ -1,4 +1,4 @@
-"""What a pod template needs before its containers can start, found by name."""
+"""The references that a pod template needs before its containers can start, found by name."""
 
 from __future__ import annotations
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from omnipipeline_operator.controller.plan_cache import PlanCache
+from omnipipeline_spec import planning
 from omnipipeline_spec.types.errors import SpecError
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
 def resource(*, uid: str = "u", generation: int = 1, factory: str = "m:a") -> dict[str, Any]:
@@ -49,3 +54,11 @@ def test_shared_memory_between_pods_is_refused_with_the_edge() -> None:
     ]
     with pytest.raises(SpecError, match=r"relayBackend: is shm, .* 'a' and 'b' run in different pods"):
         PlanCache().of(apart, None)
+
+
+@pytest.mark.parametrize("file", ["hello", "chat", "disaggregated", "qwen3_omni", "voice"])
+def test_a_spec_that_was_checked_once_has_the_plan_of_one_checked_twice(file: str) -> None:
+    read = yaml.safe_load((EXAMPLES / file / "pipeline.yaml").read_text())
+    read["metadata"] |= {"namespace": "space", "uid": "u", "generation": 1}
+    spec, plan = PlanCache().of(read, None)
+    assert plan == planning.plan(spec, name=read["metadata"]["name"])

@@ -1,4 +1,4 @@
-"""From a spec to the replicas that are written: through the goal of the roll-out, as a reconcile goes."""
+"""The replicas that are written for a spec: through the goal of the roll-out, as a reconcile goes."""
 
 from __future__ import annotations
 

@@ -10,13 +10,14 @@ import pytest
 
 from omnipipeline_operator import errors
 from omnipipeline_operator.cluster.client import Client
-from omnipipeline_operator.cluster.status_client import CoordinatorStatus, StatusClient
-from omnipipeline_operator.cluster.store import Store
+from omnipipeline_operator.cluster.status_client import CoordinatorStatus, FetchStatus, StatusClient
+from omnipipeline_operator.cluster.store import PipelineKey, Store
 from omnipipeline_operator.controller.reconciling import Reconciler
 from omnipipeline_operator.desired import naming
 from omnipipeline_operator.kinds import DEPLOYMENT, PIPELINE, POLICY, SERVICE
 from omnipipeline_operator.settings import DefaultResources, Settings
 from omnipipeline_spec.cluster import Resources
+from omnipipeline_spec.types.pods import COORDINATOR
 from tests.operator.fake_api_server import ApiServer, Write
 
 KEY = ("space", "duo")
@@ -34,9 +35,13 @@ class Coordinators:
 
     def __init__(self) -> None:
         self.answers: list[CoordinatorStatus] = []
+        self.fetches: dict[str, FetchStatus] = {}  #: Of the pods of prefetch Jobs, by address.
 
     async def ask(self, addresses: Any) -> list[CoordinatorStatus]:
         return self.answers
+
+    async def fetch(self, address: str) -> FetchStatus | None:
+        return self.fetches.get(address)
 
 
 class Operator:
@@ -46,7 +51,10 @@ class Operator:
         self.server, self.store = ApiServer(), Store()
         self.coordinators, self.now = Coordinators(), 1_800_000_000.0
         client, status_client = cast(Client, self.server), cast(StatusClient, self.coordinators)
-        self._reconciler = Reconciler(client, self.store, status_client, settings, clock=lambda: self.now)
+        self.woken: list[PipelineKey] = []
+        self._reconciler = Reconciler(
+            client, self.store, status_client, settings, clock=lambda: self.now, wake=self.woken.append
+        )
         metadata: dict[str, Any] = {"name": KEY[1], "namespace": KEY[0], "uid": "u", "generation": 1}
         self.edit({"apiVersion": PIPELINE.api_version, "kind": PIPELINE.name, "metadata": metadata})
 
@@ -81,6 +89,18 @@ async def operator() -> Operator:
 
 async def test_a_second_reconcile_writes_nothing(operator: Operator) -> None:
     assert await operator.reconcile() == []
+
+
+async def test_a_coordinators_pod_is_annotated_only_after_the_list_has_changed(operator: Operator) -> None:
+    deployments = [operator.live(DEPLOYMENT, name) for kind, _, name in operator.server.objects if kind == "Deployment"]
+    (made,) = (one for one in deployments if one["spec"]["selector"]["matchLabels"][naming.UNIT_LABEL] == COORDINATOR)
+    template = made["spec"]["template"]["metadata"]
+    metadata = {**template, "name": "pod", "namespace": KEY[0], "uid": "pod"}
+    status = {"podIP": "10.0.0.1", "phase": "Running"}
+    operator.watch({"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": {}, "status": status})
+    assert ("merge", "Pod", "pod") not in await operator.reconcile()
+    operator.edit(operator.live(PIPELINE, "duo"), image="stage:2")
+    assert ("merge", "Pod", "pod") in await operator.reconcile()
 
 
 async def test_an_empty_selector_that_the_api_server_drops_is_not_written_again(operator: Operator) -> None:
@@ -204,3 +224,29 @@ async def test_a_plan_without_a_deployment_is_kept_when_its_deployment_is_made(o
     deployment = operator.server.objects.pop((DEPLOYMENT.name, KEY[0], name))
     operator.store.drop(deployment)
     assert await operator.reconcile() == [("create", "Deployment", name)]
+
+
+def _pod(operator: Operator, unit: str, number: int) -> dict[str, Any]:
+    """A ready pod of a unit, without an address: no coordinator is asked."""
+    deployments = [operator.live(DEPLOYMENT, name) for kind, _, name in operator.server.objects if kind == "Deployment"]
+    (made,) = (one for one in deployments if one["spec"]["selector"]["matchLabels"][naming.UNIT_LABEL] == unit)
+    metadata = {**made["spec"]["template"]["metadata"], "name": f"{unit}-{number}", "namespace": KEY[0]}
+    status = {"phase": "Running", "conditions": [{"type": "Ready", "status": "True"}]}
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": {"nodeName": "n"}, "status": status}
+
+
+async def test_counts_are_written_once_a_second_and_conditions_at_once(operator: Operator) -> None:
+    writes = ("apply status", "OmniPipeline", "duo")
+    operator.edit(operator.live(PIPELINE, "duo"), processGroups=[{"name": "first", "replicas": 3}])
+    await operator.reconcile()
+    for number in range(2):
+        operator.watch(_pod(operator, "first", number))
+        assert await operator.reconcile() == []
+        assert operator.again_s is not None and operator.again_s <= 1.0
+    operator.now += 1.0
+    assert await operator.reconcile() == [writes]
+    unit = operator.live(PIPELINE, "duo")["status"]["units"][0]
+    assert (unit["name"], unit["ready"]) == ("first", 2)
+    operator.watch(_pod(operator, "last", 0))
+    assert writes in await operator.reconcile(), "StagesReady has changed"
+    assert [one["ready"] for one in operator.live(PIPELINE, "duo")["status"]["units"]] == [2, 1, 0]

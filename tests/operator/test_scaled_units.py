@@ -27,7 +27,7 @@ def scaled(**limits: Any) -> Operator:
 
 
 def replicas(operator: Operator) -> int:
-    """Of the Deployment of the unit that is scaled."""
+    """The replicas of the Deployment of the unit that is scaled."""
     found = [one for (kind, _, name), one in operator.server.objects.items() if kind == DEPLOYMENT.name]
     [its] = [one for one in found if one["metadata"]["name"].startswith("duo-last-")]
     return int(its["spec"]["replicas"])

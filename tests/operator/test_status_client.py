@@ -16,6 +16,7 @@ from omnipipeline_operator.cluster.status_client import (
     MAX_INSTANCES,
     TIMEOUT_S,
     UNANSWERED_TIMEOUT_S,
+    FetchStatus,
     InstanceStatus,
     StatusClient,
 )
@@ -59,6 +60,25 @@ async def test_coordinators_that_answer_are_read_and_others_skipped(port: int) -
     assert status.revisions == ("a", "b")
     assert status.registered() == {("u", "r"): 1}, "two processes of one pod; the other drains"
     assert status.loads() == {"10.0.0.1": 7, "::2": 0}
+
+
+@pytest.mark.parametrize(
+    "body, expected",
+    [
+        ({"bytes_done": 3, "bytes_total": 9, "more": 1}, FetchStatus(bytes_done=3, bytes_total=9)),
+        ({"bytes_done": -1, "bytes_total": 9}, None),
+        ({"bytes_done": 1 << 61, "bytes_total": 9}, None),
+        ({"bytes_done": "3", "bytes_total": 9}, None),
+        ([], None),
+    ],
+)
+async def test_a_fetch_is_read_and_a_forged_one_is_none(body: object, expected: FetchStatus | None) -> None:
+    async def status(_: web.Request) -> web.Response:
+        return web.json_response(body)
+
+    async with serving(status) as port, StatusClient(port=port) as client:
+        assert await client.fetch("127.0.0.1") == expected
+        assert await client.fetch("127.0.0.2") is None
 
 
 @pytest.mark.parametrize(

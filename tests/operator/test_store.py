@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -258,3 +259,15 @@ def test_an_object_is_ours_by_uid_and_not_by_name() -> None:
     assert not comparing.is_ours(before, OWNER)
     assert comparing.belongs_to_predecessor(before, OWNER)
     assert comparing.foreign_owner(service(1), OWNER) == "no pipeline: it has no owner"
+
+
+def test_keys_and_short_texts_of_two_objects_exist_once() -> None:
+    store, long = Store(), "x" * (store_of.MAX_SHARED + 1)
+    for name in ("one", "two"):
+        parsed = json.dumps(service(1, name=name, uid=name, ports=[{"protocolOf": "a text"}], long=long, port=5))
+        store.put(json.loads(parsed))
+    first, second = (each["spec"] for each in store.children(KEY, SERVICE))
+    assert first == second == {"ports": [{"protocolOf": "a text"}], "long": long, "port": 5}
+    (key, text), (other_key, other_text) = (next(iter(each["ports"][0].items())) for each in (first, second))
+    assert key is other_key and text is other_text
+    assert first["long"] is not second["long"]

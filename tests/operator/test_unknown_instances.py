@@ -1,4 +1,4 @@
-"""Which instances that coordinators report are asked for at the API server, and which get no more requests."""
+"""The API server is asked about some of the instances that coordinators report, and some get no more requests."""
 
 from __future__ import annotations
 

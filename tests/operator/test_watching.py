@@ -1,4 +1,4 @@
-"""What a list of everything puts into the store, and which namespaces it leaves out because they cannot be read."""
+"""A list of everything fills the store, and leaves out namespaces that cannot be read."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from omnipipeline_operator.cluster.client import Client
 from omnipipeline_operator.cluster.store import Store
 from omnipipeline_operator.controller.work_queue import WorkQueue
 from omnipipeline_operator.handlers.watching import Watcher
-from omnipipeline_operator.kinds import PIPELINE, SERVICE, Kind
+from omnipipeline_operator.kinds import PIPELINE, ROUTE, SERVICE, Kind
 
 FORBIDDEN = errors.Forbidden("GET", 403, "services is forbidden")
 GONE = errors.NotFound("GET", 404, "no such namespace")
@@ -48,6 +48,17 @@ class Watched:
 
     async def relist(self) -> dict[str, errors.ClusterError]:
         return await self._watcher.relist(cast(Client, self.lists), self._namespaces, spread_s=0.0)
+
+    async def has_appeared(self) -> bool:
+        return await self._watcher.has_appeared(cast(Client, self.lists), self._namespaces)
+
+    @property
+    def lacking(self) -> dict[str, errors.ClusterError]:
+        return self._watcher.lacking
+
+    def is_watched(self, kind: Kind) -> bool:
+        """Whether kopf would watch it."""
+        return any(each.id == kind.plural for each in self._watcher.registry()._watching._handlers)
 
     def known(self) -> dict[str, list[str]]:
         """namespace -> the kinds of what the store has of its pipeline."""
@@ -108,3 +119,39 @@ async def test_a_list_fails_as_a_whole_when_no_namespace_is_readable_or_the_caus
     with pytest.raises(type(error)):
         await watched.relist()
     assert watched.known() == {"a": WHOLE, "b": WHOLE}
+
+
+@pytest.mark.parametrize("namespaces, error", [((), GONE), (("a", "b"), GONE), (("a", "b"), FORBIDDEN)])
+async def test_a_kind_that_a_cluster_may_lack_costs_nothing_else_and_is_noticed_when_it_comes(
+    namespaces: tuple[str, ...], error: errors.ClusterError
+) -> None:
+    watched = Watched(*namespaces)
+    watched.lists.refused = {(ROUTE.name, each): error for each in namespaces or (None,)}
+    assert await watched.relist() == {}
+    assert watched.known() == {"a": WHOLE, "b": WHOLE}
+    assert watched.lacking == {ROUTE.name: error}
+    assert (watched.is_watched(ROUTE), watched.is_watched(SERVICE)) == (False, True)
+    assert not await watched.has_appeared()
+    watched.lists.refused = {}
+    assert await watched.has_appeared()
+    await watched.relist()
+    assert watched.lacking == {} and watched.is_watched(ROUTE)
+    assert not await watched.has_appeared()
+
+
+async def test_routes_are_forgotten_with_their_kind() -> None:
+    watched = Watched()
+    route = {"name": "duo", "namespace": "a", "resourceVersion": "4", "uid": "r"}
+    labels = {"labels": {"omnipipeline.dev/pipeline": "duo"}}
+    watched.store.put({"kind": ROUTE.name, "metadata": {**route, **labels}})
+    watched.lists.refused = {(ROUTE.name, None): GONE}
+    await watched.relist()
+    assert watched.store.child(("a", "duo"), ROUTE, "duo") is None
+
+
+async def test_a_refused_token_is_not_a_missing_kind() -> None:
+    watched = Watched()
+    watched.lists.refused = {(ROUTE.name, None): errors.Forbidden("GET", 401, "the token has expired")}
+    with pytest.raises(errors.Forbidden):
+        await watched.relist()
+    assert watched.lacking == {}

@@ -107,6 +107,11 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 - apiGroups: [networking.k8s.io]
   resources: [ingresses, networkpolicies]
   verbs: [get, list, watch, create, patch, delete]
+{{- if ternary .Values.rbac.gatewayAPI (not .Values.watchNamespaces) (kindIs "bool" .Values.rbac.gatewayAPI) }}
+- apiGroups: [gateway.networking.k8s.io]
+  resources: [httproutes]
+  verbs: [get, list, watch, create, patch, delete]
+{{- end }}
 - apiGroups: [policy]
   resources: [poddisruptionbudgets]
   verbs: [get, list, watch, create, patch, delete]

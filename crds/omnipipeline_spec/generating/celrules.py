@@ -118,6 +118,11 @@ _PIPELINE: Final = (
         message="the gpuMemory fractions on one GPU must not sum to more than gpuMemoryLimit",
     ),
     Rule(
+        rule="!has(self.modelCache) || !has(self.modelCache.type) || self.modelCache.type != 'Image' || "
+        "!has(self.modelPath) || self.modelPath == '' || self.modelPath.startsWith('/models/')",
+        message="modelPath must begin with /models/, where the image of modelCache is mounted",
+    ),
+    Rule(
         rule="!has(self.modelCache) || !has(self.modelCache.prefetch) || !has(self.modelCache.prefetch.enabled) || "
         "!self.modelCache.prefetch.enabled || (has(self.modelPath) && self.modelPath != '')",
         message="modelCache.prefetch needs modelPath",
@@ -228,6 +233,10 @@ RULES: Final[Mapping[type[msgspec.Struct], tuple[Rule, ...]]] = {
             rule="self.maxSurge > 0 || self.maxUnavailable > 0",
             message="must not have 0 as both maxSurge and maxUnavailable",
         ),
+        Rule(
+            rule="!has(self.canary) || (self.strategy == 'Coherent' && self.maxSurge > 0)",
+            message="canary needs strategy Coherent and a maxSurge of 1 or more",
+        ),
     ),
     cluster.EnvVar: (
         Rule(
@@ -273,6 +282,18 @@ RULES: Final[Mapping[type[msgspec.Struct], tuple[Rule, ...]]] = {
     ),
     cluster.ModelCache: (
         Rule(
+            rule="(self.type == 'Image') == (has(self.image) && self.image != '')",
+            message="type Image must have image, and no other type may have it",
+        ),
+        Rule(
+            rule="self.type == 'Image' || !has(self.pullPolicy)",
+            message="pullPolicy needs type Image",
+        ),
+        Rule(
+            rule="self.type != 'Image' || !has(self.size)",
+            message="size does not apply to type Image",
+        ),
+        Rule(
             rule="self.type != 'PersistentVolumeClaim' || "
             "(has(self.claimName) && self.claimName != '') != has(self.size)",
             message="a PersistentVolumeClaim must have exactly one of claimName and size",
@@ -286,6 +307,21 @@ RULES: Final[Mapping[type[msgspec.Struct], tuple[Rule, ...]]] = {
             rule="self.type == 'PersistentVolumeClaim' || !has(self.prefetch) || !has(self.prefetch.enabled) || "
             "!self.prefetch.enabled",
             message="prefetch needs type PersistentVolumeClaim",
+        ),
+    ),
+    cluster.Prefetch: (
+        Rule(
+            rule="!has(self.secretName) || (has(self.enabled) && self.enabled)",
+            message="secretName needs enabled: true",
+        ),
+    ),
+    cluster.Route: (
+        Rule(
+            rule="self.parentRefs.all(p, self.parentRefs.exists_one(q, q.name == p.name && "
+            "(has(q.__namespace__) ? q.__namespace__ : '') == (has(p.__namespace__) ? p.__namespace__ : '') && "
+            "(has(q.sectionName) ? q.sectionName : '') == (has(p.sectionName) ? p.sectionName : '') && "
+            "(has(q.port) ? q.port : 0) == (has(p.port) ? p.port : 0)))",
+            message="must not name a parent twice",
         ),
     ),
     cluster.ProfilingStorage: (

@@ -64,9 +64,11 @@ the client asks for strict validation: `kubectl apply` does, other clients may n
 Scalars are read as kubectl reads them, so a file gives the same plan on a laptop and on a cluster: `yes`, `no`, `on`,
 `off`, `y` and `n` are booleans, `0o17` and `017` are 15, `1e3` is the integer 1000, dates and `12:30:45` are strings,
 `1.0` is 1. Integers beyond 64 bits are refused. A null entry of a map counts as absent, also inside `factoryArgs` and
-over a class's default: `kubectl apply` would drop it. Only in Python None is a value: `factory_args={"x": None}` and
-`runtime_overrides={"stage": {"x": None}}` give the factory None. `omni convert` refuses such a pipeline with the path,
-because no resource can hold it. Quotes make any scalar a string.
+over a class's default: `kubectl apply` would drop it. `omni up`, `validate`, `plan` and `convert` warn of each with its
+line. Leave it out where the default is meant, else write a value that the factory takes for none (`false`, `"none"`).
+Only in Python None is a value: `factory_args={"x": None}` and `runtime_overrides={"stage": {"x": None}}` give the
+factory None. `omni convert` refuses such a pipeline with the path, because no resource can hold it. Quotes make
+any scalar a string.
 
 """
 

@@ -1,4 +1,4 @@
-"""From a file, a text or a resource to a valid spec, with the source of each value.
+"""Reads a valid spec, with the source of each value, from a file, a text or a resource.
 
 Not here: the rules (`validation`), writing a resource (`generating.writing`). The only package of the contract that
 reads files and imports an author's modules.

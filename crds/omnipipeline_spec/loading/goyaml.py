@@ -166,7 +166,7 @@ class _ParseState:
         raise self.fail(node, f"{node.tag} is not supported in a spec")
 
     def counted(self, node: yaml.Node, path: str) -> None:
-        """Before one more value, or one more map that is merged, is read."""
+        """Called before one more value, or one more map that is merged, is read; fails beyond the bounds."""
         self.count += 1
         self.path_chars += len(path)
         if self.count > MAX_VALUES:

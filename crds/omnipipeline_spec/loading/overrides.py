@@ -15,7 +15,7 @@ from typing import Any, Final
 import msgspec
 from msgspec import inspect
 
-from omnipipeline_spec.loading import goyaml, layering
+from omnipipeline_spec.loading import goyaml, layering, nulls
 from omnipipeline_spec.pipeline import PipelineConfig
 from omnipipeline_spec.types.canonical import MAX_LEVELS, join
 from omnipipeline_spec.types.errors import Fault, InvalidPipeline, UnreadableSpec, quoted
@@ -53,9 +53,12 @@ class _Override(msgspec.Struct, frozen=True, kw_only=True):
         return EVERY in self.steps
 
 
-def apply(document: dict[str, Any], given: Sequence[str], sources: layering.Sources) -> dict[str, Any]:
-    """A copy of the document with all overrides applied; records them as sources.
+def apply(
+    document: dict[str, Any], given: Sequence[str], sources: layering.Sources, dropped: list[Fault]
+) -> dict[str, Any]:
+    """A copy of the document with all overrides applied; records them as sources, and what they drop.
 
+    dropped: gets a warning for each null entry inside a value that is set. A null itself removes what is there.
     Raises: InvalidPipeline: paths that select nothing, values that are set twice; all of them at once.
     """
     result: dict[str, Any] = copy.deepcopy(document)
@@ -68,7 +71,7 @@ def apply(document: dict[str, Any], given: Sequence[str], sources: layering.Sour
                 if twin != override.text or given.count(override.text) > 1:
                     message = f"is set twice: --set {twin} and --set {override.text}"
                     faults.append(Fault(path=place.path, message=message))
-                _put(place, override, sources)
+                _put(place, override, sources, dropped)
         except _NowhereError as error:
             faults.append(Fault(path=override.path, message=f"{override.label}: {error}"))
     if faults:
@@ -182,8 +185,8 @@ def _no_name(step: str, path: str) -> list[int]:
     raise _NowhereError(f"{path} is a list: write {path}[0], not {path}.{step}")
 
 
-def _put(place: _Place, override: _Override, sources: layering.Sources) -> None:
-    value = _value(place, override)
+def _put(place: _Place, override: _Override, sources: layering.Sources, dropped: list[Fault]) -> None:
+    value = _value(place, override, dropped)
     if place.path == "configCls":
         raise _NowhereError("overrides come after the defaults of a class: name the class in the file")
     for path in [path for path in sources if path.startswith((f"{place.path}.", f"{place.path}["))]:
@@ -195,10 +198,12 @@ def _put(place: _Place, override: _Override, sources: layering.Sources) -> None:
     layering.record(value, sources, lambda _: f"--set {override.text}", place.path, place.path)
 
 
-def _value(place: _Place, override: _Override) -> Any:
+def _value(place: _Place, override: _Override, dropped: list[Fault]) -> Any:
     """The text read as YAML; for a string field the text itself: ``modelPath=123`` needs no quotes."""
     read = goyaml.documents(override.value, f"--set {override.text}")
     value = read[0].value if read else None
+    kind = inspect.AnyType() if place.kind is None else place.kind
+    dropped += [nulls.dropped(path, source=override.label) for path in nulls.places(value, kind, place.path)]
     if place.kind is None:
         return value
     kind = without_none(place.kind)

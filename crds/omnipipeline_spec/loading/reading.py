@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Literal
 
 import msgspec
+from msgspec import inspect
 
-from omnipipeline_spec.loading import goyaml, layering, overrides, pythonfiles
+from omnipipeline_spec.loading import goyaml, layering, nulls, overrides, pythonfiles
 from omnipipeline_spec.pipeline import PipelineConfig, class_name
 from omnipipeline_spec.types.canonical import NotCanonical, canonical, check_bounds, join
 from omnipipeline_spec.types.errors import Fault, InvalidPipeline, UnreadableSpec
@@ -39,6 +40,7 @@ class LoadedPipeline(msgspec.Struct, frozen=True, kw_only=True):
     sources: Mapping[str, str]  #: Path of each value that is set -> what set it.
     metadata: Mapping[str, Any] = {}  #: Of a resource: labels, annotations, namespace.
     beside: tuple[Mapping[str, Any], ...] = ()  #: The file's other documents: a Secret, a ConfigMap.
+    dropped: tuple[Fault, ...] = ()  #: A warning for each null entry that sets nothing.
 
 
 class Explained(msgspec.Struct, frozen=True, kw_only=True):
@@ -224,8 +226,9 @@ def _finish(read: _ParsedSource, given: Sequence[str], *, fallback: str) -> Load
     sources: layering.Sources = {}
     laid = _over_class(read, sources)
     faults = list(read.faults)
+    dropped = list(_nulls(read))
     if given and isinstance(laid, dict):
-        laid = overrides.apply(laid, given, sources)
+        laid = overrides.apply(laid, given, sources, dropped)
     spelling: shapes.Spelling = "resource" if read.kind == "resource" else "plain"
     document, malformed = shapes.check(laid, PipelineConfig, spelling=spelling)
     spec, unsound = topology.of_document(document)
@@ -236,7 +239,21 @@ def _finish(read: _ParsedSource, given: Sequence[str], *, fallback: str) -> Load
     named = pipeline_slug(name or fallback)
     if read.kind == "resource":
         spec = msgspec.structs.replace(spec, name=named, config_cls=_noted_class(read.metadata))
-    return LoadedPipeline(name=named, spec=spec, source=read.source, sources=sources, metadata=read.metadata)
+    return LoadedPipeline(
+        name=named,
+        spec=spec,
+        source=read.source,
+        sources=sources,
+        metadata=read.metadata,
+        dropped=nulls.warnings(dropped),
+    )
+
+
+def _nulls(read: _ParsedSource) -> Iterator[Fault]:
+    """The null entries that set nothing. In Python None is a value."""
+    if read.kind != "python":
+        for path in nulls.places(read.document, inspect.type_info(PipelineConfig), ""):
+            yield nulls.dropped(path, line=_line(path, read.lines))
 
 
 def _noted_class(metadata: Mapping[str, Any]) -> str | None:

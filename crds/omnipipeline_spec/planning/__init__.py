@@ -1,4 +1,4 @@
-"""From a valid spec to the plan: what every process and every pod gets. Pure; the same bytes for the same spec.
+"""Makes the plan of a valid spec: what every process and every pod gets. Pure; the same bytes for the same spec.
 
 Not here: the types of the plan (`types.plan`).
 """

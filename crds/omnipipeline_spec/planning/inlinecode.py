@@ -10,6 +10,7 @@ read them. Not here: writing files (the runtime does). Called by `planning`.
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
@@ -19,6 +20,9 @@ _DYNAMIC: Final = frozenset(
     {"__import__", "eval", "exec", "glob", "importlib", "iterdir", "listdir", "pkgutil", "runpy", "walk"}
 )
 _OURS: Final = frozenset({"stage_models", "stage_runtime"})  # they import no code of a pipeline by themselves
+
+CACHED_CHARACTERS: Final = 16_384  # of a file; an edit of a pipeline mostly leaves its files as they are
+CACHED_FILES: Final = 128  # trees as text have some ten times the length of the file
 
 
 def used(files: Mapping[str, str], functions: Iterable[str], values: Any = None) -> dict[str, str]:
@@ -40,7 +44,8 @@ def used(files: Mapping[str, str], functions: Iterable[str], values: Any = None)
         if name is None or name in kept:
             continue
         kept.add(name)
-        named = _named(files[name])
+        text = files[name]
+        named = _named_again(text) if len(text) <= CACHED_CHARACTERS else _named(text)
         if named is None:
             return _sorted(files, files)
         waiting |= named
@@ -49,7 +54,12 @@ def used(files: Mapping[str, str], functions: Iterable[str], values: Any = None)
 
 def meanings(files: Mapping[str, str]) -> dict[str, str]:
     """File -> a text that is equal for two versions of it if no program behaves otherwise; for hashing."""
-    return {name: _meaning(text) if name.endswith(".py") else text for name, text in files.items()}
+    return {
+        name: text
+        if not name.endswith(".py")
+        else (_meaning_again(text) if len(text) <= CACHED_CHARACTERS else _meaning(text))
+        for name, text in files.items()
+    }
 
 
 def _meaning(text: str) -> str:
@@ -64,6 +74,9 @@ def _meaning(text: str) -> str:
         return "".join(_dumped(each) for each in tree.body)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return text
+
+
+_meaning_again = functools.lru_cache(maxsize=CACHED_FILES)(_meaning)
 
 
 def _dumped(node: Any) -> str:
@@ -90,7 +103,7 @@ def _constant(value: Any) -> str:
 _DECLARES_ENCODING: Final = re.compile(r"^[ \t\f]*#.*?coding[:=][ \t]*[-\w.]+").match
 
 
-def _named(text: str) -> set[str] | None:
+def _named(text: str) -> frozenset[str] | None:
     """The modules that a file may import; None: any."""
     try:
         tree = ast.parse(text)
@@ -107,7 +120,10 @@ def _named(text: str) -> set[str] | None:
                 return None
             case ast.Constant(value=str() as value):
                 named.add(_root(value))
-    return None if named & _DYNAMIC else named
+    return None if named & _DYNAMIC else frozenset(named)
+
+
+_named_again = functools.lru_cache(maxsize=CACHED_FILES)(_named)
 
 
 def _root(name: str) -> str:

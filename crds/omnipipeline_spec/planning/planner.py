@@ -40,10 +40,11 @@ Revised = TypeVar("Revised", UnitPlan, CoordinatorPlan, PipelineRevision)
 STUCK_AFTER_S = 300.0  # a long computation is allowed; five minutes without a step are not
 
 
-def plan(spec: PipelineConfig, *, name: str | None = None) -> PipelinePlan:
+def plan(spec: PipelineConfig, *, name: str | None = None, checked: bool = False) -> PipelinePlan:
     """Everything that follows from a spec.
 
-    name:   the resource's name; without it one is made of the spec's.
+    name:    the resource's name; without it one is made of the spec's.
+    checked: the spec is as `loading` has read it, which has refused its faults: they are not looked for again.
     Raises: InvalidPipeline: with all faults of the spec, and of the name.
     """
     if name is None and not isinstance(spec.name, str | None):
@@ -52,7 +53,7 @@ def plan(spec: PipelineConfig, *, name: str | None = None) -> PipelinePlan:
     unnamed = _name_faults(pipeline)
     if unnamed:
         raise InvalidPipeline([*unnamed, *topology.faults(spec)])
-    declared = topology.check(spec)
+    declared = spec if checked else topology.check(spec)
     spec, parts = disaggregation.expanded(declared), disaggregation.parts(declared)
     groups = grouping.group(spec)
     refined = {group.name: group for group in spec.process_groups}

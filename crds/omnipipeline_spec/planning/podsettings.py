@@ -15,6 +15,7 @@ from omnipipeline_spec.pipeline import PipelineConfig
 from omnipipeline_spec.types import quantities
 from omnipipeline_spec.types.canonical import canonical
 from omnipipeline_spec.types.values import to_document
+from omnipipeline_spec.validation import grouping
 from omnipipeline_spec.validation.placement import DEFAULT_GPU_RESOURCE
 
 T = TypeVar("T")
@@ -25,7 +26,7 @@ def of_unit(spec: PipelineConfig, refined: Sequence[ProcessGroup], gpus: int) ->
     own = {
         "resources": _summed([group.resources for group in refined if group.resources is not None]),
         "sharedMemory": _shared_memory(refined),
-        "placement": _the_one(refined, lambda group: to_document(group.placement) if group.placement else None),
+        "placement": _the_one(refined, lambda group: _placed(spec, group.placement) if group.placement else None),
         "podTemplate": _the_one(refined, lambda group: group.pod_template or None),
         "gpus": gpus or None,
         "gpuResourceName": _gpu_resource(refined) if gpus else None,
@@ -42,7 +43,7 @@ def of_coordinator(spec: PipelineConfig) -> dict[str, Any]:
     key = coordinator.http.api_key_secret_ref
     own = {
         "resources": _summed([coordinator.resources] if coordinator.resources else []),
-        "placement": to_document(placement),
+        "placement": _placed(spec, placement),
         "podTemplate": coordinator.pod_template,
         "apiKeySecretRef": to_document(key) if key else None,
         "tlsSecretName": coordinator.http.tls.secret_name if coordinator.http.tls else None,
@@ -65,6 +66,17 @@ def _common(spec: PipelineConfig) -> dict[str, Any]:
     }
 
 
+def _placed(spec: PipelineConfig, placement: Placement) -> dict[str, Any]:
+    """The placement with pod units instead of the stages that it is to be near."""
+    document: dict[str, Any] = to_document(placement)
+    if placement.near:
+        groups = grouping.group(spec)
+        group_of = {stage.name: name for name, stages in groups.groups.items() for stage in stages}
+        document["near"] = list(dict.fromkeys(groups.unit_of(group_of[stage]) for stage in placement.near))
+        document["nearTopologyKeys"] = list(placement.near_topology_keys)
+    return document
+
+
 def _cache(spec: PipelineConfig) -> dict[str, Any]:
     """The model cache that a stage's pod mounts. A claim's size, its class and the prefetch Job change no pod."""
     cache = spec.model_cache
@@ -73,6 +85,8 @@ def _cache(spec: PipelineConfig) -> dict[str, Any]:
             return {}
         case "EmptyDir":
             return {"type": cache.type, "size": cache.size}
+        case "Image":
+            return {"type": cache.type, "image": cache.image, "pullPolicy": cache.pull_policy}
         case _:
             return {"type": cache.type, "claimName": cache.claim_name}
 

@@ -7,7 +7,7 @@ them in Welcome, so a roll of one group does not change the revision of another.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -96,7 +96,7 @@ class UnitPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     allow_tcp: bool = True  #: Whether tensors may travel over plain TCP.
     gpu_memory_limit: float = 0.95  #: Of a GPU's memory: what budgets of stages in bytes may sum to there.
     mooncake_protocol: Literal["tcp", "rdma"] | None = None  #: None: what the process has a device for.
-    pod: dict[str, Any] = {}  #: What the operator needs for the pod (image, resources, placement…), canonical.
+    pod: dict[str, Any] = {}  #: Values that the operator needs for the pod (image, resources, placement…), canonical.
     revision: str = ""  #: 8 hex digits, over all of the above.
 
 
@@ -107,8 +107,8 @@ class EdgePlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     target: str
     kind: Literal["normal", "stream", "kv"]  #: ``kv``: KV blocks from a prefill stage; no request needs this edge.
     transport: Literal["in_process", "same_pod", "network"]
-    relay: str  #: What to expect: ``in_process``, or a backend of this version. Facts decide at run time.
-    medium: str  #: What its bytes are to go through on a cluster, as `edge_instances` shows it at run time.
+    relay: str  #: The expected one: ``in_process``, or a backend of this version. Facts decide at run time.
+    medium: str  #: The medium that should carry its bytes on a cluster, as `edge_instances` shows it at run time.
 
 
 class PipelineRevision(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -123,6 +123,13 @@ class PipelineRevision(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     edges: tuple[tuple[str, str, str], ...]  #: (source, target, normal | stream | kv)
     routing: tuple[str, ...] = ()  #: Stages whose ``routeFn`` chooses among their targets.
     joining: tuple[str, ...] = ()  #: Stages that wait for all their sources: ``waitFor`` without ``waitForFn``.
+
+
+class CanaryShare(msgspec.Struct, frozen=True, kw_only=True):
+    """The share of requests that a pipeline revision gets while it is tried beside others."""
+
+    revision: str
+    weight: Annotated[float, msgspec.Meta(ge=0, le=1)]  #: 0: none, while another revision can serve.
 
 
 class CoordinatorPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

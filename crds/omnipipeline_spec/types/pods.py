@@ -15,6 +15,8 @@ PROFILING_FILE: Final = "profiling.json"  #: Beside the list of revisions: what 
 #: Beside it: the groups that requests wait for, however long they have had no instance: those that start when a request
 #: needs one, and those whose old instances end before new ones start.
 ON_DEMAND_FILE: Final = "on-demand.json"
+#: Beside it: which share of the requests a revision that is tried gets (`plan.CanaryShare`, or null).
+CANARY_FILE: Final = "canary.json"
 HTTP_PORT: Final = 8000  # by default; the spec may set another
 ADMIN_PORT: Final = 8001  # on the loopback only
 PROBE_PORT: Final = 8081  # probes, metrics, status

@@ -46,6 +46,14 @@ Fraction01 = Annotated[float, Meta(gt=0, le=1)]
 Seconds = Annotated[float, Meta(gt=0, le=31_536_000)]
 WholeSeconds = Annotated[int, Meta(ge=1, le=31_536_000)]
 Port = Annotated[int, Meta(ge=1, le=65535)]
+HostPattern = Annotated[
+    str,
+    Meta(
+        min_length=1,
+        max_length=253,
+        pattern=r"^(\*\.)?[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*$",
+    ),
+]
 
 _BINARY: Final[Mapping[str, int]] = {f"{letter}i": 1 << (10 * power) for power, letter in enumerate("KMGTPE", 1)}
 _DECIMAL: Final[Mapping[str, Fraction]] = {

@@ -19,8 +19,8 @@ class RelayTraits(msgspec.Struct, frozen=True, kw_only=True):
     one_pod: bool = False  #: It never crosses pods.
     by_rdma: bool = False  #: It uses RDMA devices where there are some.
     of_gpus: bool = False  #: Both ends need a GPU.
-    #: What its bytes go through between pods without RDMA, or within one. The operator gives every pipeline a key, so
-    #: the one relay that can encrypts.
+    #: The medium that carries its bytes between pods without RDMA, or within one. The operator gives every pipeline a
+    #: key, so the one relay that can encrypt does.
     medium: Literal["memory", "gpu", "tcp", "tcp+curve"] = "tcp"
 
 

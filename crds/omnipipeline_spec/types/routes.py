@@ -37,7 +37,7 @@ class OpenAIRoute(msgspec.Struct, frozen=True, kw_only=True):
     """One path. All are POST."""
 
     path: str
-    serves: Served  #: Which value of ``serves`` opens it.
+    serves: Served  #: The value of ``serves`` that opens it.
     summary: str
     kind: str  #: `OmniRequest.kind`, as stages see its requests.
     ids: str  #: Prefix of the ids of its requests.

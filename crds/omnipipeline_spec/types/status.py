@@ -22,7 +22,9 @@ class Endpoint(Spec, frozen=True, kw_only=True):
     """URLs of the pipeline."""
 
     url: Annotated[Text | None, doc("URL inside the cluster.")] = None
-    external: Annotated[Text | None, doc("URL from outside, once an Ingress or a load balancer has an address.")] = None
+    external: Annotated[
+        Text | None, doc("URL from outside, once an Ingress, a Gateway or a load balancer serves it.")
+    ] = None
 
 
 class GpuCounts(Spec, frozen=True, kw_only=True):
@@ -59,8 +61,21 @@ class UnitStatus(Spec, frozen=True, kw_only=True):
     message: Annotated[Message | None, doc("Why it is not ready: the worst pod, its container and the cause.")] = None
 
 
+class CanaryStatus(Spec, frozen=True, kw_only=True):
+    """A revision that is tried with a share of the requests, or was, and was taken back."""
+
+    revision: Annotated[ShortText, doc("The revision that is tried.")]
+    weight: Annotated[Annotated[int, Meta(ge=0, le=100)], doc("Per cent of the requests that go to it.")] = 0
+    since: Annotated[
+        Annotated[str, Meta(max_length=64, extra={"format": "date-time"})] | None,
+        doc("Since when it gets that share; unset: its pods are not ready yet."),
+    ] = None
+    aborted: Annotated[bool, doc("Whether it was taken back; another edit is tried anew.")] = False
+    message: Annotated[Text | None, doc("Why the last step was taken, with the numbers of both revisions.")] = None
+
+
 class YieldedGpus(Spec, frozen=True, kw_only=True):
-    """GPUs that the pipeline has let go of since it served last, because another one waited for them."""
+    """GPUs that the pipeline has let go of, because another one waited for them, until it serves again."""
 
     since: Annotated[
         Annotated[str, Meta(max_length=64, extra={"format": "date-time"})] | None,
@@ -70,6 +85,10 @@ class YieldedGpus(Spec, frozen=True, kw_only=True):
     gpus: Annotated[Count, doc("GPUs that all pipelines held then.")] = 0
     tries: Annotated[Count, doc("How often it has let go.")] = 0
     failed: Annotated[Count, doc("How often of these it was short though no other one was in its way.")] = 0
+    given: Annotated[Count, doc("GPUs that it gave to a pipeline of a higher priority; 0: to another one.")] = 0
+    priority: Annotated[
+        Annotated[int, Meta(ge=-(1 << 31), le=1 << 31)], doc("The priority that its pods had then.")
+    ] = 0
 
 
 class Condition(Spec, frozen=True, kw_only=True):
@@ -96,6 +115,7 @@ class PipelineStatus(Spec, frozen=True, kw_only=True):
     stages_ready: Annotated[ShortText | None, doc("Ready stages and all stages, as 4/5.")] = None
     gpus: Annotated[GpuCounts, doc("GPUs of all pods.")] = field(default_factory=GpuCounts)
     revision: Annotated[Revisions, doc("Pipeline revisions.")] = field(default_factory=Revisions)
+    canary: Annotated[CanaryStatus | None, doc("The revision that is tried with a share of the requests.")] = None
     yielded: Annotated[YieldedGpus | None, doc("Unset where it waits for no GPUs that others hold.")] = None
     units: Annotated[
         Annotated[Sequence[UnitStatus], Meta(max_length=65, extra={"map_key": "name"})], doc("The pod units.")

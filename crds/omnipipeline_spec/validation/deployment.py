@@ -12,10 +12,11 @@ from collections.abc import Iterator
 
 from omnipipeline_spec.cluster import EnvVar, Resources
 from omnipipeline_spec.pipeline import PipelineConfig
-from omnipipeline_spec.types import pods, quantities
+from omnipipeline_spec.types import pods, quantities, stores
 from omnipipeline_spec.types.errors import Fault
 from omnipipeline_spec.validation import podtemplates, variables
 
+MODELS = "/models/"  # where a model cache is mounted
 FILE_NAME = r"^[-._a-zA-Z0-9]+$"  # what a ConfigMap's key may be
 NO_HOST = frozenset("/*@?#[]\\")  # never part of a URL's host: such an entry would never match
 #: Modules that every process imports. Inline code comes before them on sys.path, also before the standard library.
@@ -35,6 +36,7 @@ def faults(spec: PipelineConfig) -> Iterator[Fault]:
     yield from _coordinator(spec)
     yield from _rollout(spec)
     yield from _model_cache(spec)
+    yield from _route(spec)
     yield from _storage(spec)
 
 
@@ -129,6 +131,12 @@ def _rollout(spec: PipelineConfig) -> Iterator[Fault]:
     if not spec.rollout.max_surge and not spec.rollout.max_unavailable:
         message = "is 0, as maxUnavailable is: a roll could neither start a new instance nor end an old one"
         yield Fault(path="rollout.maxSurge", message=message)
+    if spec.rollout.canary is not None and spec.rollout.strategy != "Coherent":
+        message = f"needs strategy Coherent; with {spec.rollout.strategy} no old instance is there beside a new one"
+        yield Fault(path="rollout.canary", message=message)
+    if spec.rollout.canary is not None and not spec.rollout.max_surge:
+        message = "needs a maxSurge of 1 or more: a new instance is tried beside the old ones"
+        yield Fault(path="rollout.canary", message=message)
 
 
 def _model_cache(spec: PipelineConfig) -> Iterator[Fault]:
@@ -140,6 +148,17 @@ def _model_cache(spec: PipelineConfig) -> Iterator[Fault]:
     if not claim and (cache.claim_name or cache.storage_class_name):
         message = f"of type {cache.type} must not have claimName or storageClassName"
         yield Fault(path="modelCache", message=message)
+    image = cache.type == "Image"
+    if image != bool(cache.image):
+        message = f"of type {cache.type} must {'' if image else 'not '}have image"
+        yield Fault(path="modelCache", message=message)
+    if not image and cache.pull_policy:
+        yield Fault(path="modelCache.pullPolicy", message="needs type Image")
+    if image and cache.size:
+        yield Fault(path="modelCache.size", message="an image has its own size")
+    if image and spec.model_path and not spec.model_path.startswith(MODELS):
+        message = f"{spec.model_path!r} must begin with {MODELS}, where the image of modelCache is mounted"
+        yield Fault(path="modelPath", message=message)
     if cache.type == "None" and cache.size:
         message = "needs type EmptyDir or PersistentVolumeClaim; the type is None, the default"
         yield Fault(path="modelCache.size", message=message)
@@ -149,8 +168,31 @@ def _model_cache(spec: PipelineConfig) -> Iterator[Fault]:
     if not claim and cache.prefetch.enabled:
         message = f"needs type PersistentVolumeClaim; {cache.type} keeps nothing between pods"
         yield Fault(path="modelCache.prefetch", message=message)
+    if cache.prefetch.secret_name and not cache.prefetch.enabled:
+        yield Fault(path="modelCache.prefetch.secretName", message="needs enabled: true")
+    if stores.is_address(spec.model_path):
+        yield from _stored(spec)
     if cache.prefetch.enabled and not spec.model_path:
         yield Fault(path="modelCache.prefetch", message="needs modelPath")
+
+
+def _stored(spec: PipelineConfig) -> Iterator[Fault]:
+    """A model in an object store."""
+    if stores.split(str(spec.model_path)) is None:
+        yield Fault(path="modelPath", message=f"{spec.model_path!r} is not s3://BUCKET/PREFIX")
+    if spec.model_cache.type != "None" and not spec.model_cache.prefetch.enabled:
+        yield Fault(path="modelPath", message=f"{spec.model_path!r} needs modelCache.prefetch.enabled: true")
+    if spec.model_revision:
+        message = "does not apply to an object store: name another prefix"
+        yield Fault(path="modelRevision", message=message)
+
+
+def _route(spec: PipelineConfig) -> Iterator[Fault]:
+    parents = spec.expose.route.parent_refs if spec.expose.route else ()
+    for index, each in enumerate(parents):
+        if each in parents[:index]:
+            message = f"names Gateway {each.name} twice, with the same listener and port"
+            yield Fault(path=f"expose.route.parentRefs[{index}]", message=message)
 
 
 def _storage(spec: PipelineConfig) -> Iterator[Fault]:

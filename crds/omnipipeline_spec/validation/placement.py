@@ -19,7 +19,7 @@ from omnipipeline_spec.types import quantities
 from omnipipeline_spec.types.canonical import INT_BOUND
 from omnipipeline_spec.types.errors import Fault
 from omnipipeline_spec.types.pods import COORDINATOR
-from omnipipeline_spec.validation import disaggregation, grouping
+from omnipipeline_spec.validation import disaggregation, grouping, nearness
 from omnipipeline_spec.validation.graph import quoted
 from omnipipeline_spec.validation.grouping import Grouping
 
@@ -46,6 +46,7 @@ def _faults(spec: PipelineConfig) -> Iterator[Fault]:
     yield from _fusion(spec)
     yield from _refinements(spec, groups)
     yield from _units(spec, groups)
+    yield from nearness.faults(spec, groups)
 
 
 def _process(stage: StageConfig, path: str) -> Iterator[Fault]:

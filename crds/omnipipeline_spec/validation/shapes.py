@@ -56,7 +56,7 @@ def respell(document: Any, struct: type[msgspec.Struct]) -> Any:
 
 
 def respell_value(value: Any, kind: inspect.Type) -> Any:
-    """As `respell`, for the value of one field."""
+    """The same as `respell`, for the value of one field."""
     inner = without_none(kind)
     if isinstance(inner, inspect.StructType):
         return respell(value, inner.cls)

@@ -33,9 +33,9 @@ def check(spec: PipelineConfig) -> PipelineConfig:
 
 
 def check_on_cluster(spec: PipelineConfig) -> None:
-    """For the operator, of a spec that `check` accepts.
+    """The operator checks with it a spec that `check` accepts.
 
-    Raises: InvalidPipeline: with what works on one machine only.
+    Raises: InvalidPipeline: some of it works on one machine only; names the places.
     """
     found = faults_on_cluster(spec)
     if found:

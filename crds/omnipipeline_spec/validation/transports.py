@@ -135,8 +135,8 @@ def _mooncake(spec: PipelineConfig) -> Iterator[Fault]:
 
 
 def _without_tcp(spec: PipelineConfig, pairs: Pairs) -> Iterator[Fault]:
-    """Without TCP an edge between pods needs RDMA devices, and a backend that uses them: the others write to sockets,
-    each by its own library.
+    """A fault where TCP is forbidden and an edge between pods lacks RDMA devices, or a backend that uses them: the
+    other backends write to sockets, each by its own library.
     """
     by_rdma = spec.relay_backend == "auto" or RELAYS[spec.relay_backend].by_rdma
     if spec.data_plane.allow_tcp or (by_rdma and spec.data_plane.rdma is not None):

@@ -58,7 +58,7 @@ def taken(name: str, spec: PipelineConfig) -> str | None:
         return "is derived from the stages' gpu"
     if name in RANKS and any(stage.tp_size > 1 for stage in spec.stages):
         return "is set for each rank of a stage with tpSize > 1"
-    if name == "HF_HOME" and spec.model_cache.type != "None":
+    if name == "HF_HOME" and spec.model_cache.type in ("EmptyDir", "PersistentVolumeClaim"):
         return "is set by modelCache"
     tracing = spec.observability.tracing
     if name in TRACING and tracing is not None and tracing.endpoint:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from omnipipeline_operator.changes import diagnostics, gangs
+from omnipipeline_operator.changes import canary, diagnostics, gangs
 from omnipipeline_operator.changes.conditions import ObservedCondition, condition
 from omnipipeline_operator.changes.diagnostics import Diagnostic
 from omnipipeline_operator.changes.status_inputs import (
@@ -59,6 +59,8 @@ def _ready(
         return condition("Ready", False, inputs.refusal.reason, inputs.refusal.message)
     if inputs.goal.suspended:
         return condition("Ready", False, "Suspended", "spec.suspend is true")
+    if inputs.canary is not None and inputs.canary.aborted:
+        return condition("Ready", False, canary.REASON, inputs.canary.message)
     if progressing.reason == "InsufficientCapacity":  # its message names the remedies
         return condition("Ready", False, progressing.reason, progressing.message)
     replaced = not old_revision_serves(inputs, now)
@@ -92,7 +94,9 @@ def _why_available(inputs: StatusInputs, available: bool, worst: Diagnostic | No
 
 
 def _scheduled(inputs: StatusInputs, found: Mapping[str, Diagnostic]) -> ObservedCondition:
-    unplaced = [each for each in found.values() if each.reason in ("Unschedulable", gangs.REASON, *_UNMADE)]
+    unplaced = [
+        each for each in found.values() if each.reason in ("Unschedulable", gangs.REASON, gangs.TAKEN, *_UNMADE)
+    ]
     worst = diagnostics.worst(unplaced)
     if worst is not None:
         return condition("Scheduled", False, worst.reason, worst.description)
@@ -132,7 +136,7 @@ def _stages_ready(inputs: StatusInputs, found: Mapping[str, Diagnostic]) -> Obse
 
 def _exposed(inputs: StatusInputs) -> ObservedCondition:
     if inputs.exposure.pending:
-        return condition("Exposed", False, "AddressPending", inputs.exposure.pending)
+        return condition("Exposed", False, inputs.exposure.reason, inputs.exposure.pending)
     return condition("Exposed", True, "Exposed", inputs.exposure.external or inputs.exposure.url)
 
 
@@ -140,6 +144,11 @@ def _progressing(inputs: StatusInputs, found: Mapping[str, Diagnostic], now: flo
     goal = inputs.goal
     if goal.suspended:
         return condition("Progressing", None, "Suspended")
+    tried = inputs.canary
+    if tried is not None and tried.aborted:
+        return condition("Progressing", False, canary.REASON, tried.message)
+    if tried is not None and tried.is_interrupted:
+        return condition("Progressing", True, "Canary", f"revision {tried.revision} {tried.message}")
     done = not inputs.decision.rolling and not is_short(inputs)
     if done:
         return condition("Progressing", True, "RolledOut", f"revision {inputs.plan.current.revision} is complete")
@@ -148,6 +157,8 @@ def _progressing(inputs: StatusInputs, found: Mapping[str, Diagnostic], now: flo
     squeezed = _insufficient_capacity(inputs, found)
     if squeezed is not None:
         return condition("Progressing", False, "InsufficientCapacity", squeezed)
+    if tried is not None and tried.runs and tried.since is not None:
+        return condition("Progressing", True, "Canary", f"revision {tried.revision} {tried.message}")
     since = _last_progress(inputs)
     late = since is not None and now - since > inputs.progress_deadline_s
     if late and (inputs.decision.rolling or not is_available(inputs.entries, inputs.observed, inputs.goal.asleep)):

@@ -38,6 +38,7 @@ _SEVERITY: Final = (
     "Evicted",
     "NodeLost",
     "GPUsYielded",
+    "GPUsOnTheirWay",
     "Unschedulable",
 )
 
@@ -101,11 +102,17 @@ _SO: Final = "failed so)"  # the number is a power of ten from ten on: each othe
 _ATTEMPT: Final = re.compile(r'^pods "[^"]*" is forbidden: ')
 
 
-def of_prefetch(job: str, model: str, pods: Iterable[ObservedPod], *, gave_up: bool) -> Diagnostic:
+STEP_PERCENT: Final = 5
+
+
+def of_prefetch(
+    job: str, model: str, pods: Iterable[ObservedPod], *, gave_up: bool, done: tuple[int, int] | None = None
+) -> Diagnostic:
     """Why units are still waiting for the Job that fetches their model.
 
     pods:    the Job's; a failed pod is kept, so that its termination message can be read.
     gave_up: the Job has reached its backoff limit.
+    done:    (bytes that are fetched, bytes of the model); None: not known.
     """
     in_order = sorted((each for each in pods if each.reason is not None), key=lambda each: each.created_at)
     failed = [each for each in in_order if each.finished]
@@ -115,7 +122,15 @@ def of_prefetch(job: str, model: str, pods: Iterable[ObservedPod], *, gave_up: b
         return Diagnostic(unit="", reason="PrefetchFailed", message=f"Job {job}: {why}; {then}")
     for each in in_order:
         return Diagnostic(unit="", reason=str(each.reason), message=f"pod {each.name}: {each.message}")
-    return Diagnostic(unit="", reason="Prefetching", message=f"Job {job} fetches {model}")
+    return Diagnostic(unit="", reason="Prefetching", message=f"Job {job} fetches {model}{_share(done)}")
+
+
+def _share(done: tuple[int, int] | None) -> str:
+    """The share in steps, since each other message is a write of the status."""
+    if done is None or not done[1]:
+        return ""
+    share = min(100 * done[0] // done[1], 100) // STEP_PERCENT * STEP_PERCENT
+    return f": {share} % of {done[1] / 1e9:.1f} GB"
 
 
 def of_refused_job(job: str, message: str) -> Diagnostic:

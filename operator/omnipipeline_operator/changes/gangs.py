@@ -12,6 +12,12 @@ older one. Of those that wait only the first keeps what it holds:
   what it holds while no other waits: a node may be on its way.
 
 The order is total, and each acts on itself alone, so no two wait for each other and no two let go for each other.
+
+Priority is that of the pods, and comes before age. One of a higher priority that has no complete set of instances, and
+has had a pod without a node for ``taking_s``, gets the GPUs of lower ones, of those that serve, too: of the lowest
+first, then of those that do not serve, then of the youngest; of no more than it lacks, and of none where all that they
+hold is too little. One that was given GPUs, and found them too few, fails: it is behind the others until it serves, so
+that none lets go for it again. One that serves takes none.
 """
 
 from __future__ import annotations
@@ -22,6 +28,7 @@ from typing import Final
 import msgspec
 
 REASON: Final = "GPUsYielded"
+TAKEN: Final = "GPUsOnTheirWay"  # of the one for which others let go
 MOST_DOUBLINGS: Final = 6  # of the time until it comes back though no room is known
 
 
@@ -33,6 +40,8 @@ class Yielded(msgspec.Struct, frozen=True, kw_only=True):
     gpus: int = 0  #: How many all together held then: the cluster has no less.
     tries: int = 0  #: How often it has let go.
     failed: int = 0  #: How often of these nobody else was in its way.
+    given: int = 0  #: GPUs that it held when it let go for a pipeline of a higher priority; 0: for another one.
+    priority: int = 0  #: Its own then: no pod has it while it is away.
 
 
 class Gang(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,11 +53,13 @@ class Gang(msgspec.Struct, frozen=True, kw_only=True):
     needs: int = 0  #: GPUs of all its pods.
     held: int = 0  #: GPUs of its pods that have a node, those that end included.
     stuck_since: float | None = None  #: Since when a pod that wants GPUs has no node; None: each has one.
+    lacks: int = 0  #: GPUs of the units that have no pod with a node.
+    priority: int = 0  #: The lowest of its pods that want GPUs.
     yielded: Yielded | None = None
 
     @property
-    def rank(self) -> tuple[int, float, str]:
-        return (self.yielded.failed if self.yielded else 0, self.created_at, self.name)
+    def rank(self) -> tuple[int, int, float, str]:
+        return (self.yielded.failed if self.yielded else 0, -self.priority, self.created_at, self.name)
 
     @property
     def is_away(self) -> bool:
@@ -57,15 +68,16 @@ class Gang(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def waits(self) -> bool:
-        return not self.serves and (self.is_away or self.stuck_since is not None)
+        return self.is_away or (not self.serves and self.stuck_since is not None)
 
 
-def decide(own: Gang, others: Sequence[Gang], *, now: float, patience_s: float) -> Yielded | None:
+def decide(own: Gang, others: Sequence[Gang], *, now: float, patience_s: float, taking_s: float) -> Yielded | None:
     """The part of ``own`` to keep; with a ``since`` its pods that want GPUs get no node.
 
-    others: those that want GPUs of the same kind.
+    others:   those that want GPUs of the same kind.
+    taking_s: how long a pipeline of a higher priority waits for GPUs before it is given others'.
     """
-    if own.serves or not own.needs:
+    if not own.needs or (own.serves and own.is_away and not own.held):
         return None
     rivals = sorted((one for one in others if one.waits), key=lambda one: one.rank)
     if own.yielded is not None and own.yielded.since is not None:
@@ -76,25 +88,92 @@ def decide(own: Gang, others: Sequence[Gang], *, now: float, patience_s: float) 
         ]
         comes = not ahead and _may_return(own, others, now, patience_s)
         return msgspec.structs.replace(own.yielded, since=None) if comes else own.yielded
-    if own.stuck_since is None or not own.held or now - own.stuck_since < patience_s:
+    taker = _taker(own, others, now=now, patience_s=patience_s, taking_s=taking_s)
+    if taker is not None:
+        return _yield(own, others, to=taker.name, failed=False, now=now, given=own.held)
+    if own.serves:
+        return None
+    gifts = [one.yielded.since or now for one in givers(own.name, others) if one.yielded is not None]
+    if own.stuck_since is None or not (own.held or gifts) or now - own.stuck_since < patience_s:
         return own.yielded
     before = [one for one in rivals if one.rank < own.rank and not one.is_away]
-    if before:
+    if before and own.held:
         return _yield(own, others, to=before[0].name, failed=False, now=now)
     alone = not any(one.held for one in rivals)
-    if rivals and alone and now - own.stuck_since >= 2 * patience_s:
+    waited = now - max([own.stuck_since, *gifts])
+    if rivals and alone and waited >= 2 * patience_s:
         return _yield(own, others, to=rivals[0].name, failed=True, now=now)
-    if own.yielded is not None and alone:
+    if own.yielded is not None and alone and own.held and waited >= patience_s:
         return _yield(own, others, to="", failed=True, now=now)
     return own.yielded
 
 
-def next_at(own: Gang, *, now: float, patience_s: float) -> float | None:
+def givers(name: str, others: Sequence[Gang]) -> list[Gang]:
+    """Those that have let go for this pipeline because its priority is higher, and have not come back."""
+    return [one for one in others if one.yielded and one.is_away and one.yielded.given and one.yielded.to == name]
+
+
+def takes(own: Gang) -> bool:
+    """Whether it is to get GPUs of pipelines of a lower priority, where there are any."""
+    return own.waits and not own.is_away and own.lacks > 0
+
+
+def _taker(own: Gang, others: Sequence[Gang], *, now: float, patience_s: float, taking_s: float) -> Gang | None:
+    """The pipeline of a higher priority that gets what ``own`` holds."""
+    everyone = (own, *others)
+    holding = sorted((one for one in everyone if one.held and not one.is_away), key=lambda one: one.rank, reverse=True)
+    holding.sort(key=lambda one: (one.priority, one.serves))
+    waiting = (one for one in others if takes(one) and now - (one.stuck_since or now) >= taking_s)
+    spoken_for: set[str] = set()
+    for taker in sorted(waiting, key=lambda one: one.rank):
+        lacks = taker.lacks - sum(_promised(one, now, patience_s) for one in givers(taker.name, everyone))
+        lower = [
+            one
+            for one in holding
+            if one.priority < taker.priority and taker.rank < one.rank and one.name not in spoken_for
+        ]
+        chosen = _fewest(lower, lacks)
+        if own in chosen:
+            return taker
+        spoken_for |= {one.name for one in chosen}
+    return None
+
+
+def _fewest(lower: Sequence[Gang], lacks: int) -> list[Gang]:
+    """The first of them that hold so many GPUs together, without those that are not needed; none: all hold less."""
+    chosen: list[Gang] = []
+    held = 0
+    for one in lower:
+        if held >= lacks:
+            break
+        chosen.append(one)
+        held += one.held
+    if held < lacks:
+        return []
+    for one in tuple(chosen):
+        if held - one.held >= lacks:
+            chosen.remove(one)
+            held -= one.held
+    return chosen
+
+
+def _promised(giver: Gang, now: float, patience_s: float) -> int:
+    """GPUs that are on their way from one that has let go; after a while the scheduler has placed them."""
+    yielded = giver.yielded
+    if yielded is None or yielded.since is None:
+        return 0
+    return yielded.given if giver.held or now - yielded.since < patience_s else 0
+
+
+def next_at(own: Gang, *, now: float, patience_s: float, taking_s: float) -> float | None:
     """When `decide` may decide otherwise though nothing happens to the pipeline itself; None: never."""
-    if own.serves or not own.needs or not own.waits:
+    if not own.needs or not own.waits:
         return None
     due = now + patience_s / 10
-    return due if own.is_away or own.stuck_since is None else max(due, own.stuck_since + patience_s)
+    if own.is_away or own.stuck_since is None:
+        return due
+    due = max(due, own.stuck_since + patience_s)
+    return min(due, max(now + taking_s / 4, own.stuck_since + taking_s)) if takes(own) else due
 
 
 def back_after_s(yielded: Yielded, patience_s: float) -> float:
@@ -112,7 +191,7 @@ def _may_return(one: Gang, others: Sequence[Gang], now: float, patience_s: float
     return one.needs <= room or now - one.yielded.since >= back_after_s(one.yielded, patience_s)
 
 
-def _yield(own: Gang, others: Sequence[Gang], *, to: str, failed: bool, now: float) -> Yielded:
+def _yield(own: Gang, others: Sequence[Gang], *, to: str, failed: bool, now: float, given: int = 0) -> Yielded:
     was = own.yielded or Yielded(since=None)
     return Yielded(
         since=now,
@@ -120,4 +199,6 @@ def _yield(own: Gang, others: Sequence[Gang], *, to: str, failed: bool, now: flo
         gpus=own.held + sum(one.held for one in others),
         tries=was.tries + 1,
         failed=was.failed + failed,
+        given=given,
+        priority=own.priority,
     )

@@ -12,6 +12,9 @@ share of ready new pods, complete sets of the old revision remain, and ``ready n
 revision that never becomes ready has f = 0: the old one remains complete, and is scaled when the author scales. Across
 two control keys the old units also outlast the old coordinator.
 
+While a revision is tried (`changes.canary`), f is at most its share of the requests, and it has as many pods as that is
+worth; so each changing unit keeps an old pod. One that was taken back is dropped: the old revision is the goal again.
+
 U is maxUnavailable, and at most R - 1, so that a complete set remains. Without a surge an old pod counts until it has
 ended, because its GPU is not free before; and the only pod of a unit ends first, as under Recreate: requests wait for
 its successor (`awaited`).
@@ -53,6 +56,8 @@ class Goal(msgspec.Struct, frozen=True, kw_only=True):
     paused: bool = False
     suspended: bool = False
     history: int = 5
+    tried: Fraction | None = None  #: Share of the requests that the new revision gets, and of the pods; None: all.
+    dropped: frozenset[UnitRevision] = frozenset()  #: Of a revision that was taken back: their pods leave at once.
 
     @property
     def asleep(self) -> frozenset[str]:
@@ -96,7 +101,7 @@ def decide(goal: Goal, observed: Sequence[Workload], serving: Mapping[str, str])
             beside = msgspec.structs.replace(goal, max_surge=1, max_unavailable=0)  # it has no GPU
             replicas = _coherent(beside, desired, of_coordinator, before).replicas
         step = _step(goal, of_units, serving)
-        replicas |= step.replicas
+        replicas |= step.replicas | dict.fromkeys(goal.dropped & step.replicas.keys(), 0)
         complete = step.complete
         if goal.strategy == "Coherent" and not goal.paused:
             replicas |= _held_across_keys(goal, of_units, of_coordinator, complete)
@@ -110,6 +115,11 @@ def decide(goal: Goal, observed: Sequence[Workload], serving: Mapping[str, str])
         rolling=any(each.replicas or each.awaited for each in outdated),
         complete=complete,
     )
+
+
+def worth(replicas: int, share: Fraction) -> int:
+    """How many of a unit's pods a share of the requests is worth."""
+    return min(max(ceil(replicas * share), 1), replicas)
 
 
 def _held_across_keys(
@@ -239,6 +249,8 @@ def _coherent(
     changing = {unit for unit, one in desired.items() if serving.get(unit) != one.revision}
     changing |= {each.unit for each in old if each.unit in desired}
     complete = _completeness(desired, changing, observed) if old else Fraction(1)
+    if goal.tried is not None and old:
+        complete = min(complete, goal.tried)
     existing = {(each.unit, each.revision): each.replicas for each in observed}
     replicas = dict.fromkeys(existing, 0)
     for unit, one in desired.items():
@@ -249,7 +261,8 @@ def _coherent(
         made = existing.get((unit, one.revision), 0)
         outdated = [each for each in observed if each.unit == unit and each.revision != one.revision]
         occupied = sum(max(kept.get((unit, each.revision), 0), _occupying(each, surge)) for each in outdated)
-        replicas[unit, one.revision] = min(one.replicas, max(made, one.replicas + surge - occupied))
+        most = one.replicas if goal.tried is None or unit not in changing else worth(one.replicas, goal.tried)
+        replicas[unit, one.revision] = min(most, max(made, one.replicas + surge - occupied))
     for each in old:
         if (
             each.unit not in desired and complete < 1
@@ -291,7 +304,7 @@ def _kept(old: Sequence[Workload], serving: Mapping[str, str], stays: int, room:
 
 
 def _retired(outdated: Sequence[Workload], history: int) -> tuple[Workload, ...]:
-    """Per unit all but the newest ``history`` Deployments without pods; those are kept for a rollback."""
+    """Deployments without pods to delete: those of each unit but the newest ``history``, kept for a rollback."""
     idle: dict[str, list[Workload]] = {}
     for each in sorted(outdated, key=lambda each: (-each.created_at, each.revision)):
         if not each.replicas and not each.present:

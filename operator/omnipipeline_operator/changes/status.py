@@ -7,9 +7,9 @@ give an equal status, so that nothing is written when nothing has changed.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
-from omnipipeline_operator.changes import conditions
+from omnipipeline_operator.changes import canary, conditions
 from omnipipeline_operator.changes.assessment import conditions_of, diagnostics_of, still
 from omnipipeline_operator.changes.conditions import ObservedCondition, condition
 from omnipipeline_operator.changes.diagnostics import Diagnostic
@@ -52,20 +52,42 @@ def summarise(
         "units": units,
         "conditions": conditions.merged(reported, before.get("conditions", ()), generation=generation, now=now),
     }
+    if inputs.canary is not None:
+        status["canary"] = canary.recorded(inputs.canary)
     if inputs.yielded is not None:
         status["yielded"] = _yielded(inputs.yielded)
     return status, reported
 
 
+#: Fields that follow pods one by one while a pipeline starts.
+_COUNTS: Final = frozenset({"ready", "updated", "registered", "terminating", "stagesReady", "message"})
+
+
+def differs_in_counts_alone(status: Mapping[str, Any], before: Mapping[str, Any]) -> bool:
+    """Whether a later write may join this change with the next: only counts and messages have changed."""
+    return bool(_without_counts(status) == _without_counts(before))
+
+
+def _without_counts(value: Any) -> Any:
+    match value:
+        case Mapping():
+            return {key: _without_counts(item) for key, item in value.items() if key not in _COUNTS}
+        case list() | tuple():
+            return [_without_counts(each) for each in value]
+        case _:
+            return value
+
+
 def _yielded(yielded: Yielded) -> dict[str, Any]:
     since = None if yielded.since is None else conditions.rfc3339(yielded.since)
     counts = {"gpus": yielded.gpus, "tries": yielded.tries, "failed": yielded.failed}
+    counts |= {"given": yielded.given, "priority": yielded.priority} if yielded.given or yielded.priority else {}
     return _set({"since": since, "to": yielded.to or None, **counts})
 
 
 def serving_revision(inputs: StatusInputs, before: Mapping[str, Any]) -> str | None:
     """The current revision: the new one when the roll has finished, until then the one that served before."""
-    update = inputs.plan.current
+    update = inputs.wanted
     was = before.get("revision", {}).get("current")
     known = {each.revision: each for each in inputs.entries}
     complete_now = is_complete(update, inputs.observed, inputs.goal.asleep)

@@ -11,6 +11,7 @@ from typing import Final
 import msgspec
 
 from omnipipeline_operator.changes import required
+from omnipipeline_operator.changes.canary import Canary
 from omnipipeline_operator.changes.diagnostics import Diagnostic
 from omnipipeline_operator.changes.gangs import Yielded
 from omnipipeline_operator.changes.rollout import Decision, Goal
@@ -34,7 +35,8 @@ class Exposure(msgspec.Struct, frozen=True, kw_only=True):
 
     url: str
     external: str | None = None
-    pending: str | None = None  #: What has no address yet.
+    pending: str | None = None  #: Says what is not there yet, or not accepted.
+    reason: str = "AddressPending"  #: Of ``pending``; also GatewayAPIMissing, RouteRefused.
 
 
 class StatusInputs(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,8 +60,15 @@ class StatusInputs(msgspec.Struct, frozen=True, kw_only=True):
     #: Whether all coordinators that answered bind new requests to the desired revision alone; None: none answered.
     switched: bool | None = None
     scaling: Mapping[str, str] = {}  #: Why the load set the replicas last, by unit.
+    canary: Canary | None = None  #: The revision that is tried, or was taken back.
+    target: PipelineRevision | None = None  #: That the roll leads to; None: the plan's.
     yielded: Yielded | None = None  #: That it has let go of its GPUs since it served last.
     note: str | None = None  #: A remark for the author in the Accepted condition.
+
+    @property
+    def wanted(self) -> PipelineRevision:
+        """The pipeline revision that the roll leads to."""
+        return self.target or self.plan.current
 
 
 def is_complete(revision: PipelineRevision, observed: Sequence[Workload], asleep: Collection[str] = ()) -> bool:

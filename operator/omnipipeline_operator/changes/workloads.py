@@ -19,6 +19,7 @@ from omnipipeline_spec.types.pods import COORDINATOR
 
 TEMPLATE_REVISION: Final = "deployment.kubernetes.io/revision"
 FINISHED: Final = ("Succeeded", "Failed")
+PREEMPTS: Final = "PreemptLowerPriority"  # the default of a PriorityClass
 LOST_S: Final = 60.0  # after the end of its grace period, a kubelet has long killed a pod and given back its devices
 _CONTAINERS: Final = ("initContainerStatuses", "containerStatuses")
 
@@ -39,6 +40,8 @@ class ObservedPod(msgspec.Struct, frozen=True, kw_only=True):
     lost: bool = False
     lost_at: float | None = None  #: When a terminating pod counts as lost, if it still exists.
     node: str | None = None
+    priority: int = 0  #: Of its PriorityClass, as admission has found it.
+    preempts: bool = False  #: Whether the scheduler ends other pods for it.
     finished: bool = False  #: It has ended and will not run again; it is not counted.
     created_at: float = 0.0
     ready_since: float | None = None
@@ -150,7 +153,7 @@ def read_workload(
 
 def read_pod(manifest: Mapping[str, Any], *, now: float = 0.0) -> ObservedPod:
     """A pod from a live one. ``now``: decides only whether a terminating one is lost."""
-    metadata, status = manifest["metadata"], manifest.get("status", {})
+    metadata, spec, status = manifest["metadata"], manifest.get("spec", {}), manifest.get("status", {})
     conditions = {each["type"]: each for each in status.get("conditions", ())}
     ready = conditions.get("Ready", {}).get("status") == "True"
     started_at = _started_at(manifest)
@@ -165,7 +168,9 @@ def read_pod(manifest: Mapping[str, Any], *, now: float = 0.0) -> ObservedPod:
         lost=bool(deleted_at) and (_is_node_lost(conditions) or now >= deleted_at + LOST_S),
         lost_at=deleted_at + LOST_S if deleted_at else None,
         leaving_since=deleted_at - metadata.get("deletionGracePeriodSeconds", 0) if deleted_at else None,
-        node=manifest.get("spec", {}).get("nodeName"),
+        node=spec.get("nodeName"),
+        priority=int(spec.get("priority") or 0),
+        preempts=bool(spec.get("priority")) and spec.get("preemptionPolicy", PREEMPTS) == PREEMPTS,
         finished=status.get("phase") in FINISHED,
         created_at=timestamp(metadata.get("creationTimestamp")),
         ready_since=timestamp(conditions["Ready"].get("lastTransitionTime")) if ready else None,

@@ -56,7 +56,7 @@ class Client:
 
     @classmethod
     async def connect(cls, writes: WriteLimiter, counted: Counted = lambda verb, resource, code: None) -> Client:
-        """With the pod's service account, or with KUBECONFIG."""
+        """A client with the pod's service account, or with KUBECONFIG."""
         if "KUBECONFIG" not in os.environ and os.path.exists(TOKEN_FILE):
             kubernetes_config.load_incluster_config()
         else:

@@ -12,12 +12,13 @@ import asyncio
 import ipaddress
 from collections.abc import Iterable
 from types import TracebackType
-from typing import Annotated, Final
+from typing import Annotated, Final, TypeVar
 from urllib.parse import urlsplit
 
 import aiohttp
 import msgspec
 
+from omnipipeline_operator.changes.canary import Attempts
 from omnipipeline_spec.scaling import Load
 from omnipipeline_spec.types.pods import PROBE_PORT
 
@@ -25,10 +26,12 @@ TIMEOUT_S: Final = 1.0
 UNANSWERED_TIMEOUT_S: Final = 0.1  # for an address that has never answered
 MAX_BODY_BYTES: Final = 16 << 20  # 3,000 instances with 5 KiB of gauges each
 MAX_INSTANCES: Final = 10_000
+MAX_TIMES: Final = 1000  # different times of one revision's attempts
 READ_AT_ONCE: Final = 4  # bodies of one pipeline's coordinators, so that together they are bounded, too
 MAX_ADDRESSES: Final = 2000  # remembered; above it, the least recently asked address is forgotten
 
 
+T = TypeVar("T")
 _Count = Annotated[int, msgspec.Meta(ge=0)]
 _Number = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 _Text = Annotated[str, msgspec.Meta(max_length=256)]
@@ -83,6 +86,18 @@ class GroupLoad(msgspec.Struct, frozen=True, kw_only=True):
         return Load(**msgspec.structs.asdict(self))
 
 
+class RevisionOutcomes(msgspec.Struct, frozen=True, kw_only=True):
+    """The ended attempts of one revision since a new one is tried, as a coordinator may report them."""
+
+    completed: Annotated[int, msgspec.Meta(ge=0, le=10**9)] = 0
+    failed: Annotated[int, msgspec.Meta(ge=0, le=10**9)] = 0
+    times: Annotated[tuple[tuple[_Number, _Count], ...], msgspec.Meta(max_length=MAX_TIMES)] = ()
+
+    @property
+    def attempts(self) -> Attempts:
+        return Attempts(completed=self.completed, failed=self.failed, times=dict(self.times))
+
+
 class CoordinatorStatus(msgspec.Struct, frozen=True, kw_only=True):
     """The report of one coordinator."""
 
@@ -90,6 +105,7 @@ class CoordinatorStatus(msgspec.Struct, frozen=True, kw_only=True):
     instances: Annotated[tuple[InstanceStatus, ...], msgspec.Meta(max_length=MAX_INSTANCES)] = ()
 
     groups: Annotated[dict[_Text, GroupLoad], msgspec.Meta(max_length=MAX_INSTANCES)] = {}
+    outcomes: Annotated[dict[_Text, RevisionOutcomes], msgspec.Meta(max_length=MAX_INSTANCES)] = {}
 
     def registered(self) -> dict[tuple[str, str], int]:
         """(unit, revision) -> pods that requests can be bound to."""
@@ -99,6 +115,10 @@ class CoordinatorStatus(msgspec.Struct, frozen=True, kw_only=True):
             counts[unit, revision] = counts.get((unit, revision), 0) + 1
         return counts
 
+    def attempts(self) -> dict[str, Attempts]:
+        """Pipeline revision -> its ended attempts."""
+        return {revision: each.attempts for revision, each in self.outcomes.items()}
+
     def loads(self) -> dict[str, int]:
         """Address of a pod -> requests bound, waiting and running there."""
         found: dict[str, int] = {}
@@ -107,8 +127,15 @@ class CoordinatorStatus(msgspec.Struct, frozen=True, kw_only=True):
         return found
 
 
+class FetchStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """How far a prefetch Job's pod says that it is."""
+
+    bytes_done: Annotated[int, msgspec.Meta(ge=0, le=1 << 60)]
+    bytes_total: Annotated[int, msgspec.Meta(ge=0, le=1 << 60)]
+
+
 class StatusClient:
-    """Reads the status of coordinators over HTTP."""
+    """Reads the status of coordinators, and of prefetch Jobs, over HTTP."""
 
     def __init__(self, *, port: int = PROBE_PORT) -> None:
         self._port = port
@@ -127,21 +154,25 @@ class StatusClient:
     async def ask(self, addresses: Iterable[str]) -> list[CoordinatorStatus]:
         """The statuses of all coordinators that answer."""
         reading = asyncio.Semaphore(READ_AT_ONCE)
-        answers = await asyncio.gather(*(self._one(address, reading) for address in addresses))
+        answers = await asyncio.gather(*(self._one(address, reading, CoordinatorStatus) for address in addresses))
         return [each for each in answers if each is not None]
+
+    async def fetch(self, address: str) -> FetchStatus | None:
+        """The status of the pod of a prefetch Job; None: it does not answer, as one of an earlier version."""
+        return await self._one(address, asyncio.Semaphore(1), FetchStatus)
 
     def timeout_s(self, address: str) -> float:
         """How long a request to this address may take."""
         return TIMEOUT_S if self._has_answered.get(address, True) else UNANSWERED_TIMEOUT_S
 
-    async def _one(self, address: str, reading: asyncio.Semaphore) -> CoordinatorStatus | None:
-        status = await self._ask(address, self.timeout_s(address), reading)
+    async def _one(self, address: str, reading: asyncio.Semaphore, form: type[T]) -> T | None:
+        status = await self._ask(address, self.timeout_s(address), reading, form)
         self._has_answered[address] = self._has_answered.pop(address, False) or status is not None
         if len(self._has_answered) > MAX_ADDRESSES:
             del self._has_answered[next(iter(self._has_answered))]
         return status
 
-    async def _ask(self, address: str, timeout_s: float, reading: asyncio.Semaphore) -> CoordinatorStatus | None:
+    async def _ask(self, address: str, timeout_s: float, reading: asyncio.Semaphore, form: type[T]) -> T | None:
         host = f"[{address}]" if ":" in address else address
         try:
             async with (
@@ -156,6 +187,6 @@ class StatusClient:
                     body += chunk
                     if len(body) > MAX_BODY_BYTES:
                         return None
-                return msgspec.json.decode(body, type=CoordinatorStatus)
+                return msgspec.json.decode(body, type=form)
         except (aiohttp.ClientError, OSError, TimeoutError, msgspec.MsgspecError):
             return None

@@ -11,6 +11,7 @@ nothing; the reconcile that wrote is repeated because the count of `changes` gre
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Container, Iterator, Mapping
 from typing import Any, Final
 
@@ -21,6 +22,7 @@ PipelineKey = tuple[str, str]  # namespace, name of the pipeline
 Address = tuple[str, str, str]  # kind, namespace, name
 
 LAST_APPLIED: Final = "kubectl.kubernetes.io/last-applied-configuration"
+MAX_SHARED: Final = 128  # characters; longer texts, as those of a plan, are seldom equal
 MAX_DELETIONS: Final = 1000  # remembered; a page of a list, or the answer to a write, is not older than these
 
 
@@ -48,7 +50,7 @@ class Store:
             return set()
         if known is not None:
             self._forget(address, known)
-        self._objects[address] = slimmed(manifest)
+        self._objects[address] = shared(slimmed(manifest))
         if key is not None and manifest["kind"] != PIPELINE.name:
             self._children.setdefault(key, set()).add(address)
         concerned = _pipelines_of(manifest, known)
@@ -177,12 +179,18 @@ def slimmed(manifest: Mapping[str, Any]) -> Manifest:
         metadata["annotations"] = {key: value for key, value in metadata["annotations"].items() if key != LAST_APPLIED}
     slim = {**manifest, "metadata": metadata}
     if manifest["kind"] == POD.name:
-        slim["spec"] = {key: value for key, value in manifest.get("spec", {}).items() if key == "nodeName"}
+        slim["spec"] = _slim_pod_spec(manifest.get("spec", {}))
     elif manifest["kind"] == CONFIG_MAP.name and naming.REVISION_LABEL in metadata.get("labels", ()):
         slim["data"] = config.digests(manifest.get("data", {}))  # a plan is only compared
     elif manifest["kind"] == DEPLOYMENT.name and "template" in manifest.get("spec", {}):
         slim["spec"] = {**manifest["spec"], "template": _slim_template(manifest["spec"]["template"])}
     return slim
+
+
+def _slim_pod_spec(spec: Mapping[str, Any]) -> Manifest:
+    """Its node, and its priority where it has one."""
+    kept = ("nodeName", "priority", "preemptionPolicy") if spec.get("priority") else ("nodeName",)
+    return {key: value for key, value in spec.items() if key in kept}
 
 
 def _slim_template(template: Mapping[str, Any]) -> Manifest:
@@ -194,3 +202,19 @@ def _slim_template(template: Mapping[str, Any]) -> Manifest:
     ]
     volumes = [each for each in spec.get("volumes", ()) if "secret" in each]
     return {"metadata": template.get("metadata", {}), "spec": {"containers": containers, "volumes": volumes}}
+
+
+def shared(value: Any) -> Any:
+    """A copy whose keys and short texts exist once in the process, however many objects have them.
+
+    A parser makes them anew for every object: with 500 pipelines they were half of the store's memory.
+    """
+    match value:
+        case str():
+            return sys.intern(value) if type(value) is str and len(value) <= MAX_SHARED else value
+        case Mapping():
+            return {shared(key): shared(item) for key, item in value.items()}
+        case list() | tuple():
+            return [shared(each) for each in value]
+        case _:
+            return value

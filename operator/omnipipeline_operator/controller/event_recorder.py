@@ -1,5 +1,8 @@
 """Posts Events for the transitions of conditions; a transition that repeats becomes a series with a count.
 
+Transitions that one write of the status reports with one reason are one Event: a pipeline that serves is Ready and
+Available at once.
+
 Here: making and posting them. Not here: which transitions are worth one (`changes.conditions`). Called by `reporting`.
 An Event that cannot be posted is dropped: it must not delay a reconcile.
 """
@@ -16,6 +19,7 @@ from typing import Final
 import msgspec
 
 from omnipipeline_operator import errors
+from omnipipeline_operator.changes.conditions import ObservedCondition as Condition
 from omnipipeline_operator.changes.conditions import Transition
 from omnipipeline_operator.cluster.client import Client
 from omnipipeline_operator.desired.naming import Owner
@@ -44,10 +48,11 @@ class EventRecorder:
         self._client = client
         self._name = name
         self._clock = clock
-        self._series: dict[tuple[str, str, str, str], _Series] = {}
+        self._series: dict[tuple[object, ...], _Series] = {}
 
     async def report(self, owner: Owner, transitions: Sequence[Transition]) -> None:
-        """Post an Event for each transition, or count it in its series."""
+        """Post an Event for the transitions of each reason, or count them in its series."""
+        joined: dict[tuple[str, bool], list[Condition]] = {}
         for transition in transitions:
             condition = transition.condition
             log.info(
@@ -59,14 +64,17 @@ class EventRecorder:
                 condition.reason,
                 condition.message,
             )
+            joined.setdefault((condition.reason, transition.warning), []).append(condition)
+        for (_, warning), conditions in joined.items():
             try:
-                await self._post(owner, transition)
+                await self._post(owner, conditions, warning=warning)
             except errors.ClusterError as error:
                 log.warning("event not posted: %s", error)
 
-    async def _post(self, owner: Owner, transition: Transition) -> None:
-        condition, now = transition.condition, self._clock()
-        key = (owner.uid, condition.type, condition.status, condition.reason)
+    async def _post(self, owner: Owner, conditions: Sequence[Condition], *, warning: bool) -> None:
+        """conditions: with one reason."""
+        now = self._clock()
+        key = (owner.uid, conditions[0].reason, *((each.type, each.status) for each in conditions))
         known = self._series.pop(key, None)
         if known is None or now - known.at >= SERIES_GAP_S:
             known = _Series(name="", count=0, at=now, written_at=now)
@@ -85,7 +93,7 @@ class EventRecorder:
                 return
             except errors.NotFound:
                 pass  # the Event has expired
-        made = _event(owner, transition, self._name)
+        made = _event(owner, conditions, self._name, warning=warning)
         known.name, known.written_at = made["metadata"]["name"], now
         await self._client.create(made)
 
@@ -93,9 +101,11 @@ class EventRecorder:
 _MICRO_TIME: Final = "%Y-%m-%dT%H:%M:%S.%fZ"
 
 
-def _event(owner: Owner, transition: Transition, reporter: str) -> Manifest:
-    condition = transition.condition
-    note = f"{condition.type} is {condition.status}" + (f": {condition.message}" if condition.message else "")
+def _event(owner: Owner, conditions: Sequence[Condition], reporter: str, *, warning: bool) -> Manifest:
+    said: dict[str, list[str]] = {}
+    for each in conditions:
+        said.setdefault(each.message, []).append(f"{each.type} is {each.status}")
+    note = "; ".join(" and ".join(states) + (f": {message}" if message else "") for message, states in said.items())
     return {
         "apiVersion": EVENT.api_version,
         "kind": EVENT.name,
@@ -104,9 +114,9 @@ def _event(owner: Owner, transition: Transition, reporter: str) -> Manifest:
         "reportingController": "omnipipeline.dev/operator",
         "reportingInstance": reporter[:128],
         "action": "Reconcile",
-        "reason": condition.reason,
+        "reason": conditions[0].reason,
         "note": note.encode()[:MAX_NOTE].decode(errors="ignore"),
-        "type": "Warning" if transition.warning else "Normal",
+        "type": "Warning" if warning else "Normal",
         "regarding": {
             "apiVersion": PIPELINE.api_version,
             "kind": PIPELINE.name,

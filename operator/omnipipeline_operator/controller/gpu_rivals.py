@@ -20,9 +20,9 @@ from omnipipeline_operator.changes.workloads import Workload
 from omnipipeline_operator.cluster.store import PipelineKey, Store
 from omnipipeline_operator.controller.planned import Planned
 from omnipipeline_operator.controller.snapshots import Snapshot
-from omnipipeline_operator.desired import pods
+from omnipipeline_operator.desired import naming, pods
 from omnipipeline_operator.desired.naming import Owner
-from omnipipeline_operator.kinds import DEPLOYMENT, Manifest
+from omnipipeline_operator.kinds import DEPLOYMENT, POD, Manifest
 
 READ_EVERY_S: Final = 0.02  # times the pipelines: reading all takes a few milliseconds for each that waits
 LEAST_S: Final = 1.0
@@ -35,6 +35,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     held: frozenset[UnitRevision] = frozenset()  #: Unit revisions that get no pods.
     diagnostics: tuple[Diagnostic, ...] = ()
     again_s: float | None = None
+    note: str | None = None  #: A remark for the author on the priority of its pods.
 
 
 NO_VERDICT: Final = Verdict()  #: Its pods get GPUs as the scheduler gives them.
@@ -48,10 +49,21 @@ class _Rival(msgspec.Struct, frozen=True, kw_only=True):
 class GpuRivals:
     """All pipelines that want GPUs."""
 
-    def __init__(self, store: Store, *, patience_s: float, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        store: Store,
+        *,
+        patience_s: float,
+        taking_s: float,
+        clock: Callable[[], float],
+        wake: Callable[[PipelineKey], None],
+    ) -> None:
         self._store = store
         self._patience_s = patience_s
+        self._taking_s = taking_s
         self._clock = clock
+        self._wake = wake  #: Has a pipeline reconciled though nothing has happened to it.
+        self._taking: dict[PipelineKey, int] = {}  #: Those that wait for lower ones' GPUs, with their priority.
         self._known: dict[PipelineKey, _Rival] = {}
         self._read_at = float("-inf")
 
@@ -60,23 +72,58 @@ class GpuRivals:
         now, key = self._clock(), (snapshot.owner.namespace, snapshot.owner.name)
         wanting = {unit.name: len(unit.gpu_ids) for unit in planned.plan.units if unit.gpu_ids}
         if not wanting or planned.goal.suspended:
+            self._taking.pop(key, None)
             return NO_VERDICT
         own = msgspec.structs.replace(
             _gang(resource, snapshot, asleep=planned.goal.asleep),
             needs=sum(count * planned.goal.units[unit].replicas for unit, count in wanting.items()),
         )
-        asks = own.yielded is not None or (own.stuck_since is not None and now - own.stuck_since >= self._patience_s)
-        others = self._others(key, _of_manifests(each.deployment for each in planned.desired.workloads)) if asks else []
-        yielded = gangs.decide(own, others, now=now, patience_s=self._patience_s)
-        due = gangs.next_at(msgspec.structs.replace(own, yielded=yielded), now=now, patience_s=self._patience_s)
+        resources = _of_manifests(each.deployment for each in planned.desired.workloads)
+        others = self._others(key, resources) if self._asks(key, own, now) else []
+        yielded = gangs.decide(own, others, now=now, patience_s=self._patience_s, taking_s=self._taking_s)
+        after = msgspec.structs.replace(own, yielded=yielded)
+        due = gangs.next_at(after, now=now, patience_s=self._patience_s, taking_s=self._taking_s)
         again_s = None if due is None else max(due - now, LEAST_S)
+        note = _note(snapshot.workloads)
         if yielded is None or yielded.since is None:
-            return Verdict(yielded=yielded, again_s=again_s)
+            found = self._take(key, after, others, wanting)
+            return Verdict(yielded=yielded, diagnostics=found, again_s=again_s, note=note)
+        self._taking.pop(key, None)
         units = {(unit.name, unit.revision) for unit in planned.plan.units if unit.gpu_ids}
         units |= {(each.unit, each.revision) for each in snapshot.workloads if each.gpus}
         message = _message(yielded, own.needs)
         found = tuple(Diagnostic(unit=unit, reason=gangs.REASON, message=message) for unit in wanting)
-        return Verdict(yielded=yielded, held=frozenset(units), diagnostics=found, again_s=again_s)
+        return Verdict(yielded=yielded, held=frozenset(units), diagnostics=found, again_s=again_s, note=note)
+
+    def _asks(self, key: PipelineKey, own: Gang, now: float) -> bool:
+        """Whether what others have matters: reading them costs."""
+        if own.yielded is not None:
+            return True
+        waited = 0.0 if own.stuck_since is None else now - own.stuck_since
+        if own.stuck_since is not None and waited >= (self._taking_s if gangs.takes(own) else self._patience_s):
+            return True
+        for gone in [each for each in self._taking if self._store.pipeline(each) is None]:
+            del self._taking[gone]
+        return any(priority > own.priority for other, priority in self._taking.items() if other != key)
+
+    def _take(
+        self, key: PipelineKey, own: Gang, others: Sequence[Gang], wanting: Iterable[str]
+    ) -> tuple[Diagnostic, ...]:
+        """Have those of a lower priority look whether they let go for it; what is said of those that have."""
+        if not gangs.takes(own):
+            self._taking.pop(key, None)
+            return ()
+        self._taking[key] = own.priority
+        for each in others:
+            if each.held and not each.is_away and each.priority < own.priority:
+                namespace, _, name = each.name.partition("/")
+                self._wake((namespace, name))
+        givers = gangs.givers(own.name, others)
+        if not givers:
+            return ()
+        said = ", ".join(f"{one.name} ({one.yielded.given})" for one in givers if one.yielded is not None)
+        message = f"waits for GPUs of pipelines of a lower priority, which let go of them: {said}"
+        return tuple(Diagnostic(unit=unit, reason=gangs.TAKEN, message=message) for unit in wanting)
 
     def _others(self, own: PipelineKey, resources: frozenset[str]) -> list[Gang]:
         """The other pipelines that want GPUs of the same kind; read again only after a while."""
@@ -95,28 +142,54 @@ class GpuRivals:
         resources = _of_manifests(self._store.children(key, DEPLOYMENT))
         if not resources or not any(counts.values()):
             return None
-        if conditions.is_true(status, "Available"):
+        if conditions.is_true(status, "Available") and not status.get("yielded"):
             held = int(counts.get("ready", 0)) + int(counts.get("terminating", 0))
             gang = Gang(name="/".join(key), created_at=_created(resource), serves=True, held=held)
-            return _Rival(resources=resources, gang=gang)
+            return _Rival(resources=resources, gang=msgspec.structs.replace(gang, priority=self._priority(key)))
         owner = Owner(namespace=key[0], name=key[1], uid=resource["metadata"]["uid"])
         gang = _gang(resource, Snapshot(self._store, key, owner, now=self._clock()))
         if resource.get("spec", {}).get("suspend"):
             gang = msgspec.structs.replace(gang, stuck_since=None, yielded=None)
         return _Rival(resources=resources, gang=msgspec.structs.replace(gang, needs=int(counts.get("requested", 0))))
 
+    def _priority(self, key: PipelineKey) -> int:
+        """The lowest of its pods that want GPUs."""
+        wanting = {
+            each["metadata"]["labels"].get(naming.UNIT_LABEL)
+            for each in self._store.children(key, DEPLOYMENT)
+            if _of_manifests([each])
+        }
+        found = self._store.children(key, POD)
+        of_pods = (
+            int(each["spec"].get("priority") or 0)
+            for each in found
+            if each["metadata"]["labels"].get(naming.UNIT_LABEL) in wanting
+        )
+        return min(of_pods, default=0)
+
 
 def _gang(resource: Manifest, snapshot: Snapshot, asleep: frozenset[str] = frozenset()) -> Gang:
     wanting = [each for each in snapshot.workloads if each.gpus]
     status = conditions.reported(resource.get("status", {}))
+    yielded = read_yielded(status.get("yielded"))
+    priorities = [pod.priority for each in wanting for pod in each.present]
     return Gang(
         name=f"{snapshot.owner.namespace}/{snapshot.owner.name}",
         created_at=_created(resource),
         serves=is_available(snapshot.entries(), snapshot.workloads, asleep),
         held=sum(each.gpus * sum(pod.node is not None for pod in each.present) for each in wanting),
         stuck_since=_stuck_since(wanting),
-        yielded=read_yielded(status.get("yielded")),
+        lacks=_lacks(wanting),
+        priority=min(priorities, default=yielded.priority if yielded is not None else 0),
+        yielded=yielded,
     )
+
+
+def _lacks(wanting: Sequence[Workload]) -> int:
+    """GPUs of the units that are to have pods and have none with a node, one pod of each."""
+    desired = {each.unit: each.gpus for each in wanting if each.replicas}
+    placed = {each.unit for each in wanting if any(pod.node and not pod.terminating for pod in each.present)}
+    return sum(gpus for unit, gpus in desired.items() if unit not in placed)
 
 
 def _stuck_since(wanting: Sequence[Workload]) -> float | None:
@@ -125,7 +198,7 @@ def _stuck_since(wanting: Sequence[Workload]) -> float | None:
 
 
 def read_yielded(recorded: Mapping[str, Any] | None) -> Yielded | None:
-    """As the status has it."""
+    """The record that the status has. None: it has none."""
     if not recorded:
         return None
     since = workloads.timestamp(recorded.get("since"))
@@ -135,12 +208,24 @@ def read_yielded(recorded: Mapping[str, Any] | None) -> Yielded | None:
         gpus=int(recorded.get("gpus", 0)),
         tries=int(recorded.get("tries", 0)),
         failed=int(recorded.get("failed", 0)),
+        given=int(recorded.get("given", 0)),
+        priority=int(recorded.get("priority", 0)),
     )
 
 
 def _message(yielded: Yielded, needs: int) -> str:
     why = f"{yielded.to} waits for GPUs" if yielded.to else "there were too few"
+    why += " and has a higher priority" if yielded.given else ""
     return f"has let go of its GPUs, because {why}; it comes back when there may be room for all {needs} that it needs"
+
+
+def _note(observed: Sequence[Workload]) -> str | None:
+    """A remark on pods for which the scheduler itself ends others, one by one."""
+    preempting = sorted({each.unit for each in observed if each.gpus for pod in each.present if pod.preempts})
+    if not preempting:
+        return None
+    units = ", ".join(preempting)
+    return f"the PriorityClass of unit {units} preempts pod by pod; with preemptionPolicy: Never pipelines let go whole"
 
 
 def _of_manifests(deployments: Iterable[Mapping[str, Any]]) -> frozenset[str]:

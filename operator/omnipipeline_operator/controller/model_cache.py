@@ -11,6 +11,7 @@ from typing import Final
 from omnipipeline_operator import kinds
 from omnipipeline_operator.changes import diagnostics, workloads
 from omnipipeline_operator.changes.diagnostics import Diagnostic
+from omnipipeline_operator.cluster.status_client import StatusClient
 from omnipipeline_operator.controller.snapshots import Snapshot
 from omnipipeline_operator.desired import naming
 from omnipipeline_operator.kinds import Manifest
@@ -20,7 +21,25 @@ JOB_NAME: Final = "batch.kubernetes.io/job-name"  # on the pods of a Job
 JOB_UID: Final = "batch.kubernetes.io/controller-uid"  # there, too: a Job that was replaced had the same name
 
 
-def fetching(snapshot: Snapshot, created: Sequence[Manifest], model: str) -> Diagnostic | None:
+async def progress(
+    status_client: StatusClient, snapshot: Snapshot, created: Sequence[Manifest]
+) -> tuple[bool, tuple[int, int] | None]:
+    """Whether a pod fetches the model now, and (bytes that are there, bytes of the model) if it says so."""
+    for desired in created:
+        live = snapshot.child(kinds.JOB, desired["metadata"]["name"]) if desired["kind"] == kinds.JOB.name else None
+        if live is None or live.get("status", {}).get("succeeded"):
+            continue
+        pods = [workloads.read_pod(each) for each in _pods_of(snapshot, live)]
+        running = [each.ip for each in pods if each.ip and not each.finished and not each.terminating]
+        for address in running[-1:]:
+            found = await status_client.fetch(address)
+            return True, None if found is None else (found.bytes_done, found.bytes_total)
+    return False, None
+
+
+def fetching(
+    snapshot: Snapshot, created: Sequence[Manifest], model: str, done: tuple[int, int] | None = None
+) -> Diagnostic | None:
     """Why units are waiting for the Job that fetches their model; None: there is no Job, or it has succeeded."""
     for desired in created:
         if desired["kind"] != kinds.JOB.name:
@@ -32,7 +51,7 @@ def fetching(snapshot: Snapshot, created: Sequence[Manifest], model: str) -> Dia
             return None
         own = _pods_of(snapshot, live) if live else []
         ended = {each["type"] for each in status.get("conditions", ()) if each["status"] == "True"}
-        return diagnostics.of_prefetch(name, model, map(workloads.read_pod, own), gave_up="Failed" in ended)
+        return diagnostics.of_prefetch(name, model, map(workloads.read_pod, own), gave_up="Failed" in ended, done=done)
     return None
 
 

@@ -24,7 +24,7 @@ class PinnedChoices(msgspec.Struct, frozen=True, kw_only=True):
     images: Mapping[str, str]  #: Of other pipeline revisions.
     control_secret: str
     rekeyed: str | None = None  #: Id of the last forced restart of all units: after a lost Secret, or mixed images.
-    rotation: str | None = None  #: What the present key was made for, when it was asked for.
+    rotation: str | None = None  #: The request for a new key that the present one answers.
     is_new: bool  #: The Secret may not have been created yet.
     has_mixed_images: bool = False  #: Units of the desired revision run different images, and not all of them exist.
 

@@ -37,7 +37,7 @@ class PlanCache:
             spec = loading.from_resource(resource).spec
             if rekeyed is not None:
                 spec = msgspec.structs.replace(spec, restarted_at=f"{spec.restarted_at or ''}+{rekeyed}")
-            planned = planning.plan(spec, name=metadata["name"])
+            planned = planning.plan(spec, name=metadata["name"], checked=True)
             topology.check_on_cluster(spec)
             made = self._made[key] = (version, spec, planned)
         return made[1], made[2]

@@ -6,14 +6,17 @@ Here: one value, and the goal of the roll-out in it. Not here: planning (the con
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import msgspec
 
+from omnipipeline_operator.changes.canary import Canary
 from omnipipeline_operator.changes.rollout import DesiredUnit, Goal
 from omnipipeline_operator.changes.scaling import Scaling
 from omnipipeline_operator.controller.pinning import PinnedChoices
 from omnipipeline_operator.desired import children
 from omnipipeline_spec.pipeline import PipelineConfig
-from omnipipeline_spec.types.plan import PipelinePlan
+from omnipipeline_spec.types.plan import PipelinePlan, PipelineRevision
 
 
 class Planned(msgspec.Struct, frozen=True, kw_only=True):
@@ -24,7 +27,16 @@ class Planned(msgspec.Struct, frozen=True, kw_only=True):
     goal: Goal
     pins: PinnedChoices
     desired: children.Children
+    #: Kinds that the cluster lacks -> the API server's refusal; no child of these is in ``desired``.
+    lacking: Mapping[str, str] = {}
     scaling: Scaling = Scaling()  #: In ``goal`` already, once coordinators were asked.
+    canary: Canary | None = None  #: The revision that is tried, or was taken back; in ``goal`` already.
+    back_to: PipelineRevision | None = None  #: The revision that serves again, since the spec's was taken back.
+
+    @property
+    def target(self) -> PipelineRevision:
+        """The pipeline revision that the roll leads to."""
+        return self.back_to or self.plan.current
 
 
 def rollout_goal(spec: PipelineConfig, plan: PipelinePlan) -> Goal:

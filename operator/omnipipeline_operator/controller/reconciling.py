@@ -16,7 +16,7 @@ import msgspec
 from omnipipeline_operator import errors
 from omnipipeline_operator.changes import assessment, conditions, rollout
 from omnipipeline_operator.changes import scaling as changes_scaling
-from omnipipeline_operator.changes.status_inputs import Refusal
+from omnipipeline_operator.changes.status_inputs import Refusal, is_available
 from omnipipeline_operator.changes.workloads import Workload
 from omnipipeline_operator.cluster.applying import Applier, NameTaken
 from omnipipeline_operator.cluster.client import Client
@@ -24,6 +24,7 @@ from omnipipeline_operator.cluster.status_client import CoordinatorStatus, Statu
 from omnipipeline_operator.cluster.store import PipelineKey, Store
 from omnipipeline_operator.controller import (
     adopting,
+    canaries,
     coordinators,
     missing,
     model_cache,
@@ -53,6 +54,7 @@ log = logging.getLogger(__name__)
 SOON_S = 2.0  # until a coordinator knows the new revision, or garbage collection has deleted a predecessor's child
 MISSING_CHECK_S = 3.0  # least time between two checks of a missing Secret…
 MISSING_CHECK_SHARE_S = 0.1  # …times the pipelines with missing references: at most ten such requests a second
+FETCHING_S = 10.0  # no watch reports how far a prefetch Job is
 SCALED_EVERY_S = 2.0  # no watch reports a load
 LATER_S = 60.0  # a name taken by an object that is not watched; an exception in planning
 
@@ -72,17 +74,22 @@ class Reconciler:
         settings: Settings,
         *,
         clock: Callable[[], float],
+        wake: Callable[[PipelineKey], None],
+        lacking: Callable[[], Mapping[str, errors.ClusterError]] = dict,
     ) -> None:
+        """lacking: optional kinds that cannot be read now, with the API server's refusal."""
         self._client = client
         self._store = store
         self._status_client = status_client
         self._settings = settings
         self._clock = clock
+        self._lacking = lacking
         self._plan_cache = PlanCache()
         recorder = EventRecorder(client, name=settings.lease.identity or "operator")
         self._reporter = StatusReporter(recorder, clock=clock)
-        self._gpu_rivals = GpuRivals(store, patience_s=settings.gpu_patience_s, clock=clock)
-        #: What was wanted of each unit lately, for delays; after a restart of the operator they begin anew.
+        patience_s, taking_s = settings.gpu_patience_s, settings.gpu_taking_s
+        self._gpu_rivals = GpuRivals(store, patience_s=patience_s, taking_s=taking_s, clock=clock, wake=wake)
+        #: Replicas lately wanted of each unit, for delays, which begin anew after a restart of the operator.
         self._seen: dict[PipelineKey, Mapping[str, Seen]] = {}
         #: Pipelines that wait for missing references: the more there are, the less often each is checked.
         self._with_missing_references: set[PipelineKey] = set()
@@ -150,12 +157,19 @@ class Reconciler:
             queue=resource["metadata"].get("labels", {}).get(naming.QUEUE_LABEL, ""),
         )
         desired = children.children(spec, plan, inputs, scrapers=self._settings.scrapers)
-        return Planned(spec=spec, plan=plan, goal=rollout_goal(spec, plan), pins=pins, desired=desired)
+        lacking = {kind: error.message for kind, error in self._lacking().items()}
+        applied = tuple(each for each in desired.applied if each["kind"] not in lacking)
+        desired = msgspec.structs.replace(desired, applied=applied)
+        goal = rollout_goal(spec, plan)
+        return Planned(spec=spec, plan=plan, goal=goal, pins=pins, desired=desired, lacking=lacking)
 
     async def _apply(self, resource: Manifest, planned: Planned, snapshot: Snapshot, applier: Applier) -> float | None:
         observed = snapshot.workloads
         writer = ChildWriter(snapshot, applier, lambda: self._ensure_exists(snapshot.owner))
-        if await self._secret_is_lost(planned, snapshot, observed, applier):
+        known, before = snapshot.entries(), conditions.reported(resource.get("status", {}))
+        keeps_key = canaries.holds_key(planned, before)
+        is_lost = await self._secret_is_lost(planned, snapshot, observed, applier)
+        if is_lost and not (keeps_key and is_available(known, observed)):
             log.warning(
                 "%s/%s: Secret %s is missing: a new one is created, and all units restart",
                 snapshot.owner.namespace,
@@ -165,7 +179,8 @@ class Reconciler:
             await writer.restart_units(snapshot.entries(), planned.pins, rekey=True)
             return SOON_S
         asked = _asked_rotation(resource)
-        if planned.spec.control.security.mode == "Curve" and asked and asked != planned.pins.rotation:
+        rotates = planned.spec.control.security.mode == "Curve" and asked not in (None, "", planned.pins.rotation)
+        if rotates and keeps_key is None:
             log.info(
                 "%s/%s: the key is rotated (%s): all units restart",
                 snapshot.owner.namespace,
@@ -183,11 +198,12 @@ class Reconciler:
             await writer.restart_units(snapshot.entries(), planned.pins, rekey=False)
             return SOON_S
         statuses = await coordinators.ask(self._status_client, snapshot)
-        known, before = snapshot.entries(), conditions.reported(resource.get("status", {}))
         planned = self._scaled(planned, snapshot, before, statuses)
         asleep = planned.goal.asleep
         serving = {each.revision: each.units for each in known}.get(before.get("revision", {}).get("current", ""), {})
-        update = planned.plan.current
+        planned = canaries.decide(planned, known, before, observed, statuses, now=self._clock())
+        update, tried = planned.target, planned.canary
+        taken_back = tried.revision if tried is not None and tried.is_away else None
         may_shrink = all(update.revision in each.revisions for each in statuses)
         decision, now = rollout.decide(planned.goal, observed, serving), self._clock()
         checker = ReferenceChecker(self._client, applier, snapshot.owner, now=now)
@@ -200,12 +216,14 @@ class Reconciler:
             decision=decision,
             entries=rollout.entries(
                 update,
-                known,
+                [each for each in known if each.revision != taken_back],
                 observed,
                 kept=decision.replicas if coordinators.have_complete(statuses, update, asleep) else None,
                 asleep=asleep,
             ),
             pins=planned.pins,
+            image=planned.pins.images.get(update.revision, planned.pins.image) if taken_back else planned.pins.image,
+            canary=canaries.share(tried),
             held=held,
             prefetch_held=missing_references.prefetch_held,
             aside=await coordinators.aside(self._client, snapshot, statuses),
@@ -221,7 +239,8 @@ class Reconciler:
         switches = len(state.entries) == 1 and coordinators.have_switched(statuses, update) is False
         awaits = bool(statuses) and set(expected) > set(scaling.on_demand(planned.plan))
         again = SOON_S if switches or awaits or not may_shrink else None
-        if planned.plan.autoscaling and not planned.goal.suspended:
+        runs = tried is not None and tried.runs
+        if (runs or planned.plan.autoscaling) and not planned.goal.suspended:
             again = SCALED_EVERY_S
         try:
             await writer.apply(state)
@@ -233,9 +252,21 @@ class Reconciler:
         if taken:
             again = SOON_S if any(each.temporary for each in taken) else LATER_S
         after = self._snapshot(snapshot.owner)
-        claim_refusal = writer.claim_refusal
-        inputs = reporting.inputs(planned, after, statuses, refusal, serving, missing_references, claim_refusal, gpus)
-        reported = await self._reporter.summarise(resource, inputs, applier)
+        claim_refusal, kept_key = writer.claim_refusal, keeps_key if is_lost or rotates else None
+        fetches, fetched = await model_cache.progress(self._status_client, after, planned.desired.created)
+        inputs = reporting.inputs(
+            planned,
+            after,
+            statuses,
+            refusal,
+            serving,
+            missing_references,
+            claim_refusal,
+            gpus,
+            kept_key=kept_key,
+            fetched=fetched,
+        )
+        reported, counts_again_s = await self._reporter.summarise(resource, inputs, applier)
         if failed is not None:
             raise failed
         if conditions.is_true(reported, "Ready"):
@@ -243,7 +274,14 @@ class Reconciler:
         now = self._clock()
         times = [retry_at(each, now) for each in inputs.observed if each.refused is not None]
         times += filter(None, [assessment.deadline(inputs, now)])
-        waits = [again, missing_references.again_s, gpus.again_s, *(max(each - now, SOON_S) for each in times)]
+        waits = [
+            again,
+            counts_again_s,
+            FETCHING_S if fetches else None,
+            missing_references.again_s,
+            gpus.again_s,
+            *(max(each - now, SOON_S) for each in times),
+        ]
         return min((each for each in waits if each is not None), default=None)
 
     def _scaled(

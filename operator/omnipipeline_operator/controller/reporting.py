@@ -7,7 +7,7 @@ posting Events (`event_recorder`). Called by `reconciling` after the writes, or 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
@@ -37,12 +37,17 @@ def inputs(
     missing: MissingReferences,
     claim_refusal: str | None,
     gpus: Verdict = NO_VERDICT,
+    *,
+    kept_key: str | None = None,
+    fetched: tuple[int, int] | None = None,
 ) -> StatusInputs:
     """The inputs that the status is made of.
 
     snapshot:      taken after the writes.
     claim_refusal: why the model cache's claim cannot grow.
     gpus:          whether it has let go of its GPUs.
+    kept_key:      why the key is not replaced though that was asked for, or though its Secret is missing.
+    fetched:       (bytes of the model that the prefetch Job has fetched, all of its bytes), if known.
     """
     observed = [
         msgspec.structs.replace(each, refused=missing.refused.get(each.name, each.refused))
@@ -55,6 +60,8 @@ def inputs(
     notes = [
         model_cache.shared_claim(snapshot, created, pods, surge=surge if planned.goal.strategy == "Coherent" else 0),
         model_cache.other_claim(snapshot, created, claim_refusal),
+        gpus.note,
+        kept_key,
     ]
     return StatusInputs(
         plan=planned.plan,
@@ -62,34 +69,54 @@ def inputs(
         decision=rollout.decide(planned.goal, observed, serving),
         observed=observed,
         entries=snapshot.entries(),
-        exposure=exposure.exposure(planned.spec, snapshot),
+        exposure=exposure.exposure(planned.spec, snapshot, planned.lacking),
         registered=coordinators_of.registered(coordinators),
-        switched=coordinators_of.have_switched(coordinators, planned.plan.current),
+        switched=coordinators_of.have_switched(coordinators, planned.target),
         refusal=refusal,
         progress_deadline_s=float(planned.spec.rollout.progress_deadline_seconds),
         missing=[*missing.diagnostics, *gpus.diagnostics],
         yielded=gpus.yielded,
         image=planned.pins.image,
         images=planned.pins.images,
-        fetching=model_cache.fetching(snapshot, created, planned.spec.model_path or ""),
+        fetching=model_cache.fetching(snapshot, created, planned.spec.model_path or "", fetched),
         scaling=planned.scaling.reasons,
+        canary=planned.canary,
+        target=planned.target,
         note="; ".join(filter(None, notes)) or None,
     )
 
 
+COUNTS_EVERY_S: Final = 1.0  # the API server evaluates all rules of the spec at each write of its status
+MAX_WRITTEN: Final = 1000  # above this size, older times are pruned
+
+
 class StatusReporter:
-    """Writes a status that has changed, and posts its transitions as Events."""
+    """Writes a status that has changed, and posts its transitions as Events.
+
+    A status in which only counts have changed is written once in `COUNTS_EVERY_S`: pods of a roll become ready one
+    after the other.
+    """
 
     def __init__(self, event_recorder: EventRecorder, *, clock: Callable[[], float]) -> None:
         self._event_recorder = event_recorder
         self._clock = clock
+        self._written: dict[str, float] = {}  #: uid of a pipeline -> when its status was written.
 
-    async def summarise(self, resource: Manifest, inputs: StatusInputs, applier: Applier) -> Manifest:
-        """Write the status of a spec that is carried out; returns it."""
+    async def summarise(
+        self, resource: Manifest, inputs: StatusInputs, applier: Applier
+    ) -> tuple[Manifest, float | None]:
+        """Write the status of a spec that is carried out.
+
+        Returns: the status, and in how many seconds to come back because it was not written yet.
+        """
         before, generation = conditions.reported(resource.get("status", {})), resource["metadata"]["generation"]
         now, reported = status.summarise(inputs, before, generation=generation, now=self._clock())
+        if now != before and status.differs_in_counts_alone(now, before):
+            since = self._clock() - self._written.get(resource["metadata"]["uid"], float("-inf"))
+            if 0 <= since < COUNTS_EVERY_S:
+                return now, COUNTS_EVERY_S - since
         await self._write(resource, now, reported, applier)
-        return now
+        return now, None
 
     async def refuse(self, resource: Manifest, snapshot: Snapshot, applier: Applier, refusal: Refusal) -> None:
         """Write the status of a spec that is not carried out; running pods are left alone."""
@@ -117,5 +144,9 @@ class StatusReporter:
             await applier.write_status(now)
         except (errors.NotFound, errors.Conflict):
             return  # deleted or recreated meanwhile: the watch will report it
+        at = self._clock()
+        if len(self._written) >= MAX_WRITTEN:
+            self._written = {uid: then for uid, then in self._written.items() if 0 <= at - then < COUNTS_EVERY_S}
+        self._written[owner.uid] = at
         transitions = conditions.transitions(reported, before.get("conditions", ()))
         await self._event_recorder.report(owner, transitions)

@@ -23,7 +23,7 @@ from omnipipeline_operator.controller.snapshots import Snapshot
 from omnipipeline_operator.desired import children, config, naming
 from omnipipeline_operator.kinds import CONFIG_MAP, DEPLOYMENT, JOB, Manifest
 from omnipipeline_spec.cluster import Profiling
-from omnipipeline_spec.types.plan import PipelineRevision
+from omnipipeline_spec.types.plan import CanaryShare, PipelineRevision
 from omnipipeline_spec.types.pods import COORDINATOR
 
 DELETION_COST = "controller.kubernetes.io/pod-deletion-cost"
@@ -44,6 +44,8 @@ class DesiredState(msgspec.Struct, frozen=True, kw_only=True):
     aside: Sequence[str] = ()  #: Addresses of pods that were taken out of their unit: they get no more requests.
     retried: Sequence[Workload] = ()  #: Workloads whose refused pods are due for a retry.
     profiling: Profiling = Profiling()
+    canary: CanaryShare | None = None  #: The share of the requests that a revision gets.
+    image: str  #: Of the newest of ``entries``.
     on_demand: Sequence[str] = ()  #: Groups that requests wait for, however long they have had no instance.
     curve: bool
     now: float
@@ -75,7 +77,7 @@ class ChildWriter:
         )
         for manifest in state.desired.applied:
             await self._attempt(self._ensure(manifest))
-        await self._workloads(state)
+        await self._workloads(state, config.digest(revisions))
         for each in state.retried:
             await self._apply.annotate_deployment(each.name, {naming.RETRIED_AT: str(int(state.now))})
         await self._refresh_coordinators(revisions)
@@ -96,11 +98,13 @@ class ChildWriter:
         manifest = config.revisions(
             state.entries,
             self._snapshot.owner,
-            image=pins.image,
+            image=state.image,
             images=pins.images,
             control_secret=pins.control_secret,
             rekeyed=pins.rekeyed,
             rotation=pins.rotation,
+            canary=state.canary,
+            has_canary=state.canary is not None or config.has_canary(self._snapshot.revisions()),
             aside=state.aside if state.aside or config.has_aside(self._snapshot.revisions()) else None,
             profiling=state.profiling if self._profiling_changed(state.profiling) else None,
             on_demand=state.on_demand if state.on_demand or config.has_on_demand(self._snapshot.revisions()) else None,
@@ -161,7 +165,7 @@ class ChildWriter:
 
     # --- Deployments --------------------------------------------------------------------------------------------
 
-    async def _workloads(self, state: DesiredState) -> None:
+    async def _workloads(self, state: DesiredState, digest: str) -> None:
         by_key = {(each.unit, each.revision): each for each in state.desired.workloads}
         waits = self._prefetching(state.desired.created)
         for (unit, revision), decided in state.decision.replicas.items():
@@ -174,8 +178,10 @@ class ChildWriter:
                 continue
             if desired is not None and live is not None and replicas and await self._is_outdated(desired, live):
                 await self._apply.delete(live)
-                await self._attempt(self._workload(desired, None, replicas, state.loads))
-            elif desired is not None:
+                await self._attempt(self._create_workload(desired, replicas, digest))
+            elif desired is not None and live is None:
+                await self._attempt(self._create_workload(desired, replicas, digest))
+            elif desired is not None and live is not None:
                 await self._attempt(self._workload(desired, live, replicas, state.loads))
             elif live is not None:
                 await self._attempt(self._scale(live, replicas, state))
@@ -195,15 +201,25 @@ class ChildWriter:
             return False
         return observed.drifted or not await self._apply.has_template(desired.deployment, live)
 
-    async def _workload(
-        self, desired: children.DesiredWorkload, live: Manifest | None, replicas: int, loads: Mapping[str, int]
-    ) -> None:
-        """Write a Deployment of the plan; its template is written only when it is created."""
+    async def _create_workload(self, desired: children.DesiredWorkload, replicas: int, digest: str) -> None:
+        """Create a Deployment of the plan; one that existed after all keeps its replicas for the next reconcile.
+
+        digest: of the list that its pods mount when they start. The coordinator's template has it, so that no pod is
+        annotated before the list changes: two writes fewer for each pipeline.
+        """
         await self._plan(desired.plan)
-        if live is None:
-            spec = {"replicas": replicas, **desired.deployment["spec"]}
-            await self._create_once({**desired.deployment, "spec": spec})
-            return  # if it existed after all, it keeps its replicas: the next reconcile knows them
+        spec = {"replicas": replicas, **desired.deployment["spec"]}
+        if desired.unit == COORDINATOR:
+            metadata = spec["template"]["metadata"]
+            annotations = {**metadata.get("annotations", {}), naming.REVISIONS_DIGEST: digest}
+            spec["template"] = {**spec["template"], "metadata": {**metadata, "annotations": annotations}}
+        await self._create_once({**desired.deployment, "spec": spec})
+
+    async def _workload(
+        self, desired: children.DesiredWorkload, live: Manifest, replicas: int, loads: Mapping[str, int]
+    ) -> None:
+        """Write the replicas and labels of a live Deployment; its template was written when it was created."""
+        await self._plan(desired.plan)
         head = desired.deployment["metadata"]
         same_head = comparing.matches({"labels": head["labels"]}, live["metadata"])
         if live["spec"].get("replicas") != replicas or not same_head:
@@ -237,7 +253,7 @@ class ChildWriter:
         await self._apply.scale(head, live, replicas)
 
     async def _set_deletion_costs(self, deployment: Manifest, replicas: int, loads: Mapping[str, int]) -> None:
-        """Before a Deployment is scaled down: let the least loaded pods be removed first."""
+        """Has the least loaded pods removed first. Called before a Deployment is scaled down."""
         if not loads or not 0 < replicas < deployment["spec"].get("replicas", 1):
             return
         revision = deployment["spec"]["selector"]["matchLabels"][naming.REVISION_LABEL]

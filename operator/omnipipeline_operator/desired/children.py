@@ -74,13 +74,13 @@ def children(
             plan=config.plan(plan.coordinator, COORDINATOR, owner),
         )
     )
-    ingress = services.ingress(spec, owner)
+    doors = (services.ingress(spec, owner), services.route(spec, owner))
     return Children(
         workloads=tuple(workloads),
         applied=(
             services.http(spec, owner),
             services.peers(owner),
-            *([ingress] if ingress else []),
+            *(each for each in doors if each is not None),
             *policies.network(spec, owner, scrapers),
             *policies.budgets(spec, plan, owner, coordinators=coordinators(spec)),
         ),

@@ -19,8 +19,8 @@ from omnipipeline_operator.desired.naming import Owner
 from omnipipeline_operator.kinds import Manifest
 from omnipipeline_spec.cluster import Profiling
 from omnipipeline_spec.types import canonical
-from omnipipeline_spec.types.plan import CoordinatorPlan, PipelineRevision, UnitPlan
-from omnipipeline_spec.types.pods import ON_DEMAND_FILE, PROFILING_FILE
+from omnipipeline_spec.types.plan import CanaryShare, CoordinatorPlan, PipelineRevision, UnitPlan
+from omnipipeline_spec.types.pods import CANARY_FILE, ON_DEMAND_FILE, PROFILING_FILE
 
 PLAN_FILE: Final = "plan.json"
 REVISIONS_FILE: Final = "revisions.json"
@@ -58,6 +58,8 @@ def revisions(
     aside: Sequence[str] | None = None,
     profiling: Profiling | None = None,
     on_demand: Sequence[str] | None = None,
+    canary: CanaryShare | None = None,
+    has_canary: bool = False,
 ) -> Manifest:
     """The pipeline revisions that may be served, newest last, and what is pinned for them.
 
@@ -66,6 +68,7 @@ def revisions(
     aside:  addresses of pods that were taken out of their unit and get no more requests. None: there never were any.
     profiling: whether profiles may be taken, and for how long. None: the defaults, which were never changed.
     on_demand: groups that requests wait for, however long they have had no instance. None: there never were any.
+    canary: the share of a revision that is tried. has_canary: whether the list says so, or that none is tried.
     """
     pins = {naming.IMAGE_PIN: image, naming.SECRET_PIN: control_secret}
     pinned = {each.revision: images[each.revision] for each in entries[:-1] if each.revision in images}
@@ -85,6 +88,8 @@ def revisions(
         listed[PROFILING_FILE] = canonical.encode(limits).decode()
     if on_demand is not None:
         listed[ON_DEMAND_FILE] = canonical.encode(sorted(on_demand)).decode()
+    if has_canary:
+        listed[CANARY_FILE] = canonical.encode(canary).decode()
     return {**manifest, "data": listed}
 
 
@@ -125,12 +130,16 @@ def has_on_demand(manifest: Mapping[str, Any] | None) -> bool:
     return ON_DEMAND_FILE in (manifest or {}).get("data", {})
 
 
+def has_canary(manifest: Mapping[str, Any] | None) -> bool:
+    """Whether the list has said which revision is tried: then it must say that none is."""
+    return CANARY_FILE in (manifest or {}).get("data", {})
+
+
 def digest(manifest: Mapping[str, Any]) -> str:
     """A hash of the list, for the annotation that makes kubelets update the mounted file."""
     held = manifest["data"]
-    return hashlib.sha256(
-        "".join(held.get(name, "") for name in (REVISIONS_FILE, ASIDE_FILE, PROFILING_FILE, ON_DEMAND_FILE)).encode()
-    ).hexdigest()[:8]
+    files = (REVISIONS_FILE, ASIDE_FILE, PROFILING_FILE, ON_DEMAND_FILE, CANARY_FILE)
+    return hashlib.sha256("".join(held.get(name, "") for name in files).encode()).hexdigest()[:8]
 
 
 def secret(name: str, owner: Owner, key: bytes) -> Manifest:

@@ -15,12 +15,12 @@ from typing import Any, Final
 import msgspec
 
 from omnipipeline_operator import kinds
-from omnipipeline_operator.desired import naming, podsecurity, probes, templates, volumes
+from omnipipeline_operator.desired import affinity, naming, podsecurity, probes, templates, volumes
 from omnipipeline_operator.desired.naming import Owner
 from omnipipeline_operator.kinds import Manifest
 from omnipipeline_operator.settings import OWN_USER, DefaultResources, PodUsers
 from omnipipeline_spec.cluster import Resources
-from omnipipeline_spec.types import quantities
+from omnipipeline_spec.types import quantities, stores
 from omnipipeline_spec.types.plan import CoordinatorPlan, UnitPlan
 from omnipipeline_spec.types.pods import ADMIN_PORT, CONTROL_PORT, COORDINATOR, PROBE_PORT, PUBLISH_PORT
 from omnipipeline_spec.validation.variables import JOINED
@@ -132,6 +132,9 @@ def _deployment(
     placement = settings.get("placement", {})
     if unit == COORDINATOR and not placement.get("topologySpreadConstraints"):
         placement = {**placement, "affinity": {**_apart(owner.name, plan.revision), **placement.get("affinity", {})}}
+    ours = affinity.of(placement, owner.name)
+    if ours:
+        placement = {**placement, "affinity": {**placement.get("affinity", {}), **ours}}
     own = volumes.volumes(plan, unit, owner=owner, control_secret=facts.control_secret, shared_memory=shared_memory)
     pod: Manifest = {
         "containers": [container],
@@ -142,9 +145,9 @@ def _deployment(
         "terminationGracePeriodSeconds": PRE_STOP_S + int(plan.drain_timeout_s),
         "tolerations": [*_node_loss(), *placement.get("tolerations", ())],
     }
-    for ours, theirs in _PLACEMENT.items():
-        if placement.get(ours):
-            pod[theirs] = placement[ours]
+    for field, theirs in _PLACEMENT.items():
+        if placement.get(field):
+            pod[theirs] = placement[field]
     for field in ("imagePullSecrets", "serviceAccountName"):
         if settings.get(field):
             pod[field] = settings[field]
@@ -252,8 +255,10 @@ def _common_environment(plan: UnitPlan | CoordinatorPlan) -> list[Manifest]:
         environment.append(_variable(JOINED, volumes.CODE_DIR))
     if plan.security == "Curve":
         environment.append(_variable("OMNI_CONTROL_KEY_FILE", f"{volumes.CONTROL_DIR}/key"))
-    if "modelCache" in settings:
+    if settings.get("modelCache", {}).get("type", "Image") != "Image":  # nothing is downloaded beside an image
         environment.append(_variable("HF_HOME", volumes.HUB_DIR))
+        if isinstance(plan, UnitPlan) and stores.is_address(plan.model_path):
+            environment.append(_variable("OMNI_MODELS_DIR", volumes.MODELS_DIR))
     tracing = settings.get("tracing", {})
     if tracing.get("endpoint"):
         environment += [

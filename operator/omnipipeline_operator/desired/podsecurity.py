@@ -19,7 +19,17 @@ Violation: TypeAlias = tuple[str, str]  #: (place inside the pod template, what 
 
 _HOST_FIELDS: Final = ("hostNetwork", "hostPID", "hostIPC")
 _VOLUMES: Final = frozenset(
-    {"configMap", "csi", "downwardAPI", "emptyDir", "ephemeral", "persistentVolumeClaim", "projected", "secret"}
+    {
+        "configMap",
+        "csi",
+        "downwardAPI",
+        "emptyDir",
+        "ephemeral",
+        "image",
+        "persistentVolumeClaim",
+        "projected",
+        "secret",
+    }
 )
 _CAPABILITIES: Final = frozenset({"NET_BIND_SERVICE"})
 _PROFILES: Final = frozenset({"RuntimeDefault", "Localhost"})

@@ -1,10 +1,11 @@
-"""The Service of a pipeline, the headless Service of its coordinators, the Ingress.
+"""The Service of a pipeline, the headless Service of its coordinators, the Ingress, the HTTPRoute.
 
-Here: these three. Not here: who may reach them (`policies`). Called by `children`.
+Here: these four. Not here: who may reach them (`policies`). Called by `children`.
 """
 
 from __future__ import annotations
 
+from math import ceil
 from typing import Final
 
 from omnipipeline_operator import kinds
@@ -14,8 +15,12 @@ from omnipipeline_operator.kinds import Manifest
 from omnipipeline_spec.pipeline import PipelineConfig
 from omnipipeline_spec.types.pods import CONTROL_PORT, COORDINATOR, PUBLISH_PORT
 
+_NGINX: Final = "nginx.ingress.kubernetes.io"
 #: ingress-nginx does not read ``appProtocol``, which Traefik, GKE and the Gateway API do.
-BEHIND_TLS: Final = {"nginx.ingress.kubernetes.io/backend-protocol": "HTTPS"}
+BEHIND_TLS: Final = {f"{_NGINX}/backend-protocol": "HTTPS"}
+LATER_S: Final = 5  # the coordinator's own error comes first
+#: No time-out, which implementations have otherwise (15 s with Envoy's): it would cut streams and long answers.
+UNTIMED: Final = {"request": "0s", "backendRequest": "0s"}
 
 
 def http(spec: PipelineConfig, owner: Owner) -> Manifest:
@@ -75,7 +80,7 @@ def ingress(spec: PipelineConfig, owner: Owner) -> Manifest | None:
     if settings is None:
         return None
     labels = naming.labels(owner.name, COORDINATOR)
-    annotations = {**(BEHIND_TLS if scheme(spec) == "https" else {}), **settings.annotations}
+    annotations = {**_of_nginx(spec), **settings.annotations}
     manifest = naming.child(kinds.INGRESS, owner.name, owner, of=labels, annotations=annotations)
     backend = {"service": {"name": naming.service(owner.name), "port": {"name": "http"}}}
     rule: Manifest = {"http": {"paths": [{"path": "/", "pathType": "Prefix", "backend": backend}]}}
@@ -89,6 +94,41 @@ def ingress(spec: PipelineConfig, owner: Owner) -> Manifest | None:
             {"secretName": settings.tls_secret_name, **({"hosts": [settings.host]} if settings.host else {})}
         ]
     return {**manifest, "spec": ingress}
+
+
+def route(spec: PipelineConfig, owner: Owner) -> Manifest | None:
+    """The HTTPRoute, if the spec asks for one. It refers to a port by number, since the Gateway API knows no names."""
+    settings = spec.expose.route
+    if settings is None:
+        return None
+    labels = naming.labels(owner.name, COORDINATOR)
+    manifest = naming.child(kinds.ROUTE, owner.name, owner, of=labels, annotations=settings.annotations)
+    backend = {"name": naming.service(owner.name), "port": port_of(spec)}
+    parents = [
+        {"name": each.name}
+        | ({"namespace": each.namespace} if each.namespace else {})
+        | ({"sectionName": each.section_name} if each.section_name else {})
+        | ({"port": each.port} if each.port else {})
+        for each in settings.parent_refs
+    ]
+    rule = {"backendRefs": [backend], "timeouts": dict(UNTIMED)}
+    hosts: Manifest = {"hostnames": list(settings.hostnames)} if settings.hostnames else {}
+    return {**manifest, "spec": {"parentRefs": parents, **hosts, "rules": [rule]}}
+
+
+def _of_nginx(spec: PipelineConfig) -> dict[str, str]:
+    """The bounds of ingress-nginx, which are 60 s and 1 MiB, as the coordinator has them; it ends requests itself.
+
+    An answer that is not streamed sends nothing until it is complete.
+    """
+    http = spec.coordinator.http
+    seconds = str(ceil(http.request_timeout_seconds) + LATER_S)
+    bounds = {
+        f"{_NGINX}/proxy-read-timeout": seconds,
+        f"{_NGINX}/proxy-send-timeout": seconds,
+        f"{_NGINX}/proxy-body-size": str(http.max_body_bytes),
+    }
+    return bounds | (BEHIND_TLS if scheme(spec) == "https" else {})
 
 
 def url(spec: PipelineConfig, owner: Owner) -> str:

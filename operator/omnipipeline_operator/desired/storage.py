@@ -14,18 +14,39 @@ from omnipipeline_operator.desired.pods import PodFacts
 from omnipipeline_operator.kinds import Manifest
 from omnipipeline_spec import scaling
 from omnipipeline_spec.pipeline import PipelineConfig
-from omnipipeline_spec.types import canonical
+from omnipipeline_spec.types import canonical, stores
 from omnipipeline_spec.types.plan import PipelinePlan
+from omnipipeline_spec.types.pods import PROBE_PORT
 
 FETCH: Final = """\
-import os, sys, traceback
+import contextlib, os, sys, traceback
 LOG = "/dev/termination-log"
 for offline in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):  # meant for the pods that come after
     os.environ.pop(offline, None)
 from huggingface_hub import snapshot_download
+from tqdm.auto import tqdm
+class Lines(tqdm):  # a line for every ten per cent: a pod's log has no terminal, where a bar could grow
+    shown, said = None, None  # the first bar of bytes; its last line
+    def __init__(self, *args, **options):
+        options.pop("name", None)
+        if Lines.shown is None and options.get("unit") == "B":
+            Lines.shown = self
+        super().__init__(*args, **{**options, "disable": False})
+    def display(self, *args, **options):
+        line = f"{int(10 * self.n / self.total)}0 % of {self.format_sizeof(self.total)}B" if self.total else None
+        if Lines.shown is self and line not in (None, Lines.said):
+            Lines.said = line
+            print("fetched", line, flush=True)
+def report():
+    return (int(Lines.shown.n), int(Lines.shown.total or 0)) if Lines.shown else (0, 0)
+try:
+    from stage_runtime.processes.fetching import serving
+except ImportError:  # the image has an earlier version
+    serving = lambda *_: contextlib.nullcontext()
 path, revision = os.environ["OMNI_MODEL_PATH"], os.environ.get("OMNI_MODEL_REVISION") or None
 try:
-    print("fetched to", snapshot_download(path, revision=revision))
+    with serving(report, os.environ):
+        print("fetched to", snapshot_download(path, revision=revision, tqdm_class=Lines))
 except Exception as error:
     traceback.print_exc()
     cause = f"cannot fetch {path}: {type(error).__name__}: {' '.join(str(error).split())}"
@@ -84,17 +105,20 @@ def prefetch(spec: PipelineConfig, plan: PipelinePlan, facts: PodFacts) -> Manif
     named = naming.prefetch(owner.name, spec.model_path, spec.model_revision or "")
     like = pods.coordinator_deployment(plan.coordinator, facts)["spec"]["template"]["spec"]
     container = like["containers"][0]
+    is_stored = stores.is_address(spec.model_path)
+    place = {"name": "OMNI_MODELS_DIR", "value": volumes.MODELS_DIR} if is_stored else None
     model = [
-        {"name": "HF_HOME", "value": volumes.HUB_DIR},
+        place or {"name": "HF_HOME", "value": volumes.HUB_DIR},
         {"name": "OMNI_MODEL_PATH", "value": spec.model_path},
         {"name": "OMNI_MODEL_REVISION", "value": spec.model_revision or ""},
+        {"name": "OMNI_PROGRESS_PORT", "value": str(PROBE_PORT)},
     ]
     fetch = {
         key: container[key] for key in ("image", "imagePullPolicy", "envFrom", "securityContext") if key in container
     }
     fetch |= {
         "name": "prefetch",
-        "command": ["python3", "-c", FETCH],
+        "command": ["python3", "-m", "stage_runtime", "prefetch"] if is_stored else ["python3", "-c", FETCH],
         "env": [*(each for each in container["env"] if not each["name"].startswith("OMNI_")), *model],
         "resources": pods.default_resources(facts.default_resources.coordinator),
         "volumeMounts": [
@@ -103,6 +127,8 @@ def prefetch(spec: PipelineConfig, plan: PipelinePlan, facts: PodFacts) -> Manif
         ],
         "terminationMessagePolicy": "FallbackToLogsOnError",
     }
+    if cache.prefetch.secret_name:
+        fetch["envFrom"] = [*fetch.get("envFrom", ()), {"secretRef": {"name": cache.prefetch.secret_name}}]
     pod = {key: like[key] for key in _KEPT if key in like} | {
         "containers": [fetch],
         "volumes": [

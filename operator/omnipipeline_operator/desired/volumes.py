@@ -40,7 +40,7 @@ def mounts(settings: Mapping[str, Any], environment: list[Manifest]) -> list[Man
         "shm": ("shm", "/dev/shm", False),
         "tmp": ("tmp", "/tmp", False),
         "profiles": ("profiles", PROFILES_DIR, False),
-        "models": ("models", MODELS_DIR, False) if "modelCache" in settings else None,
+        "models": ("models", MODELS_DIR, _is_image(settings)) if "modelCache" in settings else None,
     }
     return [mount(name, path, read_only=read_only) for name, path, read_only in filter(None, mounts.values())]
 
@@ -96,8 +96,15 @@ def models(cache: Mapping[str, Any], owner: Owner) -> Manifest:
     """The volume of the model cache."""
     if cache["type"] == "EmptyDir":
         return {"name": "models", "emptyDir": {"sizeLimit": cache["size"]} if cache.get("size") else {}}
+    if cache["type"] == "Image":
+        policy = {"pullPolicy": cache["pullPolicy"]} if cache.get("pullPolicy") else {}
+        return {"name": "models", "image": {"reference": cache["image"], **policy}}
     claim = cache.get("claimName") or naming.claim(owner.name)
     return {"name": "models", "persistentVolumeClaim": {"claimName": claim}}
+
+
+def _is_image(settings: Mapping[str, Any]) -> bool:
+    return bool(settings["modelCache"]["type"] == "Image")
 
 
 def mount(name: str, path: str, *, read_only: bool) -> Manifest:

@@ -33,14 +33,15 @@ log = logging.getLogger(__name__)
 
 STUCK_S: Final = 120.0  # the liveness probe fails when a pipeline has been due for so long
 RELIST_RETRY_S: Final = 2.0
+KINDS_EVERY_S: Final = 30.0  # a kind that the cluster lacks is asked for: no watch reports that it has come
 
 
 class StopRequested(errors.OperatorError):
     """A signal has asked the process to end; raised to end its other parts."""
 
 
-class NamespacesChanged(errors.OperatorError):
-    """Other namespaces can be read than at the start: kopf's watches are chosen once, so the process starts again."""
+class WatchesChanged(errors.OperatorError):
+    """Other namespaces or kinds can be read than at the start: kopf's watches are chosen once, so it starts again."""
 
 
 class Operator:
@@ -56,10 +57,19 @@ class Operator:
         self._watcher = Watcher(self._store, self._queue)
         self._lease = Lease(client, settings.lease)
         self._metrics = served
-        self._reconciler = Reconciler(client, self._store, status_client, settings, clock=time.time)
+        self._reconciler = Reconciler(
+            client,
+            self._store,
+            status_client,
+            settings,
+            clock=time.time,
+            wake=self._queue.add,
+            lacking=lambda: self._watcher.lacking,
+        )
         self._listed_at: float | None = None  #: Monotonic time at which the last complete list ended…
         self._listed_from = -math.inf  #: …and at which it began: the store is not older than that.
         self._readable: tuple[str, ...] | None = None  #: Of the watched namespaces; None: not known yet.
+        self._lacking: Mapping[str, errors.ClusterError] = {}  #: Optional kinds that were not there at the first list.
         self._relist_now = asyncio.Event()
         self._leads = False
         self._serve_metrics()
@@ -67,7 +77,7 @@ class Operator:
     async def run(self) -> None:
         """Run until SIGTERM.
 
-        Raises: an exception group with what ended a part: LeaseLost, NamespacesChanged, a fault.
+        Raises: an exception group with what ended a part: LeaseLost, WatchesChanged, a fault.
         """
         live, ready = self._why_not_live, self._why_not_ready
         async with probes.serving(self._settings.probe_port, live=live, ready=ready, registry=self._metrics.registry):
@@ -75,6 +85,7 @@ class Operator:
                 async with asyncio.TaskGroup() as group:
                     group.create_task(self._watch())
                     group.create_task(self._relist_forever())
+                    group.create_task(self._look_for_kinds())
                     group.create_task(self._lead(group))
             except* StopRequested:
                 log.info("stopped by a signal")
@@ -114,7 +125,7 @@ class Operator:
                     self._settings.relist_s / 5 if self._leads else 0.0
                 )  # a process that is taking over reconciles at once
                 unreadable = await self._watcher.relist(self._client, self._settings.namespaces, spread_s=spread_s)
-                self._compare_namespaces(unreadable)
+                self._compare_readable(unreadable)
                 self._listed_at, self._listed_from = time.monotonic(), began
                 self._metrics.relists.labels("success").inc()
             except errors.ClusterError as error:
@@ -126,19 +137,31 @@ class Operator:
                     await self._relist_now.wait()
             self._relist_now.clear()
 
-    def _compare_namespaces(self, unreadable: Mapping[str, errors.ClusterError]) -> None:
-        """Log the namespaces that cannot be read, once. Raises: NamespacesChanged: others can be read than then."""
+    def _compare_readable(self, unreadable: Mapping[str, errors.ClusterError]) -> None:
+        """Log what cannot be read, once. Raises: WatchesChanged: other namespaces or kinds can be read than then."""
         readable = tuple(each for each in self._settings.namespaces if each not in unreadable)
         if self._readable is None:
             for namespace, error in unreadable.items():
                 log.warning("namespace %s is not watched: %s", namespace, error)
-            self._readable = readable
+            for kind, error in self._watcher.lacking.items():
+                log.info("%s is not watched: %s", kind, error)
+            self._readable, self._lacking = readable, self._watcher.lacking
+        elif self._watcher.lacking.keys() != self._lacking.keys():
+            changed = sorted(self._watcher.lacking.keys() ^ self._lacking.keys())
+            raise WatchesChanged(f"the kinds that can be read have changed: {', '.join(changed)}")
         elif readable != self._readable:
             changed = sorted(set(readable) ^ set(self._readable))
             now = [
                 f"{each} ({unreadable[each]})" if each in unreadable else f"{each} (readable now)" for each in changed
             ]
-            raise NamespacesChanged(f"the readable namespaces have changed: {', '.join(now)}")
+            raise WatchesChanged(f"the readable namespaces have changed: {', '.join(now)}")
+
+    async def _look_for_kinds(self) -> None:
+        """List again as soon as a kind that was lacking can be read."""
+        while True:
+            await asyncio.sleep(min(KINDS_EVERY_S, self._settings.relist_s))
+            if self._lacking and await self._watcher.has_appeared(self._client, self._settings.namespaces):
+                self._relist_now.set()
 
     async def _lead(self, group: asyncio.TaskGroup) -> None:
         """Start the workers once this process holds the Lease and has a complete list."""

@@ -19,7 +19,7 @@ from omnipipeline_operator.cluster.client import Client
 from omnipipeline_operator.cluster.store import PipelineKey, Store, address_of
 from omnipipeline_operator.controller.work_queue import WorkQueue
 from omnipipeline_operator.desired import naming
-from omnipipeline_operator.kinds import PIPELINE, WATCHED, Kind
+from omnipipeline_operator.kinds import OPTIONAL, PIPELINE, WATCHED, Kind
 
 log = logging.getLogger(__name__)
 
@@ -36,13 +36,17 @@ class Watcher:
         self._store = store
         self._queue = queue
         self.events = 0
+        #: Optional kinds that the last list could not read -> the API server's refusal.
+        self.lacking: dict[str, errors.ClusterError] = {}
 
     def registry(self) -> kopf.OperatorRegistry:
-        """kopf's handlers: one for every watched kind."""
+        """kopf's handlers: one for every watched kind that the cluster has."""
         registry = kopf.OperatorRegistry()
         kopf.on.startup(registry=registry)(_configure)
         kopf.on.login(registry=registry)(_login)
         for kind in (PIPELINE, *WATCHED):
+            if kind.name in self.lacking:
+                continue
             kopf.on.event(kind.group, kind.version, kind.plural, registry=registry, id=kind.plural)(self._handler(kind))
         return registry
 
@@ -65,6 +69,7 @@ class Watcher:
         Raises:     errors.ClusterError: a list failed, or no namespace can be read; nothing of its kind is dropped.
         """
         unreadable: dict[str, errors.ClusterError] = {}
+        lacking: dict[str, errors.ClusterError] = {}
         for kind in (PIPELINE, *WATCHED):
             known_up_to, listed = self._store.newest(), set()
             selector = None if kind is PIPELINE else naming.PIPELINE_LABEL
@@ -77,18 +82,35 @@ class Watcher:
                         for key in self._store.put(each):
                             self._queue.add(key)
                 except (errors.Forbidden, errors.NotFound) as error:
+                    if kind in OPTIONAL and error.status != 401:
+                        lacking[kind.name] = error
+                        listed.clear()
+                        break
                     # One namespace may be deleted, or take its role back. A refused token concerns all of them.
                     if namespace is None or error.status == 401 or {*unreadable, namespace} >= {*namespaces}:
                         raise
                     unreadable[namespace] = error
             for key in self._store.drop_unlisted(kind, listed, older_than=known_up_to, kept=unreadable):
                 self._queue.add(key)
+        self.lacking = lacking
         for namespace in unreadable:
             for key in self._store.drop_namespace(namespace):
                 self._queue.add(key)
         for key in self._store.pipelines():
             self._queue.add(key, spread_s * random.random())
         return unreadable
+
+    async def has_appeared(self, client: Client, namespaces: tuple[str, ...]) -> bool:
+        """Whether a kind that the last list could not read can be read now."""
+        for kind in OPTIONAL:
+            if kind.name in self.lacking:
+                try:
+                    namespace = namespaces[0] if namespaces else None
+                    [_ async for _ in client.listed(kind, namespace, naming.PIPELINE_LABEL)]
+                except errors.ClusterError:
+                    continue
+                return True
+        return False
 
     def _handler(self, kind: Kind) -> Any:
         async def handle(event: Mapping[str, Any], **_: Any) -> None:

@@ -28,7 +28,7 @@ def restart(kubectl: Kubectl, name: str, *, now: datetime | None = None) -> str:
 
 
 def rotate_key(kubectl: Kubectl, name: str, *, now: datetime | None = None) -> str:
-    """As `restart`, and the new pods have a new control key. Returns the time that was set.
+    """The same as `restart`, and the new pods have a new control key. Returns the time that was set.
 
     Raises: KubectlError: the pipeline has no key.
     """

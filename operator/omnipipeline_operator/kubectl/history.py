@@ -24,7 +24,7 @@ class ServedRevision(msgspec.Struct, frozen=True, kw_only=True):
     revision: str  #: The pipeline revision, as in the resource's status.
     created: str
     spec: Manifest
-    changed: tuple[str, ...]  #: What differs from the entry before it.
+    changed: tuple[str, ...]  #: Paths that differ from the entry before it.
     current: bool  #: The resource's spec is this one, as far as `undo` would change it.
 
 

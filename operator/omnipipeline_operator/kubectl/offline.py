@@ -13,7 +13,7 @@ from omnipipeline_operator.desired import children, naming
 from omnipipeline_operator.desired.naming import Owner
 from omnipipeline_operator.desired.pods import PodFacts
 from omnipipeline_operator.kinds import Manifest
-from omnipipeline_spec import loading, planning
+from omnipipeline_spec import loading, planning, terminal
 from omnipipeline_spec.loading import LoadedPipeline
 from omnipipeline_spec.types.plan import PipelinePlan
 from omnipipeline_spec.validation import topology
@@ -22,8 +22,10 @@ NO_KEY = "manual"  # in place of the random id that the operator chooses
 
 
 def read(file: str, overrides: Sequence[str] = ()) -> tuple[LoadedPipeline, PipelinePlan]:
-    """A file's spec and its plan. Raises: SpecError: with all faults."""
+    """A file's spec and its plan; entries that set nothing are warned of. Raises: SpecError: with all faults."""
     loaded = loading.load(file, overrides=overrides)
+    for warning in loaded.dropped:
+        terminal.echo(f"warning: {warning}", err=True)
     planned = planning.plan(loaded.spec, name=loaded.name)
     topology.check_on_cluster(loaded.spec)
     return loaded, planned
@@ -55,6 +57,8 @@ def stages_of(plan: PipelinePlan) -> dict[str, tuple[str, ...]]:
 
 
 def _unowned(manifest: Manifest) -> Manifest:
-    """Without the owner reference: the resource has no uid yet, and garbage collection would delete the object."""
+    """The manifest without its owner reference: the resource has no uid yet, so the garbage collector would delete the
+    object.
+    """
     metadata = {key: value for key, value in manifest["metadata"].items() if key != "ownerReferences"}
     return {**manifest, "metadata": metadata}

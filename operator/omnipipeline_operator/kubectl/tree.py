@@ -27,6 +27,9 @@ def tree(pipeline: LiveObject, pods: Sequence[LiveObject], stages: Mapping[str, 
     conditions = root.add("conditions")
     for condition in pipeline.get("status", {}).get("conditions", ()):
         conditions.add(_condition(condition))
+    canary = pipeline.get("status", {}).get("canary")
+    if canary:
+        root.add(_canary(canary))
     by_unit = _by_unit([pod for pod in pods if naming.UNIT_LABEL in pod["metadata"]["labels"]])
     fetching = [pod for pod in pods if naming.UNIT_LABEL not in pod["metadata"]["labels"]]
     if fetching:
@@ -61,6 +64,14 @@ def _title(pipeline: LiveObject) -> Text:
     elif status.get("observedGeneration") != metadata.get("generation"):
         title.append("  (the operator has not reconciled the last change yet)", style="yellow")
     return title
+
+
+def _canary(canary: LiveObject) -> Text:
+    """The revision that is tried with a share of the requests."""
+    if canary.get("aborted"):
+        return Text(f"canary: {canary.get('message', '')}", style="red")
+    what = canary.get("message") or f"waits for pods; then it gets {canary.get('weight')} % of the requests"
+    return Text(f"canary: revision {canary['revision']} {what}", style="yellow")
 
 
 def _condition(condition: LiveObject) -> Text:

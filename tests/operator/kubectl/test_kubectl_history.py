@@ -1,4 +1,4 @@
-"""What differs between two specs, and the spec that `undo` writes."""
+"""The differences between two specs, and the spec that `undo` writes."""
 
 from __future__ import annotations
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import yaml
 from click.testing import CliRunner, Result
 
@@ -81,6 +82,15 @@ def test_a_plan_shows_how_many_coordinators_the_file_asks_for(tmp_path: Path) ->
         lines = [line.split() for line in run("plan", "-f", given).output.splitlines()]
         [row] = [line for line in lines if line[:1] == ["coordinator"]]
         assert row[2] == counted
+
+
+@pytest.mark.parametrize("command", ["plan", "validate"])
+def test_a_null_that_sets_nothing_is_warned_of_with_its_line(command: str, tmp_path: Path) -> None:
+    file = tmp_path / "pipeline.yaml"
+    file.write_text("stages:\n- {name: a, process: a, factory: 'w:m', terminal: true, factory_args: {x: null}}\n")
+    done = run(command, "-f", str(file))
+    assert done.exit_code == 0, done.output
+    assert "warning: line 2: stages[0].factoryArgs.x: null sets nothing here" in done.output
 
 
 def test_drain_asks_which_pods_before_it_asks_a_cluster() -> None:

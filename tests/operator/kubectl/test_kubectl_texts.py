@@ -1,4 +1,4 @@
-"""What a user wrote is shown as it is by ``kubectl omni``; kubectl is a program that prints objects."""
+"""``kubectl omni`` shows a user's texts as they are; kubectl is a program that prints objects."""
 
 from __future__ import annotations
 

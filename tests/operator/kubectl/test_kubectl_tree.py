@@ -1,4 +1,4 @@
-"""What ``kubectl omni status`` shows of live objects, and which pods ``drain`` selects."""
+"""``kubectl omni status`` shows live objects, and ``drain`` selects pods."""
 
 from __future__ import annotations
 
