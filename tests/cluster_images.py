@@ -19,6 +19,7 @@ OPERATOR = "localhost/omnipipeline-operator:e2e"
 STAGE = "localhost/omnipipeline-stage:e2e"
 VOICE = "localhost/omnipipeline-voice:e2e"
 RELAYS = "localhost/omnipipeline-stage:relays"
+APART = "localhost/omnipipeline-stage:apart"
 BUILD_S = 1800.0  # of a machine that has neither the base image nor torch yet, and other things to do
 _SHOWN = 3000  # characters of a failed build's output
 
@@ -65,13 +66,18 @@ def relays() -> str:
     return build(RELAYS, "-f", "Dockerfile", "--target", "stage", "--build-arg", "EXTRAS=nixl,mooncake")
 
 
+def apart() -> str:
+    """The stage image of examples/disaggregated over nixl and mooncake, for a CPU. Only tests of the night need it."""
+    return build(APART, "-f", "Dockerfile", "--target", "stage", "--build-arg", "EXTRAS=engine,chat,nixl,mooncake")
+
+
 def voice(stage_image: str = STAGE) -> str:
     """The image of examples/voice, made from a stage image."""
     return build(VOICE, "-f", "examples/voice/Dockerfile", "--build-arg", f"STAGE_IMAGE={stage_image}")
 
 
 def main() -> None:
-    """Build all, one after the other; nothing where the cluster has images of ours already."""
+    """Build all that each run needs, one after the other; nothing where the cluster has images of ours already."""
     if given() is not None:
         return
     for make in (operator, stage, voice, relays):

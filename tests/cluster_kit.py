@@ -70,7 +70,7 @@ def _answers(kubeconfig: Path, environment: dict[str, str]) -> bool:
 
 
 def _cluster_of(printed: str) -> Cluster:
-    """From the line that the kit prints: ``export KUBECONFIG=… PATH=…:$PATH``."""
+    """The cluster of the line that the kit prints: ``export KUBECONFIG=… PATH=…:$PATH``."""
     found = re.search(r"export KUBECONFIG=(\S+) PATH=(\S+?):\$PATH", printed)
     assert found is not None, printed
     path = f"{found[2]}:{os.environ['PATH']}"
@@ -116,7 +116,7 @@ class _Kit:
 
 @pytest.fixture(scope="session")
 def cluster_kit() -> Iterator[_Kit | Cluster]:
-    """What the two fixtures below start from."""
+    """The cluster or kit that the two fixtures below start from."""
     given = os.environ.get("KUBECONFIG")
     if given:
         yield Cluster(kubeconfig=Path(given), environment=dict(os.environ))

@@ -72,7 +72,7 @@ class Objects:
 
 
 def _as_printed(found: Object) -> Object:
-    """Without the fields that kubectl does not print, either."""
+    """The object without the fields that kubectl does not print, either."""
     found["metadata"].pop("managedFields", None)
     return found
 

@@ -29,7 +29,7 @@ __all__ = ["api_server", "cluster_kit", "each_way", "node_cluster"]
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Before its fixtures: they may need the same."""
+    """Skip or fail a test before its fixtures, which may need the same packages."""
     debian.require(item, ci=bool(os.environ.get("CI")))
 
 

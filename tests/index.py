@@ -7,6 +7,7 @@ nothing is imported.
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
@@ -88,14 +89,19 @@ def _of_module(tree: ast.Module) -> frozenset[tuple[str, str]]:
     return _marks(each.value for each in assigned if ast.unparse(each.targets[0]) == "pytestmark")
 
 
-def tests(folder: Path = TESTS) -> list[Test]:
+def tests(folder: Path = TESTS) -> tuple[Test, ...]:
     """Every test below the folder, in the order of their files."""
+    return _read(folder.resolve())
+
+
+@functools.cache  # a thousand files are parsed
+def _read(folder: Path) -> tuple[Test, ...]:
     found = []
     for path in sorted(folder.rglob("test_*.py")):
         tree = ast.parse(path.read_text())
         functions = _functions(tree.body, _of_module(tree))
         found += [Test(path=path.relative_to(folder), name=each.name, marks=marks) for each, marks in functions]
-    return found
+    return tuple(found)
 
 
 def promises(page: Path = ARCHITECTURE) -> list[str]:
@@ -115,7 +121,7 @@ def proofs(found: Iterable[Test]) -> Mapping[str, list[Test]]:
 
 
 def _folder_row(folder: str, found: list[Test]) -> str:
-    """Without numbers of tests: they change each day."""
+    """A folder's row, without numbers of tests: they change each day."""
     needs = {mark for each in found for mark, _ in each.marks} & set(NEEDS)
     shown = ", ".join(f"`{each}`" for each in NEEDS if each in needs)
     return f"| `{folder}` | {shown} |\n"

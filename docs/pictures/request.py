@@ -121,7 +121,7 @@ def _arrow(arrow: Arrow, y: float) -> list[str]:
 
 
 def _middle(arrow: Arrow) -> float:
-    """Between the two lanes nearest to the target, so that no lane runs through the words."""
+    """The place between the two lanes nearest to the target, so that no lane runs through the words."""
     beside = arrow.target + (1 if arrow.source > arrow.target else -1)
     return (LANES[beside].x + LANES[arrow.target].x) / 2
 

@@ -198,7 +198,7 @@ def _arrow(panel: Panel, importer: str, imported: str, left: float, top: float) 
 
 
 def _curve(points: list[tuple[float, float]]) -> str:
-    """Through all points, downwards at each."""
+    """A path through all points, downwards at each."""
     way = f"M{points[0][0]:.1f},{points[0][1]:.1f}"
     for (a, b), (c, d) in itertools.pairwise(points):
         half = (b + d) / 2
@@ -207,7 +207,7 @@ def _curve(points: list[tuple[float, float]]) -> str:
 
 
 def _down(importer: Panel, a: tuple[float, float], imported: Panel, b: tuple[float, float]) -> str:
-    """From the lower edge of one frame to the upper edge of another."""
+    """An arrow from the lower edge of one frame to the upper edge of another."""
     start = (a[0] + importer.width / 2, a[1] + importer.height)
     end = (min(max(start[0], b[0] + PAD), b[0] + imported.width - PAD), b[1])
     return f'<path class="arrow http" d="{_curve([start, end])}" marker-end="url(#tip)"/>'

@@ -1,4 +1,4 @@
-"""For every CEL rule a resource that keeps it and one that breaks it alone.
+"""Pairs of resources for every CEL rule: one keeps it, and one breaks it alone.
 
 Written as edits of one small sound spec; keyed by the type that has the rule and by the rule's message, so a rule
 without a case, or a case without a rule, is noticed.
@@ -48,7 +48,9 @@ def _scaled(**limits: Any) -> Document:
 
 
 _TP = {"tpSize": 2, "gpu": [0, 1], "process": None}
+_IMAGE = {"type": "Image", "image": "localhost/weights:1"}
 _CLAIM = {"type": "PersistentVolumeClaim", "size": "10Gi"}
+_GATEWAY = {"name": "shared", "namespace": "doors"}
 
 #: (type, message) -> (good, bad)
 CASES: dict[tuple[str, str], tuple[Document, Document]] = {
@@ -98,6 +100,10 @@ CASES: dict[tuple[str, str], tuple[Document, Document]] = {
         pair({"gpu": [0], "gpuMemory": _HALF}, {"gpu": [0], "gpuMemory": _HALF}, gpuMemoryLimit=1),
         pair({"gpu": [0], "gpuMemory": _HALF}, {"gpu": [0], "gpuMemory": _HALF}),
     ),
+    ("PipelineConfig", "modelPath must begin with /models/, where the image of modelCache is mounted"): (
+        pair(modelPath="/models/mine", modelCache=_IMAGE),
+        pair(modelPath="some/model", modelCache=_IMAGE),
+    ),
     ("PipelineConfig", "modelCache.prefetch needs modelPath"): (
         pair(modelPath="some/model", modelCache={**_CLAIM, "prefetch": {"enabled": True}}),
         pair(modelCache={**_CLAIM, "prefetch": {"enabled": True}}),
@@ -136,6 +142,10 @@ CASES: dict[tuple[str, str], tuple[Document, Document]] = {
     ("Rollout", "must not have 0 as both maxSurge and maxUnavailable"): (
         pair(rollout={"maxSurge": 0, "maxUnavailable": 1}),
         pair(rollout={"maxSurge": 0}),
+    ),
+    ("Rollout", "canary needs strategy Coherent and a maxSurge of 1 or more"): (
+        pair(rollout={"canary": {"weight": 5, "abortOn": {"p99Seconds": 2.0}}}),
+        pair(rollout={"canary": {}, "strategy": "Recreate"}),
     ),
     ("Disaggregation", "the process of prefill must not be called coordinator"): (
         pair(second={"process": None, "disaggregation": {"prefill": {"process": "p"}, "decode": {"process": "d"}}}),
@@ -243,6 +253,18 @@ CASES: dict[tuple[str, str], tuple[Document, Document]] = {
         pair(coordinator={"http": {"port": 80}}),
         pair(coordinator={"http": {"port": 5613}}),
     ),
+    ("ModelCache", "type Image must have image, and no other type may have it"): (
+        pair(modelCache=_IMAGE),
+        pair(modelCache={"type": "EmptyDir", "image": "weights:1"}),
+    ),
+    ("ModelCache", "pullPolicy needs type Image"): (
+        pair(modelCache={**_IMAGE, "pullPolicy": "Never"}),
+        pair(modelCache={"type": "EmptyDir", "pullPolicy": "Never"}),
+    ),
+    ("ModelCache", "size does not apply to type Image"): (
+        pair(modelCache={"type": "EmptyDir", "size": "1Gi"}),
+        pair(modelCache={**_IMAGE, "size": "1Gi"}),
+    ),
     ("ModelCache", "a PersistentVolumeClaim must have exactly one of claimName and size"): (
         pair(modelCache=_CLAIM),
         pair(modelCache={**_CLAIM, "claimName": "mine"}),
@@ -254,6 +276,16 @@ CASES: dict[tuple[str, str], tuple[Document, Document]] = {
     ("ModelCache", "prefetch needs type PersistentVolumeClaim"): (
         pair(modelPath="some/model", modelCache={"type": "EmptyDir", "prefetch": {"enabled": False}}),
         pair(modelPath="some/model", modelCache={"type": "EmptyDir", "prefetch": {"enabled": True}}),
+    ),
+    ("Prefetch", "secretName needs enabled: true"): (
+        pair(modelPath="s3://b/m", modelCache={**_CLAIM, "prefetch": {"enabled": True, "secretName": "keys"}}),
+        pair(modelPath="some/model", modelCache={**_CLAIM, "prefetch": {"enabled": False, "secretName": "keys"}}),
+    ),
+    ("Route", "must not name a parent twice"): (
+        pair(
+            expose={"route": {"parentRefs": [_GATEWAY, {**_GATEWAY, "sectionName": "tls"}, {**_GATEWAY, "port": 80}]}}
+        ),
+        pair(expose={"route": {"parentRefs": [{**_GATEWAY, "port": 80}, _GATEWAY, {**_GATEWAY, "port": 80}]}}),
     ),
     ("ProfilingStorage", "must have exactly one of emptyDir and claimName"): (
         pair(profiling={"storage": {"emptyDir": {}}}),

@@ -57,7 +57,7 @@ def test_what_is_beyond_its_bound_is_refused_before_anything_in_it_is_looked_at(
 
 def test_the_work_of_reading_a_file_grows_as_its_length_does() -> None:
     def calls(count: int) -> int:
-        """Of Python functions, while a file of so many stages is refused."""
+        """The number of Python calls while a file of so many stages is refused."""
         text = "stages:\n" + "".join(f"- {{name: s{at}, process: p, factory: 'w:m'}}\n" for at in range(count))
         made = 0
 

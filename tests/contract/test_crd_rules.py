@@ -106,7 +106,7 @@ def _install(api: client.ApiClient, crds: list[dict[str, Any]]) -> None:
 
 
 def _until_served(api: client.ApiClient, crd: dict[str, Any], deadline_s: float = 60) -> None:
-    """Until the API server enforces this schema: it answers with the rule for names, which all of them have."""
+    """Wait until the API server enforces this schema: it answers with the rule for names, which all of them have."""
     group = crd["spec"]["group"]
     ends = time.monotonic() + deadline_s
     while (refusal := _refusal(api, group, pair(), name="x-peers")) is None or "end in -peers" not in refusal:
@@ -117,7 +117,7 @@ def _until_served(api: client.ApiClient, crd: dict[str, Any], deadline_s: float 
 def _refusal(
     api: client.ApiClient, group: str, spec: Document, *, name: str = "case", strict: bool = True
 ) -> str | None:
-    """What the API server says against a resource; None when it would take it."""
+    """The API server's objection to a resource; None when it would take it."""
     body = {"apiVersion": f"{group}/{VERSION}", "kind": "OmniPipeline", "metadata": {"name": name}, "spec": spec}
     try:
         client.CustomObjectsApi(api).create_namespaced_custom_object(

@@ -43,7 +43,7 @@ def of_resource(document: valid_specs.Document) -> PipelineConfig:
 
 
 def said_by(spec: PipelineConfig) -> valid_specs.Document:
-    """What a resource with that spec says."""
+    """The document of a resource with that spec."""
     return {key: held for key, held in to_document(spec).items() if key not in ("configCls", "name")}
 
 
@@ -70,7 +70,7 @@ def field_in_python(document: valid_specs.Document, key: str) -> tuple[str, str]
 
 
 def plain(value: Any, kind: inspect.Type, spelling: st.DataObject) -> Any:
-    """As people write plain files: either spelling of each field, lone values where they may stand."""
+    """The value as people write plain files: either spelling of each field, lone values where they may stand."""
     inner = without_none(kind)
     if isinstance(inner, inspect.StructType) and isinstance(value, dict):
         fields = {field.encode_name: field for field in fields_of(inner.cls)}

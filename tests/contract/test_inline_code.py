@@ -1,4 +1,4 @@
-"""Which inline files a process needs: those that its functions reach, and all where that cannot be known."""
+"""A process gets the inline files that its functions reach, and all where that cannot be known."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a spec to the plan that every process gets."""
+"""The planner makes the plan that every process gets from a spec."""
 
 from __future__ import annotations
 
@@ -222,6 +222,18 @@ def test_settings_of_groups_in_one_pod_are_put_together() -> None:
         "sharedMemory": "1536Mi",
     }
     assert (unit.drain_timeout_s, unit.startup_deadline_s, unit.stuck_after_s) == (60.0, 60.0, 300.0)
+
+
+def test_a_place_near_stages_names_their_units_and_leaves_other_revisions_as_they_are() -> None:
+    apart = pair({"gpu": [0]}, {"gpu": [1]})
+    keys = ["kubernetes.io/hostname", "rack"]
+    near = {"name": "b", "placement": {"near": ["a"], "nearTopologyKeys": keys, "gpuProducts": ["L4"]}}
+    placed = {**apart, "processGroups": [near]}
+    assert unit_of(placed, "b").pod["placement"] == {"gpuProducts": ["L4"], "near": ["a"], "nearTopologyKeys": keys}
+    assert unit_of(placed, "a") == unit_of(apart, "a")
+    default = {"name": "b", "placement": {"near": ["a"]}}
+    settings = unit_of({**apart, "processGroups": [default]}, "b").pod["placement"]
+    assert settings == {"near": ["a"], "nearTopologyKeys": keys[:1]}
 
 
 def test_local_replicas_have_the_devices_they_are_given() -> None:

@@ -16,7 +16,7 @@ from tests.contract.rulecases import Document, pair, spec, stage
 
 
 def faults(document: Document) -> list[str]:
-    """What is said of a spec, one line a fault."""
+    """The faults of a spec, one line each."""
     try:
         from_resource({"apiVersion": API_VERSION, "kind": KIND, "metadata": {"name": "p"}, "spec": document})
     except InvalidPipeline as error:
@@ -496,6 +496,35 @@ CASES: dict[str, tuple[Document, list[str]]] = {
             for field in ("placement", "podTemplate")
         ],
     ),
+    "places that cannot be": (
+        pair(
+            on_gpu(0, fraction=0.4),
+            on_gpu(0, fraction=0.4),
+            processGroups=[
+                {"name": "a", "placement": {"near": ["b", "c"], "gpuProducts": ["H100"]}},
+                {"name": "b", "placement": {"near": ["b", "c"], "gpuProducts": ["H100"]}},
+            ],
+            coordinator={
+                "placement": {
+                    "near": ["a"],
+                    "nearTopologyKeys": [],
+                    "gpuProducts": ["H100"],
+                    "affinity": {"podAffinity": {}, "nodeAffinity": {}},
+                }
+            },
+        ),
+        [
+            "processGroups[0].placement.near[0]: 'b' runs in the same pod as 'a'",
+            "processGroups[0].placement.near[1]: 'c' is not a stage",
+            "processGroups[1].placement.near[0]: 'b' runs in the same pod as 'b'",
+            "processGroups[1].placement.near[1]: 'c' is not a stage",
+            "coordinator.placement.nearTopologyKeys: is empty, and near has stages: name the label of a domain, "
+            "such as kubernetes.io/hostname",
+            "coordinator.placement.near: and affinity.podAffinity exclude each other: write one of them",
+            "coordinator.placement.gpuProducts: 'coordinator' has no gpu",
+            "coordinator.placement.gpuProducts: and affinity.nodeAffinity exclude each other: write one of them",
+        ],
+    ),
     "one pod through a third group": (
         spec(
             stage("a", next=["b"], **on_gpu(0, fraction=0.4)),
@@ -656,12 +685,42 @@ CASES: dict[str, tuple[Document, list[str]]] = {
             "modelCache.prefetch: needs modelPath",
         ],
     ),
+    "a model in a store that nothing fetches": (
+        pair(modelPath="s3://b/m", modelRevision="v1", modelCache={"type": "EmptyDir"}),
+        [
+            "modelPath: 's3://b/m' needs modelCache.prefetch.enabled: true",
+            "modelRevision: does not apply to an object store: name another prefix",
+        ],
+    ),
+    "a route with a parent twice": (
+        pair(expose={"route": {"parentRefs": [{"name": "g"}, {"name": "g", "port": 80}, {"name": "g"}]}}),
+        ["expose.route.parentRefs[2]: names Gateway g twice, with the same listener and port"],
+    ),
+    "an address without a bucket": (
+        pair(modelPath="s3:///m?x", modelCache={"prefetch": {"secretName": "keys"}}),
+        [
+            "modelCache.prefetch.secretName: needs enabled: true",
+            "modelPath: 's3:///m?x' is not s3://BUCKET/PREFIX",
+        ],
+    ),
     "the cache of another type": (
         pair(modelPath="m", modelCache={"claimName": "c", "prefetch": {"enabled": True}}),
         [
             "modelCache: of type None must not have claimName or storageClassName",
             "modelCache.prefetch: needs type PersistentVolumeClaim; None keeps nothing between pods",
         ],
+    ),
+    "an image without a reference": (
+        pair(modelPath="some/model", modelCache={"type": "Image", "size": "1Gi"}),
+        [
+            "modelCache: of type Image must have image",
+            "modelCache.size: an image has its own size",
+            "modelPath: 'some/model' must begin with /models/, where the image of modelCache is mounted",
+        ],
+    ),
+    "an image of another type": (
+        pair(modelCache={"image": "weights:1", "pullPolicy": "Never"}),
+        ["modelCache: of type None must not have image", "modelCache.pullPolicy: needs type Image"],
     ),
     "a cache without a type": (
         pair(modelCache={"size": "10Gi"}),

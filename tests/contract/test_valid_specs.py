@@ -1,4 +1,4 @@
-"""What holds for every sound pipeline, whatever it looks like."""
+"""Properties that hold for every sound pipeline, whatever it looks like."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ def tiny() -> Any:
 
 @functools.cache
 def generated(name: str) -> list[list[int]]:
-    """What the model's own ``generate`` gives, greedily."""
+    """The frames that the model's own ``generate`` gives, greedily."""
     ids = torch.tensor([PROMPTS[name]])
     with torch.no_grad():
         frames = tiny().generate(

@@ -16,7 +16,7 @@ def blocks(document: str, language: str) -> list[str]:
 
 
 def section(document: str, heading: str) -> str:
-    """What stands under ``heading``, up to the next one of the same or a higher level."""
+    """The text under ``heading``, up to the next one of the same or a higher level."""
     text = (ROOT / document).read_text()
     level = len(heading) - len(heading.lstrip("#"))
     found = re.search(rf"^{re.escape(heading)}\n(.*?)(?=^#{{1,{level}}} |\Z)", text, re.MULTILINE | re.DOTALL)

@@ -21,9 +21,11 @@ from tests.docs.blocks import ROOT
 
 CONTRACT = ROOT / "crds/omnipipeline_spec"
 SHADOWED = ("types/plan", "pipeline", "cluster")
-# Types of others: following them takes most of the time, and none of them holds a value of ours.
+# Types of others, and rooms that get no spec and no plan, are not followed, which halves the time. A field that a
+# later change reads only there counts as unread, so the test that asks fails, and the room leaves the list.
 CONFIG = """\
 [mypy]
+exclude = stage_runtime/(web|relays|sockets|profiler|engines/autoregressive|wire|telemetry|kv_transfer)/
 explicit_package_bases = true
 ignore_missing_imports = true
 python_version = 3.11
@@ -31,8 +33,11 @@ enable_error_code = deprecated
 [mypy-torch.*,numpy.*,kubernetes.*,aiohttp.*,fastapi.*,starlette.*,pydantic.*,uvicorn.*,kopf.*,httpx.*,rich.*,\
 cryptography.*,zmq.*,soundfile.*,huggingface_hub.*,prometheus_client.*,av.*,soxr.*,click.*,uvloop.*,httptools.*,\
 transformers.*,tokenizers.*,safetensors.*,numba.*,llvmlite.*,llguidance.*,onnxruntime.*,opentelemetry.*,websockets.*,\
-jinja2.*,huggingface_hub.*,psutil.*,tqdm.*]
+jinja2.*,huggingface_hub.*,psutil.*,tqdm.*,stage_runtime.web.*,stage_runtime.relays.*,stage_runtime.sockets.*,\
+stage_runtime.profiler.*,stage_runtime.engines.autoregressive.*,stage_runtime.wire.*,stage_runtime.telemetry.*,\
+stage_runtime.kv_transfer.*]
 follow_imports = skip
+follow_imports_for_stubs = true
 """
 READ = re.compile(r"(\S+?):\d+: .*function omnipipeline_spec\.(?:\w+\.)+?(\w+)\.(\w+) is deprecated: read")
 PROPERTY = "@property\n@_deprecated('read')\ndef {name}(self) -> {kind}: ...\n"

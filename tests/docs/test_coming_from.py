@@ -11,6 +11,9 @@ import pytest
 
 import stage_runtime as omni
 from omnipipeline_spec import loading, planning
+from stage_runtime.cli import bench
+from stage_runtime.cli.measuring import flags, prompts, statistics
+from tests.cli.test_bench_vocabulary import VLLM
 from tests.docs.blocks import ROOT, blocks
 
 PAGE = "docs/coming-from.md"
@@ -23,11 +26,16 @@ OURS = [
 SETTINGS = {*omni.Autoregressive.__struct_fields__, "fn", "max_batch", "concurrency"}
 FIELDS = set(re.findall(r"^\| `(\w+)`", (ROOT / "docs/config.md").read_text(), re.MULTILINE))
 OTHER = {"OmniPipeline", "__init__", "__call__", "X-Request-Timeout", "kubectl apply -f FILE", "model"}
+BENCH = {name for option in bench.command.params for name in option.opts} | {
+    *flags.BACKENDS,
+    *prompts.DATASETS,
+    *statistics.METRICS,
+}
 
 
 @pytest.mark.parametrize("term", sorted(set(OURS)))
 def test_a_term_of_ours_exists(term: str) -> None:
-    if term in OTHER:
+    if term in OTHER or term.split()[0] in BENCH:
         return
     if term.startswith("omni "):
         _, command, *flags = term.split()
@@ -50,3 +58,12 @@ def test_its_pipeline_plans_one_process() -> None:
     [pipeline] = blocks(PAGE, "yaml")
     planned = planning.plan(loading.loads(pipeline).spec)
     assert [group.name for unit in planned.units for group in unit.groups] == ["llm"]
+
+
+def test_its_table_has_every_option_of_vllms_benchmark() -> None:
+    table = (ROOT / PAGE).read_text().partition("### `vllm bench serve`")[2].partition("## Ray Serve")[0]
+    named = {term for line in table.splitlines() for term in re.findall(r"`(--[^` ]+)`", line.split(" | ")[0])}
+    patterns = [name.removesuffix("*") for name in named if name.endswith("*")]
+    here = {name for name in VLLM if name in named or any(name.startswith(one) for one in patterns)}
+    assert here == set(VLLM)
+    assert {name for name in named if not name.endswith("*")} <= set(VLLM)

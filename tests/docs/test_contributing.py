@@ -26,6 +26,7 @@ def test_there_is_a_recipe_for_what_people_add() -> None:
         *(
             "A relay",
             "A KV connector",
+            "A sampling parameter",
             "An OpenAI route",
             "Another route",
             "A field of a stage",

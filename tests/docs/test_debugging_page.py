@@ -262,7 +262,7 @@ def reuses_a_buffer() -> Any:
 
 
 def raised(factory: Callable[..., Any], payloads: int = 1) -> str:
-    """What a stage fails with, at its start or at its first request."""
+    """The error that a stage fails with, at its start or at its first request."""
     try:
         first, *_ = testing.run_stage(factory, ["payload"] * payloads)
     except Exception as error:

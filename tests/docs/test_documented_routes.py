@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from stage_runtime.web import routes
-from stage_runtime.web.endpoints import HandlerContext
+from stage_runtime.web.endpoints import AdapterNames, HandlerContext
 from stage_runtime.web.exchanges.metrics import CoordinatorMetrics
 from stage_runtime.web.page import files
 from stage_runtime.web.reading.fetching import Fetcher
@@ -23,7 +23,9 @@ OPERATIONS: Any = None
 
 PAGES = ("/", "/docs")  # what they load has no row
 MANAGER = ScriptedManager(play())
-SERVICE = HandlerContext(manager=MANAGER, settings=ALL, fetcher=Fetcher(ALL), codecs=CodecPool())
+SERVICE = HandlerContext(
+    manager=MANAGER, settings=ALL, fetcher=Fetcher(ALL), codecs=CodecPool(), adapter_names=AdapterNames(MANAGER)
+)
 
 
 @pytest.mark.parametrize(
@@ -34,7 +36,7 @@ SERVICE = HandlerContext(manager=MANAGER, settings=ALL, fetcher=Fetcher(ALL), co
             (
                 *routes.public(SERVICE),
                 *routes.probes(MANAGER, CoordinatorMetrics(MANAGER)),
-                *routes.engines(OPERATIONS),
+                *routes.engines(OPERATIONS, OPERATIONS, model="hello"),
                 *routes.page(MANAGER, ALL, profiler=True),
                 *(one for one in (*files.page(keyed=True), *files.documentation(keyed=True)) if one.path in PAGES),
             ),

@@ -1,4 +1,4 @@
-"""What can be configured is read by somebody, or named as what is not; the type checker says who reads what."""
+"""Every field is read by somebody, or named as one that is not; the type checker says who reads what."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from stage_runtime.processes.one_machine.unsupported import NOT_IN_THIS_VERSION
 from tests.docs.field_reads import reads
 from tests.docs.test_tables import named, table
 
-pytestmark = pytest.mark.timeout(600)  # half a minute of type checking on a quiet machine
+pytestmark = pytest.mark.timeout(600)  # ten seconds of type checking on a quiet machine
 
 #: Rooms that look at fields and carry none of them out: they judge, print and draw.
 ONLY_LOOK = (
     *(
         f"crds/omnipipeline_spec/validation/{room}.py"
-        for room in ("graph", "placement", "deployment", "transports", "variables")
+        for room in ("graph", "placement", "nearness", "deployment", "transports", "variables")
     ),
     "stage_runtime/cli/",
     "stage_runtime/processes/one_machine/unsupported.py",
@@ -34,7 +34,7 @@ ONLY_LOOK = (
 )
 #: Derived, not configured: for people who read a plan, and for the planner's map of stages to groups.
 DERIVED = {"GroupPlan.unit", "StagePlan.group"}
-#: What these hold goes to Kubernetes as it is: `test_every_word_of_kubernetes_reaches_an_object`.
+#: Types whose values go to Kubernetes as they are: `test_every_word_of_kubernetes_reaches_an_object`.
 KUBERNETES = (
     *(cluster.KeyReference, cluster.FieldReference, cluster.ResourceReference, cluster.EnvSource, cluster.EnvVar),
     *(cluster.EnvReference, cluster.EnvFrom, cluster.LocalReference, cluster.Toleration, cluster.Placement),
@@ -146,13 +146,17 @@ def document(sample: Sample, where: str) -> dict[str, Any]:
     """A spec that says all that goes to a pod of a unit, or of the coordinator."""
     sources = sample.of(cluster.EnvVar, "env")["valueFrom"]  # a variable has one source
     prefix, *references = sample.of(cluster.EnvFrom, "envFrom").items()
+    near: dict[str, Any] = {"near": ["b"]} | ({} if where == "unit" else {"gpuProducts": []})  # it has no GPU
     own = {
-        "placement": sample.of(cluster.Placement, "placement"),
+        "placement": sample.of(cluster.Placement, "placement", **near),
         "resources": sample.of(cluster.Resources, "resources"),
         "podTemplate": {"metadata": {"annotations": {"some-key": sample.mark("podTemplate", "mark")}}},
     }
     common = {
-        "stages": [{"name": "a", "process": "a", "factory": "m:f", "terminal": True}],
+        "stages": [
+            {"name": "a", "process": "a", "factory": "m:f", "next": ["b"], "gpu": [0]},
+            {"name": "b", "process": "b", "factory": "m:f", "terminal": True},
+        ],
         "env": [
             {"name": sample.marks["env.name"], "value": sample.marks["env.value"]},
             *({"name": f"V_{name}", "valueFrom": {name: held}} for name, held in sources.items()),

@@ -1,4 +1,4 @@
-"""What pip is configured to do on a machine holds for uv as well, or uv is left alone."""
+"""pip's configuration on a machine holds for uv as well, or uv is left alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the README says first must work as it stands: its files, its curl line, its Python, its commands."""
+"""The README's first steps work as they stand: its files, its curl line, its Python, its commands."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ async def output_of(*argv: str) -> str:
 
 
 async def as_curl(line: str) -> httpx.Response:
-    """What curl would do with ``curl URL -H HEADER -d BODY``; a clean machine has none."""
+    """Do as curl would with ``curl URL -H HEADER -d BODY``; a clean machine has none."""
     _, url, dash_h, header, dash_d, body = shlex.split(line)
     assert (dash_h, dash_d) == ("-H", "-d")
     name, _, value = header.partition(": ")

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 import stage_runtime as omni
 from docs.site import sources
@@ -24,6 +27,24 @@ def root(tmp_path: Path) -> Path:
     return made
 
 
+def pages(nav: Any) -> Iterator[str]:
+    """The pages of mkdocs.yml's ``nav``, which nests lists and mappings."""
+    match nav:
+        case str():
+            yield nav
+        case list():
+            for each in nav:
+                yield from pages(each)
+        case dict():
+            yield from pages([*nav.values()])
+
+
+def test_every_page_of_the_site_has_one_place_in_its_navigation(tmp_path: Path) -> None:
+    listed = sorted(pages(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]))
+    assert listed == sorted(page.as_posix() for page in sources.write(ROOT, tmp_path / "out"))
+
+
+@pytest.mark.nightly  # links, anchors and pages each time: test_tables.py and the tests here
 def test_the_site_builds_with_all_links_and_the_whole_reference() -> None:
     run = subprocess.run([sys.executable, "-m", "docs.site"], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stdout + run.stderr

@@ -144,7 +144,7 @@ def test_older_readers_skip_new_fields_of_parts_and_refuse_those_of_messages() -
 
 
 def rooms(package: Path) -> Iterator[str]:
-    """What the house must name: a package's folders, and the modules at its door."""
+    """The names that the house must have: a package's folders, and the modules at its door."""
     for path in sorted(package.iterdir()):
         if path.is_dir() and any(path.glob("*.py")):
             yield f"{path.name}/"
@@ -179,7 +179,7 @@ def test_every_link_leads_somewhere() -> None:
 
 
 def _prose(document: Path) -> str:
-    """Without code, in which brackets mean something else."""
+    """The text without code, in which brackets mean something else."""
     return re.sub(r"`[^`\n]*`", "", FENCE.sub("", document.read_text()))
 
 
@@ -189,7 +189,7 @@ def _anchors(document: Path) -> set[str]:
 
 
 def test_a_plan_is_encoded_in_one_way(planned: tuple[PipelinePlan, dict[str, str]]) -> None:
-    """As decisions.md has it: the same plan gives the same bytes, whoever encodes it."""
+    """The same plan gives the same bytes, whoever encodes it, as decisions.md has it."""
     plan, _ = planned
     assert canonical.encode(plan) == canonical.encode(msgspec.json.decode(canonical.encode(plan), type=PipelinePlan))
 

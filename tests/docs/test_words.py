@@ -18,20 +18,26 @@ AVOIDED = {
     r"\basks? for nothing\b": "has its default",
     r"\bWhat it holds to\b": "Guarantees",
 }
-#: In the product's code: a docstring or a field's comment has a subject.
+PREPOSITIONS = (
+    "About Above After Against Among As At Before Below Beside Between Beyond By During For From In Into Like Of On "
+    "Over Per Through To Under Until With Within Without"
+)
+#: A docstring or a field's comment has a subject. This holds all Python code.
 WITHOUT_SUBJECT = {
-    r'^\s*(#:|""")\s*(Of|By) ': "what it is",
-    r'^\s*"""(What|Which|Who) ': "the noun: what one process has answered -> the answer of one process",
+    rf'^\s*r?"""({"|".join(PREPOSITIONS.split())})\b': "the noun or the verb: As `add` -> The same as `add`",
+    r"^\s*#:\s*(Of|By) ": "what it is",
+    r'(^\s*r?"""|#:\s*)(What|Which|Who|Whose)\b': "the noun: what a process answers -> the answer of a process",
 }
 #: Made by a program, or of words that somebody else wrote.
 OTHERS = ("CHANGELOG.md", "tests/docs/test_words.py", "benchmarks/RESULTS.md")
 
 
 def found(text: str, avoided: Mapping[str, str] = AVOIDED) -> list[tuple[int, str]]:
+    here = {phrase: better for phrase, better in avoided.items() if re.search(phrase, text, re.MULTILINE)}
     return [
         (number, f"{line.strip()[:100]!r}: write {better!r}")
-        for number, line in enumerate(text.split("\n"), 1)
-        for phrase, better in avoided.items()
+        for number, line in enumerate(text.split("\n") if here else (), 1)
+        for phrase, better in here.items()
         if re.search(phrase, line)
     ]
 
@@ -43,8 +49,8 @@ def test_no_file_has_a_phrase_that_is_avoided() -> None:
     places = []
     for name in names:
         text = (ROOT / name).read_text()
-        product = name.endswith(".py") and not name.startswith("tests/")
-        places += [f"{name}:{number}: {what}" for number, what in found(text, WITHOUT_SUBJECT if product else {})]
+        python = name.endswith(".py")
+        places += [f"{name}:{number}: {what}" for number, what in found(text, WITHOUT_SUBJECT if python else {})]
         places += [f"{name}:{number}: {what}" for number, what in found(text)]
     assert places == []
 
@@ -55,7 +61,19 @@ def test_an_avoided_phrase_is_found(text: str) -> None:
 
 
 def test_a_docstring_without_a_subject_is_found() -> None:
-    assert len(found('    """Of one request."""\n    #: By name.', WITHOUT_SUBJECT)) == 2
+    comments, docstrings = (
+        "    #: By name.\n    x: int  #: Who knows.",
+        ("Of one request.", "As `add`.", "Until it ends."),
+    )
+    text = "\n".join([comments, *(f'    """{one}"""' for one in docstrings)])
+    assert len(found(text, WITHOUT_SUBJECT)) == 5
+
+
+@pytest.mark.parametrize(
+    "text", ['    """The same as `add`."""', '    """Waits until it ends."""', "    #: All, whatever it is."]
+)
+def test_a_docstring_with_one_is_not(text: str) -> None:
+    assert found(text, WITHOUT_SUBJECT) == []
 
 
 @pytest.mark.parametrize("text", ["there is no room", "it is no longer here", "5 is not a number"])

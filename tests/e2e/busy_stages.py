@@ -66,7 +66,7 @@ def coroutine() -> Any:
 
 
 def early() -> Any:
-    """What is large has come in chunks, which nobody takes before it is the request's turn."""
+    """Large values come in chunks, which nobody takes before it is the request's turn."""
 
     async def run(session: omni.Session) -> AsyncIterator[Any]:
         async for _ in session.chunks():

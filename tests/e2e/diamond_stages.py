@@ -23,12 +23,12 @@ import numpy as np
 
 import stage_runtime as omni
 
-#: What a request made `left` ``keep``, a view of its sender's slot.
+#: Values that a request made `left` ``keep``, each a view of its sender's slot.
 KEPT: list[Any] = []
 
 
 class Broken(Exception):
-    """What a hook raises on request."""
+    """The error that a hook raises on request."""
 
 
 def trip(data: Any, hook: str) -> None:
@@ -64,7 +64,7 @@ def take() -> Any:
 
 
 def _hold_the_gil(seconds: float) -> None:
-    """As a C extension does that computes and never lets go: sleep by a foreign function that keeps the lock."""
+    """Hold the lock as a C extension that computes and never lets go: sleep by a foreign function that keeps it."""
     ctypes.PyDLL(None).usleep(int(seconds * 1e6))
 
 

@@ -107,7 +107,7 @@ def build(recipe: Any) -> Any:
 
 
 def at(place: str, case: Any) -> Any:
-    """What is to be given here, or `Nothing`. Raises what is to be raised here."""
+    """The value to be given here, or `Nothing`. Raises what is to be raised here."""
     if not isinstance(case, dict) or not str(case.get("where")).startswith(place):
         return Nothing
     made = build(case.get("what"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import msgspec
 
@@ -33,7 +34,7 @@ def language_model(model: str) -> omni.Autoregressive:
 
 
 def chat_model(model: str, tool_calls: str, own_process: bool = False) -> omni.Autoregressive:
-    """With all that is the library's own: prompts, calls, text for clients."""
+    """A stage with all that is the library's own: prompts, calls, text for clients."""
     return omni.Autoregressive(
         model=model,
         tool_calls=tool_calls,
@@ -46,5 +47,15 @@ def chat_model(model: str, tool_calls: str, own_process: bool = False) -> omni.A
 
 
 def apart_model(model: str) -> omni.Autoregressive:
-    """As `language_model`, for a stage with ``disaggregation``: every block that can come is asked for."""
+    """The same as `language_model`, with ``disaggregation``: every block that can come is asked for."""
     return msgspec.structs.replace(language_model(model), remote_prefill_tokens=1)
+
+
+def apart_engines(model: str, **engine: Any) -> omni.Autoregressive:
+    """The same as `apart_model`, with parameters in the request, and more of the engine's settings."""
+    return msgspec.structs.replace(
+        apart_model(model),
+        prompt=lambda payload: omni.Prompt(text=payload.data["text"], params=payload.data["params"]),
+        params={"temperature": 0, "max_tokens": 40, "ignore_eos": True},
+        **engine,
+    )

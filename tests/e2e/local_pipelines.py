@@ -176,12 +176,15 @@ class Client:
 
     async def metrics(self) -> dict[str, float]:
         """Every sample by its name; of labelled ones ``name{value}``, by the last label."""
-        text = (await self._http.get("/metrics")).text
-        samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
         return {
             f"{sample.name}{{{list(sample.labels.values())[-1]}}}" if sample.labels else sample.name: sample.value
-            for sample in samples
+            for sample in await self.samples()
         }
+
+    async def samples(self) -> list[Any]:
+        """Every sample, with ``name``, ``labels`` and ``value``."""
+        text = (await self._http.get("/metrics")).text
+        return [sample for family in text_string_to_metric_families(text) for sample in family.samples]
 
 
 async def events(response: httpx.Response) -> AsyncIterator[tuple[str, Any]]:

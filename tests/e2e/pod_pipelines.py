@@ -15,8 +15,8 @@ import msgspec
 
 from omnipipeline_spec import planning
 from omnipipeline_spec.pipeline import PipelineConfig
-from omnipipeline_spec.types.plan import PipelinePlan
-from omnipipeline_spec.types.pods import ON_DEMAND_FILE
+from omnipipeline_spec.types.plan import CanaryShare, PipelinePlan
+from omnipipeline_spec.types.pods import CANARY_FILE, ON_DEMAND_FILE
 from stage_runtime.processes import launching
 from stage_runtime.processes.launching import Addresses, StageLaunch
 from stage_runtime.processes.supervision.children import Command
@@ -112,11 +112,15 @@ class Pods:
                 self._supervisor.add(launching.stage_instance(launch), POLICY)
 
     def announce(self, spec: PipelineConfig, *, awaited: Sequence[str]) -> PipelinePlan:
-        """As an operator: this spec's revision is the next one, and requests wait for these groups."""
+        """Do as an operator: this spec's revision is the next one, and requests wait for these groups."""
         plan = planning.plan(spec)
         self._file(ON_DEMAND_FILE, list(awaited))
         self._file("revisions.json", [self.plan.current, plan.current])
         return plan
+
+    def share(self, plan: PipelinePlan, weight: float) -> None:
+        """Do as an operator: the coordinators give this revision so much of the requests."""
+        self._file(CANARY_FILE, CanaryShare(revision=plan.current.revision, weight=weight))
 
     async def end_all(self) -> None:
         """Drain the processes of all groups at once."""

@@ -18,7 +18,7 @@ SIZE = 128 << 10
 
 
 def checked(data: Any) -> dict[str, Any]:
-    """What the next stage gets. Raises: AssertionError: the tensor is another request's."""
+    """The value for the next stage. Raises: AssertionError: the tensor is another request's."""
     word = data["word"]
     if "tensor" in data:
         assert int(data["tensor"].min()) == int(data["tensor"].max()) == len(word), "another request's tensor"

@@ -11,7 +11,7 @@ from stage_runtime.profiler import emit
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 6, "ignore_eos": True}
 
 
-def words(model: str) -> omni.Autoregressive:
+def words(model: str, data_parallel_size: int = 1) -> omni.Autoregressive:
     """Each token as a chunk."""
 
     def deliver(payload: omni.StagePayload, generation: omni.Generation) -> Iterator[omni.Chunk | omni.Result]:
@@ -29,6 +29,7 @@ def words(model: str) -> omni.Autoregressive:
         block_size=4,
         max_chunk=8,
         kernels="torch",
+        data_parallel_size=data_parallel_size,
     )
 
 

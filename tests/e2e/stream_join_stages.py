@@ -31,7 +31,7 @@ def producer(name: str) -> Any:
 
 
 def later(name: str) -> Any:
-    """Before a producer: lets one request pass at once, and the other a little later."""
+    """A stage before a producer: it lets one request pass at once, and the other a little later."""
 
     async def run(payload: omni.StagePayload) -> Any:
         import asyncio

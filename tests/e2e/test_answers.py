@@ -1,4 +1,4 @@
-"""What pipelines answer, wherever their stages run: to the openai client, streamed and not, on every transport."""
+"""Pipelines answer alike wherever their stages run: to the openai client, streamed and not, on every transport."""
 
 from __future__ import annotations
 
@@ -57,11 +57,12 @@ async def test_the_same_pipeline_answers_the_same_in_one_process_in_many_and_by_
 
 
 @pytest.mark.proves("buffer-written-again")
-@pytest.mark.parametrize("relay", rows(["shm", "tcp", "nixl", "mooncake"], each_run=2))
+# Every relay each time: relays/test_relay_contract.py.
+@pytest.mark.parametrize("relay", rows(["shm", "tcp", "nixl", "mooncake"], each_run=1))
 async def test_a_buffer_that_is_used_again_arrives_as_it_was_each_time(
     relay: Literal["shm", "tcp", "nixl", "mooncake"], base: Path
 ) -> None:
-    """In a generator's own memory and in the arena, by yield and by return, one request after the other."""
+    """The buffer is a generator's own memory or the arena's; values are yielded and returned, one after the other."""
     stages = [
         StageConfig(name="give", process="p", factory="diamond_stages:one_buffer", next="take", stream_to="take"),
         StageConfig(name="take", process="q", factory="diamond_stages:what_came", terminal=True),

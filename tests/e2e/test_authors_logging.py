@@ -1,4 +1,4 @@
-"""What authors do to logging costs them no request and no line of the runtime's."""
+"""Authors' changes to logging cost them no request and no line of the runtime's."""
 
 from __future__ import annotations
 

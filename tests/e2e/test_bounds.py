@@ -1,4 +1,4 @@
-"""Who produces faster than anybody listens is held back: memory stays bounded, and the others are served meanwhile."""
+"""A producer that is faster than its readers is held back: memory stays bounded, others are served meanwhile."""
 
 from __future__ import annotations
 

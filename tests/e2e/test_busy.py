@@ -67,7 +67,7 @@ def request(kind: str, nbytes: int, *, hold: bool = False) -> dict[str, object]:
 
 @pytest.mark.proves("ended-while-busy")
 async def test_bodies_that_time_out_at_busy_stages_are_freed_while_these_are_busy(pipeline: LocalPipeline) -> None:
-    """Of every kind of stage at once, and of a fan-in whose hook is busy; the stages are in one process."""
+    """Stages of every kind are busy at once, and a fan-in whose hook is busy; all are in one process."""
     async with Client(pipeline.url, connections=100) as client:
         holding = [asyncio.create_task(client.post(request(kind, 10, hold=True))) for kind in KINDS]
 

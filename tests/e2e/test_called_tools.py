@@ -64,8 +64,8 @@ async def ask(client: openai.AsyncOpenAI, **options: Any) -> tuple[str, list[tup
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    ("form", "own_process"), rows([("hermes", False), ("json", True), ("mistral", False)], each_run=2)
+@pytest.mark.parametrize(  # every form each time: engines/test_call_answers.py
+    ("form", "own_process"), rows([("hermes", False), ("json", True), ("mistral", False)], each_run=1)
 )
 async def test_a_client_gets_calls_and_answers_as_it_asks_for_them(
     base: Path, tmp_path: Path, form: str, own_process: bool

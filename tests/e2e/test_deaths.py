@@ -67,7 +67,7 @@ async def incarnations(client: Client, group: str, *, ready: bool = False) -> se
 async def test_a_killed_stage_comes_back_under_a_new_name_and_no_request_is_lost(
     group: str, stage: str, base: Path
 ) -> None:
-    """With one instance, new requests and those that it had wait for its next life: none is refused, none fails."""
+    """New requests and old ones wait for the next life of the only instance: none is refused, none fails."""
     async with running(diamond(APART), base) as pipeline, Client(pipeline.url, connections=200) as client:
         (before,) = await incarnations(client, group)
         load, hit = Load(client), Load(client, until={stage: str(base / "go on")})

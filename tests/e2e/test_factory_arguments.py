@@ -1,4 +1,4 @@
-"""What a factory is called with in a process of its own: a class's instance, None, and a machine without GPUs."""
+"""A factory in a process of its own is called with a class's instance, with None, and on a machine without GPUs."""
 
 from __future__ import annotations
 

@@ -206,7 +206,7 @@ def knocking(stranger: zmq.Context[Any], ports: list[int], *keys: Any) -> Iterat
 
 
 def utter(push: zmq.Socket[Any], *messages: list[bytes]) -> None:
-    """Without waiting: at a publisher's or an HTTP port nobody ever takes it."""
+    """Send without waiting: at a publisher's or an HTTP port nobody ever takes it."""
     for frames in messages:
         with contextlib.suppress(zmq.Again):
             push.send_multipart(frames, zmq.NOBLOCK)

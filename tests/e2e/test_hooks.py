@@ -11,7 +11,7 @@ from omnipipeline_spec.pipeline import PipelineConfig, StageConfig
 from stage_runtime.processes.one_machine.local import LocalPipeline
 from tests.e2e.local_pipelines import APART, TOGETHER, Client, at_rest, diamond, eventually, running
 
-#: What the request makes fail -> the stage and hook that the client's error must name.
+#: The failure that a request asks for -> the stage and hook that the client's error must name.
 HOOKS = {
     "take": ("take", "run"),
     "route_fn": ("take", "routeFn"),

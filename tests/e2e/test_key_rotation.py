@@ -14,7 +14,7 @@ QUESTION = {"inputs": "good morning"}
 
 
 def write(path: Path, *keys: str) -> None:
-    """As a kubelet does it: the file is whole at every moment."""
+    """Write as a kubelet does: the file is whole at every moment."""
     fresh = path.with_name("fresh")
     fresh.write_text("\n".join(keys))
     os.replace(fresh, path)

@@ -63,7 +63,9 @@ async def count(client: Client, name: str) -> float:
     return sum(value for key, value in found.items() if key.startswith(f"omnipipeline_engine_kv_{name}"))
 
 
-@pytest.mark.parametrize("relay", rows(["shm", "tcp", "nixl", "mooncake"], each_run=2))
+@pytest.mark.parametrize(  # two relays each time, without a model: test_prefill_apart.py
+    "relay", rows(["shm", "tcp", "nixl", "mooncake"], each_run=1)
+)
 async def test_prompts_from_prefill_are_answered_right_over_every_relay(
     relay: Literal["shm", "tcp", "nixl", "mooncake"], base: Path, model: Path
 ) -> None:
@@ -84,6 +86,7 @@ async def test_prompts_from_prefill_are_answered_right_over_every_relay(
         assert await answers(client) == expected()  # from decode's own cache
 
 
+@pytest.mark.nightly  # test_prefill_apart.py kills, freezes and scales prefill each time, without a model
 async def test_prefill_that_is_killed_or_frozen_costs_no_answer(base: Path, model: Path) -> None:
     async with running(apart(model), base) as pipeline, Client(pipeline.url) as client:
         wanted = expected()

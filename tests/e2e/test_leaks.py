@@ -76,7 +76,7 @@ async def test_a_thousand_aborts_of_a_mebibyte_leave_nothing(shared: LocalPipeli
         return (await client.metrics()).get("omnipipeline_requests_total{cancelled}", 0.0)
 
     async def many(count: int) -> None:
-        """Until so many have hit a request under way: on a busy machine some come before the body does."""
+        """Cancel until so many have hit a request under way: on a busy machine some come before the body does."""
         nonlocal patience_s
         hit = await cancelled()
         wanted = hit + count

@@ -15,7 +15,7 @@ from omnipipeline_spec.cluster import ProcessGroup
 from tests.e2e import descriptors
 from tests.e2e.local_pipelines import APART, Client, diamond, eventually, replicas, running
 
-#: Of each instance of the diamond, once a request has gone through it: to the coordinator, and to those it sends to.
+#: Links of each instance of the diamond after a request: to the coordinator, and to those it sends to.
 LINKED = {"front": 3.0, "side": 2.0, "joiner": 2.0, "voice": 1.0}
 #: Once payloads came by relay: to those that sent them, too, which are told of their release.
 RELEASED = {"front": 3.0, "side": 3.0, "joiner": 4.0, "voice": 2.0}

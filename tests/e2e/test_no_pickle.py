@@ -11,7 +11,7 @@ from tests.e2e.local_pipelines import APART, HERE, Client, diamond, running
 
 
 def audited(folder: Path, pids: dict[str, int]) -> dict[str, list[str]]:
-    """What each process has unpickled. Fails for one that is not being listened to."""
+    """The names that each process has unpickled. Fails for one that is not being listened to."""
     found = {}
     for name, pid in pids.items():
         first, *unpickled = (folder / str(pid)).read_text().splitlines()

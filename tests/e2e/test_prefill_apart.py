@@ -61,7 +61,7 @@ async def paired() -> AsyncIterator[LocalPipeline]:
 
 
 @pytest.mark.parametrize("relay", rows(["shm", "tcp", "nixl", "mooncake"], each_run=2))
-async def test_blocks_come_from_prefill_over_every_relay(
+async def test_blocks_come_from_prefill_over_every_relay_and_from_its_next_life(
     relay: Literal["shm", "tcp", "nixl", "mooncake"], base: Path
 ) -> None:
     async with running(pair(relay_backend=relay), base) as pipeline, Client(pipeline.url) as client:
@@ -74,6 +74,34 @@ async def test_blocks_come_from_prefill_over_every_relay(
             return any(relay in str(one) for one in found)
 
         await eventually(carried, what=f"the kv edge must be shown with {relay}")
+        await killed_on_the_way(pipeline, client, base)
+
+
+async def killed_on_the_way(pipeline: LocalPipeline, client: Client, base: Path) -> None:
+    """Prefill dies with pieces under way, and starts again under its name: decode's rooms fail, and are counted."""
+
+    async def failed() -> float:
+        """The number of failed rooms in the last beat."""
+        (decode,) = await instances(client, "thinker")
+        return float(decode["gauges"].get("control_kv_failed", 0))
+
+    held = [asyncio.create_task(ask(client, number, base / "never")) for number in range(11, 15)]
+    await eventually(lambda: bound(client, "apart", 4))
+    killed = (await instances(client, "apart"))[0]["incarnation"]
+    os.kill(pipeline.pids()["apart"], signal.SIGKILL)
+    assert {one["by"] for one in await asyncio.gather(*held)} == {"decode"}
+    await pipeline.ready()
+
+    async def used() -> bool:
+        by: str = (await ask(client, 15))["by"]
+        return by not in ("decode", killed)
+
+    await eventually(used, what="the next life must prefill")
+
+    async def counted() -> bool:
+        return await failed() > 0
+
+    await eventually(counted, what="the rooms that failed must be counted")
 
 
 async def test_a_killed_prefill_costs_no_request_and_its_next_life_is_used(paired: LocalPipeline, base: Path) -> None:

@@ -27,7 +27,7 @@ HALVES = {name: "front" if name in ("take", "right") else "back" for name in APA
 
 
 async def post(http: httpx.AsyncClient, path: str, body: dict[str, Any] | None = None) -> httpx.Response:
-    """As curl -d does: without a word about JSON."""
+    """Post as curl -d does: without a word about JSON."""
     headers = {"content-type": "application/x-www-form-urlencoded"}
     return await http.post(path, content=json.dumps(body or {}), headers=headers)
 

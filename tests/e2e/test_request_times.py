@@ -1,4 +1,4 @@
-"""What ``GET /v1/requests/{id}`` says of a request of real processes: where its time went, without a profile."""
+"""``GET /v1/requests/{id}`` says where the time of a request of real processes went, without a profile."""
 
 from __future__ import annotations
 

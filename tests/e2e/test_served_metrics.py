@@ -18,6 +18,7 @@ async def test_omni_up_serves_every_metric_of_the_list_with_its_labels_and_no_ot
     incarnations = {f"{one['group']}.{one['incarnation']}" for one in (await client.status())["instances"]}
     found: dict[str, frozenset[str]] = {}
     processes: set[str] = set()
+    wanted = metrics.series([*catalog.COORDINATOR, *catalog.PLANES])
 
     async def of_all_processes() -> bool:
         async with httpx.AsyncClient(timeout=PATIENCE_S) as http:
@@ -25,8 +26,8 @@ async def test_omni_up_serves_every_metric_of_the_list_with_its_labels_and_no_ot
         samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
         found.update({sample.name: frozenset(sample.labels) for sample in samples})
         processes.update(sample.labels["process"] for sample in samples if "process" in sample.labels)
-        return processes >= incarnations
+        return processes >= incarnations and found.keys() >= wanted.keys()
 
-    await eventually(of_all_processes)
-    assert found == metrics.series([*catalog.COORDINATOR, *catalog.PLANES])
+    await eventually(of_all_processes, what=lambda: f"these are missing: {wanted.keys() - found.keys()}")
+    assert found == wanted
     assert processes == incarnations | {"coordinator"}

@@ -136,7 +136,7 @@ async def test_producers_that_meet_requests_in_opposite_orders_at_a_reader_are_a
 
 @pytest.mark.proves("client-never-reads")
 async def test_a_reader_that_never_reads_costs_its_own_request_only(pipeline: LocalPipeline, client: Client) -> None:
-    """Until its deadline its producer waits, longer than a stage may stand still: nobody else asks the speaker."""
+    """Its producer waits until its deadline, longer than a stage may stand still: nobody else asks the speaker."""
     before = dict(pipeline.pids())
     where = urlsplit(pipeline.url)
     body = {"inputs": {"to": ["speaker"], "wait": ["speaker"], "chunks": 1_000_000, "size": 10_000}, "stream": True}

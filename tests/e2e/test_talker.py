@@ -18,7 +18,7 @@ TEXTS = ["a", "the quick brown fox", "the quick brown cat", "zzz" * 9]
 
 
 def spoken(text: str) -> list[int]:
-    """By transformers alone: the thinker's answer, its hidden rows, the talker's answer to them."""
+    """The answer of transformers alone: the thinker's text, its hidden rows, the talker's answer to them."""
     prompt = tiny_tokenizer()(text)["input_ids"]
     thinker, talker = tiny_model("llama"), tiny_model("qwen2")
     whole = prompt + alone("llama", prompt, 12)

@@ -40,7 +40,7 @@ def base() -> Iterator[Path]:
 
 
 def judge(outcome: Outcome) -> None:
-    """What holds whatever is hurt, however slow the machine; `broken` also asks how fast it was over."""
+    """Check the promises that hold whatever is hurt, however slow the machine; `broken` also asks how fast it ended."""
     assert outcome.requests > 0
     assert outcome.broken(healthy_within_s=None) == []
 
@@ -127,7 +127,7 @@ async def test_a_machine_that_vanishes_from_the_network_is_lost_in_time(coordina
 @pytest.mark.timeout(PATIENCE_S)
 @pytest.mark.nightly  # tests/processes/test_local.py has it each time
 async def test_scaling_and_restarting_a_running_omni_up_loses_no_request(base: Path) -> None:
-    """By the commands that people use, 1 → 3 → 1 of a group in the middle and a new process of the entry."""
+    """People's commands are used: 1 → 3 → 1 of a group in the middle and a new process of the entry."""
     file = base / "hurt.py"
     file.write_text("from benchmarks.faultlab import graph\n\npipeline = graph.spec()\n")
     async with running(file, base) as (url, omni):

@@ -1,4 +1,4 @@
-"""What `benchmarks.faults --relay` reports of its runs, which are stand-ins here."""
+"""`benchmarks.faults --relay` reports its runs, which are stand-ins here."""
 
 from __future__ import annotations
 

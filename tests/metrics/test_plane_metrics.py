@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from stage_runtime.metrics import catalog, planes
 from stage_runtime.transfers.accounts import EdgeNumbers
 from tests.relays.relay_pairs import Pair
@@ -9,6 +11,9 @@ from tests.relays.relay_pairs import Pair
 
 def with_reason(name: str) -> str:
     return f"{name}.short" if "reason" in catalog.KV[name].labels else name
+
+
+LORA = ["adapters", "adapter_bytes", "adapter_requests_total.org/sql.2"]
 
 
 async def test_every_number_of_the_relays_has_a_metric_and_every_metric_of_relays_a_number() -> None:
@@ -22,7 +27,9 @@ async def test_every_number_of_the_relays_has_a_metric_and_every_metric_of_relay
             edges={("thinker", "talker", "shm"): EdgeNumbers(5, 4, 0, 1, 0.5, 2)},
             edge_transports={("thinker", "talker", "shm", "memory"): 2},
             engines={
-                "chat": dict.fromkeys([*catalog.ENGINE, *map(with_reason, catalog.KV), *catalog.SPECULATION], 7.0),
+                "chat": dict.fromkeys(
+                    [*catalog.ENGINE, *map(with_reason, catalog.KV), *catalog.SPECULATION, *LORA], 7.0
+                ),
                 "eyes": dict.fromkeys(catalog.CACHE, 3.0),
             },
         )
@@ -38,6 +45,7 @@ async def test_every_number_of_the_relays_has_a_metric_and_every_metric_of_relay
     assert samples[catalog.EDGE_INSTANCES] == {("talk", "thinker", "talker", "shm", "memory"): 2}
     assert samples[catalog.ENGINE["kv_blocks_used"]] == {("talk", "chat"): 7}
     assert samples[catalog.KV["kv_local_total"]] == {("talk", "chat", "short"): 7}
+    assert samples[catalog.LORA["adapter_requests_total"]] == {("talk", "chat", "org/sql.2"): 7}
     assert samples[catalog.CONTROL_EVENTS] == {("talk", "resent"): 3, ("talk", "received"): 4}
 
 
@@ -81,3 +89,18 @@ def test_the_transports_of_a_process_are_a_row_for_each_relay_of_an_edge() -> No
         {"source": "a", "target": "b", "relay": "tcp", "instances": {"tcp+curve": 3, "unix": 1}},
         {"source": "a", "target": "c", "relay": "in_process", "instances": {"reference": 1}},
     ]
+
+
+def test_the_shares_of_loading_stages_come_back_as_rows_and_not_as_metrics() -> None:
+    shares = {"llm": (1.2e9, 2.8e9, "B"), "a:b": (3.0, 0.0, ""), "idle": (0.0, 0.0, "")}
+    numbers = planes.loading(shares)
+    assert planes.loading_of({**numbers, "sends_queued": 1.0}) == [
+        {"stage": "llm", "done": 1.2e9, "total": 2.8e9, "unit": "B"},
+        {"stage": "a:b", "done": 3.0, "total": 0.0, "unit": ""},
+    ]
+    assert not any(values for values in planes.samples({"talk": numbers}).values())
+
+
+def test_numbers_that_no_share_can_have_are_left_out() -> None:
+    for done, total in ((math.nan, 1.0), (1.0, math.inf), (-1.0, 2.0), (1.0, -2.0)):
+        assert planes.loading_of({"stage_loading_done:a": done, "stage_loading_total:a": total}) == []

@@ -100,7 +100,7 @@ class AskedFor(torch.overrides.TorchFunctionMode):
 
 
 class OnGpu:
-    """As much of a tensor on a GPU as `host_copy` looks at before it has memory for the copy."""
+    """A tensor on a GPU, as far as `host_copy` looks at it before it has memory for the copy."""
 
     device, shape, dtype = torch.device("cuda:0"), (3,), torch.float32
 

@@ -33,7 +33,7 @@ values = st.lists(st.one_of(leaves, arrays, st.integers(16_000, 17_000).map(byte
 
 
 def arrived(extracted: Extracted) -> tuple[bytearray, Arrived]:
-    """What a relay with GPU memory brings."""
+    """The buffer that a relay with GPU memory brings."""
     pack = extracted.pack
     assert pack is not None and pack.on_device is not None
     there = pack.on_device

@@ -382,7 +382,7 @@ def test_fields_that_our_version_lacks_are_left_out(monkeypatch: pytest.MonkeyPa
 
 
 def freed() -> Any:
-    """As a sharding library leaves a weight that it has taken away."""
+    """A weight that a sharding library has taken away."""
     tensor = torch.zeros(100_000)
     tensor.untyped_storage().resize_(0)
     return tensor

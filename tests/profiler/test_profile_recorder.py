@@ -312,7 +312,7 @@ def test_metadata_may_have_any_name_but_stage(active: Path) -> None:
         tp_rank=0,
         rendezvous=None,
         allocate=lambda shape, dtype: None,
-        progress=lambda stage, message: None,
+        progress=lambda *_shown: None,
         emit=recorder.emit,
     )
     context.emit("z", "r", **metadata)

@@ -6,12 +6,16 @@ import gzip
 import json
 import os
 import socket
+from collections.abc import Mapping
+from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
 from stage_runtime.profiler import paths
+from stage_runtime.profiler.children import Children, PathOf
 from stage_runtime.profiler.recorder import Recorder
 from stage_runtime.profiler.session import STARTED, STOPPED, ProfileSession, ProfileSettings
 
@@ -62,6 +66,54 @@ def test_a_trace_overwrites_none_that_is_there(tmp_path: Path) -> None:
     traces = [path.name for found in files for path in found if path.name.endswith(".trace.json.gz")]
     assert traces == [f"a-{os.getpid()}{suffix}.trace.json.gz" for suffix in ("", "_2", "_3")]
     assert sorted(each.name for each in (tmp_path / "mine").iterdir()) == sorted(traces)
+
+
+class Engines:
+    """Two processes of this one, which answer at once or not at all."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self._error = error
+        self.paths: list[Path] = []
+
+    def start_traces(self, path_of: PathOf, switches: Mapping[str, bool]) -> Future[None]:
+        self.paths = [path_of(rank, 100 + rank) for rank in (0, 1)]
+        return self._done(None)
+
+    def stop_traces(self) -> Future[list[Path]]:
+        for path in self.paths:
+            path.touch()
+        return self._done(self.paths)
+
+    def _done(self, value: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        if self._error is None:
+            future.set_result(value)
+        else:
+            future.set_exception(self._error)
+        return future
+
+
+def test_traces_of_processes_that_this_one_started_are_files_of_the_run(tmp_path: Path) -> None:
+    children = Children()
+    children.add(Engines())
+    one = ProfileSession(tmp_path, ["a"], incarnation=lambda: "aa", recorder=Recorder(), children=children)
+    files = record(one, "run", "{stage}-{rank}-{pid}")
+    one.close()
+    names = {path.name.removesuffix(paths.TRACE_SUFFIX) for path in files if path.name.endswith(paths.TRACE_SUFFIX)}
+    assert names == {f"a-0-{os.getpid()}", "a-engine-0-100", "a-engine-1-101"}
+
+
+def test_a_process_that_cannot_be_traced_costs_only_its_own_file(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    children = Children()
+    children.add(Engines(OSError("the disk is full")))
+    one = ProfileSession(tmp_path, ["a"], incarnation=lambda: "aa", recorder=Recorder(), children=children)
+    files = record(one, "run", "{stage}-{rank}-{pid}")
+    one.close()
+    traces = [path.name for path in files if path.name.endswith(paths.TRACE_SUFFIX)]
+    assert traces == [f"a-0-{os.getpid()}{paths.TRACE_SUFFIX}"]
+    assert "the disk is full" in caplog.text
 
 
 def test_the_folder_of_all_runs_is_made_for_this_user_alone(tmp_path: Path) -> None:

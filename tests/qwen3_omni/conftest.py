@@ -18,6 +18,6 @@ def tiny_omni(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="session")
 def oracle(tiny_omni: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """By ``NAME.tokens``, ``NAME.codes`` and ``NAME.wave``. Once for all workers: their checkpoints are equal."""
+    """The answers by ``NAME.tokens``, ``NAME.codes`` and ``NAME.wave``, once for all workers: checkpoints are equal."""
     base = tmp_path_factory.getbasetemp()
     return whole_model.answers(tiny_omni, base.parent if "PYTEST_XDIST_WORKER" in os.environ else base)

@@ -71,7 +71,7 @@ def media(case: Case) -> list[tuple[str, Any]]:
 
 
 def request(case: Case) -> omni.OmniRequest:
-    """As a stage gets it."""
+    """The request as a stage gets it."""
     parts = [{"type": kind, "text" if kind == "text" else "data": value} for kind, value in media(case)]
     messages = [{"role": "system", "content": "You are."}, {"role": "user", "content": parts}]
     return omni.OmniRequest(
@@ -84,7 +84,7 @@ def request(case: Case) -> omni.OmniRequest:
 
 
 def body(case: Case, **more: Any) -> dict[str, Any]:
-    """As a client sends it."""
+    """The body as a client sends it."""
     parts = []
     for kind, value in media(case):
         match kind:

@@ -26,7 +26,7 @@ ORACLE_S = 280.0
 
 
 def answers(folder: str, kept: Path, cases: Sequence[Case] = CASES) -> dict[str, Any]:
-    """What `main` writes, from a process of its own. kept: a folder; the first process that asks there computes it."""
+    """The output of `main`, from a process of its own. kept: a folder; the first process that asks computes it."""
     out = kept / "omni-answers.npz"
     environ = {**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
     with (kept / "omni-answers.lock").open("w") as lock:

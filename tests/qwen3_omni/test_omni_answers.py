@@ -32,7 +32,7 @@ TOKEN_BYTES = 4 * (3 * 2 * 2 * 16 + 64)  # keys and values of three layers, and 
 SCARCE = [f"stages.thinker.factoryArgs.kv_cache_bytes={26 * 16 * TOKEN_BYTES}"]
 
 
-#: Of the example, which serves chat alone, so that the model itself answers what it does not do.
+#: Settings of the example, which serves chat alone, so that the model itself answers what it does not do.
 SPEAKING = ["serves=[chat, speech]"]
 ONE_FOR_ALL = pytest.mark.asyncio(loop_scope="module")
 

@@ -50,8 +50,9 @@ async def test_an_edge_gives_the_same_answers_when_it_is_sent_at_the_end(
         check(tiny_omni, oracle, SOME[0], await ask(client, SOME[0]))
 
 
+@pytest.mark.nightly  # tcp each time: test_omni_replicas.py
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("relay", rows(["tcp", "nixl"], each_run=1))
+@pytest.mark.parametrize("relay", ["tcp", "nixl"])
 async def test_each_relay_gives_the_answers_of_the_whole_model(
     tiny_omni: str, oracle: dict[str, Any], relay: str
 ) -> None:

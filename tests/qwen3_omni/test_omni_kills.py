@@ -19,9 +19,9 @@ import pytest_asyncio
 from stage_runtime.processes.one_machine.local import LocalOptions, LocalPipeline
 from tests.e2e.local_pipelines import Client, at_rest, eventually, holds
 from tests.qwen3_omni.omni_cases import Case, body
-from tests.thoroughness import rows
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
+# Kills each time: of stages e2e/test_deaths.py, of engines engines/test_process_stage.py and e2e/test_engines_apart.py.
+pytestmark = [pytest.mark.nightly, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
 
 EXAMPLE = Path(__file__).parents[2] / "examples/qwen3_omni/pipeline.yaml"
 #: Every answer is so long that a kill after its first sound comes in its middle.
@@ -38,7 +38,7 @@ EARLY = ("eyes", "ears")
 
 
 class Ended(NamedTuple):
-    """Of a streamed answer. error: its code and stage, or None where the answer is whole."""
+    """The end of a streamed answer. error: its code and stage, or None where the answer is whole."""
 
     text: str
     sound: bytes
@@ -105,7 +105,7 @@ async def pipeline(tiny_omni: str) -> AsyncIterator[LocalPipeline]:
         print((Path(folder) / "log").read_text()[-12_000:])
 
 
-@pytest.mark.parametrize("group", rows(["talker", "thinker", "voice", "front"], each_run=1))
+@pytest.mark.parametrize("group", ["talker", "thinker", "voice", "front"])
 async def test_a_kill_in_mid_stream_ends_what_has_streamed_and_repeats_the_rest(
     pipeline: LocalPipeline, group: str
 ) -> None:
@@ -134,7 +134,7 @@ async def test_a_kill_in_mid_stream_ends_what_has_streamed_and_repeats_the_rest(
     await asking.close()
 
 
-@pytest.mark.parametrize("group", rows(EARLY, each_run=1))
+@pytest.mark.parametrize("group", EARLY)
 async def test_a_killed_encoder_s_requests_are_sent_again_and_what_is_past_it_goes_on(
     pipeline: LocalPipeline, group: str
 ) -> None:

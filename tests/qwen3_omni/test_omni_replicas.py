@@ -1,4 +1,8 @@
-"""Two talkers and two vocoders behind one thinker: each request stays with its own, and all answers are right."""
+"""Two talkers and two vocoders behind one thinker: each request stays with its own, and all answers are right.
+
+Tensors go by tcp, so that one pipeline of six processes that load torch tests that relay, too. `test_omni_answers` asks
+by shm.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,7 @@ import pytest
 
 from tests.qwen3_omni.omni_cases import CASES
 from tests.qwen3_omni.test_omni_answers import ask, check, pipeline
+from tests.thoroughness import rows
 
 REPLICAS = "processGroups=[{name: talker, replicas: 2}, {name: voice, replicas: 2}]"
 #: One process for what is not repeated.
@@ -17,10 +22,11 @@ FRONT = [f"stages.{name}.process=front" for name in ("image_encoder", "audio_enc
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.parametrize("relay", rows(["tcp", "auto"], each_run=1))
 async def test_requests_are_shared_among_two_talkers_and_two_vocoders_and_stay_there(
-    tiny_omni: str, oracle: dict[str, Any]
+    tiny_omni: str, oracle: dict[str, Any], relay: str
 ) -> None:
-    async with pipeline(tiny_omni, REPLICAS, *FRONT) as client:
+    async with pipeline(tiny_omni, REPLICAS, *FRONT, f"relayBackend={relay}") as client:
         asked = [*CASES, *CASES]
         for case, answer in zip(asked, await asyncio.gather(*(ask(client, case) for case in asked)), strict=True):
             check(tiny_omni, oracle, case, answer)

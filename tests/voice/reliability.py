@@ -17,7 +17,7 @@ from stage_models.voice.conversation import Turn
 from stage_models.voice.recognition import Recogniser
 from stage_models.voice.retrieval import Embedder, FactBook
 from stage_models.voice.synthesis import Voice
-from stage_runtime.engines.autoregressive.core.engine_core import EngineCoreRequest
+from stage_runtime.engines.autoregressive.core.engine_requests import EngineCoreRequest
 from stage_runtime.engines.autoregressive.loading import loader
 from stage_runtime.engines.autoregressive.sampling.parameters import SamplingParams
 from stage_runtime.engines.autoregressive.text import decoding
@@ -44,7 +44,7 @@ class Chain:
         self.readings = [Voice(joe, threads=2, variation=variation) for variation in (0.4, 0.7, 1.0)]
 
     def heard(self, text: str) -> list[str]:
-        """What is understood of several readings of ``text``: a margin over the one that the pipeline gives."""
+        """The words understood in several readings of ``text``: a margin over the one that the pipeline gives."""
         voices = [self.voice, *self.readings]
         return [self.understand(audio.wav(voice(text), voice.sample_rate)) for voice in voices]
 
@@ -65,7 +65,7 @@ class Chain:
         return decoding.decoder(self.model.tokenizer)(tokens)
 
     def ask(self, puzzle: questions.Puzzle) -> tuple[str, str, list[str]]:
-        """What was understood, what was answered, what was understood of the answer's readings."""
+        """The understood question, the answer, and the words understood in the answer's readings."""
         self._facts.write_text(questions.facts_with(puzzle, FACTS.read_text()))
         understood = self.understand(audio.wav(self.voice(puzzle.question), self.voice.sample_rate))
         answer = self.answer(understood)

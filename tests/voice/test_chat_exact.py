@@ -53,7 +53,7 @@ def reference() -> tuple[str, list[list[int]]]:
 @pytest.mark.parametrize("kernels", ["torch", "numba"])
 def test_greedy_answers_are_those_of_generate_with_chunks_late_joins_and_a_shared_prefix(kernels: str) -> None:
     """numba: attention over pages in place, and fused layers."""
-    from stage_runtime.engines.autoregressive.core.engine_core import EngineCoreRequest
+    from stage_runtime.engines.autoregressive.core.engine_requests import EngineCoreRequest
     from stage_runtime.engines.autoregressive.loading import loader
     from stage_runtime.engines.autoregressive.sampling.parameters import SamplingParams
 

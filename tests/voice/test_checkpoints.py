@@ -15,6 +15,26 @@ def test_weights_are_named_by_path_or_by_package(tmp_path: Path) -> None:
     assert checkpoints.locate("stage_models.voice:audio.py") == Path(checkpoints.__file__).with_name("audio.py")
 
 
+def test_parts_of_a_file_in_several_packages_become_one(tmp_path: Path) -> None:
+    places = [tmp_path / "a" / "data", tmp_path / "b" / "data"]
+    for place in places:
+        place.mkdir(parents=True)
+    (places[0] / "config.json").write_text("{}")
+    for number in range(1, 12):  # eleven: their order is by number
+        (places[number % 2] / f"model.bin.part{number}").write_text(f"{number},")
+    told: list[str] = []
+    made = checkpoints.joined(places, report=told.append, root=tmp_path / "kept")
+    assert {file.name: file.read_text() for file in made.iterdir()} == {
+        "config.json": "{}",
+        "model.bin": "1,2,3,4,5,6,7,8,9,10,11,",
+    }
+    assert told == ["joining 11 parts of model.bin (once)"]
+    assert checkpoints.joined(places, report=told.append, root=tmp_path / "kept") == made
+    (places[1] / "model.bin.part3").unlink()
+    with pytest.raises(checkpoints.MissingWeights, match=r"model.bin: there are parts \[1, 2, 4"):
+        checkpoints.joined(places, report=told.append, root=tmp_path / "kept")
+
+
 @pytest.mark.parametrize(
     ("where", "problem"),
     [

@@ -65,6 +65,10 @@ def test_a_transcription_is_written_and_silence_has_an_empty_one() -> None:
     heard = requests.understand(ask("transcription", {"audio": b"wav", "prompt": "Ada"}), read_speech)
     assert isinstance(heard, Heard)
     assert (heard.task, heard.hint, len(heard.utterances)) == ("transcribe", "Ada", 1)
+    foreign = requests.understand(ask("translation", {"audio": b"wav", "language": "es"}), read_speech)
+    assert isinstance(foreign, Heard)
+    assert (foreign.task, foreign.language) == ("translate", "es")
+    assert routing.after_recognise("r", Question(task="translate", aloud=False, turns=foreign.turns)) == ["write"]
     silent = requests.understand(ask("transcription", {"audio": b"silence"}), read_speech)
     assert silent == Heard(task="transcribe", aloud=False, turns=[Turn(role="user", text="")], utterances=[])
     written = Question(task="transcribe", aloud=False, turns=[Turn(role="user", text="hello")])
@@ -105,7 +109,6 @@ def test_a_pipeline_request_may_bring_a_file() -> None:
         (ask("pipeline", {"audio": "a path"}), "not a file"),
         (ask("speech", {"text": "  "}), "no text"),
         (ask("speech", {"text": "x", "speed": 9}), "speed must be a number from 0.25 to 4"),
-        (ask("transcription", {"audio": b"x", "language": "de"}), "English"),
     ],
 )
 def test_what_cannot_be_answered_is_the_clients_fault_and_named(request_: omni.OmniRequest, problem: str) -> None:
@@ -120,6 +123,7 @@ def test_what_cannot_be_answered_is_the_clients_fault_and_named(request_: omni.O
         (chat("Hi", modalities=("text", "audio")), ["write", "speak"]),
         (ask("speech", {"text": "x"}), ["speak"]),
         (ask("transcription", {"audio": b""}), ["write"]),
+        (ask("translation", {"audio": b""}), ["write"]),
         (ask("pipeline", "x"), ["write", "speak"]),
         (ask("pipeline", "x", modalities=("text",)), ["write"]),
     ],
