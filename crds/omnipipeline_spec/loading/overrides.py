@@ -19,7 +19,7 @@ from omnipipeline_spec.loading import goyaml, layering, nulls
 from omnipipeline_spec.pipeline import PipelineConfig
 from omnipipeline_spec.types.canonical import MAX_LEVELS, join
 from omnipipeline_spec.types.errors import Fault, InvalidPipeline, UnreadableSpec, quoted
-from omnipipeline_spec.types.values import extra_of, fields_of, is_list, without_none
+from omnipipeline_spec.types.values import extra_of, fields_of, is_list, type_of, without_none
 from omnipipeline_spec.validation import shapes
 
 EVERY: Final = "*"
@@ -119,8 +119,7 @@ def _steps(path: str, label: str) -> tuple[str | int, ...]:
 
 def _places(steps: Sequence[str | int], document: dict[str, Any]) -> Iterator[_Place]:
     """All values that the path selects; missing maps on the way are created."""
-    root: inspect.Type = inspect.type_info(PipelineConfig)
-    return _descend(document, root, steps, "")
+    return _descend(document, type_of(PipelineConfig), steps, "")
 
 
 def _descend(holder: Any, kind: inspect.Type | None, steps: Sequence[str | int], path: str) -> Iterator[_Place]:

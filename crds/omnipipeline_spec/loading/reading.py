@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 import msgspec
-from msgspec import inspect
 
 from omnipipeline_spec.loading import goyaml, layering, nulls, overrides, pythonfiles
 from omnipipeline_spec.pipeline import PipelineConfig, class_name
@@ -24,7 +23,7 @@ from omnipipeline_spec.types.canonical import NotCanonical, canonical, check_bou
 from omnipipeline_spec.types.errors import Fault, InvalidPipeline, UnreadableSpec
 from omnipipeline_spec.types.quantities import is_pipeline_name, pipeline_slug
 from omnipipeline_spec.types.resource import API_VERSION, CLASS_ANNOTATION, KIND
-from omnipipeline_spec.types.values import fields_of, to_document
+from omnipipeline_spec.types.values import fields_of, to_document, type_of
 from omnipipeline_spec.validation import shapes, topology
 
 MAX_NBYTES: Final = 3 << 20  # of a file: the API server accepts no larger request
@@ -252,7 +251,7 @@ def _finish(read: _ParsedSource, given: Sequence[str], *, fallback: str) -> Load
 def _nulls(read: _ParsedSource) -> Iterator[Fault]:
     """The null entries that set nothing. In Python None is a value."""
     if read.kind != "python":
-        for path in nulls.places(read.document, inspect.type_info(PipelineConfig), ""):
+        for path in nulls.places(read.document, type_of(PipelineConfig), ""):
             yield nulls.dropped(path, line=_line(path, read.lines))
 
 

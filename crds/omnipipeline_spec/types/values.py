@@ -118,11 +118,17 @@ def is_ours(struct: type[msgspec.Struct]) -> type[msgspec.Struct] | None:
 
 
 @functools.cache
-def fields_of(struct: type[msgspec.Struct]) -> tuple[inspect.Field, ...]:
-    """The fields of a struct type, inspected once."""
+def type_of(struct: type[msgspec.Struct]) -> inspect.StructType:
+    """A struct type, inspected once: that takes 20 ms for a pipeline's, ten times as long as to plan one."""
     info = inspect.type_info(struct)
     assert isinstance(info, inspect.StructType)
-    return info.fields
+    return info
+
+
+@functools.cache
+def fields_of(struct: type[msgspec.Struct]) -> tuple[inspect.Field, ...]:
+    """The fields of a struct type."""
+    return type_of(struct).fields
 
 
 def to_document(value: Any) -> Any:
