@@ -14,14 +14,21 @@ RACK, PRODUCT = "omni-test/rack", "nvidia.com/gpu.product"
 
 
 def placed(near: list[str], *products: str) -> dict[str, Any]:
-    """All four GPUs of a node for the first unit, so that the second one finds none there."""
+    """All four GPUs of a node for the last unit, so that the first one, which is made first, finds none there."""
     stages: list[dict[str, Any]] = [
-        {"name": "first", "factory": "some.module:first", "next": ["last"], "gpu": [0, 1, 2, 3], "tpSize": 4},
-        {"name": "last", "process": "last", "factory": "some.module:last", "terminal": True, "gpu": [4]},
+        {"name": "first", "process": "first", "factory": "some.module:first", "next": ["last"], "gpu": [4]},
+        {
+            "name": "last",
+            "process": "last",
+            "factory": "some.module:last",
+            "terminal": True,
+            "gpu": [0, 1, 2, 3],
+            "tpSize": 4,
+        },
     ]
     keys = ["kubernetes.io/hostname", RACK]
-    first = {"tolerations": TOLERATED, "gpuProducts": list(products)}
-    last = {"tolerations": TOLERATED, "near": near, "nearTopologyKeys": keys}
+    first = {"tolerations": TOLERATED, "near": near, "nearTopologyKeys": keys}
+    last = {"tolerations": TOLERATED, "gpuProducts": list(products)}
     groups = [{"name": "first", "placement": first}, {"name": "last", "placement": last}]
     return pipeline("placed", stages=stages, processGroups=groups)
 
@@ -40,11 +47,11 @@ def test_a_unit_is_in_the_rack_of_the_one_that_it_is_near_on_a_gpu_type_that_wil
         kube("label", "node", node, f"{RACK}={rack}", f"{PRODUCT}={product}", "--overwrite")
     operator.start()
     try:
-        kube.apply(placed(["first"], "absent", "wanted"))
+        kube.apply(placed(["last"], "absent", "wanted"))
         kube.wait_ready("placed")
         pods = kube.all("pods", "omnipipeline.dev/pipeline=placed,omnipipeline.dev/unit!=coordinator")
         at = {pod["metadata"]["labels"]["omnipipeline.dev/unit"]: pod["spec"]["nodeName"] for pod in pods}
-        assert at == {"first": nodes[-1], "last": nodes[-2]}
+        assert at == {"first": nodes[-2], "last": nodes[-1]}
     finally:
         for node in nodes:
             kube("label", "node", node, f"{RACK}-", f"{PRODUCT}-")

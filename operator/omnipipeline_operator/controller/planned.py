@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import msgspec
 
 from omnipipeline_operator.changes.canary import Canary
-from omnipipeline_operator.changes.rollout import DesiredUnit, Goal
+from omnipipeline_operator.changes.rollout import DesiredUnit, Goal, UnitRevision
 from omnipipeline_operator.changes.scaling import Scaling
 from omnipipeline_operator.controller.pinning import PinnedChoices
 from omnipipeline_operator.desired import children
@@ -37,6 +37,13 @@ class Planned(msgspec.Struct, frozen=True, kw_only=True):
     def target(self) -> PipelineRevision:
         """The pipeline revision that the roll leads to."""
         return self.back_to or self.plan.current
+
+    @property
+    def near(self) -> dict[UnitRevision, tuple[UnitRevision, ...]]:
+        """The unit revisions of the goal -> those that their pods prefer to be near."""
+        goal = {unit: (unit, one.revision) for unit, one in self.goal.units.items()}
+        wished = {unit.name: unit.pod.get("placement", {}).get("near", ()) for unit in self.plan.units}
+        return {key: tuple(goal[one] for one in wished.get(unit, ()) if one in goal) for unit, key in goal.items()}
 
 
 def rollout_goal(spec: PipelineConfig, plan: PipelinePlan) -> Goal:

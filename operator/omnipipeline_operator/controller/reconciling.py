@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from omnipipeline_operator import errors
-from omnipipeline_operator.changes import assessment, conditions, rollout
+from omnipipeline_operator.changes import assessment, conditions, nearness, rollout
 from omnipipeline_operator.changes import scaling as changes_scaling
 from omnipipeline_operator.changes.status_inputs import Refusal, is_available
 from omnipipeline_operator.changes.workloads import Workload
@@ -225,6 +225,7 @@ class Reconciler:
             image=planned.pins.images.get(update.revision, planned.pins.image) if taken_back else planned.pins.image,
             canary=canaries.share(tried),
             held=held,
+            waiting=nearness.waiting(planned.near, decision.replicas, observed, held),
             prefetch_held=missing_references.prefetch_held,
             aside=await coordinators.aside(self._client, snapshot, statuses),
             retried=[each for each in observed if each.refused is not None and retry_at(each, now) <= now],

@@ -40,6 +40,7 @@ class DesiredState(msgspec.Struct, frozen=True, kw_only=True):
     entries: Sequence[PipelineRevision]
     pins: PinnedChoices
     held: frozenset[UnitRevision]  #: Unit revisions with missing references: their Deployments get no pods yet.
+    waiting: frozenset[UnitRevision] = frozenset()  #: They get no more pods until others that they are near have nodes.
     prefetch_held: bool = False
     aside: Sequence[str] = ()  #: Addresses of pods that were taken out of their unit: they get no more requests.
     retried: Sequence[Workload] = ()  #: Workloads whose refused pods are due for a retry.
@@ -174,8 +175,11 @@ class ChildWriter:
             live = self._snapshot.child(DEPLOYMENT, name)
             is_held = (unit, revision) in state.held
             replicas = 0 if is_held else decided
-            if live is None and (is_held or (waits and unit != COORDINATOR)):
+            is_later = (unit, revision) in state.waiting
+            if live is None and (is_held or is_later or (waits and unit != COORDINATOR)):
                 continue
+            if live is not None and is_later:
+                replicas = min(replicas, live["spec"].get("replicas", 1))
             if desired is not None and live is not None and replicas and await self._is_outdated(desired, live):
                 await self._apply.delete(live)
                 await self._attempt(self._create_workload(desired, replicas, digest))
