@@ -17,6 +17,7 @@ from omnipipeline_spec.types.pods import HTTP_PORT
 from omnipipeline_spec.types.quantities import (
     EnvName,
     EnvValue,
+    Expression,
     GpuId,
     HostPattern,
     Name,
@@ -186,6 +187,16 @@ class Autoscaling(Spec, frozen=True, kw_only=True):
     ] = 60
 
 
+class GpuClaim(Spec, frozen=True, kw_only=True):
+    """GPUs by Dynamic Resource Allocation: each pod claims as many devices as the stages' `gpu` ask for."""
+
+    device_class_name: Annotated[ResourceName, doc("DeviceClass of the devices, such as gpu.nvidia.com.")]
+    selectors: Annotated[
+        Annotated[Sequence[Expression], Meta(max_length=32)],
+        doc("CEL expressions that each device must meet, such as device.driver == 'gpu.nvidia.com'."),
+    ] = ()
+
+
 class ProcessGroup(Spec, frozen=True, kw_only=True):
     """Settings of one process group, by its name. Every other field is optional."""
 
@@ -205,6 +216,10 @@ class ProcessGroup(Spec, frozen=True, kw_only=True):
         None
     )
     gpu_resource_name: Annotated[ShortText | None, doc("Extended resource of a GPU; unset is nvidia.com/gpu.")] = None
+    gpu_claim: Annotated[
+        GpuClaim | None,
+        doc("GPUs by Dynamic Resource Allocation, instead of an extended resource. See docs/gpus.md."),
+    ] = None
     local_gpus: Annotated[
         Annotated[Sequence[Annotated[Sequence[GpuId], Meta(max_length=16)]], Meta(max_length=64)],
         doc("For `omni up`: the device ids of each local replica, one list per replica."),

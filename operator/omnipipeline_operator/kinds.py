@@ -50,13 +50,16 @@ BUDGET: Final = Kind(name="PodDisruptionBudget", group="policy", version="v1", p
 POLICY: Final = Kind(name="NetworkPolicy", group="networking.k8s.io", version="v1", plural="networkpolicies")
 INGRESS: Final = Kind(name="Ingress", group="networking.k8s.io", version="v1", plural="ingresses")
 ROUTE: Final = Kind(name="HTTPRoute", group="gateway.networking.k8s.io", version="v1", plural="httproutes")
+DEVICES: Final = Kind(
+    name="ResourceClaimTemplate", group="resource.k8s.io", version="v1", plural="resourceclaimtemplates"
+)
 JOB: Final = Kind(name="Job", group="batch", version="v1", plural="jobs")
 LEASE: Final = Kind(name="Lease", group="coordination.k8s.io", version="v1", plural="leases")
 
 #: Children that are watched by label. Secrets are not: the operator may create them and may not read them.
-WATCHED: Final = (DEPLOYMENT, POD, CONFIG_MAP, SERVICE, CLAIM, BUDGET, POLICY, INGRESS, JOB, ROUTE)
+WATCHED: Final = (DEPLOYMENT, POD, CONFIG_MAP, SERVICE, CLAIM, BUDGET, POLICY, INGRESS, JOB, ROUTE, DEVICES)
 #: A cluster may lack these of them; they are watched while it has them.
-OPTIONAL: Final = (ROUTE,)
+OPTIONAL: Final = (ROUTE, DEVICES)
 #: Children that are kept as the plan has them, and deleted when it no longer has them.
 APPLIED: Final = (SERVICE, INGRESS, ROUTE, POLICY, BUDGET)
 

@@ -101,19 +101,23 @@ def test_the_release_contains_the_lease_that_the_operator_is_configured_with(api
 
 
 @pytest.mark.parametrize(
+    ("switch", "resource"), [("gatewayAPI", "httproutes"), ("deviceClaims", "resourceclaimtemplates")]
+)
+@pytest.mark.parametrize(
     ("values", "given"),
     [
         ([], True),
-        (["rbac.gatewayAPI=false"], False),
-        (["watchNamespaces={team-a}"], False),
-        (["watchNamespaces={team-a}", "rbac.gatewayAPI=true"], True),
+        (["rbac.{}=false"], False),
+        (["watchNamespaces={{team-a}}"], False),
+        (["watchNamespaces={{team-a}}", "rbac.{}=true"], True),
     ],
 )
-def test_a_namespaces_operator_has_no_right_to_routes_unless_asked(
-    api_server: Cluster, values: list[str], given: bool
+def test_a_namespaces_operator_has_no_right_to_routes_and_claims_unless_asked(
+    api_server: Cluster, values: list[str], given: bool, switch: str, resource: str
 ) -> None:
-    rules = [rule for role in _roles(rendered(api_server, values)) for rule in role["rules"]]
-    assert any("httproutes" in rule["resources"] for rule in rules) is given
+    made = rendered(api_server, [each.format(switch) for each in values])
+    rules = [rule for role in _roles(made) for rule in role["rules"]]
+    assert any(resource in rule["resources"] for rule in rules) is given
 
 
 @pytest.mark.parametrize("name", ["as it is", "namespaced"])

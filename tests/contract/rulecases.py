@@ -48,6 +48,7 @@ def _scaled(**limits: Any) -> Document:
 
 
 _TP = {"tpSize": 2, "gpu": [0, 1], "process": None}
+_DEVICES = {"deviceClassName": "gpu.example.com"}
 _IMAGE = {"type": "Image", "image": "localhost/weights:1"}
 _CLAIM = {"type": "PersistentVolumeClaim", "size": "10Gi"}
 _GATEWAY = {"name": "shared", "namespace": "doors"}
@@ -126,6 +127,10 @@ CASES: dict[tuple[str, str], tuple[Document, Document]] = {
     ): (
         pair(processGroups=[_scaled(minReplicas=0)]),
         pair(processGroups=[_scaled(minReplicas=0)], coordinator={"hold": {"seconds": 0}}),
+    ),
+    ("ProcessGroup", "must not have both gpuResourceName and gpuClaim"): (
+        pair(second={"gpu": [0]}, processGroups=[{"name": "b", "gpuResourceName": "", "gpuClaim": _DEVICES}]),
+        pair(second={"gpu": [0]}, processGroups=[{"name": "b", "gpuResourceName": "a.b/gpu", "gpuClaim": _DEVICES}]),
     ),
     ("ProcessGroup", "must not have both replicas and autoscaling"): (
         pair(processGroups=[_scaled()]),

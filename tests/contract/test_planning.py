@@ -236,6 +236,17 @@ def test_a_place_near_stages_names_their_units_and_leaves_other_revisions_as_the
     assert settings == {"near": ["a"], "nearTopologyKeys": keys[:1]}
 
 
+def test_gpus_by_a_claim_are_in_the_revision_and_another_class_changes_it() -> None:
+    groups = [{"name": "b", "gpuClaim": {"deviceClassName": "gpu.example.com", "selectors": ["true"]}}]
+    claimed = {**pair({"gpu": [0]}, {"gpu": [1]}), "processGroups": groups}
+    unit = unit_of(claimed, "b")
+    assert unit.pod == {"gpus": 1, "gpuClaim": {"deviceClassName": "gpu.example.com", "selectors": ["true"]}}
+    other = unit_of({**claimed, "processGroups": [{"name": "b", "gpuClaim": {"deviceClassName": "other"}}]}, "b")
+    assert other.revision != unit.revision
+    on_cpu = planning.without_gpus(plan_of(claimed))
+    assert [each.pod for each in on_cpu.units] == [{}, {}]
+
+
 def test_local_replicas_have_the_devices_they_are_given() -> None:
     group = {"name": "a", "replicas": 2, "localGpus": [[4], [5]]}
     assert plan_of(pair({"gpu": [0]}, processGroups=[group])).local_gpus["a"] == ((4,), (5,))

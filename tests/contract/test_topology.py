@@ -774,6 +774,50 @@ CASES: dict[str, tuple[Document, list[str]]] = {
         pair(processGroups=[{"name": "a", "gpuResourceName": "amd.com/gpu"}]),
         ["processGroups[0].gpuResourceName: process group 'a' runs on the CPU and has no devices"],
     ),
+    "a claim for a group without any devices": (
+        pair(processGroups=[{"name": "a", "gpuClaim": {"deviceClassName": "gpu"}}]),
+        ["processGroups[0].gpuClaim: process group 'a' runs on the CPU and has no devices"],
+    ),
+    "an amount beside a claim": (
+        pair(
+            {"gpu": [0]},
+            processGroups=[
+                {
+                    "name": "a",
+                    "gpuClaim": {"deviceClassName": "gpu"},
+                    "resources": {"limits": {"nvidia.com/gpu": 1, "amd.com/gpu": 1}},
+                }
+            ],
+        ),
+        ["processGroups[0].resources.limits.nvidia.com/gpu: is 1, but the GPUs of 'a' come by gpuClaim: leave it out"],
+    ),
+    "GPUs in two ways": (
+        pair(
+            on_gpu(0, fraction=0.4),
+            on_gpu(0, fraction=0.4),
+            processGroups=[
+                {"name": "a", "gpuClaim": {"deviceClassName": "gpu"}},
+                {"name": "b", "gpuResourceName": "amd.com/gpu"},
+            ],
+        ),
+        [
+            "processGroups[1].gpuResourceName: and gpuClaim of 'a' exclude each other in a pod: write one of them",
+        ],
+    ),
+    "a pod with two claims": (
+        pair(
+            on_gpu(0, fraction=0.4),
+            on_gpu(0, fraction=0.4),
+            processGroups=[
+                {"name": "a", "gpuClaim": {"deviceClassName": "gpu"}},
+                {"name": "b", "gpuClaim": {"deviceClassName": "gpu", "selectors": ["true"]}},
+            ],
+        ),
+        [
+            "processGroups[1].gpuClaim: process groups that share a GPU share a pod and must have the same gpuClaim: "
+            "'a', 'b'"
+        ],
+    ),
     "devices of replicas that a group has of its pod": (
         pair(
             on_gpu(0, fraction=0.4),

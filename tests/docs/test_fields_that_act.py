@@ -39,6 +39,7 @@ KUBERNETES = (
     *(cluster.KeyReference, cluster.FieldReference, cluster.ResourceReference, cluster.EnvSource, cluster.EnvVar),
     *(cluster.EnvReference, cluster.EnvFrom, cluster.LocalReference, cluster.Toleration, cluster.Placement),
     *(cluster.Rdma, cluster.Tls, cluster.Tracing, cluster.EmptyDir, cluster.ProfilingStorage),
+    cluster.GpuClaim,
 )
 
 
@@ -170,7 +171,8 @@ def document(sample: Sample, where: str) -> dict[str, Any]:
     if where == "unit":
         storage = sample.of(cluster.ProfilingStorage, "storage", emptyDir=None)
         rdma = sample.of(cluster.Rdma, "rdma", count=3)
-        refined = {"processGroups": [{"name": "a", **own}], "dataPlane": {"rdma": rdma}}
+        claim = sample.of(cluster.GpuClaim, "gpuClaim")
+        refined = {"processGroups": [{"name": "a", **own, "gpuClaim": claim}], "dataPlane": {"rdma": rdma}}
         return common | refined | {"profiling": {"storage": storage}}
     http = {
         "apiKeySecretRef": sample.of(cluster.KeyReference, "apiKeySecretRef"),
@@ -188,7 +190,7 @@ def test_every_word_of_kubernetes_reaches_an_object(where: str) -> None:
     facts = PodFacts(owner=Owner(namespace="space", name="demo", uid="u"), image="stage:1", control_secret="s")
     made = children.children(spec, planning.plan(spec, name="demo"), facts)
     workload = made.workloads[0 if where == "unit" else -1]
-    rendered = msgspec.json.encode(workload.deployment["spec"]["template"]).decode()
+    rendered = msgspec.json.encode([workload.deployment["spec"]["template"], workload.devices]).decode()
     assert {path: mark for path, mark in sample.marks.items() if mark not in rendered} == {}
     assert '"0.125"' in rendered  # tracing.sampleRatio
     assert len(sample.marks) >= 35

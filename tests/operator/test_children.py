@@ -406,6 +406,44 @@ def test_devices_that_the_author_writes_out_are_requested_once(amount: object) -
     assert not {"nvidia.com/gpu", "rdma/hca"} & set(given["requests"])
 
 
+def test_gpus_by_a_claim_are_claimed_by_each_pod_and_no_extended_resource_is_asked_for() -> None:
+    claim = {"deviceClassName": "gpu.example.com", "selectors": ["device.driver == 'gpu.example.com'"]}
+    made = desired(
+        processGroups=[{"name": "ears", "gpuClaim": claim}], dataPlane={"rdma": {"resourceName": "rdma/hca"}}
+    )
+    first, *others = made.workloads
+    assert first.devices is not None and not [each for each in others if each.devices is not None]
+    labels = naming.labels("demo", "ears", first.revision)
+    assert first.devices["metadata"]["name"] == f"{first.deployment['metadata']['name']}-gpus"
+    assert first.devices["metadata"]["labels"] == labels and first.devices["metadata"]["ownerReferences"]
+    exactly = {
+        "deviceClassName": "gpu.example.com",
+        "allocationMode": "ExactCount",
+        "count": 1,
+        "selectors": [{"cel": {"expression": "device.driver == 'gpu.example.com'"}}],
+    }
+    devices = {"requests": [{"name": "gpus", "exactly": exactly}]}
+    assert first.devices["spec"] == {"metadata": {"labels": labels}, "spec": {"devices": devices}}
+    pod = pod_of(made, "ears")
+    named = {"name": "gpus", "resourceClaimTemplateName": first.devices["metadata"]["name"]}
+    assert pod["resourceClaims"] == [named]
+    [container] = pod["containers"]
+    assert container["resources"]["claims"] == [{"name": "gpus"}]
+    assert container["resources"]["limits"] == {"rdma/hca": "1"}
+    stored = store.shared(store.slimmed(first.deployment))
+    assert pods.gpus(stored) == pods.gpus(first.deployment) == 1
+
+
+def test_an_author_adds_a_claim_of_his_own_beside_the_gpus() -> None:
+    net = {"name": "net", "resourceClaimTemplateName": "nics"}
+    container = {"name": "stage", "resources": {"claims": [{"name": "net"}]}}
+    patch = {"spec": {"resourceClaims": [net], "containers": [container]}}
+    claim = {"deviceClassName": "gpu.example.com"}
+    pod = pod_of(desired(processGroups=[{"name": "ears", "gpuClaim": claim, "podTemplate": patch}]), "ears")
+    assert [each["name"] for each in pod["resourceClaims"]] == ["gpus", "net"]
+    assert pod["containers"][0]["resources"]["claims"] == [{"name": "gpus"}, {"name": "net"}]
+
+
 def test_the_largest_pipelines_revisions_fit_a_config_map_in_mid_roll() -> None:
     names = [f"s{index:02d}{'x' * 60}" for index in range(64)]
     stages: list[dict[str, Any]] = [{"name": name, "process": name, "factory": "m:stage"} for name in names]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, cast
 
+import msgspec
 import pytest
 
 from omnipipeline_operator import errors
@@ -46,9 +48,13 @@ class Server:
 
 
 async def ask(
-    server: Server, *observed: Workload, podless_job: dict[str, Any] | None = None, **spec: Any
+    server: Server,
+    *observed: Workload,
+    podless_job: dict[str, Any] | None = None,
+    lacking: Mapping[str, str] = {},
+    **spec: Any,
 ) -> MissingReferences:
-    stage = {"name": "only", "process": "only", "factory": "m:only", "terminal": True}
+    stage = {"name": "only", "process": "only", "factory": "m:only", "terminal": True, "gpu": [0]}
     head = {"apiVersion": "omnipipeline.dev/v1alpha1", "kind": "OmniPipeline", "metadata": {"name": "p"}}
     pipeline = loading.from_resource({**head, "spec": {"stages": [stage], **spec}}).spec
     plan = planning.plan(pipeline, name="p")
@@ -60,7 +66,7 @@ async def ask(
     ]
     asker = ReferenceChecker(cast(Client, server), cast(Applier, server), OWNER, now=NOW)
     decided = {("only", unit.revision): 1}
-    return await asker.check(desired, live, decided, every_s=3.0, podless_job=podless_job)
+    return await asker.check(desired, live, decided, every_s=3.0, podless_job=podless_job, lacking=lacking)
 
 
 def waiting(*ages: float) -> Workload:
@@ -103,6 +109,25 @@ async def test_workloads_that_have_started_are_not_checked() -> None:
     )
     assert await ask(server, runs, **NEEDS) == MissingReferences()
     assert server.calls == []
+
+
+async def test_without_an_api_for_claims_a_unit_that_needs_it_gets_no_pods_unless_it_runs() -> None:
+    claiming: dict[str, Any] = {"processGroups": [{"name": "only", "gpuClaim": {"deviceClassName": "gpu"}}]}
+    lacking = {"ResourceClaimTemplate": "the server could not find the requested resource"}
+    found = await ask(Server(), waiting(1.0), lacking=lacking, **claiming)
+    assert [(each.unit, each.reason, each.message) for each in found.diagnostics] == [
+        (
+            "only",
+            "DeviceClaimsMissing",
+            "gpuClaim needs ResourceClaimTemplate of resource.k8s.io/v1, which the operator cannot read in this "
+            "cluster: the server could not find the requested resource",
+        )
+    ]
+    assert [unit for unit, _ in found.held] == ["only"]
+    runs = msgspec.structs.replace(waiting(), pods=(ObservedPod(name="p", started=True),))
+    assert await ask(Server(), runs, lacking=lacking, **claiming) == MissingReferences()
+    assert await ask(Server(), lacking=lacking) == MissingReferences(), "only who asks for claims"
+    assert await ask(Server(), lacking={"HTTPRoute": "gone"}, **claiming) == MissingReferences()
 
 
 async def test_of_many_waiting_pods_the_oldest_ones_newest_failure_is_reported() -> None:

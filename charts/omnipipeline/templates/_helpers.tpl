@@ -112,6 +112,11 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
   resources: [httproutes]
   verbs: [get, list, watch, create, patch, delete]
 {{- end }}
+{{- if ternary .Values.rbac.deviceClaims (not .Values.watchNamespaces) (kindIs "bool" .Values.rbac.deviceClaims) }}
+- apiGroups: [resource.k8s.io]
+  resources: [resourceclaimtemplates]
+  verbs: [get, list, watch, create, patch, delete]
+{{- end }}
 - apiGroups: [policy]
   resources: [poddisruptionbudgets]
   verbs: [get, list, watch, create, patch, delete]

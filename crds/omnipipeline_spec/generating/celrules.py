@@ -220,6 +220,10 @@ RULES: Final[Mapping[type[msgspec.Struct], tuple[Rule, ...]]] = {
             rule="!has(self.replicas) || !has(self.autoscaling)",
             message="must not have both replicas and autoscaling",
         ),
+        Rule(
+            rule="!has(self.gpuResourceName) || self.gpuResourceName == '' || !has(self.gpuClaim)",
+            message="must not have both gpuResourceName and gpuClaim",
+        ),
     ),
     cluster.Autoscaling: (
         Rule(rule="self.minReplicas <= self.maxReplicas", message="minReplicas must not be more than maxReplicas"),

@@ -413,7 +413,7 @@ def _unit_without_gpus(unit: UnitPlan) -> UnitPlan:
         )
         for stage in unit.stages
     )
-    pod = {key: value for key, value in unit.pod.items() if key not in ("gpus", "gpuResourceName")}
+    pod = {key: value for key, value in unit.pod.items() if key not in ("gpus", "gpuResourceName", "gpuClaim")}
     return _stamped(msgspec.structs.replace(unit, stages=stages, gpu_ids=(), on_cpu=True, pod=pod, revision=""))
 
 

@@ -23,13 +23,15 @@ T = TypeVar("T")
 
 def of_unit(spec: PipelineConfig, refined: Sequence[ProcessGroup], gpus: int) -> dict[str, Any]:
     """Settings of a stage pod. ``refined``: the refinements of its groups; ``gpus``: how many devices it has."""
+    claim = _the_one(refined, lambda group: to_document(group.gpu_claim) if group.gpu_claim else None)
     own = {
         "resources": _summed([group.resources for group in refined if group.resources is not None]),
         "sharedMemory": _shared_memory(refined),
         "placement": _the_one(refined, lambda group: _placed(spec, group.placement) if group.placement else None),
         "podTemplate": _the_one(refined, lambda group: group.pod_template or None),
         "gpus": gpus or None,
-        "gpuResourceName": _gpu_resource(refined) if gpus else None,
+        "gpuResourceName": _gpu_resource(refined) if gpus and claim is None else None,
+        "gpuClaim": claim,
         "rdma": to_document(spec.data_plane.rdma) if spec.data_plane.rdma else None,
         "modelCache": _cache(spec),
     }

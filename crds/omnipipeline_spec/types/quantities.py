@@ -37,6 +37,8 @@ Function = Annotated[str, Meta(max_length=256, pattern=FUNCTION_PATTERN)]
 Text = Annotated[str, Meta(max_length=1024)]
 ShortText = Annotated[str, Meta(max_length=253)]
 ResourceName = Annotated[str, Meta(max_length=253, pattern=r"^[a-z0-9]([-.a-z0-9]*[a-z0-9])?$")]
+#: An expression of CEL; the length is Kubernetes' own bound of one that selects devices.
+Expression = Annotated[str, Meta(min_length=1, max_length=10240)]
 EnvName = Annotated[str, Meta(max_length=253, pattern=ENV_NAME_PATTERN)]
 EnvValue = Annotated[str, Meta(max_length=32768)]
 #: A Kubernetes quantity. ``extra`` tells the schema and the reader that an integer is accepted too.

@@ -244,9 +244,11 @@ def _autoscaling(spec: PipelineConfig, refined: ProcessGroup, path: str) -> Iter
 
 
 def _devices(refined: ProcessGroup, groups: Grouping, path: str) -> Iterator[Fault]:
-    if refined.gpu_resource_name and not grouping.gpus_of(groups.groups[refined.name]):
-        message = f"process group {refined.name!r} runs on the CPU and has no devices"
-        yield Fault(path=f"{path}.gpuResourceName", message=message, names=(refined.name,))
+    given = {"gpuResourceName": refined.gpu_resource_name, "gpuClaim": refined.gpu_claim}
+    for field in [field for field, value in given.items() if value]:
+        if not grouping.gpus_of(groups.groups[refined.name]):
+            message = f"process group {refined.name!r} runs on the CPU and has no devices"
+            yield Fault(path=f"{path}.{field}", message=message, names=(refined.name,))
 
 
 def _amounts_of_devices(spec: PipelineConfig, refined: ProcessGroup, groups: Grouping, path: str) -> Iterator[Fault]:
@@ -254,6 +256,8 @@ def _amounts_of_devices(spec: PipelineConfig, refined: ProcessGroup, groups: Gro
     resource = _gpu_resource(spec, groups, refined.name)
     gpus, rdma = len(grouping.gpus_of(groups.groups[refined.name])), spec.data_plane.rdma
     wanted = {resource: (gpus, f"the stages of {refined.name!r} have gpu ids for {gpus}")} if gpus else {}
+    if gpus and _claims(spec, groups, refined.name):
+        wanted = {resource: (0, f"the GPUs of {refined.name!r} come by gpuClaim")}
     if rdma is not None:
         wanted[rdma.resource_name] = (rdma.count, f"dataPlane.rdma.count is {rdma.count}")
     given = refined.resources or Resources()
@@ -269,6 +273,12 @@ def _gpu_resource(spec: PipelineConfig, groups: Grouping, name: str) -> str:
     beside = groups.units[groups.unit_of(name)]
     named = (group.gpu_resource_name for group in spec.process_groups if group.name in beside)
     return next(filter(None, named), DEFAULT_GPU_RESOURCE)
+
+
+def _claims(spec: PipelineConfig, groups: Grouping, name: str) -> bool:
+    """Whether the group's pod gets its GPUs by Dynamic Resource Allocation."""
+    beside = groups.units[groups.unit_of(name)]
+    return any(group.gpu_claim for group in spec.process_groups if group.name in beside)
 
 
 def _local_gpus(refined: ProcessGroup, replicas: int, groups: Grouping, path: str) -> Iterator[Fault]:
@@ -296,6 +306,7 @@ def _units(spec: PipelineConfig, groups: Grouping) -> Iterator[Fault]:
         ("replicas", lambda refined: refined.replicas),
         ("autoscaling", lambda refined: refined.autoscaling),
         ("gpuResourceName", lambda refined: refined.gpu_resource_name),
+        ("gpuClaim", lambda refined: refined.gpu_claim),
         ("placement", lambda refined: refined.placement),
         ("podTemplate", lambda refined: refined.pod_template or None),
     )
@@ -312,6 +323,7 @@ def _units(spec: PipelineConfig, groups: Grouping) -> Iterator[Fault]:
                 path = f"processGroups[{index_of[odd[0][0]]}].{field}"
                 yield Fault(path=path, message=message, names=tuple(name for name, _ in stated))
         yield from _one_in_charge(refined, index_of)
+        yield from _one_way_to_gpus(refined, index_of)
 
 
 def _one_in_charge(refined: Sequence[ProcessGroup], index_of: Mapping[str, int]) -> Iterator[Fault]:
@@ -321,6 +333,17 @@ def _one_in_charge(refined: Sequence[ProcessGroup], index_of: Mapping[str, int])
         if scaled not in (None, group.name) and group.replicas is not None and group.autoscaling is None:
             message = f"{group.name!r} shares a pod with {scaled!r}, which has autoscaling: leave replicas out"
             yield Fault(path=f"processGroups[{index_of[group.name]}].replicas", message=message, names=(group.name,))
+
+
+def _one_way_to_gpus(refined: Sequence[ProcessGroup], index_of: Mapping[str, int]) -> Iterator[Fault]:
+    """The groups of a pod get their GPUs as an extended resource or by a claim, all in the same way."""
+    claiming = next((group.name for group in refined if group.gpu_claim is not None), None)
+    for group in refined:
+        if claiming is None or not group.gpu_resource_name:
+            continue
+        message = f"and gpuClaim of {claiming!r} exclude each other in a pod: write one of them"
+        path = f"processGroups[{index_of[group.name]}].gpuResourceName"
+        yield Fault(path=path, message=message, names=(group.name, claiming))
 
 
 def _index(spec: PipelineConfig, name: str) -> int:

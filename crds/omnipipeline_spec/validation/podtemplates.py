@@ -23,6 +23,8 @@ KEYS: Final[Mapping[str, str]] = {
     "volumeMounts": "mountPath",
     "imagePullSecrets": "name",
     "ports": "containerPort",
+    "resourceClaims": "name",
+    "claims": "name",
 }
 _NUMBERS: Final = frozenset({"containerPort"})
 

@@ -74,6 +74,8 @@ def is_orphan(live: Mapping[str, Any], owner: Owner) -> bool:
             )
         case kinds.CONFIG_MAP.name if unit and revision:
             return (stamped or bool(live.get("immutable"))) and name == naming.plan(pipeline, unit, revision)
+        case kinds.DEVICES.name if unit and revision:
+            return stamped and name == naming.devices(pipeline, unit, revision)
         case kinds.CONFIG_MAP.name:
             return stamped and name == naming.revisions(pipeline)
         case kinds.SERVICE.name:

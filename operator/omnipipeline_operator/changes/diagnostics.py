@@ -23,6 +23,7 @@ _SEVERITY: Final = (
     "ErrImageNeverPull",
     "ImagePullBackOff",
     "ReferenceNotFound",
+    "DeviceClaimsMissing",
     "FailedMount",
     "CreateContainerConfigError",
     "CreateContainerError",

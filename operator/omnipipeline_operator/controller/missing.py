@@ -1,4 +1,4 @@
-"""Finds what keeps pods from starting: missing ConfigMaps and Secrets, and warnings of kubelets.
+"""Finds what keeps pods from starting: missing ConfigMaps and Secrets, an API for claims, warnings of kubelets.
 
 Here: asking the API server, only about workloads that have not started. Not here: how it is reported
 (`changes.status`), which Deployments are not made because of it (`writing`). Called by `reconciling`. Whether a Secret
@@ -65,11 +65,14 @@ class ReferenceChecker:
         *,
         every_s: float,
         podless_job: Manifest | None = None,
+        lacking: Mapping[str, str] = {},
     ) -> MissingReferences:
         """Check all workloads that should have pods.
 
         every_s:     least time until missing references are checked again.
         podless_job: the live Job that fetches the model, when it has no pod.
+        lacking:     kinds that the cluster lacks -> the API server's refusal. It drops fields that it does not know: a
+                     pod that asks for claims would run without a GPU.
         """
         by_key = {(each.unit, each.revision): each for each in observed}
         found: list[Diagnostic] = []
@@ -79,6 +82,10 @@ class ReferenceChecker:
             key, template = (each.unit, each.revision), each.deployment["spec"]["template"]
             workload = by_key.get(key)
             if not decided.get(key) or (workload is not None and workload.started):
+                continue
+            if each.devices is not None and each.devices["kind"] in lacking:
+                held.add(key)
+                found.append(_lacks_claims(each.unit, lacking[each.devices["kind"]]))
                 continue
             missing = await self._missing(references.required(template))
             if missing:
@@ -199,6 +206,12 @@ def _check_after(age_s: float) -> float:
 
 def _missing(unit: str, missing: Collection[Reference]) -> Diagnostic:
     return Diagnostic(unit=unit, reason="ReferenceNotFound", message=_named(missing))
+
+
+def _lacks_claims(unit: str, refusal: str) -> Diagnostic:
+    kind = f"{kinds.DEVICES.name} of {kinds.DEVICES.api_version}"
+    message = f"gpuClaim needs {kind}, which the operator cannot read in this cluster: {refusal}"
+    return Diagnostic(unit=unit, reason="DeviceClaimsMissing", message=message)
 
 
 def _named(missing: Collection[Reference]) -> str:

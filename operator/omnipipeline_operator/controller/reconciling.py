@@ -234,6 +234,7 @@ class Reconciler:
             on_demand=expected,
             curve=planned.spec.control.security.mode == "Curve",
             may_shrink=may_shrink or planned.goal.suspended,
+            lacking=planned.lacking.keys(),
             loads=coordinators.loads(statuses),
         )
         # No watch reports when coordinators have read the list.
@@ -327,7 +328,9 @@ class Reconciler:
         key = (snapshot.owner.namespace, snapshot.owner.name)
         every_s = max(MISSING_CHECK_S, MISSING_CHECK_SHARE_S * len(self._with_missing_references))
         job = model_cache.podless_job(snapshot, planned.desired.created)
-        found = await checker.check(planned.desired, observed, decision.replicas, every_s=every_s, podless_job=job)
+        found = await checker.check(
+            planned.desired, observed, decision.replicas, every_s=every_s, podless_job=job, lacking=planned.lacking
+        )
         (self._with_missing_references.add if found.held else self._with_missing_references.discard)(key)
         return found
 

@@ -8,7 +8,7 @@ Deployments, then deletions. Interrupted after any write and started again, it e
 from __future__ import annotations
 
 import secrets
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 
 import msgspec
 
@@ -51,6 +51,7 @@ class DesiredState(msgspec.Struct, frozen=True, kw_only=True):
     curve: bool
     now: float
     may_shrink: bool  #: Whether all coordinators know the new revision, so that old pods may be removed.
+    lacking: Collection[str] = ()  #: Kinds that cannot be written in this cluster.
     loads: Mapping[str, int]  #: Address of a pod -> requests bound, waiting and running there.
 
 
@@ -180,6 +181,8 @@ class ChildWriter:
                 continue
             if live is not None and is_later:
                 replicas = min(replicas, live["spec"].get("replicas", 1))
+            if desired is not None and desired.devices is not None and desired.devices["kind"] not in state.lacking:
+                await self._attempt(self._devices(desired.devices))
             if desired is not None and live is not None and replicas and await self._is_outdated(desired, live):
                 await self._apply.delete(live)
                 await self._attempt(self._create_workload(desired, replicas, digest))
@@ -241,6 +244,11 @@ class ChildWriter:
         elif live.get("data") != config.digests(manifest["data"]):
             await self._apply.update(comparing.stamped(manifest), live)
 
+    async def _devices(self, manifest: Manifest) -> None:
+        """Write the template of a unit's claims; it cannot be edited."""
+        if self._snapshot.child(kinds.DEVICES, manifest["metadata"]["name"]) is None:
+            await self._create_once(comparing.stamped(manifest))
+
     async def _scale(self, live: Manifest, replicas: int, state: DesiredState) -> None:
         """Write the replicas of an old Deployment."""
         has = live["spec"].get("replicas", 1)
@@ -300,13 +308,14 @@ class ChildWriter:
             live = self._snapshot.child(DEPLOYMENT, each.name)
             if live is not None:
                 await self._apply.delete(live)
-        kept = {f"{each['metadata']['name']}-plan" for each in self._snapshot.children(DEPLOYMENT)}
-        kept -= {f"{each.name}-plan" for each in retired}
-        kept |= {each.plan["metadata"]["name"] for each in desired.workloads}
-        for plan in self._snapshot.children(CONFIG_MAP):
-            labels = plan["metadata"]["labels"]
-            if naming.REVISION_LABEL in labels and plan["metadata"]["name"] not in kept:
-                await self._apply.delete(plan)
+        kept = {each["metadata"]["name"] for each in self._snapshot.children(DEPLOYMENT)}
+        kept -= {each.name for each in retired}
+        kept |= {each.deployment["metadata"]["name"] for each in desired.workloads}
+        for kind, suffix in ((CONFIG_MAP, "-plan"), (kinds.DEVICES, "-gpus")):
+            for live in self._snapshot.children(kind):
+                metadata = live["metadata"]
+                if naming.REVISION_LABEL in metadata["labels"] and metadata["name"].removesuffix(suffix) not in kept:
+                    await self._apply.delete(live)
 
     # --- creating -----------------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import msgspec
 
-from omnipipeline_operator.desired import config, pods, policies, services, storage
+from omnipipeline_operator.desired import config, devices, pods, policies, services, storage
 from omnipipeline_operator.desired.pods import PodFacts
 from omnipipeline_operator.kinds import Manifest
 from omnipipeline_spec import scaling
@@ -32,6 +32,7 @@ class DesiredWorkload(msgspec.Struct, frozen=True, kw_only=True):
     replicas: int  #: Desired when no roll-out is in progress.
     deployment: Manifest  #: Without replicas.
     plan: Manifest  #: The ConfigMap that its pods mount.
+    devices: Manifest | None = None  #: The ResourceClaimTemplate of its pods' GPUs, where they come by a claim.
 
 
 class Children(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,6 +63,7 @@ def children(
             replicas=plan.replicas[unit.name],
             deployment=pods.unit_deployment(unit, facts),
             plan=config.plan(unit, unit.name, owner),
+            devices=devices.template(unit, owner),
         )
         for unit in plan.units
     ]
@@ -108,4 +110,5 @@ def manifests(
     ]
     secret = config.secret(facts.control_secret, facts.owner, key)
     plans = [one.plan for one in desired.workloads]
-    return [secret, listed, *plans, *desired.created, *desired.applied, *deployments]
+    claimed = [one.devices for one in desired.workloads if one.devices is not None]
+    return [secret, listed, *plans, *claimed, *desired.created, *desired.applied, *deployments]

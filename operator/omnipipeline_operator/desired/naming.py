@@ -76,6 +76,11 @@ def plan(pipeline: str, name: str, revision: str) -> str:
     return f"{unit(pipeline, name, revision)}-plan"
 
 
+def devices(pipeline: str, name: str, revision: str) -> str:
+    """The ResourceClaimTemplate of a unit revision's GPUs."""
+    return f"{unit(pipeline, name, revision)}-gpus"
+
+
 def budget(pipeline: str, name: str) -> str:
     """A unit's PodDisruptionBudget; the hash keeps ``a`` + ``b-c`` apart from ``a-b`` + ``c``."""
     return unit(pipeline, name, _hash(f"{pipeline}/{name}", 6))

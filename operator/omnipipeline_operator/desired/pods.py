@@ -15,7 +15,7 @@ from typing import Any, Final
 import msgspec
 
 from omnipipeline_operator import kinds
-from omnipipeline_operator.desired import affinity, naming, podsecurity, probes, templates, volumes
+from omnipipeline_operator.desired import affinity, devices, naming, podsecurity, probes, templates, volumes
 from omnipipeline_operator.desired.naming import Owner
 from omnipipeline_operator.kinds import Manifest
 from omnipipeline_operator.settings import OWN_USER, DefaultResources, PodUsers
@@ -95,9 +95,12 @@ def coordinator_deployment(plan: CoordinatorPlan, facts: PodFacts) -> Manifest:
 
 
 def gpus(deployment: Mapping[str, Any]) -> int:
-    """GPUs that one pod of a Deployment requests; an annotation of the template names the resource."""
+    """GPUs that one pod of a Deployment requests; annotations of the template name the resource, or count a claim's."""
     template = deployment["spec"]["template"]
-    resource = template["metadata"].get("annotations", {}).get(GPU_RESOURCE)
+    annotations = template["metadata"].get("annotations", {})
+    if CLAIMED_GPUS in annotations:
+        return _whole(annotations[CLAIMED_GPUS])
+    resource = annotations.get(GPU_RESOURCE)
     if not resource:
         return 0
     limits = (one.get("resources", {}).get("limits", {}) for one in template["spec"]["containers"])
@@ -111,7 +114,8 @@ def _whole(amount: Any) -> int:
 
 #: Volumes that the cluster autoscaler may delete with the pod. With any other emptyDir it keeps the pod's node.
 LOSES_NOTHING: Final = "cluster-autoscaler.kubernetes.io/safe-to-evict-local-volumes"
-GPU_RESOURCE: Final = "omnipipeline.dev/gpu-resource"
+GPU_RESOURCE: Final = "omnipipeline.dev/gpu-resource"  # the extended resource, or the DeviceClass
+CLAIMED_GPUS: Final = "omnipipeline.dev/claimed-gpus"  # per pod, where they come by a claim
 
 
 def _deployment(
@@ -151,11 +155,15 @@ def _deployment(
     for field in ("imagePullSecrets", "serviceAccountName"):
         if settings.get(field):
             pod[field] = settings[field]
+    pod |= devices.of_pod(settings, naming.devices(owner.name, unit, plan.revision))
     annotations = {
         "kubectl.kubernetes.io/default-container": container["name"],
         LOSES_NOTHING: ",".join(volumes.disposable(own)),
     }
-    if settings.get("gpus"):
+    if "gpuClaim" in settings:
+        annotations[GPU_RESOURCE] = settings["gpuClaim"]["deviceClassName"]
+        annotations[CLAIMED_GPUS] = str(settings["gpus"])
+    elif settings.get("gpus"):
         annotations[GPU_RESOURCE] = settings["gpuResourceName"]
     queue = {naming.QUEUE_LABEL: facts.queue} if facts.queue and unit != COORDINATOR else {}
     template: Manifest = {"metadata": {"labels": queue | labels, "annotations": annotations}, "spec": pod}
@@ -277,13 +285,14 @@ def _resources(settings: Mapping[str, Any], default: Resources, groups: int) -> 
     for amounts, defaults in ((requests, default.requests), (limits, default.limits)):
         times = quantities.sum_quantities([defaults] * groups)
         amounts.update({resource: amount for resource, amount in times.items() if resource not in named})
-    devices = {settings["gpuResourceName"]: settings["gpus"]} if settings.get("gpus") else {}
+    counts = {settings["gpuResourceName"]: settings["gpus"]} if "gpuResourceName" in settings else {}
     if "rdma" in settings:
-        devices[settings["rdma"]["resourceName"]] = settings["rdma"].get("count", 1)
-    for resource, count in devices.items():  # validation has refused other amounts; those of several groups are one
+        counts[settings["rdma"]["resourceName"]] = settings["rdma"].get("count", 1)
+    for resource, count in counts.items():  # validation has refused other amounts; those of several groups are one
         requests.pop(resource, None)
         limits[resource] = str(count)
-    return {kind: amounts for kind, amounts in (("requests", requests), ("limits", limits)) if amounts}
+    amounts_of = {kind: amounts for kind, amounts in (("requests", requests), ("limits", limits)) if amounts}
+    return amounts_of | devices.of_container(settings)
 
 
 def default_resources(default: Resources) -> Manifest:

@@ -66,6 +66,7 @@ CLUSTER_ONLY: Final[Mapping[str, str]] = {
     "serviceAccountName": _NO_PODS,
     "processGroups[].resources": _NO_PODS,
     "processGroups[].gpuResourceName": _NO_PODS,
+    "processGroups[].gpuClaim": _NO_PODS,
     "processGroups[].sharedMemory": _NO_PODS,
     "processGroups[].placement": _NO_PODS,
     "processGroups[].podTemplate": _NO_PODS,
