@@ -3,11 +3,13 @@
 The coordinator hashes what clients sent, in pieces of `PIECE_NBYTES`, and remembers the instances that requests with
 the same pieces were bound to. It reads no tokens and asks no instance, so a hint may be wrong: that costs speed alone,
 since an engine finds a prefix by its tokens and its salt, whatever it was told. Load decides against a hint
-(`kept`). Nothing of it can be set by a client. Called by `coordinator.request_manager` and `rules.membership`.
+(`kept`). Nothing of it can be set by a client. Called by `coordinator.request_manager` and `rules.membership`, and for
+the engines of one instance, by tokens, by `rules.autoregressive.balancing`.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from hashlib import blake2b
@@ -23,6 +25,7 @@ PIECE_NBYTES: Final = 256  # about 64 tokens, a few blocks of a cache
 PIECES_MOST: Final = 64  # 16 KiB: prompts that are equal so far are of one conversation, or of one document
 DEPTH_MOST: Final = 16  # of values in values: prompts have few
 NBYTES_MOST: Final = PIECE_NBYTES * PIECES_MOST
+TOKENS_MOST: Final = NBYTES_MOST // array("i").itemsize  # of a prompt of tokens: each piece is 64
 WHOLE_WORTH: Final = 8  # pieces for which a request waits as long as for any prefix: about 500 tokens
 KEPT_MOST: Final = 1 << 15  # pieces, about 8 MiB
 HOLDERS_MOST: Final = 4  # of one piece: a beginning that all prompts share is everywhere soon
@@ -46,6 +49,19 @@ def hashes(kind: str, inputs: Any, params: Mapping[str, Any]) -> Hashes:
             if len(found) == PIECES_MOST:
                 return found
     return found
+
+
+def token_hashes(tokens: Sequence[int], *beside: str) -> Hashes:
+    """The same of a prompt's tokens, as far as they are tokens: a negative number stands for a row of embeddings.
+
+    beside: whatever else the keys and values depend on, such as an adapter.
+    """
+    try:
+        begin = array("i", tokens[:TOKENS_MOST])
+    except (TypeError, OverflowError):  # not tokens: the engine refuses them
+        return ()
+    rows = next((place for place, token in enumerate(begin) if token < 0), len(begin))
+    return hashes("tokens", [*beside, begin[:rows].tobytes()], {})
 
 
 def _flat(value: Any, depth: int = 0) -> Iterator[bytes]:

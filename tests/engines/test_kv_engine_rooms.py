@@ -16,7 +16,10 @@ from stage_runtime.engines.autoregressive.core.engine_requests import EngineCore
 from stage_runtime.engines.autoregressive.process.serial import MsgpackDecoder, MsgpackEncoder
 from stage_runtime.engines.autoregressive.stage.engine_rooms import UNKNOWN, EngineRooms
 from stage_runtime.errors import PeerError, ProtocolError
+from stage_runtime.kv_transfer import records
 from stage_runtime.kv_transfer.interface import KVSink, Piece, Room, Source
+from stage_runtime.kv_transfer.layout import KVLayout
+from stage_runtime.kv_transfer.records import PromptAsk
 from tests.engines.generation_kit import GREEDY, alone
 from tests.engines.kv_pair_kit import Pair, Side, prompts
 
@@ -41,6 +44,7 @@ class Engines:
         self.on_engine_end: Callable[[int], None] = lambda rank: None
         self.engines: dict[int, crossing.CrossingRooms] = {}
         self.chosen: list[int] = []
+        self.prompts: list[tuple[Any, ...]] = []  #: For which an engine was chosen.
         self.draining = False
         for rank in range(count):
             self.start(rank)
@@ -52,7 +56,8 @@ class Engines:
         del self.engines[rank]
         self.on_engine_end(rank)
 
-    def choose_engine(self) -> int:
+    def choose_engine(self, tokens: Sequence[int], *beside: str) -> int:
+        self.prompts.append((list(tokens), *beside))
         if not self.engines:
             raise ValueError("no engine is left")
         self.chosen.append(sorted(self.engines)[len(self.chosen) % len(self.engines)])
@@ -229,6 +234,15 @@ def test_prompts_for_a_stage_without_engines_or_one_that_drains_are_declined() -
     client.end(0)
     stage.sink.asked(ROOM, "decode", b"", [])
     assert stage.closes == [(ROOM, "the engine is shutting down"), (ROOM, "no engine is left")]
+
+
+def test_an_engine_is_chosen_by_the_prompt_that_is_asked_for() -> None:
+    stage, client, _rooms, _sinks = joined("prefill")
+    layout = KVLayout(model="m", revision="", weights="", dtype="float32", block_size=4, pages=())
+    ask = PromptAsk(key=bytes(16), layout=layout, first=0, end=1, cache_salt="salt", adapter="sql")
+    stage.sink.asked(ROOM, "decode", records.encode(ask), [torch.tensor([5, 6, 7, 8])])
+    stage.sink.asked(Room("cc", "s", 1, 0), "decode", b"no ask", [BLOCK])  # its engine declines it
+    assert client.prompts == [([5, 6, 7, 8], "salt", "sql"), ([],)]
 
 
 def test_a_stage_that_ends_ends_its_rooms() -> None:

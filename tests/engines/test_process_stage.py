@@ -61,8 +61,8 @@ def one(launch: EngineLaunch = LAUNCH) -> Iterator[tuple[Rig, AsyncMPClient]]:
 
 
 @contextmanager
-def two() -> Iterator[tuple[Rig, DPLBAsyncMPClient]]:
-    client = DPLBAsyncMPClient(LAUNCH, DPCoordinator(2), elastic=True)
+def two(launch: EngineLaunch = LAUNCH) -> Iterator[tuple[Rig, DPLBAsyncMPClient]]:
+    client = DPLBAsyncMPClient(launch, DPCoordinator(2), elastic=True)
     with running(engine(client)) as rig:
         yield rig, client
 
@@ -148,6 +148,48 @@ def test_prompts_with_one_pin_go_to_one_engine_and_a_rank_names_its_engine() -> 
         assert answers(rig, 1)["none"] == ("failed", "InvalidRequest: data_parallel_rank is 7; engines: 0, 1")
     assert len(set(chosen[:4])) == 1
     assert chosen[4:] == [0, 1, 1]
+
+
+def test_a_prompt_goes_to_the_engine_that_has_its_beginning_unless_that_one_is_busy_or_was_replaced() -> None:
+    document = [token % 90 for token in range(320)]
+    lasting = msgspec.structs.replace(LAUNCH, kwargs={"step_s": 0.2})  # no answer ends before it is aborted
+    with two(lasting) as (rig, client):
+
+        def asked(name: str, tokens: list[int], **where: Any) -> int:
+            rig.start(name, {"tokens": tokens, "count": 100_000, **where})
+            until(lambda: name in client.reqs_in_flight)
+            chosen = client.reqs_in_flight[name]
+            until(lambda: sum(map(sum, client.counts)) == sum(running for _, running in client.counts))
+            until(lambda: sum(running for _, running in client.counts) == len(client.reqs_in_flight))
+            return chosen
+
+        def rested(*names: str) -> None:
+            for name in names:
+                rig.abort(name)
+            until(lambda: client.counts == [(0, 0), (0, 0)])
+
+        def cached(rank: int) -> bool:
+            return rank in client.stats and client.stats[rank].kv_blocks_cached > 0
+
+        assert asked("first", document, data_parallel_rank=1) == 1
+        until(lambda: cached(1))
+        rested("first")
+        assert asked("other", document[::-1]) == 0  # it begins otherwise: idle engines are taken from the first one on
+        rested("other")
+        assert asked("second", [*document, 7]) == 1
+        until(lambda: client.stats[1].prefix_hit_tokens == 320)
+        for index in range(4):
+            asked(f"busy{index}", [index], data_parallel_rank=1)
+        assert client.counts == [(0, 0), (0, 5)]
+        assert asked("third", [*document, 8]) == 0
+        rested("second", "third", *(f"busy{index}" for index in range(4)))
+        dead = client._engines[0].pid
+        os.kill(dead, signal.SIGKILL)
+        until(lambda: dead not in client.pids and len(client.pids) == 2 and not client.lost)
+        assert asked("another", [5] * 40, data_parallel_rank=0) == 0
+        until(lambda: cached(0))  # but not the document
+        rested("another")
+        assert asked("fourth", [*document, 9]) == 1
 
 
 def test_an_aborted_request_is_computed_no_further() -> None:

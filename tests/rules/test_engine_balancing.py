@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stage_runtime.rules.autoregressive.balancing import Balancer
+from stage_runtime.rules.prefixes import PIECES_MOST, Hashes, token_hashes
 
 
 @pytest.mark.parametrize(
@@ -101,3 +102,67 @@ def test_equal_engines_get_equal_shares(engines: int, requests: int, clients: in
     chosen = [balancer.choose() for _ in range(requests)]
     shares = [chosen.count(rank) for rank in range(engines)]
     assert max(shares) - min(shares) <= 1
+
+
+PROMPT = token_hashes(range(2000))
+
+
+def met(rank: int, engines: int = 2) -> Balancer:
+    """Engines of which one has met `PROMPT`."""
+    balancer = Balancer(engines)
+    assert balancer.choose(rank=rank, prompt=PROMPT) == rank
+    return balancer
+
+
+@pytest.mark.parametrize(
+    ("counts", "used", "chosen"),
+    [
+        ([(0, 0), (0, 0)], 0.0, 1),
+        ([(0, 0), (0, 2)], 0.0, 1),
+        ([(0, 8), (0, 12)], 0.0, 1),
+        ([(0, 8), (0, 13)], 0.0, 0),  # overloaded
+        ([(0, 0), (1, 1)], 0.0, 0),  # what waits counts twice, as at the coordinator
+        ([(0, 0), (0, 0)], 1.0, 0),  # no block is free
+        ([(0, 0), (0, 0)], 0.9, 1),
+    ],
+)
+def test_an_engine_that_has_met_the_prompt_is_chosen_unless_it_is_overloaded(
+    counts: list[tuple[int, int]], used: float, chosen: int
+) -> None:
+    balancer = met(1)
+    balancer.report(counts)
+    assert balancer.choose(prompt=PROMPT, caches={1: used}) == chosen
+
+
+@pytest.mark.parametrize("prompt", [(), token_hashes(range(1, 2000)), token_hashes(range(2000), "an adapter")])
+def test_another_prompt_goes_to_the_least_loaded_engine(prompt: Hashes) -> None:
+    assert met(1).choose(prompt=prompt, caches={1: 0.0}) == 0
+
+
+def test_an_engine_whose_cache_is_empty_or_that_was_replaced_has_met_nothing() -> None:
+    balancer = met(1)
+    assert balancer.choose(prompt=PROMPT, caches={}) == 0
+    balancer = met(1)
+    balancer.close(1)
+    assert balancer.choose(prompt=PROMPT, caches={1: 0.0}) == 0
+    balancer = met(1)
+    balancer.close(1)
+    balancer.open_again(1)
+    assert balancer.choose(prompt=PROMPT, caches={1: 0.0}) == 0
+
+
+def test_a_beginning_that_all_prompts_share_does_not_fill_one_engine() -> None:
+    balancer = Balancer(4)
+    chosen = [balancer.choose(prompt=PROMPT, caches=dict.fromkeys(range(4), 0.0)) for _ in range(64)]
+    shares = [chosen.count(rank) for rank in range(4)]
+    assert max(shares) <= 1.25 * min(shares) + 2
+
+
+def test_tokens_are_hashed_as_far_as_they_are_tokens() -> None:
+    tokens = list(range(500))
+    whole = token_hashes(tokens)
+    assert len(whole) == 7 and token_hashes([*tokens, 5] * 20)[:7] == whole
+    assert token_hashes([*tokens[:200], -1, *tokens[200:]]) == whole[:3]  # a row of embeddings
+    assert len(token_hashes(range(100_000))) <= PIECES_MOST
+    for hostile in ([1 << 70], [None], ["a"], [1.5]):
+        assert token_hashes(hostile) == ()  # type: ignore[arg-type]

@@ -1,13 +1,18 @@
 """The choice of the engine, of an instance's, that gets a request. Pure: counts in, a rank out.
 
-The coordinator's bindings choose the instance (`rules.membership`); this chooses among the engines inside one.
+The coordinator's bindings choose the instance (`rules.membership`); this chooses among the engines inside one, by load
+and by the prefixes that they have met, with the coordinator's own rule (`rules.prefixes`).
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
+
+from stage_runtime.rules import balancing, prefixes
+from stage_runtime.rules.pools import Pool
+from stage_runtime.rules.prefixes import Hashes
 
 WAITING_WEIGHT: Final = 4  # as in the coordinator's bindings: rather a busy engine than one that queues
 
@@ -26,6 +31,8 @@ class Balancer:
         self._client_index, self._client_count = client_index, client_count
         self._counts = [[0, 0] for _ in range(engines)]  #: Waiting and running, by rank.
         self._closed: set[int] = set()
+        self._lives: dict[int, int] = {}  #: How many engines of a rank have ended, with their caches.
+        self._prefixes = prefixes.Prefixes()
 
     @property
     def counts(self) -> list[tuple[int, int]]:
@@ -37,12 +44,27 @@ class Balancer:
         """Ranks that get requests."""
         return [rank for rank in range(len(self._counts)) if rank not in self._closed]
 
-    def choose(self, *, rank: int | None = None, pin: str | None = None) -> int:
-        """The engine of a request: ``rank`` if given; else always the same one for the same ``pin``; else the least
-        loaded one, the scan beginning at another engine for each client.
+    def choose(
+        self,
+        *,
+        rank: int | None = None,
+        pin: str | None = None,
+        prompt: Hashes = (),
+        caches: Mapping[int, float] | None = None,
+    ) -> int:
+        """The engine of a request: ``rank`` if given; else always the same one for the same ``pin``; else the one that
+        has met most of ``prompt``, where load allows; else the least loaded one, the scan beginning at another engine
+        for each client. It has met the prompt from now on.
 
+        caches: of the engines whose prefix cache has anything, the part of their blocks that requests use.
         Raises: ValueError: there is no such rank, or none is open.
         """
+        chosen = self._choose(rank, pin, prompt, caches or {})
+        if prompt:
+            self._prefixes.note(prompt, [self._name(chosen)])
+        return chosen
+
+    def _choose(self, rank: int | None, pin: str | None, prompt: Hashes, caches: Mapping[int, float]) -> int:
         open_ranks = self.open
         if rank is not None:
             if rank not in open_ranks:
@@ -55,8 +77,31 @@ class Balancer:
         start = self._client_index * len(open_ranks) // self._client_count
         rotated = open_ranks[start:] + open_ranks[:start]
         chosen = min(rotated, key=self._score)
+        hints = self._prefixes.hints(prompt)
+        if hints:
+            chosen = self._kept(chosen, hints, caches)
         self._counts[chosen][0] += self._client_count  # until the next report
         return chosen
+
+    def _kept(self, chosen: int, hints: prefixes.Hints, caches: Mapping[int, float]) -> int:
+        """``chosen``, or an engine that has met the prompt and is not much more loaded."""
+        pool = Pool[balancing.Load]()
+        ranks = {self._name(rank): rank for rank in {chosen, *caches} if rank in self.open}
+        for name, rank in ranks.items():
+            pool.add(name, self._load(name, rank, caches.get(rank, 0.0)))
+        least = pool.items[pool.position(self._name(chosen))]
+        return ranks[prefixes.kept(pool, hints, (), least).incarnation]
+
+    def _load(self, name: str, rank: int, used: float) -> balancing.Load:
+        """An engine's load in requests, as the coordinator knows an instance's."""
+        waiting, running = self._counts[rank]
+        load = balancing.Load(incarnation=name, kv_used=used)
+        load.score = waiting + running + balancing.WAITING_WEIGHT * waiting + load.crowding
+        return load
+
+    def _name(self, rank: int) -> str:
+        """The name of a rank's present engine in the hints."""
+        return f"{rank}.{self._lives.get(rank, 0)}"
 
     def report(self, counts: Sequence[Iterable[int]]) -> None:
         """Take counts that were published; those of ranks that do not exist here are ignored."""
@@ -78,6 +123,7 @@ class Balancer:
         """Another engine has the rank of one that was closed."""
         self._closed.discard(rank)
         self._counts[rank] = [0, 0]
+        self._lives[rank] = self._lives.get(rank, 0) + 1
 
     def _score(self, rank: int) -> int:
         waiting, running = self._counts[rank]

@@ -253,18 +253,21 @@ class MPClient:
 
     # --- requests -------------------------------------------------------------------------------------------------
 
-    def choose_engine(self) -> int:
-        """The rank of the engine that computes a further prompt. Raises: ValueError, EngineDeadError: none is left."""
+    def choose_engine(self, tokens: Sequence[int], *beside: str) -> int:
+        """The rank of the engine that computes a further prompt. beside: as of `prefixes.token_hashes`.
+
+        Raises: ValueError, EngineDeadError: none is left.
+        """
         self.ensure_alive()
-        return self._engine_for(None, None)
+        return self._engine_for(None, None, tokens, *beside)
 
     def send_kv(self, rank: int, message: ToEngine) -> None:
         """Raises: EngineDeadError, RequestError: it cannot be sent to."""
         self.ensure_alive()
         self._send(rank, EngineCoreRequestType.KV, *self._encoder.encode(message))
 
-    def _engine_for(self, rank: int | None, pin: str | None) -> int:
-        """Raises: ValueError: there is no such rank."""
+    def _engine_for(self, rank: int | None, pin: str | None, tokens: Sequence[int], *beside: str) -> int:
+        """tokens, beside: of its prompt. Raises: ValueError: there is no such rank."""
         (only,) = self._ranks()
         if rank not in (None, only):
             raise ValueError(f"data_parallel_rank is {rank}; the only engine is {only}")
@@ -280,7 +283,11 @@ class MPClient:
             raise RequestError("duplicate_request", "a request with this id is being computed", request_id=name)
         body = self._encoder.encode(request)
         chosen = self._engine_for(
-            request.data_parallel_rank if rank is None else rank, request.pin or None if pin is None else pin
+            request.data_parallel_rank if rank is None else rank,
+            request.pin or None if pin is None else pin,
+            request.prompt_token_ids,
+            request.cache_salt,
+            request.adapter,
         )
         header = msgspec.msgpack.encode(AddHeader(name, self.client_index, wave))
         self._send(chosen, EngineCoreRequestType.ADD, header, *body)

@@ -26,6 +26,7 @@ from stage_runtime.engines.autoregressive.process.engine_messages import (
 )
 from stage_runtime.engines.autoregressive.process.launching import EngineLaunch, ForeignProcess
 from stage_runtime.errors import ConfigurationError, EngineDeadError
+from stage_runtime.rules import prefixes
 from stage_runtime.rules.autoregressive.balancing import Balancer
 from stage_runtime.rules.autoregressive.waves import PublishState
 from stage_runtime.sockets import multipart
@@ -110,8 +111,8 @@ class DPAsyncMPClient(AsyncMPClient):
 
 
 class DPLBAsyncMPClient(DPAsyncMPClient):
-    """Asks all engines of an instance and chooses the least loaded one. An independent engine that ends takes its
-    requests with it and no others; in lockstep all end.
+    """Asks all engines of an instance: one that has met the prompt's beginning, or the least loaded one. An independent
+    engine that ends takes its requests with it and no others; in lockstep all end.
     """
 
     def __init__(
@@ -161,8 +162,12 @@ class DPLBAsyncMPClient(DPAsyncMPClient):
     def _on_counts(self, counts: Sequence[tuple[int, int]]) -> None:
         self._balancer.report(counts)
 
-    def _engine_for(self, rank: int | None, pin: str | None) -> int:
-        return self._balancer.choose(rank=rank, pin=pin)
+    def _engine_for(self, rank: int | None, pin: str | None, tokens: Sequence[int], *beside: str) -> int:
+        caches = {
+            index: one.kv_blocks_used / one.kv_blocks for index, one in self.stats.items() if one.kv_blocks_cached
+        }
+        prompt = prefixes.token_hashes(tokens, *beside)
+        return self._balancer.choose(rank=rank, pin=pin, prompt=prompt, caches=caches)
 
     def _on_dead(self, rank: int, reason: str) -> list[EngineCoreOutputs]:
         serving = rank in self._balancer.open  # and not removed on purpose

@@ -29,9 +29,10 @@ from stage_runtime.engines.autoregressive.connectors.crossing import (
     ToStage,
 )
 from stage_runtime.engines.autoregressive.core.engine_requests import EngineCoreRequest
-from stage_runtime.errors import EngineDeadError, OmniError, describe
-from stage_runtime.kv_transfer import interface
+from stage_runtime.errors import EngineDeadError, OmniError, ProtocolError, describe
+from stage_runtime.kv_transfer import interface, records
 from stage_runtime.kv_transfer.interface import KVTransport, Piece, Room
+from stage_runtime.rules import prefixes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -47,7 +48,7 @@ class RoomClient(Protocol):
     on_kv: Callable[[int, ToStage], None]
     on_engine_end: Callable[[int], None]
 
-    def choose_engine(self) -> int:
+    def choose_engine(self, tokens: Sequence[int], *beside: str) -> int:
         """The rank of the engine that computes a further prompt. Raises: ValueError: none is left."""
 
     def send_kv(self, rank: int, message: ToEngine) -> None:
@@ -126,7 +127,7 @@ class EngineRooms:
 
     def _asked(self, room: Room, peer: str, record: bytes, tensors: list[Any]) -> None:
         try:
-            rank = self._client.choose_engine()
+            rank = self._client.choose_engine(*_beginning(record, tensors))
         except (ValueError, EngineDeadError) as error:
             self._transport.close(room, str(error))
             return
@@ -210,3 +211,12 @@ class EngineRooms:
         if found is not None:
             del self._rooms[found]
         return found
+
+
+def _beginning(record: bytes, tensors: Sequence[Tensor]) -> tuple[Sequence[int], *tuple[str, ...]]:
+    """The first tokens of a prompt that is asked for, and what else its blocks depend on."""
+    try:
+        ask = records.decode_ask(record, tensors)
+    except ProtocolError:  # its engine declines it
+        return ((),)
+    return tensors[0][: prefixes.TOKENS_MOST].tolist(), ask.cache_salt, ask.adapter
