@@ -1,4 +1,4 @@
-"""The API of stage authors, ``import stage_runtime as omni``. Light: no torch, zmq or starlette until used.
+"""The API of stage authors, ``import stage_runtime as omni``. Light: no torch, zmq or fastapi until used.
 
 The kinds of stage function (`Simple`, `Batched`, `Streaming`) are declared here; `engines` runs them.
 """

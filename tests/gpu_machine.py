@@ -24,7 +24,7 @@ REPOSITORY: Final = Path(__file__).parents[1]
 LIMIT_S: Final = 460.0  # 8 minutes, less what the start takes
 #: None of these needs torch; their own dependencies come along.
 WANTED: Final = (
-    "msgspec PyYAML click rich pyzmq uvloop httptools starlette uvicorn python-multipart httpx soundfile cryptography "
+    "msgspec PyYAML click rich pyzmq uvloop httptools fastapi uvicorn python-multipart httpx soundfile cryptography "
     "huggingface-hub prometheus-client psutil safetensors llguidance pillow pytest pytest-asyncio pytest-timeout "
     "hypothesis kopf jinja2"
 ).split()

@@ -95,7 +95,7 @@ def command(
 
     ^C lets requests finish and stops everything; a second ^C stops at once.
     """
-    options.need("zmq", "uvloop", "uvicorn", "starlette")  # of the extra `runtime`, in the processes that are started
+    options.need("zmq", "uvloop", "uvicorn", "fastapi")  # of the extra `runtime`, in the processes that are started
     if math.isnan(startup_timeout):
         raise click.BadParameter("nan is not a number of seconds", param_hint="--startup-timeout")
     if no_auth and api_key_file is not None:

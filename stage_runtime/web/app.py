@@ -1,7 +1,8 @@
 """The HTTP applications of a coordinator: the pipeline's, the probes', the admin port's. Called by `processes`.
 
-Starlette holds the routes, which are plain ASGI under it: msgspec reads their bodies, so no library that validates them
-stands between. Requests of the pipeline's clients go past its router (`routing.Direct`). The routes are in `routes`.
+FastAPI holds the routes; the hot ones are plain ASGI under it, since
+their bodies are read by msgspec, and validation by another library would cost more than the rest of the way. Requests
+for them go past its router (`routing.Direct`). The routes are in `routes`.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
-from starlette.applications import Starlette
+from fastapi import FastAPI
 
 from stage_runtime.coordinator.events import RequestManagerApi
 from stage_runtime.metrics import catalog
@@ -37,7 +38,7 @@ def make_app(
     metrics: CoordinatorMetrics | None = None,
     admin: Sequence[Route] = (),
     budget: MemoryBudget | None = None,
-) -> Starlette:
+) -> FastAPI:
     """The application.
 
     codecs: the caller's, who closes it.
@@ -70,19 +71,20 @@ def make_app(
         "observe": metrics.observe,
         "without_key": OPEN | files.PATHS,
     }
-    app = bare_app()
+    app = bare_app(title=settings.model)
     app.add_middleware(Middleware, **guards)
     app.around = lambda inner: Direct(inner, routes=endpoints, guarded=lambda one: Middleware(one, **guards))
     app.router.routes[:0] = [*endpoints, *sockets(public, serves=settings.serves)]
-    described = openapi.Described(settings.model, (*served, *others), keyed=keyed, without_key=OPEN)
-    document = Route("GET", "/openapi.json", "This document", described.show)
-    app.router.routes.extend(mounted((*others, *shown, document)))
+    app.router.routes.extend(mounted((*others, *shown)))
+    app.openapi = lambda: openapi.document(  # type: ignore[method-assign]
+        settings.model, (*served, *others), keyed=keyed, without_key=OPEN
+    )
     return app
 
 
-def make_probes(manager: RequestManagerApi, metrics: CoordinatorMetrics) -> Starlette:
+def make_probes(manager: RequestManagerApi, metrics: CoordinatorMetrics) -> FastAPI:
     """The probes as an application of their own, without API keys: give it the same ``metrics`` as `make_app`."""
-    app = bare_app()
+    app = bare_app(title="probes")
     app.router.routes[:] = mounted(routes.probes(manager, metrics, kubelet=True))
     app.add_middleware(Middleware)
     return app
@@ -96,7 +98,7 @@ def make_admin(
     metrics: CoordinatorMetrics,
     admin: Sequence[Route],
     budget: MemoryBudget,
-) -> Starlette:
+) -> FastAPI:
     """The admin port's: all routes and the page, behind the same API keys. Only a port-forward reaches it."""
     own = msgspec.structs.replace(settings, probes=True, local=True)
     return make_app(manager, own, codecs=codecs, metrics=metrics, admin=admin, budget=budget)

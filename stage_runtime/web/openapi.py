@@ -3,30 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from stage_runtime.errors import CODES
 from stage_runtime.web.answers import EVENTS, JSON, ResponseType
-from stage_runtime.web.exchanges.exchange import Exchange
 from stage_runtime.web.routing import Route
 
 _REF = "#/components/schemas/{name}"
-
-
-class Described:
-    """The endpoint of the document, which is made when it is asked for first."""
-
-    def __init__(self, title: str, routes: Sequence[Route], *, keyed: bool, without_key: Collection[str]) -> None:
-        self._made: Callable[[], dict[str, Any]] = lambda: document(title, routes, keyed=keyed, without_key=without_key)
-        self._encoded: bytes | None = None
-
-    async def show(self, exchange: Exchange) -> None:
-        if self._encoded is None:
-            self._encoded = msgspec.json.encode(self._made())
-        await exchange.reply(self._encoded)
 
 
 def document(title: str, routes: Sequence[Route], *, keyed: bool, without_key: Collection[str]) -> dict[str, Any]:

@@ -58,7 +58,7 @@ def mounted(
 
 
 class Direct:
-    """Calls the endpoint of a request for one of ``routes`` at once, and gives what is left to Starlette.
+    """Calls the endpoint of a request for one of ``routes`` at once, and gives what is left to FastAPI.
 
     A POST without parameters in its path needs no matching, no exit stack and no error handler.
     """

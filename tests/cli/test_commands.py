@@ -243,7 +243,7 @@ def test_every_command_has_help_and_loading_the_list_loads_no_command() -> None:
         done = omni(name, "--help")
         assert done.exit_code == 0, done.output
     program = (
-        "import sys, stage_runtime.cli; print([m for m in sys.modules if m in ('torch', 'zmq', 'starlette', 'rich')])"
+        "import sys, stage_runtime.cli; print([m for m in sys.modules if m in ('torch', 'zmq', 'fastapi', 'rich')])"
     )
     loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=True)
     assert json.loads(loaded.stdout.replace("'", '"')) == []

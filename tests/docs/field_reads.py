@@ -30,7 +30,7 @@ explicit_package_bases = true
 ignore_missing_imports = true
 python_version = 3.11
 enable_error_code = deprecated
-[mypy-torch.*,numpy.*,kubernetes.*,aiohttp.*,starlette.*,uvicorn.*,kopf.*,httpx.*,rich.*,\
+[mypy-torch.*,numpy.*,kubernetes.*,aiohttp.*,fastapi.*,starlette.*,pydantic.*,uvicorn.*,kopf.*,httpx.*,rich.*,\
 cryptography.*,zmq.*,soundfile.*,huggingface_hub.*,prometheus_client.*,av.*,soxr.*,click.*,uvloop.*,httptools.*,\
 transformers.*,tokenizers.*,safetensors.*,numba.*,llvmlite.*,llguidance.*,onnxruntime.*,opentelemetry.*,websockets.*,\
 jinja2.*,huggingface_hub.*,psutil.*,tqdm.*,stage_runtime.web.*,stage_runtime.relays.*,stage_runtime.sockets.*,\

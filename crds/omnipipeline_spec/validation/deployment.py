@@ -22,8 +22,8 @@ NO_HOST = frozenset("/*@?#[]\\")  # never part of a URL's host: such an entry wo
 #: Modules that every process imports. Inline code comes before them on sys.path, also before the standard library.
 TAKEN_MODULES = sys.stdlib_module_names | {
     *("stage_runtime", "stage_models", "omnipipeline_spec", "omnipipeline_operator", "sitecustomize", "usercustomize"),
-    *("click", "cryptography", "httptools", "httpx", "msgspec", "numpy", "prometheus_client"),
-    *("python_multipart", "rich", "soundfile", "starlette", "torch", "uvicorn", "uvloop", "yaml", "zmq"),
+    *("click", "cryptography", "fastapi", "httptools", "httpx", "msgspec", "numpy", "prometheus_client"),
+    *("pydantic", "python_multipart", "rich", "soundfile", "starlette", "torch", "uvicorn", "uvloop", "yaml", "zmq"),
 }
 MAX_CODE_BYTES = 512 * 1024  # with the plan beside it in one ConfigMap, which holds 1 MiB
 
