@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -31,6 +32,9 @@ def command(url: str, folder: Path | None) -> None:
     from stage_runtime.weights.progress import Progress
     from stage_runtime.weights.source import Interrupted, Source
 
+    # What has come is on the disk. PID 1 of a container ignores a SIGTERM that it does not handle: the kubelet, and the
+    # drain of a node with it, would wait for the whole grace period.
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(128 + signal.SIGTERM))
     began = time.monotonic()
     log = settings.termination_log(os.environ)
     try:

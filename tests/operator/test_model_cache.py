@@ -289,7 +289,8 @@ async def test_the_status_says_how_much_the_job_has_fetched_in_steps() -> None:
     assert operator.again_s is None or operator.again_s > 10
 
 
-def test_a_job_that_fetches_from_a_hub_says_how_far_it_is(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_asked_to_end", [False, True])
+def test_a_job_that_fetches_from_a_hub_says_how_far_it_is(tmp_path: Path, is_asked_to_end: bool) -> None:
     size, port, half, goes_on = 40 << 20, free_port(), threading.Event(), threading.Event()
 
     def hold(start: int) -> None:
@@ -308,9 +309,12 @@ def test_a_job_that_fetches_from_a_hub_says_how_far_it_is(tmp_path: Path) -> Non
                 assert half.wait(patience(60))
                 seen = eventually(lambda: fetched(port), what="some of it is counted")
                 assert 0 < seen["bytes_done"] < seen["bytes_total"]
+                if is_asked_to_end:
+                    fetch.terminate()
+                    assert fetch.wait(patience(60)) == 143, "not by the signal itself, which PID 1 would ignore"
             finally:
                 goes_on.set()
-            assert fetch.wait(patience(60)) == 0
+            assert is_asked_to_end or fetch.wait(patience(60)) == 0
 
 
 def fetched(port: int) -> dict[str, int] | Literal[False]:

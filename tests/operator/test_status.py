@@ -371,8 +371,10 @@ def test_units_that_wait_for_their_model_report_its_prefetch() -> None:
     running, unplaced = pod("f1"), pod("f2", reason="Unschedulable", message="unbound claim")
     broken = pod("f0", finished=True, reason="Error", message="container prefetch: no such model")
 
-    def readiness(*pods: ObservedPod, gave_up: bool = False) -> tuple[str, str]:
-        fetching = diagnostics.of_prefetch("duo-prefetch-1", "me/mine", pods, gave_up=gave_up)
+    def readiness(
+        *pods: ObservedPod, gave_up: bool = False, done: tuple[int, int] | None = None
+    ) -> tuple[str, str]:
+        fetching = diagnostics.of_prefetch("duo-prefetch-1", "me/mine", pods, gave_up=gave_up, done=done)
         _, found = status.summarise(inputs(coordinator(pod(ready=True)), fetching=fetching), {}, generation=1, now=NOW)
         [ready] = [each for each in found if each.type == "Ready"]
         return ready.reason, ready.message
@@ -381,7 +383,13 @@ def test_units_that_wait_for_their_model_report_its_prefetch() -> None:
     assert readiness(unplaced) == ("Unschedulable", "pod f2: unbound claim")
     why = "Job duo-prefetch-1: container prefetch: no such model"
     assert readiness(broken, running) == ("PrefetchFailed", f"{why}; it is retried")
+    assert readiness(broken, running, done=(0, 0)) == ("PrefetchFailed", f"{why}; it is retried")
     assert readiness(broken, gave_up=True) == ("PrefetchFailed", f"{why}; delete the Job to retry")
+    goes_on = "Job duo-prefetch-1 fetches me/mine: 50 % of 12.0 MB"
+    remark = "a pod before this one failed: container prefetch: no such model"
+    assert readiness(running, done=(6_000_000, 12_000_000)) == ("Prefetching", goes_on)
+    assert readiness(broken, running, done=(6_000_000, 12_000_000)) == ("Prefetching", f"{goes_on}; {remark}")
+    assert readiness(broken, gave_up=True, done=(1, 2)) == ("PrefetchFailed", f"{why}; delete the Job to retry")
 
 
 def leaving(since: float) -> ObservedPod:

@@ -90,8 +90,11 @@ def test_a_file_uploaded_in_parts_is_checked_by_its_etag_or_by_a_second_transfer
     assert len(s3.ranges("tiny/weights/model.bin")) == (1 if usual else 2)
 
 
-def kill_in_mid_file(s3: S3, root: Path) -> None:
-    """Run the fetch as a process, and SIGKILL it when half of the weights have been sent and some are on the disk."""
+def kill_in_mid_file(s3: S3, root: Path, by: signal.Signals = signal.SIGKILL) -> int:
+    """Run the fetch as a process, and kill it when half of the weights have been sent and some are on the disk.
+
+    Returns: its exit code.
+    """
     path, half, goes_on = f"/{BUCKET}/tiny/weights/model.bin", threading.Event(), threading.Event()
 
     def hold(piece: bytes) -> bytes:
@@ -109,9 +112,11 @@ def kill_in_mid_file(s3: S3, root: Path) -> None:
             [part] = wait_for_part(root)
             assert 0 < part.stat().st_size < len(WEIGHTS)
         finally:
-            process.send_signal(signal.SIGKILL)
+            process.send_signal(by)
+            code = process.wait(patience(60))
             goes_on.set()
     del s3.between[path]
+    return code
 
 
 def wait_for_part(root: Path) -> list[Path]:
@@ -171,6 +176,11 @@ def test_a_fetch_that_is_killed_shows_no_half_model_and_goes_on_where_it_stopped
     assert content(local(tmp_path)) == FILES
     assert s3.ranges("tiny/weights/model.bin") == [f"bytes={here}-{len(WEIGHTS) - 1}"]
     assert s3.ranges("tiny/config.json") == []
+
+
+def test_a_fetch_that_is_asked_to_end_ends_in_mid_file(s3: S3, tmp_path: Path) -> None:
+    """PID 1 of a container ignores the signal unless it handles it: a process that the signal ends has code -15."""
+    assert kill_in_mid_file(s3, tmp_path, signal.SIGTERM) == 128 + signal.SIGTERM
 
 
 def test_a_part_of_another_content_is_noticed_and_fetched_again(s3: S3, tmp_path: Path) -> None:

@@ -113,17 +113,23 @@ def of_prefetch(
 
     pods:    the Job's; a failed pod is kept, so that its termination message can be read.
     gave_up: the Job has reached its backoff limit.
-    done:    (bytes that are fetched, bytes of the model); None: not known.
+    done:    (bytes that are fetched, bytes of the model), as the pod that runs says; None: no pod says so.
+
+    The pod that follows a failed one says the bytes of the model once its store has answered it: from there on the
+    model is being fetched, and why the pod before it failed is a remark.
     """
     in_order = sorted((each for each in pods if each.reason is not None), key=lambda each: each.created_at)
     failed = [each for each in in_order if each.finished]
-    if gave_up or failed:
-        why = failed[-1].message if failed else "has failed"
+    why = failed[-1].message if failed else "has failed"
+    share = _share(done)
+    if gave_up or (failed and not share):
         then = "delete the Job to retry" if gave_up else "it is retried"
         return Diagnostic(unit="", reason="PrefetchFailed", message=f"Job {job}: {why}; {then}")
     for each in in_order:
-        return Diagnostic(unit="", reason=str(each.reason), message=f"pod {each.name}: {each.message}")
-    return Diagnostic(unit="", reason="Prefetching", message=f"Job {job} fetches {model}{_share(done)}")
+        if not each.finished:
+            return Diagnostic(unit="", reason=str(each.reason), message=f"pod {each.name}: {each.message}")
+    before = f"; a pod before this one failed: {why}" if failed else ""
+    return Diagnostic(unit="", reason="Prefetching", message=f"Job {job} fetches {model}{share}{before}")
 
 
 def _share(done: tuple[int, int] | None) -> str:
@@ -131,7 +137,8 @@ def _share(done: tuple[int, int] | None) -> str:
     if done is None or not done[1]:
         return ""
     share = min(100 * done[0] // done[1], 100) // STEP_PERCENT * STEP_PERCENT
-    return f": {share} % of {done[1] / 1e9:.1f} GB"
+    total = f"{done[1] / 1e9:.1f} GB" if done[1] >= 1e9 else f"{done[1] / 1e6:.1f} MB"
+    return f": {share} % of {total}"
 
 
 def of_refused_job(job: str, message: str) -> Diagnostic:

@@ -19,8 +19,9 @@ from omnipipeline_spec.types.plan import PipelinePlan
 from omnipipeline_spec.types.pods import PROBE_PORT
 
 FETCH: Final = """\
-import contextlib, os, sys, traceback
+import contextlib, os, signal, sys, traceback
 LOG = "/dev/termination-log"
+signal.signal(signal.SIGTERM, lambda *_: os._exit(143))  # PID 1 ignores what it does not handle; what came stays
 for offline in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):  # meant for the pods that come after
     os.environ.pop(offline, None)
 from huggingface_hub import snapshot_download
