@@ -6,8 +6,10 @@ a roll to another protocol, foreign pods, and at the end what is left after dele
 
 from __future__ import annotations
 
+import json
 import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -18,6 +20,7 @@ from tests.cluster.installing import (
     SYSTEM,
     Images,
     Installed,
+    Volume,
     build_images,
     helm,
     image_values,
@@ -93,6 +96,28 @@ def hello(installed: Installed) -> str:
 def choir(installed: Installed) -> str:
     """URL of three groups in a row, the middle one twice."""
     return _applied(installed, "choir", str(CHOIR))
+
+
+@pytest.fixture
+def volume(installed: Installed, tmp_path: Path) -> Iterator[Volume]:
+    """A volume on this machine, which is the node; the cluster makes none by itself."""
+    folder = tmp_path / "models"
+    folder.mkdir()
+    folder.chmod(0o777)
+    for parent in tmp_path.parents[:2]:
+        parent.chmod(0o755)
+    tmp_path.chmod(0o755)
+    name = "by-hand"
+    spec = {
+        "capacity": {"storage": "10Mi"},
+        "accessModes": ["ReadWriteOnce"],
+        "storageClassName": name,
+        "hostPath": {"path": str(folder)},
+    }
+    manifest = {"apiVersion": "v1", "kind": "PersistentVolume", "metadata": {"name": name}, "spec": spec}
+    installed.cluster.kubectl("apply", "-f", "-", stdin=json.dumps(manifest))
+    yield Volume(storage_class=name, folder=folder)
+    installed.cluster.kubectl("delete", "persistentvolume", name, "--wait=false")
 
 
 @pytest.fixture(scope="session")

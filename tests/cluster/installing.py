@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import httpx
@@ -90,6 +91,21 @@ class Installed:
             text=True,
             timeout=300,
         )
+
+
+@dataclass(frozen=True)
+class Volume:
+    """A volume that is a folder of the machine on which the tests run."""
+
+    storage_class: str
+    folder: Path
+
+
+def node_address(installed: Installed) -> str:
+    """The address of the node that runs pods, at which pods reach what listens there."""
+    [node] = [each for each in installed.all("nodes") if "fake" not in each["metadata"]["labels"]]
+    [address] = [each["address"] for each in node["status"]["addresses"] if each["type"] == "InternalIP"]
+    return str(address)
 
 
 def pipeline(name: str, stages: list[dict[str, object]], *, code: str, **spec: object) -> dict[str, Any]:

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 
 from tests.cluster import hub
 from tests.cluster.hub import Hub
-from tests.cluster.installing import Installed, ask, pipeline, url, wait_for, wait_ready
+from tests.cluster.installing import Installed, Volume, ask, node_address, pipeline, url, wait_for, wait_ready
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600, func_only=True)]
 
-CLASS = "by-hand"
 CODE = """
 import stage_runtime as omni
 
@@ -29,36 +24,15 @@ def weights_text(model_path, model_revision):
 """
 
 
-@pytest.fixture
-def volume(installed: Installed, tmp_path: Path) -> Iterator[str]:
-    """A volume on this machine, which is the node; the cluster makes none by itself."""
-    folder = tmp_path / "models"
-    folder.mkdir()
-    folder.chmod(0o777)
-    for parent in tmp_path.parents[:2]:
-        parent.chmod(0o755)
-    tmp_path.chmod(0o755)
-    spec = {
-        "capacity": {"storage": "10Mi"},
-        "accessModes": ["ReadWriteOnce"],
-        "storageClassName": CLASS,
-        "hostPath": {"path": str(folder)},
-    }
-    manifest = {"apiVersion": "v1", "kind": "PersistentVolume", "metadata": {"name": CLASS}, "spec": spec}
-    installed.cluster.kubectl("apply", "-f", "-", stdin=json.dumps(manifest))
-    yield CLASS
-    installed.cluster.kubectl("delete", "persistentvolume", CLASS, "--wait=false")
-
-
-def test_pods_wait_for_the_model_and_a_failed_fetch_is_reported_and_retried(installed: Installed, volume: str) -> None:
+def test_pods_wait_for_the_model_and_a_failed_fetch_is_reported_and_retried(
+    installed: Installed, volume: Volume
+) -> None:
     cluster, namespace = installed.cluster, installed.namespace
-    [node] = [each for each in installed.all("nodes") if "fake" not in each["metadata"]["labels"]]
-    [address] = [each["address"] for each in node["status"]["addresses"] if each["type"] == "InternalIP"]
-    cache = {"type": "PersistentVolumeClaim", "size": "10Mi", "storageClassName": volume}
+    cache = {"type": "PersistentVolumeClaim", "size": "10Mi", "storageClassName": volume.storage_class}
     stages: list[dict[str, object]] = [
         {"name": "reader", "process": "reader", "factory": "made:weights_text", "terminal": True},
     ]
-    with hub.serving(address) as source:
+    with hub.serving(node_address(installed)) as source:
         desired = pipeline(
             "cached",
             stages,
