@@ -27,6 +27,7 @@ from stage_runtime.processes.supervision.instances import InstanceSpec
 #: Variables that a person may set for all processes of a run; every other OMNI_ variable is ours to write.
 INHERITED = (
     "OMNI_CACHE",
+    "OMNI_MODELS_DIR",
     "OMNI_PROFILE_ROOT",
     "OMNI_LOG_FORMAT",
     "OMNI_LOG_LEVEL",

@@ -78,10 +78,12 @@ def test_each_life_of_an_instance_has_addresses_of_its_own(tmp_path: Path) -> No
 
 def test_variables_of_ours_are_not_inherited_by_accident(tmp_path: Path) -> None:
     stray = {"OMNI_CONTROL_KEY_FILE": "/elsewhere", "OMNI_GPUS": "7", "OMNI_LOG_FORMAT": "json", "PYTHONPATH": "/mine"}
+    stray["OMNI_MODELS_DIR"] = "/models"
     (env,) = launch(tmp_path, "front", stray)
     assert "OMNI_CONTROL_KEY_FILE" not in env
     assert "OMNI_GPUS" not in env
     assert env["OMNI_LOG_FORMAT"] == "json"
+    assert env["OMNI_MODELS_DIR"] == "/models", "a stage looks there for the model that a Job has fetched"
     assert env["PYTHONPATH"] == "/code:/mine"
 
 
