@@ -371,9 +371,7 @@ def test_units_that_wait_for_their_model_report_its_prefetch() -> None:
     running, unplaced = pod("f1"), pod("f2", reason="Unschedulable", message="unbound claim")
     broken = pod("f0", finished=True, reason="Error", message="container prefetch: no such model")
 
-    def readiness(
-        *pods: ObservedPod, gave_up: bool = False, done: tuple[int, int] | None = None
-    ) -> tuple[str, str]:
+    def readiness(*pods: ObservedPod, gave_up: bool = False, done: tuple[int, int] | None = None) -> tuple[str, str]:
         fetching = diagnostics.of_prefetch("duo-prefetch-1", "me/mine", pods, gave_up=gave_up, done=done)
         _, found = status.summarise(inputs(coordinator(pod(ready=True)), fetching=fetching), {}, generation=1, now=NOW)
         [ready] = [each for each in found if each.type == "Ready"]
