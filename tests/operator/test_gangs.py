@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from dataclasses import dataclass, field
 from random import Random
@@ -46,6 +47,18 @@ def for_high(given: int, gpus: int) -> Yielded:
 GIVEN = Yielded(since=NOW - P / 2, to="h", gpus=4, tries=1, given=3, priority=1)
 
 
+def turns(name: str, *, for_s: float = P, **more: object) -> Gang:
+    """It serves with one GPU, and may sleep."""
+    own: dict[str, object] = {"needs": 1, "held": 1, "serves": True, "sleeps": True, "serving_since": NOW - for_s}
+    return gang(name, 20, **{**own, **more})
+
+
+def its_turn(name: str, **more: object) -> Gang:
+    """It may sleep, and waits for one GPU."""
+    return stuck(name, 10, **{"held": 0, "needs": 1, "lacks": 1, "sleeps": True, **more})  # type: ignore[arg-type]
+
+
+TURN = Yielded(since=NOW, to="b", gpus=1, tries=1, given=1, turn=True)
 AWAY = Yielded(since=NOW - P, to="a", gpus=4, tries=1)
 OLD = gang("a", 100, serves=True, held=3)
 
@@ -165,6 +178,37 @@ OLD = gang("a", 100, serves=True, held=3)
             Yielded(since=None, to="x", gpus=4, tries=1, given=3, priority=1),
             id="an older one of a lower priority waits",
         ),
+        pytest.param(turns("a"), [its_turn("b")], TURN, id="the next one's turn"),
+        pytest.param(turns("a"), [its_turn("b", for_s=P - 1)], None, id="it has not waited for long yet"),
+        pytest.param(turns("a", for_s=P - 1), [its_turn("b")], None, id="it has not served for long yet"),
+        pytest.param(turns("a", sleeps=False), [its_turn("b")], None, id="its author wants one always"),
+        pytest.param(turns("a"), [its_turn("b", sleeps=False)], None, id="it would never give them back"),
+        pytest.param(turns("a", priority=1), [its_turn("b")], None, id="a turn of a lower priority"),
+        pytest.param(turns("a"), [its_turn("b", lacks=2)], None, id="a turn would be too little"),
+        pytest.param(
+            turns("a"),
+            [its_turn("b", lacks=2, yielded=Yielded(since=None, to="a", gpus=2, tries=1, given=2, turn=True))],
+            TURN,
+            id="beside what is free since its own turn",
+        ),
+        pytest.param(
+            turns("a"), [its_turn("b", yielded=Yielded(since=None, failed=1))], None, id="it found no place once"
+        ),
+        pytest.param(turns("a"), [turns("c", for_s=P + 1), its_turn("b")], None, id="another one served for longer"),
+        pytest.param(
+            turns("a"),
+            [its_turn("c"), its_turn("b", for_s=P + 1)],
+            TURN,
+            id="the one that has waited for longest",
+        ),
+        pytest.param(gang("a", 20, needs=1, yielded=TURN), [its_turn("b")], TURN, id="away until it has them"),
+        pytest.param(
+            gang("a", 20, needs=1, yielded=TURN),
+            [turns("b", for_s=1)],
+            msgspec.structs.replace(TURN, since=None),
+            id="it has them",
+        ),
+        pytest.param(gang("a", 20, needs=1, held=1, yielded=TURN), [turns("b")], TURN, id="its own pods end still"),
     ],
 )
 def test_who_lets_go_and_who_comes_back(own: Gang, others: list[Gang], kept: Yielded | None) -> None:
@@ -190,6 +234,9 @@ class Simulated:
     serves: bool = False
     yielded: Yielded | None = None
     gone: bool = False
+    sleeps: bool = False
+    serving_since: float | None = None
+    turns: int = 0  #: How often it has begun to serve.
 
     def seen(self) -> Gang:
         is_stuck = self.stuck_since if self.placed < self.needs and not self.away else None
@@ -202,6 +249,8 @@ class Simulated:
             stuck_since=is_stuck,
             lacks=self.needs - self.placed,
             priority=self.priority,
+            sleeps=self.sleeps,
+            serving_since=self.serving_since if self.serves else None,
             yielded=self.yielded,
         )
 
@@ -231,7 +280,7 @@ class Cluster:
             kept = gangs.decide(one.seen(), others, now=self.now, patience_s=P, taking_s=TAKING)
             if kept is not None and kept.since is not None and not one.away:
                 self.let_go.append((one.name, one.serves, kept.given))
-                if kept.given:
+                if kept.given and not kept.turn:
                     self.check_help(one, kept.to)
                 one.placed, one.leaving, one.stuck_since, one.serves = 0, one.placed, None, False
             one.yielded = kept
@@ -255,7 +304,9 @@ class Cluster:
         for one in self.draws.sample(wanting, min(free, len(wanting))):
             one.placed += 1
         for one in self.live():
-            one.serves = one.serves or one.placed == one.needs
+            if not one.serves and one.placed == one.needs:
+                one.serves, one.serving_since = True, self.now
+                one.turns += 1
             waits = not one.away and one.placed < one.needs
             one.stuck_since = (one.stuck_since or self.now) if waits else None
 
@@ -292,6 +343,29 @@ def test_no_pipelines_wait_for_each_other_for_ever_and_none_that_serves_lets_go(
     assert [one.name for one in pipelines if not one.serves and one.needs <= left] == [], "there is room"
     assert all(times <= 8 for times in Counter(name for name, _, _ in cluster.let_go).values()), "it comes and goes"
     _ended_ones_make_room(cluster, horizon)
+
+
+@pytest.mark.proves("gangs")
+@settings(max_examples=examples(40), deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(0, 40), st.integers(0, 2**32))
+def test_of_two_that_are_always_wanted_and_may_sleep_each_has_its_turn(
+    first: int, second: int, begin: int, seed: int
+) -> None:
+    """The first one needs no less, and there is no room for both."""
+    first, second = max(first, second), min(first, second)
+    pipelines = [
+        Simulated(name=f"p{number}", created_at=NOW + at * STEP_S, needs=needs, sleeps=True)
+        for number, (needs, at) in enumerate(((first, 0), (second, 1 + begin)))
+    ]
+    cluster = Cluster(gpus=first, pipelines=pipelines, draws=Random(seed))
+    begins: list[tuple[float, str]] = []
+    for _ in range(4 * 40):  # 40 times the patience
+        before = {one.name: one.turns for one in pipelines}
+        cluster.step()
+        begins += [(cluster.now, one.name) for one in pipelines if one.turns > before[one.name]]
+    names = [name for _, name in begins]
+    assert len(names) >= 10 and all(one != other for one, other in itertools.pairwise(names)), "by turns"
+    assert all(later - earlier >= P for (earlier, _), (later, _) in itertools.pairwise(begins)), "whole turns"
 
 
 @pytest.mark.proves("priority")

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from omnipipeline_operator.changes.conditions import rfc3339
+from omnipipeline_operator.cluster.status_client import CoordinatorStatus, GroupLoad
 from omnipipeline_operator.desired.naming import QUEUE_LABEL
 from omnipipeline_operator.kinds import DEPLOYMENT, PIPELINE, POD
 from tests.operator.test_reconcile_snapshots import KEY, SETTINGS, Operator
@@ -161,3 +162,61 @@ async def test_a_pipeline_that_lacks_more_than_lower_ones_hold_gets_nothing() ->
     await operator.both()
     await operator.reconcile()
     assert operator.replicas("duo") == WHOLE
+
+
+class Sleepers(Rivals):
+    """Both may sleep, and requests wait for both all the time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        waits = {group: GroupLoad(waiting=1, held=1) for group in ("first", "last")}
+        self.coordinators.answers = [CoordinatorStatus(groups=waits)]
+        limits = {"minReplicas": 0, "maxReplicas": 1}
+        for name in NAMES:
+            groups = [{"name": group, "autoscaling": limits} for group in ("first", "last")]
+            resource = self.live(PIPELINE, name)
+            self.watch({**resource, "spec": {"stages": GPUS, "processGroups": groups}})
+
+    def hold(self, name: str, *, placed: bool) -> None:
+        """Its pods have GPUs and are ready, or wait for a node."""
+        for unit in ("first", "last"):
+            self.place(name, unit, node="n" if placed else None, ready=placed)
+        self.place(name, "coordinator", node="n", ready=True)
+
+    async def step(self) -> None:
+        for _ in range(2):
+            self.now += 3
+            await self.both()
+
+    def end(self, name: str) -> None:
+        for unit in ("first", "last"):
+            self.store.drop(self.live(POD, f"{name}-{unit}-x"))
+
+
+@pytest.mark.proves("gangs")
+async def test_two_that_may_sleep_and_are_both_wanted_take_turns_and_say_so() -> None:
+    operator = Sleepers()
+    await operator.both()
+    assert operator.replicas("older") == operator.replicas("duo") == WHOLE, "requests wait for both"
+    for has, waits in (("older", "duo"), ("duo", "older")):
+        operator.hold(has, placed=True)
+        operator.hold(waits, placed=False)
+        await operator.step()
+        assert operator.replicas(has) == WHOLE, "its own turn has just begun"
+        operator.now += PATIENCE_S
+        await operator.step()
+        assert (operator.replicas(has), operator.replicas(waits)) == (AWAY, WHOLE)
+        found = operator.conditions(has)["Scheduled"]
+        assert found["reason"] == "GPUsYielded" and f"it is the turn of space/{waits}" in found["message"]
+        assert operator.live(PIPELINE, has)["status"]["yielded"]["turn"] is True
+        assert (
+            f"that have had their turn, which let go of them: space/{has} (3)"
+            in (operator.conditions(waits)["Scheduled"]["message"])
+        )
+        operator.end(has)
+        await operator.step()
+        assert operator.replicas(has) == AWAY, "the other one has no GPU yet"
+        operator.hold(waits, placed=True)
+        await operator.step()
+        assert operator.replicas(has) == WHOLE, "it waits for its next turn"
+        assert operator.conditions(waits)["Available"]["status"] == "True"

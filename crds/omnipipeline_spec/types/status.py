@@ -85,10 +85,11 @@ class YieldedGpus(Spec, frozen=True, kw_only=True):
     gpus: Annotated[Count, doc("GPUs that all pipelines held then.")] = 0
     tries: Annotated[Count, doc("How often it has let go.")] = 0
     failed: Annotated[Count, doc("How often of these it was short though no other one was in its way.")] = 0
-    given: Annotated[Count, doc("GPUs that it gave to a pipeline of a higher priority; 0: to another one.")] = 0
+    given: Annotated[Count, doc("GPUs that it gave while it served, by priority or by turns; 0: it did not serve.")] = 0
     priority: Annotated[
         Annotated[int, Meta(ge=-(1 << 31), le=1 << 31)], doc("The priority that its pods had then.")
     ] = 0
+    turn: Annotated[bool, doc("Whether both pipelines may sleep, so that they take turns.")] = False
 
 
 class Condition(Spec, frozen=True, kw_only=True):

@@ -18,6 +18,11 @@ has had a pod without a node for ``taking_s``, gets the GPUs of lower ones, of t
 first, then of those that do not serve, then of the youngest; of no more than it lacks, and of none where all that they
 hold is too little. One that was given GPUs, and found them too few, fails: it is behind the others until it serves, so
 that none lets go for it again. One that serves takes none.
+
+Those that may sleep (all their units with GPUs have ``minReplicas: 0``) take turns. One that has served for
+``patience_s`` lets go when another one, of no lower priority, has waited for so long and lacks no more than such ones
+hold: whoever has served longest first, for whoever has waited longest. It waits again as soon as the other one has the
+GPUs.
 """
 
 from __future__ import annotations
@@ -42,6 +47,7 @@ class Yielded(msgspec.Struct, frozen=True, kw_only=True):
     failed: int = 0  #: How often of these nobody else was in its way.
     given: int = 0  #: GPUs that it held when it let go for a pipeline of a higher priority; 0: for another one.
     priority: int = 0  #: Its own then: no pod has it while it is away.
+    turn: bool = False  #: It let go because both may sleep and take turns; ``given`` is what it held.
 
 
 class Gang(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,6 +61,8 @@ class Gang(msgspec.Struct, frozen=True, kw_only=True):
     stuck_since: float | None = None  #: Since when a pod that wants GPUs has no node; None: each has one.
     lacks: int = 0  #: GPUs of the units that have no pod with a node.
     priority: int = 0  #: The lowest of its pods that want GPUs.
+    sleeps: bool = False  #: Whether each of its units that want GPUs may have none while no request needs it.
+    serving_since: float | None = None  #: Since when it has had its GPUs and served, if it does.
     yielded: Yielded | None = None
 
     @property
@@ -86,13 +94,16 @@ def decide(own: Gang, others: Sequence[Gang], *, now: float, patience_s: float, 
             for one in rivals
             if one.rank < own.rank and (not one.is_away or _may_return(one, others, now, patience_s))
         ]
-        comes = not ahead and _may_return(own, others, now, patience_s)
+        comes = (own.yielded.turn or not ahead) and _may_return(own, others, now, patience_s)
         return msgspec.structs.replace(own.yielded, since=None) if comes else own.yielded
     taker = _taker(own, others, now=now, patience_s=patience_s, taking_s=taking_s)
     if taker is not None:
         return _yield(own, others, to=taker.name, failed=False, now=now, given=own.held)
     if own.serves:
-        return None
+        after = _after(own, others, now=now, patience_s=patience_s)
+        if after is None:
+            return None
+        return _yield(own, others, to=after.name, failed=False, now=now, given=own.held, turn=True)
     gifts = [one.yielded.since or now for one in givers(own.name, others) if one.yielded is not None]
     if own.stuck_since is None or not (own.held or gifts) or now - own.stuck_since < patience_s:
         return own.yielded
@@ -103,13 +114,14 @@ def decide(own: Gang, others: Sequence[Gang], *, now: float, patience_s: float, 
     waited = now - max([own.stuck_since, *gifts])
     if rivals and alone and waited >= 2 * patience_s:
         return _yield(own, others, to=rivals[0].name, failed=True, now=now)
-    if own.yielded is not None and alone and own.held and waited >= patience_s:
+    came_back = own.yielded is not None and not own.yielded.turn  # its next turn comes
+    if came_back and alone and own.held and waited >= patience_s:
         return _yield(own, others, to="", failed=True, now=now)
     return own.yielded
 
 
 def givers(name: str, others: Sequence[Gang]) -> list[Gang]:
-    """Those that have let go for this pipeline because its priority is higher, and have not come back."""
+    """Those that have let go for this pipeline while they served, and have not come back."""
     return [one for one in others if one.yielded and one.is_away and one.yielded.given and one.yielded.to == name]
 
 
@@ -135,6 +147,31 @@ def _taker(own: Gang, others: Sequence[Gang], *, now: float, patience_s: float, 
         chosen = _fewest(lower, lacks)
         if own in chosen:
             return taker
+        spoken_for |= {one.name for one in chosen}
+    return None
+
+
+def _after(own: Gang, others: Sequence[Gang], *, now: float, patience_s: float) -> Gang | None:
+    """The pipeline whose turn it is, where it needs the GPUs of ``own``, which has had its own turn."""
+    everyone = (own, *others)
+    had = [
+        one
+        for one in everyone
+        if one.sleeps and one.serves and one.held and now - (one.serving_since or now) >= patience_s
+    ]
+    waiting = (one for one in others if one.sleeps and takes(one) and now - (one.stuck_since or now) >= patience_s)
+    spoken_for: set[str] = set()
+    for after in sorted(waiting, key=lambda one: (one.stuck_since or now, one.name)):
+        if after.yielded is not None and after.yielded.failed:
+            continue  # it found no place on what it was given
+        lacks = after.lacks - sum(_promised(one, now, patience_s) for one in givers(after.name, everyone))
+        if after.yielded is not None:  # what is free of those that were held when it let go itself
+            lacks -= max(after.yielded.gpus - sum(one.held for one in everyone), 0)
+        lower = [one for one in had if one.priority <= after.priority and one.name not in spoken_for]
+        lower.sort(key=lambda one: (one.priority, one.serving_since or now, one.name))
+        chosen = _fewest(lower, lacks)
+        if own in chosen:
+            return after
         spoken_for |= {one.name for one in chosen}
     return None
 
@@ -186,12 +223,16 @@ def _may_return(one: Gang, others: Sequence[Gang], now: float, patience_s: float
     assert one.yielded is not None and one.yielded.since is not None
     if one.held:
         return False
+    if one.yielded.turn:
+        return not any(takes(each) for each in others if each.name == one.yielded.to)
     kept = sum(each.held for each in others if not each.waits)  # those that wait let go of theirs
     room = one.yielded.gpus - kept
     return one.needs <= room or now - one.yielded.since >= back_after_s(one.yielded, patience_s)
 
 
-def _yield(own: Gang, others: Sequence[Gang], *, to: str, failed: bool, now: float, given: int = 0) -> Yielded:
+def _yield(
+    own: Gang, others: Sequence[Gang], *, to: str, failed: bool, now: float, given: int = 0, turn: bool = False
+) -> Yielded:
     was = own.yielded or Yielded(since=None)
     return Yielded(
         since=now,
@@ -201,4 +242,5 @@ def _yield(own: Gang, others: Sequence[Gang], *, to: str, failed: bool, now: flo
         failed=was.failed + failed,
         given=given,
         priority=own.priority,
+        turn=turn,
     )

@@ -82,7 +82,7 @@ def _yielded(yielded: Yielded) -> dict[str, Any]:
     since = None if yielded.since is None else conditions.rfc3339(yielded.since)
     counts = {"gpus": yielded.gpus, "tries": yielded.tries, "failed": yielded.failed}
     counts |= {"given": yielded.given, "priority": yielded.priority} if yielded.given or yielded.priority else {}
-    return _set({"since": since, "to": yielded.to or None, **counts})
+    return _set({"since": since, "to": yielded.to or None, "turn": yielded.turn or None, **counts})
 
 
 def serving_revision(inputs: StatusInputs, before: Mapping[str, Any]) -> str | None:

@@ -64,6 +64,8 @@ class GpuRivals:
         self._clock = clock
         self._wake = wake  #: Has a pipeline reconciled though nothing has happened to it.
         self._taking: dict[PipelineKey, int] = {}  #: Those that wait for lower ones' GPUs, with their priority.
+        #: Those that may sleep and hold GPUs or wait for some, with `Gang.serving_since`.
+        self._sleepers: dict[PipelineKey, float | None] = {}
         self._known: dict[PipelineKey, _Rival] = {}
         self._read_at = float("-inf")
 
@@ -73,11 +75,18 @@ class GpuRivals:
         wanting = {unit.name: len(unit.gpu_ids) for unit in planned.plan.units if unit.gpu_ids}
         if not wanting or planned.goal.suspended:
             self._taking.pop(key, None)
+            self._sleepers.pop(key, None)
             return NO_VERDICT
+        limits = planned.plan.autoscaling
         own = msgspec.structs.replace(
             _gang(resource, snapshot, asleep=planned.goal.asleep),
             needs=sum(count * planned.goal.units[unit].replicas for unit, count in wanting.items()),
+            sleeps=all(unit in limits and not limits[unit].least for unit in wanting),
         )
+        if own.sleeps and (own.held or own.waits):
+            self._sleepers[key] = own.serving_since
+        else:
+            self._sleepers.pop(key, None)
         resources = _of_manifests(each.deployment for each in planned.desired.workloads)
         others = self._others(key, resources) if self._asks(key, own, now) else []
         yielded = gangs.decide(own, others, now=now, patience_s=self._patience_s, taking_s=self._taking_s)
@@ -102,8 +111,11 @@ class GpuRivals:
         waited = 0.0 if own.stuck_since is None else now - own.stuck_since
         if own.stuck_since is not None and waited >= (self._taking_s if gangs.takes(own) else self._patience_s):
             return True
-        for gone in [each for each in self._taking if self._store.pipeline(each) is None]:
-            del self._taking[gone]
+        for known in (self._taking, self._sleepers):
+            for gone in [each for each in known if self._store.pipeline(each) is None]:
+                del known[gone]
+        if own.sleeps and own.serves and len(self._sleepers) > 1:
+            return now - (own.serving_since or now) >= self._patience_s
         return any(priority > own.priority for other, priority in self._taking.items() if other != key)
 
     def _take(
@@ -122,7 +134,7 @@ class GpuRivals:
         if not givers:
             return ()
         said = ", ".join(f"{one.name} ({one.yielded.given})" for one in givers if one.yielded is not None)
-        message = f"waits for GPUs of pipelines of a lower priority, which let go of them: {said}"
+        message = f"waits for GPUs of pipelines {_whose(givers)}, which let go of them: {said}"
         return tuple(Diagnostic(unit=unit, reason=gangs.TAKEN, message=message) for unit in wanting)
 
     def _others(self, own: PipelineKey, resources: frozenset[str]) -> list[Gang]:
@@ -131,7 +143,13 @@ class GpuRivals:
         if now - self._read_at >= READ_EVERY_S * len(self._known):
             self._read_at = now
             self._known = {key: found for key in self._store.pipelines() if (found := self._read(key)) is not None}
-        return [each.gang for key, each in self._known.items() if key != own and each.resources & resources]
+        gangs_of = {key: each.gang for key, each in self._known.items() if key != own and each.resources & resources}
+        return [
+            msgspec.structs.replace(gang, sleeps=True, serving_since=self._sleepers[key])
+            if key in self._sleepers
+            else gang
+            for key, gang in gangs_of.items()
+        ]
 
     def _read(self, key: PipelineKey) -> _Rival | None:
         resource = self._store.pipeline(key)
@@ -180,6 +198,7 @@ def _gang(resource: Manifest, snapshot: Snapshot, asleep: frozenset[str] = froze
         held=sum(each.gpus * sum(pod.node is not None for pod in each.present) for each in wanting),
         stuck_since=_stuck_since(wanting),
         lacks=_lacks(wanting),
+        serving_since=_serving_since(wanting),
         priority=min(priorities, default=yielded.priority if yielded is not None else 0),
         yielded=yielded,
     )
@@ -190,6 +209,12 @@ def _lacks(wanting: Sequence[Workload]) -> int:
     desired = {each.unit: each.gpus for each in wanting if each.replicas}
     placed = {each.unit for each in wanting if any(pod.node and not pod.terminating for pod in each.present)}
     return sum(gpus for unit, gpus in desired.items() if unit not in placed)
+
+
+def _serving_since(wanting: Sequence[Workload]) -> float | None:
+    """Since when each unit that has ready pods has had one."""
+    ready = [[pod.ready_since for pod in each.present if pod.ready_since and not pod.terminating] for each in wanting]
+    return max((min(times) for times in ready if times), default=None)
 
 
 def _stuck_since(wanting: Sequence[Workload]) -> float | None:
@@ -210,10 +235,18 @@ def read_yielded(recorded: Mapping[str, Any] | None) -> Yielded | None:
         failed=int(recorded.get("failed", 0)),
         given=int(recorded.get("given", 0)),
         priority=int(recorded.get("priority", 0)),
+        turn=bool(recorded.get("turn", False)),
     )
 
 
+def _whose(givers: Sequence[Gang]) -> str:
+    turns = all(one.yielded is not None and one.yielded.turn for one in givers)
+    return "that have had their turn" if turns else "of a lower priority"
+
+
 def _message(yielded: Yielded, needs: int) -> str:
+    if yielded.turn:
+        return f"has let go of its GPUs, because it is the turn of {yielded.to}; it waits for its own turn after that"
     why = f"{yielded.to} waits for GPUs" if yielded.to else "there were too few"
     why += " and has a higher priority" if yielded.given else ""
     return f"has let go of its GPUs, because {why}; it comes back when there may be room for all {needs} that it needs"
