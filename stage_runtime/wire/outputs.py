@@ -53,11 +53,6 @@ _ANSWERS: Final[dict[str, tuple[tuple[type, ...], tuple[type, ...]]]] = {
     "image": ((Image,), (Image, Usage)),
     "pipeline": (SHOWN, SHOWN),
 }
-_WORDS: Final = {
-    "embedding": "omni.Vectors and omni.Usage",
-    "score": "omni.Scores and omni.Usage",
-    "image": "omni.Image and omni.Usage",
-}
 
 
 def problem(value: msgspec.Struct) -> str | None:
@@ -98,7 +93,9 @@ def shows(data: Any, kind: str = "pipeline") -> bool:
 
 def shown_words(kind: str) -> str:
     """The kinds of output that the route of a request of this kind shows, for a message."""
-    return _WORDS.get(kind, "omni.Text, omni.Audio, omni.Usage, omni.Finish and omni.Note")
+    if kind not in _ANSWERS or kind == "pipeline":
+        return "omni.Text, omni.Audio, omni.Usage, omni.Finish and omni.Note"
+    return " and ".join(f"omni.{one.__name__}" for one in _ANSWERS[kind][1])
 
 
 def _text(value: Text) -> str | None:

@@ -84,6 +84,10 @@ async def test_requests_are_spread_over_engines_and_ranks_and_pins_are_kept() ->
         await until(lambda: any(running for _waiting, running in client.counts))  # reported by the engines
         await client.abort_requests_async(list("abcd"))
         await until(lambda: client.counts == [(0, 0), (0, 0)])
+        for name in ("brief", "brief too"):
+            await client.add_request_async(ask(name))
+        await client.abort_requests_async(["brief", "brief too"])  # perhaps before any report has counted them
+        assert client.counts == [(0, 0), (0, 0)]
         assert client.reqs_in_flight == {} and not reader.task.done()
         client._stats.send([b"\xff garbage"])
         client._stats.send([b"\x90"])

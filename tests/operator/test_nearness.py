@@ -1,4 +1,4 @@
-"""Units that wait for the nodes of those that they are to be near."""
+"""The units that wait for the nodes of the units that they are to be near."""
 
 from __future__ import annotations
 

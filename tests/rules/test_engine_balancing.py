@@ -34,6 +34,16 @@ def test_requests_between_two_reports_are_spread() -> None:
     assert balancer.counts == [(3, 0), (0, 9), (0, 9)]
 
 
+def test_a_request_that_is_withdrawn_is_expected_no_longer() -> None:
+    balancer = Balancer(2, client_count=2)
+    assert [balancer.choose() for _ in range(3)] == [0, 1, 0]
+    balancer.withdraw(0)
+    balancer.withdraw(1)
+    balancer.withdraw(1)
+    balancer.withdraw(7)
+    assert balancer.counts == [(2, 0), (0, 0)]
+
+
 def test_clients_begin_at_different_engines_and_expect_each_other() -> None:
     balancers = [Balancer(4, client_index=index, client_count=2) for index in range(2)]
     assert [balancer.choose() for balancer in balancers] == [0, 2]

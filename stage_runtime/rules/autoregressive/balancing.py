@@ -103,6 +103,11 @@ class Balancer:
         """The name of a rank's present engine in the hints."""
         return f"{rank}.{self._lives.get(rank, 0)}"
 
+    def withdraw(self, rank: int) -> None:
+        """A request that was expected there since the last report has gone: perhaps no report will tell of it."""
+        if rank < len(self._counts):
+            self._counts[rank][0] = max(self._counts[rank][0] - self._client_count, 0)
+
     def report(self, counts: Sequence[Iterable[int]]) -> None:
         """Take counts that were published; those of ranks that do not exist here are ignored."""
         for rank, count in enumerate(counts[: len(self._counts)]):

@@ -1,7 +1,7 @@
 """A multipart body, already read and bounded, as its parts. Pure; called by the routes that take files.
 
-Not starlette's `request.form()`: that spools to temporary files, which a read-only root file system has not, and
-hands the bytes over in pieces that would be joined again here.
+Not Starlette's `request.form()`: that spools to temporary files what is in memory and counted there already, and hands
+the bytes over in pieces that would be joined again here.
 """
 
 from __future__ import annotations

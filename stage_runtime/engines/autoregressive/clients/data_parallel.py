@@ -131,6 +131,7 @@ class DPLBAsyncMPClient(DPAsyncMPClient):
         self.lost: set[int] = set()  #: Independent engines that have ended and were not replaced.
         index, count = (0, options.get("front_ends", 1)) if joins is None else (joins.index, len(joins.inputs))
         self._balancer = Balancer(size, client_index=index, client_count=count)
+        self._expected: set[str] = set()  #: Requests that the balancer has placed since the last counts.
         self._joined, self._size = joins is not None, size
         super().__init__(launch, coordination, ranks=range(size), joins=joins, **options)
 
@@ -160,7 +161,22 @@ class DPLBAsyncMPClient(DPAsyncMPClient):
         return self._balancer.counts
 
     def _on_counts(self, counts: Sequence[tuple[int, int]]) -> None:
+        self._expected.clear()
         self._balancer.report(counts)
+
+    def _add(self, request: EngineCoreRequest, rank: int | None, pin: str | None, wave: int = 0) -> int:
+        chosen = super()._add(request, rank, pin, wave)
+        if rank is None and request.data_parallel_rank is None and not (pin or request.pin):
+            self._expected.add(request.request_id)
+        return chosen
+
+    def _abort(self, request_ids: Iterable[str]) -> None:
+        names = list(request_ids)
+        for name in self._expected.intersection(names):
+            self._expected.discard(name)
+            if name in self.reqs_in_flight:
+                self._balancer.withdraw(self.reqs_in_flight[name])
+        super()._abort(names)
 
     def _engine_for(self, rank: int | None, pin: str | None, tokens: Sequence[int], *beside: str) -> int:
         caches = {
