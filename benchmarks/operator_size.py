@@ -3,6 +3,8 @@
     python benchmarks/operator_size.py [--pipelines 500] [--foreign 5000] [--edits 200] [--idle-s 320] [--json FILE]
     python benchmarks/operator_size.py --pipelines 5 --foreign 0 --edits 0 --idle-minutes 30
 
+With `--replay` the same writes are sent once more without the operator, which shows what the API server alone needs.
+
 Needs root and the kit beside the checkout ($OMNI_CLUSTER_KIT): it starts the control plane and simulated nodes. API
 server, controllers and operator share the machine. Each figure stands beside what is promised; beyond it, exit 1.
 """
@@ -21,7 +23,7 @@ from pathlib import Path
 
 import msgspec
 
-from benchmarks.operatorlab import ground
+from benchmarks.operatorlab import ground, replay
 from benchmarks.operatorlab.ground import Ground
 from benchmarks.operatorlab.operated import LEASES, USER, Audit, Operated, Request
 
@@ -59,8 +61,8 @@ class Measuring:
         self.figures.append(Figure(name, value, unit, limit))
         print(self.figures[-1], flush=True)
 
-    async def first_start(self) -> None:
-        """Measures from the process's start until each pipeline has its children and its first status."""
+    async def first_start(self) -> float:
+        """Returns the seconds from the process's start until each pipeline has its children and its first status."""
         audit = Audit(self._ground.audit)
         began, done, writes = time.monotonic(), set[tuple[str, str]](), list[Request]()
         api = self._ground.apiserver_s()
@@ -81,7 +83,7 @@ class Measuring:
         self._memory()
         self._kinds(writes)
         if self._arguments.start_only:
-            return
+            return took
         await self._settle()
         later = own(audit.new())
         self.record("  later writes for one pipeline", len(later) / self._arguments.pipelines, "")
@@ -91,6 +93,7 @@ class Measuring:
             "  pipelines Ready once the controllers have finished", await ground.ready_pipelines(self._ground), ""
         )
         self._memory()
+        return took
 
     async def second_start(self) -> None:
         """A restart with everything there: each pipeline is looked at, and nothing is written."""
@@ -149,6 +152,30 @@ class Measuring:
         self.record("  p99", 1000 * high, "ms", 1000.0)
         self.record("  at most", 1000 * max(waits), "ms")
 
+    async def replayed(self, first_start_s: float) -> None:
+        """The same writes without the operator, for as many other pipelines: what the API server alone needs."""
+        self._operated.stop()
+        again = await replay.prepare(self._ground)
+        await self._ground.calm(limit_s=SETTLE_LIMIT_S)
+        began, api, spent = time.monotonic(), self._ground.apiserver_s(), time.process_time()
+        await again.run()
+        took = time.monotonic() - began
+        self.record("the same writes, sent without the operator", took, "s")
+        self.record("  writes for one pipeline", again.writes / self._arguments.pipelines, "")
+        self.record("  processor time of the API server", self._ground.apiserver_s() - api, "s")
+        self.record("  processor time of the sender", time.process_time() - spent, "s")
+        self.record("  the first start took this many times as long", first_start_s / took, "")
+        if not self._arguments.edits:
+            return
+        waits = []
+        for number in range(min(self._arguments.edits, self._arguments.pipelines)):
+            waits.append(await again.edit(number, f"{time.time():.3f}"))
+            await asyncio.sleep(self._arguments.edit_every_s)
+        self.record(
+            "edit and write of the child, sent without the operator: p50", 1000 * statistics.median(waits), "ms"
+        )
+        self.record("  p99", 1000 * _p99(waits), "ms")
+
     def _kinds(self, writes: list[Request]) -> None:
         for each, count in Counter(f"{one.verb} {one.resource}" for one in writes).most_common():
             print(f"    {each:40} {count / self._arguments.pipelines:6.2f} for one pipeline", flush=True)
@@ -200,7 +227,7 @@ async def main(arguments: argparse.Namespace) -> int:
             operated = Operated(place, Path(folder), logs=arguments.log or Path(folder))
             measuring = Measuring(arguments, place, operated)
             try:
-                await measuring.first_start()
+                first_s = await measuring.first_start()
                 if arguments.start_only:
                     pass
                 elif arguments.idle_minutes:
@@ -211,6 +238,8 @@ async def main(arguments: argparse.Namespace) -> int:
                 if arguments.edits and not arguments.start_only:
                     await measuring.edits("at rest")
                     await measuring.edits("in a storm", foreign_per_s=arguments.storm, own_per_s=arguments.storm / 2)
+                if arguments.replay:
+                    await measuring.replayed(first_s)
             finally:
                 operated.stop()
     if arguments.json:
@@ -229,6 +258,9 @@ if __name__ == "__main__":
     parser.add_argument("--idle-s", type=float, default=320.0, help="how long to watch it do nothing")
     parser.add_argument("--idle-minutes", type=float, default=0.0, help="only that, for so long")
     parser.add_argument("--start-only", action="store_true", help="only the first start, not until all is ready")
+    parser.add_argument(
+        "--replay", action="store_true", help="at last the writes of a first start without the operator"
+    )
     parser.add_argument("--quiet-s", type=float, default=15.0, help="at rest is: no look for so long")
     parser.add_argument("--log", type=Path, help="keep the operator's log in this folder")
     parser.add_argument("--profile", type=Path, help="write cProfile's data of the first start there")

@@ -9,6 +9,7 @@ import asyncio
 import functools
 import itertools
 import json
+import math
 import os
 import random
 import re
@@ -35,6 +36,9 @@ SPACES: Final = 10  # namespaces over which the pipelines are spread
 NODES: Final = "size"
 PODS_PER_NODE: Final = 400  # a simulated node takes 500
 AT_ONCE: Final = 16  # requests of ours under way
+EDITED: Final = "example.org/edit"  # an annotation of Services
+LOOK_S: Final = 3.0
+BUSY_S: Final = 0.6  # of LOOK_S; an idle one with 500 pipelines uses 0.2
 NAMESPACE: Final = Kind(name="Namespace", group="", version="v1", plural="namespaces")
 
 
@@ -61,6 +65,15 @@ class Ground(msgspec.Struct, frozen=True):
         """Processor time of the API server so far."""
         process = int((self.kubeconfig.parent / "run" / "apiserver.pid").read_text())
         return processor_s(process)
+
+    async def calm(self, *, limit_s: float) -> None:
+        """Return when the API server is hardly used: the controllers have finished. Raises: TimeoutError."""
+        async with asyncio.timeout(limit_s):
+            used = math.inf
+            while used > BUSY_S:
+                before = self.apiserver_s()
+                await asyncio.sleep(LOOK_S)
+                used = self.apiserver_s() - before
 
     def run(self, *command: str | Path, stdin: str | None = None) -> str:
         """Raises: subprocess.CalledProcessError."""
@@ -89,8 +102,8 @@ async def ready() -> AsyncIterator[Ground]:
     await kubernetes_config.load_kube_config(config_file=found[1])  # Client.connect: KUBECONFIG as of its import
     async with Client(kubernetes_client.ApiClient(), Unbounded(), lambda *_: None) as admin:
         ground = Ground(Path(found[1]), dict(os.environ), admin)
-        _install(ground)
         try:
+            _install(ground)
             yield ground
         finally:
             if not was_up:
@@ -113,7 +126,7 @@ def _install(ground: Ground) -> None:
 async def furnish(ground: Ground, *, pipelines: int, foreign: int) -> None:
     """Simulated nodes for all pods, foreign pods that nobody schedules, and pipelines of `examples/hello`."""
     for space in (FOREIGN, *(f"size-{number}" for number in range(SPACES))):
-        ground.run("kubectl", "apply", "-f", "-", stdin=json.dumps(_namespace(space)))
+        make_namespace(ground, space)
     kit = Path(os.environ.get("OMNI_CLUSTER_KIT", REPOSITORY.parent / "shared" / "cluster" / "cluster"))
     ground.run(kit, "fakenodes", NODES, str(1 + 3 * pipelines // PODS_PER_NODE), "0")
     await _make(ground, (_foreign(number) for number in range(foreign)))
@@ -142,8 +155,12 @@ def address(number: int) -> tuple[str, str]:
 async def edit(ground: Ground, number: int, word: str) -> None:
     """Change a pipeline's spec so that its Service must be patched, and nothing else."""
     space, name = address(number)
-    patch = {"spec": {"expose": {"service": {"annotations": {"example.org/edit": word}}}}}
-    await ground.admin.merge(PIPELINE, space, name, patch)
+    await ground.admin.merge(PIPELINE, space, name, edited(word))
+
+
+def edited(word: str) -> Manifest:
+    """The patch of such an edit."""
+    return {"spec": {"expose": {"service": {"annotations": {EDITED: word}}}}}
 
 
 async def incomplete(ground: Ground, pipelines: int) -> list[str]:
@@ -219,6 +236,11 @@ async def _make(ground: Ground, manifests: Iterable[Manifest]) -> None:
                 continue
 
     await asyncio.gather(*(work() for _ in range(AT_ONCE)))
+
+
+def make_namespace(ground: Ground, name: str) -> None:
+    """Make a namespace, unless it is there."""
+    ground.run("kubectl", "apply", "-f", "-", stdin=json.dumps(_namespace(name)))
 
 
 def _namespace(name: str) -> Manifest:
