@@ -167,6 +167,7 @@ class Measuring:
         self.record("  the first start took this many times as long", first_start_s / took, "")
         if not self._arguments.edits:
             return
+        await self._ground.calm(limit_s=SETTLE_LIMIT_S)
         waits = []
         for number in range(min(self._arguments.edits, self._arguments.pipelines)):
             waits.append(await again.edit(number, f"{time.time():.3f}"))

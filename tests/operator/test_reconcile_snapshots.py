@@ -36,8 +36,10 @@ class Coordinators:
     def __init__(self) -> None:
         self.answers: list[CoordinatorStatus] = []
         self.fetches: dict[str, FetchStatus] = {}  #: Of the pods of prefetch Jobs, by address.
+        self.asked: Callable[[], None] = lambda: None  #: Called before each answer.
 
     async def ask(self, addresses: Any) -> list[CoordinatorStatus]:
+        self.asked()
         return self.answers
 
     async def fetch(self, address: str) -> FetchStatus | None:
@@ -89,6 +91,32 @@ async def operator() -> Operator:
 
 async def test_a_second_reconcile_writes_nothing(operator: Operator) -> None:
     assert await operator.reconcile() == []
+
+
+async def test_what_follows_from_the_spec_alone_waits_for_no_coordinators_answer(operator: Operator) -> None:
+    written_by_then: list[Write] = []
+    operator.coordinators.asked = lambda: written_by_then.extend(operator.server.writes)
+    annotations = {"example.org/edit": "1"}
+    operator.edit(operator.live(PIPELINE, "duo"), image="stage:2", expose={"service": {"annotations": annotations}})
+    writes = await operator.reconcile()
+    assert written_by_then == [("apply", "Service", "duo")] == writes[:1]
+    assert ("create", "Deployment") in {write[:2] for write in writes[1:]}, "the list of revisions needs the answers"
+
+
+async def test_a_revision_that_serves_is_recorded_once_also_before_the_watch_brings_the_mark(
+    operator: Operator,
+) -> None:
+    operator.edit(operator.live(PIPELINE, "duo"), coordinator={"replicas": 1})
+    await operator.reconcile()
+    for (kind, _, name), made in list(operator.server.objects.items()):
+        if kind == DEPLOYMENT.name:
+            labels = made["spec"]["selector"]["matchLabels"]
+            metadata = {"name": f"{name}-x", "namespace": KEY[0], "uid": name, "labels": labels}
+            ready = [{"type": "Ready", "status": "True", "lastTransitionTime": "2026-01-01T00:00:00Z"}]
+            operator.watch({"kind": "Pod", "metadata": metadata, "status": {"conditions": ready}})
+    recorded = [write[:2] for write in await operator.reconcile()].count(("apply", "ControllerRevision"))
+    assert recorded == 1
+    assert "ControllerRevision" not in {kind for _, kind, _ in await operator.reconcile()}
 
 
 async def test_a_coordinators_pod_is_annotated_only_after_the_list_has_changed(operator: Operator) -> None:

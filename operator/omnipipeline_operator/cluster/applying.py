@@ -24,7 +24,7 @@ from omnipipeline_operator.changes import comparing
 from omnipipeline_operator.cluster.client import Client
 from omnipipeline_operator.cluster.store import Store
 from omnipipeline_operator.desired.naming import Owner
-from omnipipeline_operator.kinds import CLAIM, DEPLOYMENT, POD, Kind, Manifest
+from omnipipeline_operator.kinds import CLAIM, CONFIG_MAP, DEPLOYMENT, POD, Kind, Manifest
 
 log = logging.getLogger(__name__)
 
@@ -184,6 +184,10 @@ class Applier:
     async def annotate_deployment(self, name: str, annotations: Mapping[str, str]) -> None:
         """Annotate a Deployment. Its ReplicaSet gets the annotations too, and is reconciled at once."""
         await self._annotate(DEPLOYMENT, name, annotations)
+
+    async def annotate_config_map(self, name: str, annotations: Mapping[str, str]) -> None:
+        """Annotate a ConfigMap; one that no longer exists is not an error."""
+        await self._annotate(CONFIG_MAP, name, annotations)
 
     async def _annotate(self, kind: Kind, name: str, annotations: Mapping[str, str]) -> None:
         try:

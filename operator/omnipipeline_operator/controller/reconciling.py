@@ -197,6 +197,7 @@ class Reconciler:
             )
             await writer.restart_units(snapshot.entries(), planned.pins, rekey=False)
             return SOON_S
+        await writer.apply_independent(planned.desired)
         statuses = await coordinators.ask(self._status_client, snapshot)
         planned = self._scaled(planned, snapshot, before, statuses)
         asleep = planned.goal.asleep
@@ -272,7 +273,8 @@ class Reconciler:
         if failed is not None:
             raise failed
         if conditions.is_true(reported, "Ready"):
-            await revision_history.record(self._client, after, resource, planned.plan, planned.goal.history)
+            limit = planned.goal.history
+            await revision_history.record(self._client, applier, after, resource, planned.plan, limit)
         now = self._clock()
         times = [retry_at(each, now) for each in inputs.observed if each.refused is not None]
         times += filter(None, [assessment.deadline(inputs, now)])

@@ -12,18 +12,23 @@ from typing import Any
 
 from omnipipeline_operator import errors
 from omnipipeline_operator.changes import comparing
-from omnipipeline_operator.cluster.applying import MANAGER
+from omnipipeline_operator.cluster.applying import MANAGER, Applier
 from omnipipeline_operator.cluster.client import Client
 from omnipipeline_operator.controller.snapshots import Snapshot
 from omnipipeline_operator.desired import history, naming
-from omnipipeline_operator.kinds import CONFIG_MAP, CONTROLLER_REVISION
+from omnipipeline_operator.kinds import CONTROLLER_REVISION
 from omnipipeline_spec.types.plan import PipelinePlan
 
 log = logging.getLogger(__name__)
 
 
 async def record(
-    client: Client, snapshot: Snapshot, resource: Mapping[str, Any], plan: PipelinePlan, limit: int
+    client: Client,
+    applier: Applier,
+    snapshot: Snapshot,
+    resource: Mapping[str, Any],
+    plan: PipelinePlan,
+    limit: int,
 ) -> None:
     """Record the spec; a revision that serves again becomes the newest entry.
 
@@ -46,8 +51,7 @@ async def record(
         # without a history.
         log.warning("%s/%s: the history is not recorded: %s", owner.namespace, owner.name, error)
         return
-    patch = {"metadata": {"annotations": {history.RECORDED: named}}}
-    await client.merge(CONFIG_MAP, owner.namespace, listed["metadata"]["name"], patch)
+    await applier.annotate_config_map(listed["metadata"]["name"], {history.RECORDED: named})
 
 
 async def _put(client: Client, snapshot: Snapshot, resource: Mapping[str, Any], plan: PipelinePlan) -> None:

@@ -1,8 +1,8 @@
 """Writes the desired state of one pipeline, in an order that can be interrupted anywhere.
 
 Here: the order of writes. Not here: what to write (`desired`, `changes`), how a write is safe (`cluster.applying`).
-Called by `reconciling`. The order: what pods need before they start (key, plans, revisions, Services, policies), then
-Deployments, then deletions. Interrupted after any write and started again, it ends in the same state.
+Called by `reconciling`. The order: Services and policies, what else pods need before they start (key, plans,
+revisions), then Deployments, then deletions. Interrupted after any write and started again, it ends in the same state.
 """
 
 from __future__ import annotations
@@ -66,8 +66,16 @@ class ChildWriter:
         self._ensure_exists = ensure_exists  #: Called before the first creation; raises when the resource is deleted.
         self._exists = False
 
+    async def apply_independent(self, desired: children.Children) -> None:
+        """Write the children that follow from the spec alone: they wait for no coordinator that does not answer.
+
+        A child that is refused stops no other one: see `refused`. Raises: errors.ClusterError.
+        """
+        for manifest in desired.applied:
+            await self._attempt(self._ensure(manifest))
+
     async def apply(self, state: DesiredState) -> None:
-        """Write what differs from the snapshot. A child that is refused stops no other one: see `refused`.
+        """Write what else differs from the snapshot. A child that is refused stops no other one: see `refused`.
 
         Raises: NameTaken, errors.ClusterError: also when what all pods need is refused.
         """
@@ -77,8 +85,6 @@ class ChildWriter:
         await self._create_missing(
             [each for each in state.desired.created if each["kind"] != JOB.name or not state.prefetch_held]
         )
-        for manifest in state.desired.applied:
-            await self._attempt(self._ensure(manifest))
         await self._workloads(state, config.digest(revisions))
         for each in state.retried:
             await self._apply.annotate_deployment(each.name, {naming.RETRIED_AT: str(int(state.now))})
