@@ -71,7 +71,7 @@ class Replay:
         await self._admin.apply(pipeline, manager="replay", subresource="status")
 
     def _verb(self, manifest: Manifest) -> Callable[[Manifest], Awaitable[object]]:
-        """What the operator creates a child with: see `cluster.applying`."""
+        """The verb that the operator creates a child with: see `cluster.applying`."""
         posted = manifest["kind"] in (SECRET.name, DEPLOYMENT.name) or manifest.get("immutable")
         return self._admin.create if posted else self._apply
 
