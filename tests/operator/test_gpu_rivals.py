@@ -177,10 +177,10 @@ class Sleepers(Rivals):
             resource = self.live(PIPELINE, name)
             self.watch({**resource, "spec": {"stages": GPUS, "processGroups": groups}})
 
-    def hold(self, name: str, *, placed: bool) -> None:
+    def hold(self, name: str, *, placed: bool, priority: int = 0) -> None:
         """Its pods have GPUs and are ready, or wait for a node."""
         for unit in ("first", "last"):
-            self.place(name, unit, node="n" if placed else None, ready=placed)
+            self.place(name, unit, node="n" if placed else None, ready=placed, priority=priority)
         self.place(name, "coordinator", node="n", ready=True)
 
     async def step(self) -> None:
@@ -220,3 +220,14 @@ async def test_two_that_may_sleep_and_are_both_wanted_take_turns_and_say_so() ->
         await operator.step()
         assert operator.replicas(has) == WHOLE, "it waits for its next turn"
         assert operator.conditions(waits)["Available"]["status"] == "True"
+
+
+@pytest.mark.proves("priority")
+async def test_a_turn_that_has_just_begun_ends_for_a_higher_priority() -> None:
+    operator = Sleepers()
+    await operator.both()
+    operator.hold("duo", placed=True)
+    operator.hold("older", placed=False, priority=1000)
+    await operator.step()
+    assert operator.replicas("duo") == AWAY
+    assert "has a higher priority" in operator.conditions("duo")["Scheduled"]["message"]

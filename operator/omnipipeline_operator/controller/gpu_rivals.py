@@ -114,8 +114,9 @@ class GpuRivals:
         for known in (self._taking, self._sleepers):
             for gone in [each for each in known if self._store.pipeline(each) is None]:
                 del known[gone]
-        if own.sleeps and own.serves and len(self._sleepers) > 1:
-            return now - (own.serving_since or now) >= self._patience_s
+        had_its_turn = own.sleeps and own.serves and now - (own.serving_since or now) >= self._patience_s
+        if had_its_turn and len(self._sleepers) > 1:
+            return True
         return any(priority > own.priority for other, priority in self._taking.items() if other != key)
 
     def _take(
