@@ -244,7 +244,7 @@ def _drop_runtime_frames(report: tracebacks.TracebackException | None) -> None:
 
 
 def is_ours(file: str) -> bool:
-    """Whether a frame of this file leads to an author's code and is none of it: this package's, imports, threads."""
+    """Whether a frame of this file leads to an author's code without being part of it: ours, imports, threads."""
     return file.startswith(_OURS)
 
 

@@ -23,7 +23,7 @@ class CoordinatorClient:
     def __init__(self, url: str, api_key: str | None, certificate: Path | None = None) -> None:
         """certificate: of a coordinator of this machine; None: an authority must have signed it.
 
-        Raises: ConfigurationError: the URL is none, no header can carry the key, the certificate cannot be read.
+        Raises: ConfigurationError: the URL is not one, no header can carry the key, the certificate cannot be read.
         """
         import httpx
 

@@ -57,7 +57,7 @@ class ValueWalk:
 
     def __init__(self) -> None:
         self.trail: list[Step] = []
-        self.deepest = MAX_DEPTH  #: Steps; the names of a message's own fields are none.
+        self.deepest = MAX_DEPTH  #: Steps; the names of a message's own fields do not count.
 
     def run(self, value: Any, where: str, *, as_fields: bool = False) -> Any:
         """Walk ``value``; with ``as_fields``, a dict whose keys are field names.

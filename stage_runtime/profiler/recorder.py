@@ -232,6 +232,6 @@ def _traced(
         return None
     try:
         return recorder.traces.begin(str(name), request_id, stage or active_stage() or "", _summarised(metadata))
-    except Exception as error:  # an author's request id that is none
+    except Exception as error:  # an author's request id that is not one
         log.debug("a span is not traced", exc_info=error)
         return None

@@ -66,7 +66,7 @@ def failure_of(error: BaseException, stage: str, hook: str) -> Failure:
 def for_client(failure: Failure, name_of: Callable[[str], str | None]) -> Failure:
     """The failure without names of processes, which mean nothing to a client and change with each start.
 
-    name_of: what an incarnation is called instead; None: it is none that is known.
+    name_of: what an incarnation is called instead; None: its name is not known.
     """
     message = INCARNATION.sub(lambda found: name_of(found[0]) or found[0], failure.message)
     return failure if message == failure.message else msgspec.structs.replace(failure, message=message)

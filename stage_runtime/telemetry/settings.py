@@ -49,7 +49,7 @@ def read(environ: Mapping[str, str]) -> TelemetrySettings | None:
 def _ratio(environ: Mapping[str, str]) -> float:
     sampler = environ.get("OTEL_TRACES_SAMPLER") or "parentbased_always_on"
     if sampler not in _SAMPLERS:
-        raise ConfigurationError(f"OTEL_TRACES_SAMPLER: {sampler[:80]!r} is none of {', '.join(_SAMPLERS)}")
+        raise ConfigurationError(f"OTEL_TRACES_SAMPLER: {sampler[:80]!r} is not one of {', '.join(_SAMPLERS)}")
     fixed = _SAMPLERS[sampler]
     if fixed is not None:
         return fixed

@@ -80,7 +80,7 @@ def opened(data: bytes | memoryview) -> Envelope:
 
 
 def read(envelope: Envelope) -> Message:
-    """Read the message. Raises: ProtocolError: it is none, or a field is out of bounds."""
+    """Read the message. Raises: ProtocolError: it is not a message, or a field is out of bounds."""
     try:
         return _messages.decode(envelope.message)
     except _MISREAD as error:

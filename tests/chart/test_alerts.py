@@ -22,7 +22,7 @@ OF_PIPELINE: Final = 'namespace="team", pipeline="duo"'
 
 
 class Case(msgspec.Struct, frozen=True, kw_only=True):
-    """Series, and the alerts that ring at a minute. Values: promtool's form, ``1x9`` is ten times 1, ``_`` is none."""
+    """Series, and the alerts that ring at a minute. Values: promtool's form, ``1x9`` is ten times 1, ``_`` a gap."""
 
     name: str
     series: dict[str, str]

@@ -13,6 +13,7 @@ ROOT = Path(__file__).parents[2]
 #: What is not used, and what is written instead. Messages to clients and bytes of tests count, too.
 AVOIDED = {
     r"(?<![Tt]here )\b(is|are|was|were) no (?!longer|(more|less|later) than|newer|older|(one|way|use)\b)": "is not a",
+    r"(?<![Tt]here )\b(is|are|was|were) none\b(?! (now|on|so|when)\b)": "is not one",
     r"\bto blame\b": "caused by",
     r"\bhas no ear\b": "does not receive",
     r"\basks? for nothing\b": "has its default",
@@ -55,7 +56,7 @@ def test_no_file_has_a_phrase_that_is_avoided() -> None:
     assert places == []
 
 
-@pytest.mark.parametrize("text", ["5 is no number", "they are no members", "that is to blame"])
+@pytest.mark.parametrize("text", ["5 is no number", "they are no members", "a handle that is none", "that is to blame"])
 def test_an_avoided_phrase_is_found(text: str) -> None:
     assert len(found(text)) == 1
 
@@ -76,6 +77,8 @@ def test_a_docstring_with_one_is_not(text: str) -> None:
     assert found(text, WITHOUT_SUBJECT) == []
 
 
-@pytest.mark.parametrize("text", ["there is no room", "it is no longer here", "5 is not a number"])
+@pytest.mark.parametrize(
+    "text", ["there is no room", "None: there is none", "it is no longer here", "5 is not a number"]
+)
 def test_other_words_are_not(text: str) -> None:
     assert found(text) == []

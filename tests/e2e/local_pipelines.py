@@ -211,7 +211,7 @@ async def eventually(
 
 # --- looking ----------------------------------------------------------------------------------------------------
 
-#: Gauges of a process that must be 0 when nothing is under way. The arena's high-water marks are none of them.
+#: Gauges of a process that must be 0 when nothing is under way. The arena's high-water marks are not among them.
 AT_REST = (
     "relay_arena_bytes_in_use",
     "relay_slots_in_flight",

@@ -124,7 +124,7 @@ async def test_a_torch_trace_of_every_process_is_written_where_the_template_says
         ("/start_profile", {"trace_path_template": "{stage"}, 400, "trace_path_template: "),
         ("/start_profile", {"trace_path_template": "{stage.__class__}"}, 400, "is not a placeholder"),
         ("/start_profile", {"trace_path_template": "../../{stage}"}, 400, "is not below"),
-        ("/start_profile", {"config": {"with_speed": True}}, 400, "config: 'with_speed' is none of record_shapes"),
+        ("/start_profile", {"config": {"with_speed": True}}, 400, "config: 'with_speed' is not one of record_shapes"),
         ("/start_profile", {"config": {"with_stack": "yes"}}, 400, "config.with_stack: must be true or false"),
         ("/start_profile", {"enable_torch": "no"}, 400, "enable_torch"),
         ("/start_profile", {"run": "x"}, 400, "unknown field `run`"),

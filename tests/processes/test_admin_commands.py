@@ -109,7 +109,7 @@ async def test_a_restart_that_fails_leaves_what_ran_and_the_next_one_with_a_cure
                 await pipeline.running.restart("voice")
             assert pipeline.voices() == before
             assert await pipeline.served() == 200
-        await pipeline.running.restart("ear")  # another group's command is none of voice's
+        await pipeline.running.restart("ear")  # another group's command does not reach voice
         pipeline.becomes("good")
         await pipeline.running.restart("voice")
         assert len(pipeline.voices()) == 1

@@ -119,12 +119,12 @@ ERRORS: dict[str, Callable[[], BaseException]] = {
     "a param that is a path": lambda: omni.InvalidRequest("no", param=Path("a/b")),  # type: ignore[arg-type]
     "a param of megabytes": lambda: omni.InvalidRequest("no", param=MEGABYTES),
     "a param that is a number": lambda: omni.InvalidRequest("no", param=3),  # type: ignore[arg-type]
-    "a message that is none": lambda: omni.InvalidRequest(None),  # type: ignore[arg-type]
+    "a message that is None": lambda: omni.InvalidRequest(None),  # type: ignore[arg-type]
     "a message that is mute": lambda: omni.InvalidRequest(Mute()),  # type: ignore[arg-type]
     "a stage that is a list": lambda: omni.RequestError("invalid_request", "no", stage=["a"]),  # type: ignore[arg-type]
     "a stage of megabytes": lambda: omni.RequestError("invalid_request", "no", stage=MEGABYTES),
     "a hook that is a number": lambda: omni.RequestError("invalid_request", "no", hook=7),  # type: ignore[arg-type]
-    "a code that is none": lambda: omni.RequestError("no_such_code", "no"),
+    "a code that is not one": lambda: omni.RequestError("no_such_code", "no"),
     "a code that is a list": lambda: changed(omni.InvalidRequest("no"), code=["invalid_request"]),
     "no attributes": lambda: Hollow("invalid_request", "no"),
     "a hook error without a stage": lambda: HookError(None, None, None),  # type: ignore[arg-type]

@@ -182,10 +182,10 @@ async def test_fetches_of_all_requests_take_turns() -> None:
 @pytest.mark.parametrize(
     ("allowed", "host", "problem"),
     [
-        ((), "127.0.0.1", "is none of the pipeline's mediaHosts"),
-        (("example.com",), "127.0.0.1", "is none of the pipeline's mediaHosts"),
-        (("127.0.0.1",), "127.0.0.1", "is none of the pipeline's mediaHosts"),  # without the port: only 80 and 443
-        (("example.com",), "example.com@127.0.0.1", "is none of the pipeline's mediaHosts"),
+        ((), "127.0.0.1", "is not one of the pipeline's mediaHosts"),
+        (("example.com",), "127.0.0.1", "is not one of the pipeline's mediaHosts"),
+        (("127.0.0.1",), "127.0.0.1", "is not one of the pipeline's mediaHosts"),  # without the port: only 80 and 443
+        (("example.com",), "example.com@127.0.0.1", "is not one of the pipeline's mediaHosts"),
         (("localhost:{port}",), "localhost", "its host is not on the public Internet"),
     ],
 )

@@ -160,7 +160,7 @@ async def test_an_answer_of_this_server_may_be_sent_back_as_history() -> None:
                 ]
             },
             "messages[0].content[0].image_url.url",
-            "messages[0].content[0].image_url.url: its host 'a' is none of the pipeline's mediaHosts",
+            "messages[0].content[0].image_url.url: its host 'a' is not one of the pipeline's mediaHosts",
         ),
         (
             {

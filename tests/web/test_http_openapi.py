@@ -48,11 +48,11 @@ def fits(value: Any, schema: dict[str, Any], whole: dict[str, Any], where: str =
                 return
             except AssertionError as problem:
                 problems.append(problem)
-        raise AssertionError(f"{where}: {value!r} is none of these: {problems}")
+        raise AssertionError(f"{where}: {value!r} is not one of these: {problems}")
     if "const" in schema:
         assert value == schema["const"], f"{where}: {value!r} is not {schema['const']!r}"
     if "enum" in schema:
-        assert value in schema["enum"], f"{where}: {value!r} is none of {schema['enum']}"
+        assert value in schema["enum"], f"{where}: {value!r} is not one of {schema['enum']}"
     kinds = {
         "object": dict, "array": list, "string": str, "integer": int, "number": (int, float), "boolean": bool,
         "null": type(None),

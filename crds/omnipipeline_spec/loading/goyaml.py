@@ -74,7 +74,7 @@ def _nodes(text: str, source: str) -> list[yaml.Node]:
         line = error.problem_mark.line + 1 if error.problem_mark else 0
         raise UnreadableSpec(f"{source}, line {line}: {error.problem or error.context}") from error
     except (ValueError, OverflowError) as error:  # PyYAML converts escapes and versions without a check
-        message = "an escape is beyond U+10FFFF, or the version of YAML is none"
+        message = "an escape is beyond U+10FFFF, or the version of YAML is not a number"
         raise UnreadableSpec(f"{source}, line {composer.line + 1}: {message}") from error
     return nodes
 

@@ -69,7 +69,7 @@ def check_bounds(value: Any) -> None:
     """Refuse what may not be walked: call it before anything else is done with a value that Python code made.
 
     Raises: NotCanonical: more than `MAX_LEVELS` levels, or a list or map that contains itself; more than `MAX_VALUES`
-        values; a Struct that is none of the contract's.
+        values; a Struct that is not of the contract.
     """
     left = MAX_VALUES
 

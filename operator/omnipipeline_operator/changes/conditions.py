@@ -96,7 +96,7 @@ def is_true(status: Mapping[str, Any], type: str) -> bool:
 
 
 def is_bad(condition: ObservedCondition) -> bool:
-    """Whether the condition is a failure; pods that are starting are none."""
+    """Whether the condition is a failure; pods that are starting are not one."""
     if condition.type == "Suspended":
         return False
     return condition.status == "False" and condition.reason not in (

@@ -3,7 +3,7 @@
 Here: the request, with a short timeout, and the fields that are used. Not here: deciding anything. Called by
 `controller`. A coordinator that does not answer (a NetworkPolicy, another network) blocks no roll; only the first
 request to its address waits for the whole timeout. The pods are a tenant's, and may answer anything: redirects are not
-followed, and an answer beyond the bounds below is none.
+followed, and an answer beyond the bounds below does not count.
 """
 
 from __future__ import annotations

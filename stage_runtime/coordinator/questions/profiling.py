@@ -349,7 +349,7 @@ def check_config(config: Mapping[str, Any]) -> dict[str, bool]:
     """The switches of the torch trace. Raises: ConfigurationError: an unknown one, or none of true and false."""
     for name, value in config.items():
         if name not in torch_trace.SWITCHES:
-            raise ConfigurationError(f"config: {name[:80]!r} is none of {', '.join(torch_trace.SWITCHES)}")
+            raise ConfigurationError(f"config: {name[:80]!r} is not one of {', '.join(torch_trace.SWITCHES)}")
         if not isinstance(value, bool):
             raise ConfigurationError(f"config.{name}: must be true or false")
     return dict(config)

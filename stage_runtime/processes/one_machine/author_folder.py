@@ -53,7 +53,7 @@ def shadowing(folder: Path, path: Sequence[str]) -> Iterator[tuple[str, Path]]:
     """Names of modules that processes need, and the files of ``folder`` that would be imported instead.
 
     path: where modules are imported from without it. A folder without ``__init__.py`` gives way to a real module, so
-    it is none; nor is the module itself, for example of a pipeline in this repository's root.
+    it is not one; nor is the module itself, for example of a pipeline in this repository's root.
     """
     try:
         entries = {entry.name.partition(".")[0] for entry in os.scandir(folder)}

@@ -54,7 +54,7 @@ class DeviceMemory(Protocol):
         """A handle, for one process, which opens it once. Raises: Unshared."""
 
     def open(self, handle: bytes, device: str, nbytes: int) -> Any:
-        """The chunk of another process. Raises: ValueError: the handle is none, or cannot be opened here."""
+        """The chunk of another process. Raises: ValueError: the handle is not one, or cannot be opened here."""
 
     def write(self, chunk: Any, parts: Sequence[tuple[int, Any]]) -> None:
         """Copy flat tensors to those offsets, and wait until they are there. Raises: Unshared."""

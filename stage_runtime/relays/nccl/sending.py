@@ -167,7 +167,7 @@ class NcclSender:
                 self._sessions.discard(session)
 
     def _joined(self, session: _ReceiverSession) -> Join | None:
-        """The peer that has connected; None when it is none that was opened."""
+        """The peer that has connected; None when that one was not opened."""
         session.connection.settimeout(JOIN_S)
         join = messages.decode_order(messages.receive(session.connection))
         if not isinstance(join, Join) or not hmac.compare_digest(join.token.encode(), self._facts.token.encode()):

@@ -404,5 +404,5 @@ def _opened(fetched: Fetched) -> tuple[bytes, list[Any]]:
         raise ProtocolError("a KV message without record and tensors")
     record, tensors = value["record"], value["tensors"]
     if not isinstance(record, bytes) or not isinstance(tensors, list) or not all(hasattr(t, "shape") for t in tensors):
-        raise ProtocolError("a KV message with a record that is not bytes, or tensors that are none")
+        raise ProtocolError("a KV message with a record that is not bytes, or tensors that are not tensors")
     return record, tensors

@@ -117,7 +117,7 @@ def _port(host: str, origin: str) -> int | None:
 
 
 def _origin(origin: str) -> tuple[str | None, int | None]:
-    """Name and port of an Origin header; (None, None) of ``null`` and of what is none."""
+    """Name and port of an Origin header; (None, None) of ``null`` and of a value that is not an origin."""
     try:
         parts = urllib.parse.urlsplit(origin)
         return parts.hostname, parts.port or _PORTS.get(parts.scheme)

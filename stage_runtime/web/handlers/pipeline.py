@@ -73,7 +73,7 @@ class _NamedEncoder:
 
 
 def _asked_for(exchange: Exchange) -> str:
-    """The id in the path. Raises: RequestError: not_found: it is none that a request can have, here or elsewhere."""
+    """The id in the path. Raises: RequestError: not_found: no request can have it, here or elsewhere."""
     request_id: str = exchange.scope["path_params"]["id"]
     try:
         return msgspec.convert(request_id, RequestId)

@@ -73,7 +73,7 @@ class Fetcher:
             httpx.InvalidURL,
             OSError,
             ValueError,
-        ) as error:  # of a name or a Location that is none
+        ) as error:  # of a name or a Location that is not one
             raise _refused(place, f"not fetched: {type(error).__name__}") from error
 
     async def _follow(self, url: httpx.URL, place: MediaUrl, got: _Sum, tls: ssl.SSLContext) -> Media:
@@ -110,13 +110,13 @@ class Fetcher:
             return self._tls
 
     def _check_host(self, url: httpx.URL, place: MediaUrl) -> None:
-        """Raises: InvalidRequest: it is none of ``media_hosts``. Its addresses: see `_address`."""
+        """Raises: InvalidRequest: it is not one of ``media_hosts``. Its addresses: see `_address`."""
         if url.scheme not in _PORTS:
             raise _refused(place, "only data:, http: and https: URLs")
         host = url.host.lower()
         exact = f"{host}:{_port(url)}" in self._hosts
         if not exact and (host not in self._hosts or url.port is not None):
-            raise _refused(place, f"its host {_host_header(url)!r} is none of the pipeline's mediaHosts")
+            raise _refused(place, f"its host {_host_header(url)!r} is not one of the pipeline's mediaHosts")
 
     async def _read(self, response: httpx.Response, place: MediaUrl, got: _Sum) -> Media:
         if response.status_code != 200:

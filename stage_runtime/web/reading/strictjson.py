@@ -115,7 +115,8 @@ def _too_many(where: str) -> InvalidRequest:
 def _have_too_many(skeletons: list[bytes]) -> bool:
     if sum(map(_values, skeletons)) <= MAX_VALUES:
         return False
-    return sum(_values(_STRING.sub(b'""', each)) for each in skeletons) > MAX_VALUES  # commas in text are none
+    # a comma in a text separates no values
+    return sum(_values(_STRING.sub(b'""', each)) for each in skeletons) > MAX_VALUES
 
 
 def _values(text: bytes) -> int:

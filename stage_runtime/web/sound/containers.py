@@ -85,7 +85,7 @@ def _elements(data: bytes) -> Iterator[Part]:
 
 
 def _width(first: int) -> int:
-    """Bytes of a number, by its first byte. Raises: IndexError: it is none."""
+    """Bytes of a number, by its first byte. Raises: IndexError: it is not a number."""
     if not first:
         raise IndexError
     return 9 - first.bit_length()

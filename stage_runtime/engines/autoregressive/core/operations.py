@@ -64,7 +64,7 @@ OPERATIONS: Final[Mapping[str, Callable[..., Any]]] = {name: one.function for na
 
 
 def checked(event: Admin) -> tuple[Any, ...]:
-    """The operation's arguments, in order. Raises: InvalidRequest: it is none of these, or takes other arguments."""
+    """The operation's arguments, in order. Raises: InvalidRequest: it is not one of these, or takes other arguments."""
     if event.operation not in TABLE:
         raise InvalidRequest(f"no operation {event.operation!r}: there is {', '.join(TABLE)}")
     wanted = TABLE[event.operation].arguments
