@@ -290,6 +290,8 @@ class Autoregressive(msgspec.Struct, frozen=True, kw_only=True):
     that are loaded later must lie in one of these; None: anywhere.
     own_process: compute in a process of its own, so that nothing else of the stage delays a step.
     data_parallel_size: engines, each with all weights and a process of its own; a request goes to the least loaded one.
+    enable_expert_parallel: of a mixture of experts on a CPU: these engines share the experts, each keeps its part, and
+    they compute each step together. One that ends takes all with it.
     cores: processors of each engine, such as ``[[0, 1], [2, 3]]``; by default the stage's are divided among them.
     engine: what computes: ``own``, or ``openvino`` or ``vllm`` (extras of these names), which take fewer settings and
     fewer fields of requests, and refuse the others by name.
@@ -337,6 +339,7 @@ class Autoregressive(msgspec.Struct, frozen=True, kw_only=True):
     lora_folders: Sequence[str] | None = None
     own_process: bool = False
     data_parallel_size: int = 1
+    enable_expert_parallel: bool = False
     cores: Sequence[Sequence[int]] = ()
     remote_prefill_tokens: int | Literal["auto"] = "auto"
     kv_checksum: bool = True

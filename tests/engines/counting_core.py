@@ -15,6 +15,7 @@ import numpy as np
 
 from stage_runtime.engines.autoregressive.core.engine_core import EngineCore
 from stage_runtime.engines.autoregressive.core.serving import Served
+from stage_runtime.engines.autoregressive.expert_parallel.meetings import ExpertRanks, Place
 from stage_runtime.engines.autoregressive.sampling.model_output import ModelOutput
 from stage_runtime.engines.autoregressive.sampling.parameters import SamplingParams
 from stage_runtime.rules.autoregressive.blocks import BlockPool
@@ -33,8 +34,8 @@ class CountingExecutor:
 
     def __init__(self, *, step_s: float, fatal: int | None, slow: int | None) -> None:
         self._step_s, self._fatal, self._slow = step_s, fatal, slow
-        self.dummies = 0
         self.steps = 0
+        self.ranks: ExpertRanks | None = None  #: Engines that it meets before each step.
 
     def add(self, request_id: str, params: SamplingParams, prompt: Sequence[int]) -> None: ...
 
@@ -44,6 +45,9 @@ class CountingExecutor:
     def execute_model(self, step: SchedulerOutput, hold: bool = False, drafted: Any = None) -> Future[ModelOutput]:
         self.steps += bool(step.rows)
         future: Future[ModelOutput] = Future()
+        if self.ranks is not None and step.rows:
+            with self.ranks.pass_of(len(step.rows)):
+                pass
         seen = {token for row in step.rows for token in row.request.tokens}
         if self._fatal in seen:
             raise MemoryError("the executor is broken")
@@ -58,11 +62,14 @@ class CountingExecutor:
     def sample_tokens(self, masks: Mapping[str, Any], after: Any = None) -> Future[ModelOutput]:
         raise AssertionError("no request has a grammar")
 
-    def shutdown(self) -> None: ...
+    def shutdown(self) -> None:
+        if self.ranks is not None:
+            self.ranks.close()
 
 
 def counting(
     *,
+    place: Place | None = None,
     step_s: float = 0.0,
     fatal: int | None = None,
     slow: int | None = None,
@@ -81,22 +88,21 @@ def counting(
         block_size=16, max_requests=max_requests, max_batched_tokens=2048, max_chunk=512, max_model_len=prompt_most
     )
     executor = CountingExecutor(step_s=step_s, fatal=fatal, slow=slow)
+    if place is not None:
+        executor.ranks = ExpertRanks(place)
     core = EngineCore(Scheduler(limits, BlockPool(BLOCKS)), executor, vocab_size=VOCABULARY)
     utilities: dict[str, Callable[..., Any]] = {
         "echo": lambda core, *values: list(values),
         "double": lambda core, rows: rows * 2,
         "zeros": lambda core, count: np.zeros(count),
         "pid": lambda core: os.getpid(),
-        "executed": lambda core: (executor.steps, executor.dummies),
+        "executed": lambda core: (executor.steps, executor.ranks.meetings if executor.ranks else 0),
         "free_blocks": lambda core: core.scheduler.pool.free,
         "unsendable": lambda core: object(),
         "fail": _fail,
     }
 
-    def dummy() -> None:
-        executor.dummies += 1
-
-    return Served(core, BLOCKS, utilities, dummy)
+    return Served(core, BLOCKS, utilities, lockstep=executor.ranks)
 
 
 def _fail(core: EngineCore) -> None:

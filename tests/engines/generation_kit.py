@@ -121,6 +121,20 @@ STATEFUL: dict[str, Callable[[], Any]] = {
     ),
 }
 
+_MIXTURE: dict[str, Any] = {**_GROUPED, "num_experts_per_tok": 2}
+#: Mixtures of experts, and how many each has.
+MIXTURES = {"qwen3_moe": 6, "qwen2_moe": 4, "mixtral": 4, "olmoe": 4, "gpt_oss": 4}
+_MIXTURES: dict[str, Callable[[], Any]] = {
+    "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
+        **{**_MIXTURE, "num_hidden_layers": 3}, moe_intermediate_size=16, num_experts=6, head_dim=8, mlp_only_layers=[1]
+    ),
+    "mixtral": lambda: transformers.MixtralConfig(**_MIXTURE, num_local_experts=4),
+    "qwen2_moe": lambda: transformers.Qwen2MoeConfig(
+        **_MIXTURE, moe_intermediate_size=16, shared_expert_intermediate_size=16, num_experts=4
+    ),
+    "olmoe": lambda: transformers.OlmoeConfig(**_MIXTURE, num_experts=4),
+}
+
 
 @functools.cache
 def tiny_model(kind: str) -> Any:
@@ -129,7 +143,7 @@ def tiny_model(kind: str) -> Any:
     state = torch.random.get_rng_state()
     torch.manual_seed(7)
     try:
-        return transformers.AutoModelForCausalLM.from_config({**CONFIGS, **STATEFUL}[kind]()).eval()
+        return transformers.AutoModelForCausalLM.from_config({**CONFIGS, **STATEFUL, **_MIXTURES}[kind]()).eval()
     finally:
         torch.random.set_rng_state(state)
 

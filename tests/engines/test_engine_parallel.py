@@ -11,12 +11,12 @@ import msgspec
 import pytest
 
 from stage_runtime.engines.autoregressive.clients.async_mp import AsyncMPClient
-from stage_runtime.engines.autoregressive.clients.data_parallel import DPAsyncMPClient, DPLBAsyncMPClient
+from stage_runtime.engines.autoregressive.clients.data_parallel import DPLBAsyncMPClient
 from stage_runtime.engines.autoregressive.core.engine_requests import EngineCoreRequest
-from stage_runtime.engines.autoregressive.data_parallel.dp_coordinator import DPCoordinator
 from stage_runtime.engines.autoregressive.process.launching import EngineLaunch
 from stage_runtime.engines.autoregressive.sampling.parameters import SamplingParams
 from stage_runtime.errors import ConfigurationError, EngineDeadError
+from stage_runtime.rules.autoregressive.requests import Hold
 from tests.engines.counting_core import LAUNCHED
 
 PATIENCE_S = 100.0
@@ -60,9 +60,9 @@ async def until(true: Callable[[], bool]) -> None:
 
 
 async def executed(client: AsyncMPClient, rank: int) -> tuple[int, int]:
-    """Steps and dummy batches of an engine."""
-    steps, dummies = await client.call_utility_async("executed", rank=rank)
-    return steps, dummies
+    """Steps of an engine, and how often it met the others."""
+    steps, meetings = await client.call_utility_async("executed", rank=rank)
+    return steps, meetings
 
 
 async def test_requests_are_spread_over_engines_and_ranks_and_pins_are_kept() -> None:
@@ -117,40 +117,56 @@ async def test_an_independent_engine_that_is_killed_takes_its_own_requests_alone
             await asyncio.wait_for(reader.task, PATIENCE_S)
 
 
-async def test_in_lockstep_all_engines_step_while_one_has_work_and_rest_after_the_wave() -> None:
+async def test_in_lockstep_all_engines_meet_before_each_step_of_one_and_rest_after_the_wave() -> None:
     client = await DPLBAsyncMPClient.launch_all(LAUNCH, 2, lockstep=True)
     async with client:
         reader = Reader(client)
-        for wave in range(2):
-            before = await executed(client, 1)
-            await client.add_request_async(ask(f"r{wave}", 1, 40), data_parallel_rank=0)
+        for wave in range(1, 3):
+            await client.add_request_async(ask(f"r{wave}", 1, 40), data_parallel_rank=wave - 1)
             assert await reader.until(f"r{wave}") == {f"r{wave}": "length"}
-            await until(lambda wave=wave: client.current_wave == wave + 1 and not client.engines_running)  # type: ignore[misc]
-            after = await executed(client, 1)
-            assert (after[0] - before[0], after[1] - before[1]) == (0, 64)  # two meetings, 32 steps each
-        own, dummies = await executed(client, 0)
-        assert (own, dummies) == (80, 48)
+            await until_met(client, 41 * wave)  # the last one ends the wave
+        assert await executed(client, 0) == (40, 82) and await executed(client, 1) == (40, 82)
+        with pytest.raises(ConfigurationError, match="enable_expert_parallel cannot be added or removed"):
+            await client.scale_async(3)
         os.kill(client._engines[1].pid, signal.SIGKILL)
-        with pytest.raises(EngineDeadError):
+        with pytest.raises(EngineDeadError, match="all engines end with one of enable_expert_parallel"):
             await asyncio.wait_for(reader.task, PATIENCE_S)
 
 
-async def test_clients_of_one_engine_each_wake_the_others_engines_for_a_wave() -> None:
-    coordinator = await asyncio.to_thread(DPCoordinator, 2, lockstep=True)
-    with coordinator:
-        clients = await asyncio.gather(
-            *(DPAsyncMPClient.start(LAUNCH, coordination=coordinator.coordination, ranks=(rank,)) for rank in range(2))
-        )
-        readers = [Reader(client) for client in clients]
-        await clients[1].add_request_async(ask("r", 1, 10))
-        assert await readers[1].until("r") == {"r": "length"}
-        await until(lambda: [client.current_wave for client in clients] == [1, 1])
-        assert await executed(clients[0], 0) == (0, 32) and await executed(clients[1], 1) == (10, 22)
-        with pytest.raises(ValueError, match="only engine is 1"):
-            await clients[1].add_request_async(ask("s"), data_parallel_rank=0)
-        for reader in readers:
-            reader.task.cancel()
-        await asyncio.gather(*(client.close() for client in clients))
+async def until_met(client: AsyncMPClient, times: int) -> None:
+    """Waits until each engine has met the others so often."""
+    async with asyncio.timeout(PATIENCE_S):
+        while [(await executed(client, rank))[1] for rank in client.ranks] != [times] * len(client.ranks):
+            await asyncio.sleep(0.02)
+
+
+async def test_a_request_that_is_held_lets_all_engines_rest_and_begins_a_wave_when_it_is_released() -> None:
+    client = await DPLBAsyncMPClient.launch_all(LAUNCH, 2, lockstep=True)
+    async with client:
+        reader = Reader(client)
+        held = msgspec.structs.replace(ask("held", 1, 10), hold=Hold.REMOTE_KV)
+        await client.add_request_async(held, data_parallel_rank=1)
+        await client.add_request_async(ask("r", 1, 10), data_parallel_rank=0)
+        await reader.until("r")
+        await until_met(client, 11)
+        await client.release_requests_async(["held"])
+        assert await reader.until("held") == {"held": "length"}
+        await until_met(client, 22)
+
+
+async def test_engines_in_lockstep_end_together_when_one_is_asked_to_and_finish_what_all_have() -> None:
+    client = await DPLBAsyncMPClient.launch_all(
+        msgspec.structs.replace(LAUNCH, kwargs={"step_s": 0.02}), 2, lockstep=True
+    )
+    async with client:
+        reader = Reader(client)
+        for rank, count in ((0, 100), (1, 20)):
+            await client.add_request_async(ask(f"r{rank}", 1, count), data_parallel_rank=rank)
+        await until(lambda: len(reader.tokens) == 2)
+        os.kill(client._engines[1].pid, signal.SIGTERM)
+        assert await reader.until("r0", "r1") == {"r0": "length", "r1": "length"}
+        with pytest.raises(EngineDeadError, match="has ended"):
+            await asyncio.wait_for(reader.task, PATIENCE_S)
 
 
 async def test_engines_are_added_and_removed_while_they_serve_and_no_request_is_lost() -> None:

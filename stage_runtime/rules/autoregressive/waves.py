@@ -1,8 +1,8 @@
 """The knowledge of the coordinator of an instance's engines: counts of each, and the wave. Events in, instructions out.
 Pure.
 
-A wave is the time in which engines that step in lockstep all run: it begins with the first request and ends when none
-of them has an unfinished one. Engines without lockstep have no waves; of them only counts are kept.
+A wave is the time in which engines that step in lockstep all run: it begins when one of them has work, and they end it
+together when none has (`data_parallel.dp_engine`). Here the others are woken. Engines without lockstep have no waves.
 """
 
 from __future__ import annotations
@@ -14,31 +14,17 @@ import msgspec
 PUBLISH_EVERY_S: Final = 0.1  # counts; a balancer expects by itself what it sends in between
 
 
-class FirstRequestSent(msgspec.Struct, frozen=True):
-    """A client has sent a request while it believed the engines paused. engine: has the request, and starts by it."""
+class WaveBegun(msgspec.Struct, frozen=True):
+    """An engine has work while all rest, and steps."""
 
     wave: int
     engine: int
-
-
-class LateRequestReceived(msgspec.Struct, frozen=True):
-    """An engine got a request of a wave that is over."""
-
-    wave: int
-    engine: int
-
-
-class WaveComplete(msgspec.Struct, frozen=True):
-    """Rank 0: no engine has an unfinished request."""
-
-    wave: int
 
 
 class Counts(msgspec.Struct, frozen=True):
     """An engine's requests after a step."""
 
     engine: int
-    wave: int
     step: int
     waiting: int
     running: int
@@ -62,24 +48,20 @@ class Tick(msgspec.Struct, frozen=True):
     """Time has passed."""
 
 
-WaveEvent: TypeAlias = (
-    FirstRequestSent | LateRequestReceived | WaveComplete | Counts | EnginesScaled | EngineReplaced | Subscribed | Tick
-)
+WaveEvent: TypeAlias = WaveBegun | Counts | EnginesScaled | EngineReplaced | Subscribed | Tick
 
 
 class PublishState(msgspec.Struct, frozen=True):
-    """An order: publish this to all clients. counts: waiting and running requests by rank; None: as before."""
+    """An order: publish this to all clients. counts: waiting and running requests by rank."""
 
-    counts: tuple[tuple[int, int], ...] | None
-    wave: int
-    running: bool
+    counts: tuple[tuple[int, int], ...]
 
 
 class SendStartWave(msgspec.Struct, frozen=True):
-    """An order: start this wave in all engines. exclude: the rank of one that its own request has started."""
+    """An order: start this wave in all engines. exclude: the rank of the one that has begun it."""
 
     wave: int
-    exclude: int | None
+    exclude: int
 
 
 Instruction: TypeAlias = PublishState | SendStartWave
@@ -88,7 +70,7 @@ Instruction: TypeAlias = PublishState | SendStartWave
 class _Engine:
     def __init__(self) -> None:
         self.counts = (0, 0)
-        self.newest = (-1, -1)  #: (wave, step) of its newest counts; older ones are stale.
+        self.newest = -1  #: The step of its newest counts; older ones are stale.
 
 
 class Waves:
@@ -96,8 +78,7 @@ class Waves:
 
     def __init__(self, engines: int) -> None:
         self._engines = [_Engine() for _ in range(engines)]
-        self.wave = 0  #: Never falls.
-        self.running = False  #: Whether a wave is under way.
+        self.begun = -1  #: The newest wave that was started. Never falls.
         self.stale = 0  #: Counts that were refused.
         self._changed = False  #: Counts that are not published.
         self._published_at = float("-inf")
@@ -113,22 +94,11 @@ class Waves:
     def on(self, event: WaveEvent, now: float) -> list[Instruction]:
         """Take an event. Those of engines that do not exist, or of the past, change nothing."""
         match event:
-            case FirstRequestSent(wave, engine):
-                if self.running:
+            case WaveBegun(wave, engine):
+                if wave <= self.begun or not 0 <= engine < len(self._engines):
                     return []
-                # It was sent in a wave that is over: its engine reports no unfinished request by it.
-                return self._start(None if wave < self.wave else engine)
-            case LateRequestReceived(wave, engine):
-                if not 0 <= engine < len(self._engines):
-                    return []
-                if wave > self.wave:  # it came before rank 0's word that the wave before it is complete
-                    self.wave, self.running = wave, False
-                return [] if self.running else self._start(engine if wave == self.wave else None)
-            case WaveComplete(wave):
-                if wave < self.wave:
-                    return []
-                self.wave, self.running = wave + 1, False
-                return [PublishState(None, self.wave, False)]
+                self.begun = wave
+                return [SendStartWave(wave, engine)]
             case Counts():
                 return self._count(event, now)
             case EnginesScaled(engines):
@@ -140,18 +110,14 @@ class Waves:
             case Tick():
                 return self._publish_due(now)
 
-    def _start(self, exclude: int | None) -> list[Instruction]:
-        self.running = True
-        return [SendStartWave(self.wave, exclude), PublishState(None, self.wave, True)]
-
     def _count(self, event: Counts, now: float) -> list[Instruction]:
         if not 0 <= event.engine < len(self._engines):
             return []
         engine = self._engines[event.engine]
-        if (event.wave, event.step) <= engine.newest:
+        if event.step <= engine.newest:
             self.stale += 1
             return []
-        engine.newest = (event.wave, event.step)
+        engine.newest = event.step
         counts = (event.waiting, event.running)
         if counts == engine.counts:
             return []
@@ -162,9 +128,6 @@ class Waves:
     def _scale(self, engines: int, now: float) -> list[Instruction]:
         if engines < 1:
             return []
-        if engines > len(self._engines):
-            # New engines are paused and know no wave: the next request starts all of them together.
-            self.running = False
         self._engines = (self._engines + [_Engine() for _ in range(engines - len(self._engines))])[:engines]
         return [self._publish(now)]
 
@@ -181,4 +144,4 @@ class Waves:
 
     def _publish(self, now: float) -> PublishState:
         self._changed, self._published_at = False, now
-        return PublishState(self.counts, self.wave, self.running)
+        return PublishState(self.counts)

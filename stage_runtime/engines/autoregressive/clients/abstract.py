@@ -276,7 +276,7 @@ class MPClient:
     def _ranks(self) -> Sequence[int]:
         return sorted(self._engines)
 
-    def _add(self, request: EngineCoreRequest, rank: int | None, pin: str | None, wave: int = 0) -> int:
+    def _add(self, request: EngineCoreRequest, rank: int | None, pin: str | None) -> int:
         self.ensure_alive()
         name = request.request_id
         if name in self.reqs_in_flight:
@@ -289,7 +289,7 @@ class MPClient:
             request.cache_salt,
             request.adapter,
         )
-        header = msgspec.msgpack.encode(AddHeader(name, self.client_index, wave))
+        header = msgspec.msgpack.encode(AddHeader(name, self.client_index))
         self._send(chosen, EngineCoreRequestType.ADD, header, *body)
         self.reqs_in_flight[name] = chosen
         return chosen

@@ -18,7 +18,6 @@ from stage_runtime.engines.autoregressive.data_parallel.dp_coordinator import DP
 from stage_runtime.engines.autoregressive.process.engine_messages import (
     Coordination,
     EngineCoreOutputs,
-    FirstRequest,
     FrontEnd,
     Replaced,
     ScaleEngines,
@@ -45,8 +44,6 @@ class DPAsyncMPClient(AsyncMPClient):
 
     def __init__(self, launch: EngineLaunch, coordination: Coordination | None = None, **options: Any) -> None:
         """coordination: None only for a client that ``joins``: its `FrontEnd` has it. options: those of `MPClient`."""
-        self.current_wave = 0
-        self.engines_running = False
         super().__init__(launch, coordination=coordination, **options)
         assert self._coordination is not None, "the engines have no coordinator"
         self.lockstep = self._coordination.lockstep
@@ -79,21 +76,12 @@ class DPAsyncMPClient(AsyncMPClient):
                 self.misread += 1
                 log.warning("dropped a message of the coordinator: %s", error)
                 continue
-            self.current_wave, self.engines_running = state.wave, state.running
-            if state.counts is not None:
-                self._on_counts(state.counts)
+            self._on_counts(state.counts)
 
     def _on_counts(self, counts: Sequence[tuple[int, int]]) -> None:
         """Take the counts of all engines, by rank."""
 
-    async def add_request_async(
-        self, request: EngineCoreRequest, *, data_parallel_rank: int | None = None, pin: str | None = None
-    ) -> None:
-        chosen = self._add(request, data_parallel_rank, pin, self.current_wave)
-        if self.lockstep and not self.engines_running:
-            self._notify(FirstRequest(self.current_wave, chosen))
-
-    def _notify(self, message: FirstRequest | ScaleEngines | Replaced) -> None:
+    def _notify(self, message: ScaleEngines | Replaced) -> None:
         self._stats.send([msgspec.msgpack.encode(message)])
         self._read_stats()  # sending may have taken the edge of what has come
 
@@ -144,7 +132,7 @@ class DPLBAsyncMPClient(DPAsyncMPClient):
         Raises: ConfigurationError: the coordinator or an engine could not start.
         """
         if elastic and lockstep:
-            raise ConfigurationError("engines in lockstep cannot be added or removed while they serve")
+            raise ConfigurationError("engines in lockstep cannot be added or removed while they serve: elastic=False")
         coordinator = await asyncio.to_thread(DPCoordinator, engines, lockstep=lockstep)
         try:
             client = await cls.start(launch, coordinator=coordinator, elastic=elastic, front_ends=front_ends)
@@ -164,8 +152,8 @@ class DPLBAsyncMPClient(DPAsyncMPClient):
         self._expected.clear()
         self._balancer.report(counts)
 
-    def _add(self, request: EngineCoreRequest, rank: int | None, pin: str | None, wave: int = 0) -> int:
-        chosen = super()._add(request, rank, pin, wave)
+    def _add(self, request: EngineCoreRequest, rank: int | None, pin: str | None) -> int:
+        chosen = super()._add(request, rank, pin)
         if rank is None and request.data_parallel_rank is None and not (pin or request.pin):
             self._expected.add(request.request_id)
         return chosen
@@ -188,7 +176,11 @@ class DPLBAsyncMPClient(DPAsyncMPClient):
     def _on_dead(self, rank: int, reason: str) -> list[EngineCoreOutputs]:
         serving = rank in self._balancer.open  # and not removed on purpose
         self._balancer.close(rank)
-        if self.lockstep or not self._balancer.open:
+        if self.lockstep:  # an engine says that it cannot go on without another one: that one's end is the reason
+            first = next((one for one in self._ended() if one != rank), rank)
+            why = reason if first == rank else f"engine {first} has ended"
+            return super()._on_dead(rank, f"{why}; all engines end with one of enable_expert_parallel")
+        if not self._balancer.open:
             return super()._on_dead(rank, reason)
         if serving:
             log.error("%s; %d others go on", reason, len(self._balancer.open))
@@ -245,8 +237,12 @@ class DPLBAsyncMPClient(DPAsyncMPClient):
         """
         if self._coordinator is None or self.client_count > 1:
             raise ConfigurationError("engines with several front ends cannot be added or removed")
-        if self.lockstep or engines < 1:
-            raise ConfigurationError(f"cannot scale to {engines} engines" + self.lockstep * " in lockstep")
+        if self.lockstep:
+            raise ConfigurationError(
+                "engines of enable_expert_parallel cannot be added or removed: each has its experts"
+            )
+        if engines < 1:
+            raise ConfigurationError(f"cannot scale to {engines} engines")
         self.ensure_alive()
         before = self._coordinator.engines
         if engines > before:

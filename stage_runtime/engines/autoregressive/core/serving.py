@@ -21,14 +21,41 @@ class Connect(Protocol):
     def __call__(self, *, post: Post, rooms: EngineKV) -> None: ...
 
 
+class Lockstep(Protocol):
+    """The passes of engines that compute each one together. They meet before it: who has rows, who has work left, who
+    wishes to end.
+    """
+
+    leaving: bool  #: This engine wishes to end. Set by the loop.
+
+    @property
+    def meetings(self) -> int:
+        """How many meetings there were."""
+
+    @property
+    def over(self) -> bool:
+        """No engine has work left, as the last meeting says."""
+
+    @property
+    def some_leave(self) -> bool: ...
+    @property
+    def all_leave(self) -> bool: ...
+
+    def take_part(self, *, unfinished: bool) -> None:
+        """Meet, and compute for the others; this engine has no rows. unfinished: it has work all the same.
+
+        Raises: RankLost (no Exception): another engine is gone.
+        """
+
+
 class Served(NamedTuple):
     """utilities: what clients may call by name, between two steps, with the core and their arguments.
-    dummy_batch: computes a step without requests, for engines in lockstep. connect: gives the core its connector, whose
-    calls come by the process's loop; rooms: its way to the stage.
+    connect: gives the core its connector, whose calls come by the process's loop; rooms: its way to the stage.
+    lockstep: of engines that compute each pass together; None: this one computes alone.
     """
 
     core: EngineCore
     num_gpu_blocks: int
     utilities: Mapping[str, Callable[..., Any]] = {}
-    dummy_batch: Callable[[], None] = lambda: None
     connect: Connect | None = None
+    lockstep: Lockstep | None = None

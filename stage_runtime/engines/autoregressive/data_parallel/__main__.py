@@ -2,7 +2,7 @@
 
 The coordinator of the engines of one instance.
 
-Three sockets: FRONT publishes counts and waves to clients and takes their messages, OUTPUT takes those of engines, BACK
+Three sockets: FRONT publishes counts to clients and takes their messages, OUTPUT takes those of engines, BACK
 publishes the start of waves to engines. What cannot be understood is dropped.
 """
 
@@ -21,7 +21,6 @@ from stage_runtime.engines.autoregressive.process import parents
 from stage_runtime.engines.autoregressive.process.engine_messages import (
     READY,
     EngineCoreRequestType,
-    FirstRequest,
     Replaced,
     ScaleEngines,
     SchedulerStats,
@@ -35,7 +34,7 @@ log = logging.getLogger(__name__)
 
 SUBSCRIBED: Final = b"\x01"
 UNSUBSCRIBED: Final = b"\x00"
-_FromClient: TypeAlias = FirstRequest | Replaced | ScaleEngines
+_FromClient: TypeAlias = Replaced | ScaleEngines
 
 
 class _FromEngine(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,7 +42,6 @@ class _FromEngine(msgspec.Struct, frozen=True, kw_only=True):
 
     engine_index: int = 0
     scheduler_stats: SchedulerStats | None = None
-    wave_complete: int | None = None
     start_wave: int | None = None
 
 
@@ -84,8 +82,6 @@ class DPCoordinatorProc:
             self._on(waves.Subscribed())
             return
         match self._from_client.decode(received):
-            case FirstRequest(wave, engine):
-                self._on(waves.FirstRequestSent(wave, engine))
             case Replaced(engine):
                 self._on(waves.EngineReplaced(engine))
             case ScaleEngines(engines):
@@ -98,12 +94,9 @@ class DPCoordinatorProc:
             return
         received = self._from_engine.decode(frames[0])
         if (stats := received.scheduler_stats) is not None:
-            step = (received.engine_index, stats.current_wave, stats.step_counter)
-            self._on(waves.Counts(*step, stats.waiting, stats.running))
-        if received.wave_complete is not None:
-            self._on(waves.WaveComplete(received.wave_complete))
+            self._on(waves.Counts(received.engine_index, stats.step_counter, stats.waiting, stats.running))
         if received.start_wave is not None:
-            self._on(waves.LateRequestReceived(received.start_wave, received.engine_index))
+            self._on(waves.WaveBegun(received.start_wave, received.engine_index))
 
     def _on_subscription(self, frames: Sequence[memoryview]) -> None:
         """An engine listens. Which one is not known: all that have greeted are answered again."""

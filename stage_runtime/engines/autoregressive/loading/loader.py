@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple, cast
@@ -13,6 +14,9 @@ from stage_runtime.engines import gpumemory
 from stage_runtime.engines.autoregressive.core.engine_core import EngineCore
 from stage_runtime.engines.autoregressive.core.executors import InlineExecutor, ThreadExecutor
 from stage_runtime.engines.autoregressive.core.step_dumps import StepDumps
+from stage_runtime.engines.autoregressive.expert_parallel import experts as expert_shares
+from stage_runtime.engines.autoregressive.expert_parallel.experts import ExpertRunner
+from stage_runtime.engines.autoregressive.expert_parallel.meetings import ExpertRanks
 from stage_runtime.engines.autoregressive.kernels import attention_pages, linears
 from stage_runtime.engines.autoregressive.loading import adapting, compiling, decoders, draft_models, preparing
 from stage_runtime.engines.autoregressive.lora import settings as lora_settings
@@ -65,8 +69,10 @@ def load(
     progress: Callable[[str], None] = lambda text: None,
     ranks: Ranks | None = None,
     digest: bool = False,
+    experts: ExpertRanks | None = None,
 ) -> Loaded:
-    """ranks: of a tensor-parallel engine; each of them loads. digest: `Loaded.weights` is wanted.
+    """ranks: of a tensor-parallel engine; each of them loads. digest: `Loaded.weights` is wanted. experts: the engines
+    that share the model's experts, not joined yet.
 
     Raises: ConfigurationError: transformers is missing, or the values or the model do not fit."""
     check(spec)
@@ -76,12 +82,14 @@ def load(
     dtype = dtypes.chosen(spec.dtype, device)
     tokenizer = decoders.tokenizer_of(spec)
     if spec.decoder is None:
-        model = load_model(spec.model, dtype=dtype, revision=spec.revision, device=device)
-        return assemble(spec, model, tokenizer, progress=progress, ranks=ranks, digest=digest)
+        kind = None if experts is None else functools.partial(expert_shares.reading_own, ranks=experts)
+        model = load_model(spec.model, dtype=dtype, revision=spec.revision, device=device, kind=kind)
+        return assemble(spec, model, tokenizer, progress=progress, ranks=ranks, digest=digest, experts=experts)
     decoder = decoders.made(spec.decoder)
     model = decoder.load(spec.model, revision=spec.revision, dtype=getattr(torch, dtype), device=device).eval()
     after_step = getattr(decoder, "after_step", None)
-    return assemble(spec, model, tokenizer, progress=progress, ranks=ranks, after_step=after_step, digest=digest)
+    given: dict[str, Any] = {"ranks": ranks, "after_step": after_step, "digest": digest, "experts": experts}
+    return assemble(spec, model, tokenizer, progress=progress, **given)
 
 
 def assemble(
@@ -93,6 +101,7 @@ def assemble(
     ranks: Ranks | None = None,
     after_step: Callable[[Step], NextRows] | None = None,
     digest: bool = False,
+    experts: ExpertRanks | None = None,
 ) -> Loaded:
     """The same as `load`, for a model in memory; replaces its linear layers. after_step: that of its `Decoder`."""
     check(spec)
@@ -103,6 +112,8 @@ def assemble(
     if ranks is not None:
         with torch.inference_mode():
             sharding.shard(model, ranks)
+    if experts is not None:
+        expert_shares.share(model, experts)
     paged = PagedModel(model, after_step)
     speculation = _speculation(spec, paged)
     if ranks is not None and (paged.sinks or paged.state_layers):
@@ -156,6 +167,9 @@ def assemble(
         size["proposer"] = NgramProposer(speculation)
     if ranks is not None and ranks.rank == 0:
         runner: ModelRunner = Leading(paged, backend, ranks, kept=kept, **size)
+    elif experts is not None:
+        runner = ExpertRunner(paged, backend, kept=kept, **size)
+        runner.ranks = experts
     else:
         runner = ModelRunner(paged, backend, kept=kept if ranks is None else None, **size)
     scheduler = Scheduler(limits, pool)
@@ -166,7 +180,8 @@ def assemble(
     text = not isinstance(tokenizer, decoders.TokensOnly)
     grammars = Grammars(tokenizer, paged.vocab_size, paged.end_ids, number_digits=spec.number_digits) if text else None
     beside = paged.device.type != "cpu" or after_step is not None  # a hook's frames are sent while a step is computed
-    overlaps = beside and ranks is None if spec.overlap == "auto" else spec.overlap
+    alone = ranks is None and experts is None
+    overlaps = beside and alone if spec.overlap == "auto" else spec.overlap
     executor: ThreadExecutor | InlineExecutor = ThreadExecutor(runner) if overlaps else InlineExecutor(runner)
     core = EngineCore(
         scheduler,

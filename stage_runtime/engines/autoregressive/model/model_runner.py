@@ -161,7 +161,7 @@ class ModelRunner:
             return None
 
     def execute_dummy_batch(self, tokens: int = 1) -> None:
-        """A pass over padding: for a rank in lockstep that has nothing to compute, and to warm up."""
+        """A pass over padding, to warm up."""
         count = max(min(tokens, self.model.positions), 1)
         blocks = [0] * -(-count // self._block_size)
         with torch.inference_mode():

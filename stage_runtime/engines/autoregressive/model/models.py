@@ -140,19 +140,29 @@ def transformers() -> Any:
     return package
 
 
-def load_model(model: str, *, dtype: str = "float32", revision: str | None = None, device: str = "cpu") -> Any:
+def load_model(
+    model: str,
+    *,
+    dtype: str = "float32",
+    revision: str | None = None,
+    device: str = "cpu",
+    kind: Callable[[Any], Any | None] | None = None,
+) -> Any:
     """A causal language model of a folder, a GGUF file, or a name at the model hub; in evaluation mode.
+
+    kind: a class to load in the place of transformers' own, by the model's config; not of a GGUF file.
 
     Raises: UnsupportedModel: its attention cannot be replaced.
     """
     package = transformers()
     where, options = _where(model, revision)
+    auto = package.AutoModelForCausalLM
     if "gguf_file" not in options:
-        refusals.check_config(model, package.AutoConfig.from_pretrained(where, **options))
+        config = package.AutoConfig.from_pretrained(where, **options)
+        refusals.check_config(model, config)
+        auto = (kind and kind(config)) or auto
     try:
-        loaded = package.AutoModelForCausalLM.from_pretrained(
-            where, dtype=getattr(torch, dtype), attn_implementation=ATTENTION, **options
-        )
+        loaded = auto.from_pretrained(where, dtype=getattr(torch, dtype), attn_implementation=ATTENTION, **options)
     except ValueError as error:
         if "attention" in str(error).lower():
             raise UnsupportedModel(f"{model}: {error}") from error

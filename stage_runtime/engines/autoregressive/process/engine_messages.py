@@ -45,7 +45,6 @@ class EngineCoreRequestType(Enum):
 class AddHeader(msgspec.Struct, frozen=True, array_like=True):
     request_id: Name
     client_index: Natural = 0
-    current_wave: Natural = 0
 
 
 class UtilityCall(msgspec.Struct, frozen=True, array_like=True):
@@ -62,8 +61,10 @@ class Attach(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StartWave(msgspec.Struct, frozen=True, array_like=True):
+    """exclude: the rank of the engine that has begun it."""
+
     wave: Natural
-    exclude: int | None = None
+    exclude: int
 
 
 class SchedulerStats(msgspec.Struct, frozen=True, array_like=True):
@@ -76,7 +77,6 @@ class SchedulerStats(msgspec.Struct, frozen=True, array_like=True):
     waiting: int
     running: int
     step_counter: int = 0
-    current_wave: int = 0
     kv_blocks: int = 0
     kv_blocks_used: int = 0
     kv_blocks_cached: int = 0
@@ -129,7 +129,6 @@ class EngineCoreOutputs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     scheduler_stats: SchedulerStats | None = None
     utility_output: UtilityOutput | None = None
     timestamp: float = 0.0
-    wave_complete: int | None = None
     start_wave: int | None = None
 
 
@@ -205,11 +204,6 @@ class EngineFailed(msgspec.Struct, frozen=True, tag="FAILED"):
 
 
 # --- between clients and the coordinator: clients read `rules.autoregressive.waves.PublishState` -------------------
-
-
-class FirstRequest(msgspec.Struct, frozen=True, tag="FIRST_REQ"):
-    wave: Natural
-    engine: Natural
 
 
 class Replaced(msgspec.Struct, frozen=True, tag="REPLACED"):

@@ -56,13 +56,12 @@ class Inputs:
         """refuse, answer: to a client, by its index. utilities: a function by its name. on_client: a further client
         is there, or its process has ended. on_kv: takes messages of the stage about blocks that cross.
         """
-        #: For `get`. An ADD has a third part: the wave in which it was sent.
+        #: For `get`.
         self.queue: SimpleQueue[tuple[RequestType, Any]] = SimpleQueue()
         self.owners: dict[str, int] = {}  #: Client of every request that is not over.
         self.draining = False  #: Requests that come now are refused.
         self.dropped = 0  #: Messages that could not be understood.
         self.on_start_wave: Callable[[StartWave], None] = lambda wave: None  #: Called on the loop's thread.
-        self.on_wave: Callable[[int], None] | None = None  #: Called with a request's wave, on the loop's thread.
         self._core = core
         self._refuse = refuse
         self._answer = answer
@@ -133,13 +132,7 @@ class Inputs:
         """`busy_loop.InputQueue`."""
         if not block and self.queue.empty():
             return None
-        kind, given = self.queue.get()
-        if kind is not RequestType.ADD:
-            return kind, given
-        request, prepared, wave = given
-        if self.on_wave is not None:  # here, so that no step comes between this look at the wave and the request
-            self.on_wave(wave)
-        return kind, (request, prepared)
+        return self.queue.get()
 
     def wake(self) -> None:
         """Let a blocked `get` return. In any thread, or a signal handler."""
@@ -213,7 +206,7 @@ class Inputs:
             self._refuse(client, refused(name, error))
             return
         self.owners[name] = client
-        self.queue.put((RequestType.ADD, (request, prepared, header.current_wave)))
+        self.queue.put((RequestType.ADD, (request, prepared)))
 
     def _take_extension(self, header: AddHeader, body: Sequence[memoryview]) -> None:
         name, client = header.request_id, header.client_index

@@ -38,7 +38,6 @@ class EngineCoreProc:
     def __init__(self, served: Served, init: Init, *, engine_index: int = 0) -> None:
         self.engine_index = engine_index
         self.step_counter = 0
-        self.current_wave = 0
         self._core = served.core
         self._trace = EngineTrace()
         self._utilities: dict[str, Callable[..., Any]] = {
@@ -143,7 +142,7 @@ class EngineCoreProc:
 
     def stats(self) -> SchedulerStats:
         """The engine's counts now. Any thread may call it: it reads single numbers."""
-        return stats_of(self._core, step_counter=self.step_counter, current_wave=self.current_wave)
+        return stats_of(self._core, step_counter=self.step_counter)
 
     def _answer(self, client: int, output: UtilityOutput) -> None:
         self.outputs.put(client, EngineCoreOutputs(utility_output=output))

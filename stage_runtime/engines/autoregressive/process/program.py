@@ -20,6 +20,7 @@ import msgspec
 from stage_runtime import diagnostics
 from stage_runtime.engines import bars, ending
 from stage_runtime.engines.autoregressive.core.serving import Served
+from stage_runtime.engines.autoregressive.expert_parallel.meetings import Place
 from stage_runtime.engines.autoregressive.process import parents, titles
 from stage_runtime.engines.autoregressive.process.engine_messages import (
     EngineFailed,
@@ -99,7 +100,10 @@ def _receive(handshake: multipart.FrameSocket) -> Init:
 
 
 def _make(kind: type[EngineCoreProc], init: Init, index: int) -> _Made:
-    served: Any = resolve(init.factory, field="factory")(**init.kwargs)
+    coordination, kwargs = init.coordination, init.kwargs
+    if coordination is not None and coordination.lockstep:
+        kwargs = {**kwargs, "place": Place(index, coordination.size, coordination.rendezvous)}
+    served: Any = resolve(init.factory, field="factory")(**kwargs)
     if not isinstance(served, Served):
         raise ConfigurationError(f"{init.factory} returned a {type(served).__name__}, no Served")
     proc = kind(served, init, engine_index=index)
@@ -118,6 +122,6 @@ def _run(proc: EngineCoreProc) -> None:
     signal.signal(signal.SIGTERM, shut_down)
     try:
         proc.run_busy_loop()
-    except Exception:
+    except BaseException:  # RankLost is not an Exception
         log.exception("the engine core failed")
         sys.exit(1)

@@ -6,7 +6,7 @@ from stage_runtime.engines.autoregressive.core.engine_core import EngineCore
 from stage_runtime.engines.autoregressive.process.engine_messages import SchedulerStats
 
 
-def stats_of(core: EngineCore, *, step_counter: int = 0, current_wave: int = 0) -> SchedulerStats:
+def stats_of(core: EngineCore, *, step_counter: int = 0) -> SchedulerStats:
     """The counts of an engine core now. Any thread may call it: it reads single numbers."""
     scheduler = core.scheduler
     pool, stats = scheduler.pool, scheduler.stats
@@ -14,7 +14,6 @@ def stats_of(core: EngineCore, *, step_counter: int = 0, current_wave: int = 0) 
         scheduler.waiting,
         scheduler.running,
         step_counter,
-        current_wave,
         pool.capacity,
         pool.capacity - pool.free,
         pool.cached,

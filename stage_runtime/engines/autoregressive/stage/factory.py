@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from stage_runtime.engines.autoregressive.stage.thread_engine import AutoregressiveEngine
 
 FACTORY: Final = "stage_runtime.engines.autoregressive.process.served:autoregressive"
+#: Engines that share experts are on one machine, and torch takes a GPU that it sees for theirs.
+MEET_HERE: Final = {"GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
 #: Fields that an engine process does not need: the author's functions, and those that its client acts on.
 _OF_THE_STAGE: Final = frozenset(
     {
@@ -61,18 +63,35 @@ def make(spec: Autoregressive, context: StageContext | None, sources: Sequence[s
         return _external(spec, context)
     if context is not None and context.tp_size > 1:
         return _rank(spec, context, sources)
-    if not spec.own_process and spec.data_parallel_size == 1:
+    if not spec.own_process and spec.data_parallel_size == 1 and not spec.enable_expert_parallel:
         crosses = bool(spec.kv_folder) or (context is not None and bool(context.kv_role))
         loaded = loader.load(spec, device=device, progress=progress, digest=crosses)
         return _answering(spec, loaded, context, sources)
+    if spec.enable_expert_parallel:
+        _check_experts(spec, context, device)
     tokenizer = decoders.tokenizer_of(spec)
     progress(f"starting {spec.data_parallel_size} engine processes with {spec.model}")
     name, role = ("", "") if context is None else (context.name, context.kv_role)
-    client = making.make_client(launch_of(spec, device, name=name, kv_role=role), engines=spec.data_parallel_size)
+    launch = launch_of(spec, device, name=name, kv_role=role)
+    client = making.make_client(launch, engines=spec.data_parallel_size, lockstep=spec.enable_expert_parallel)
     engine = ProcessEngine(spec, client, tokenizer, context, sources)
     if context is not None and role:
         engine.pair(client, context.kv, role, context)
     return engine
+
+
+def _check_experts(spec: Autoregressive, context: StageContext | None, device: str) -> None:
+    """Raises: ConfigurationError: a setting does not go with ``enable_expert_parallel``."""
+    name = "omni.Autoregressive(enable_expert_parallel=True)"
+    if spec.data_parallel_size < 2:
+        raise ConfigurationError(f"{name}: data_parallel_size must be 2 or more: its engines share the experts")
+    if device != "cpu":
+        raise ConfigurationError(f"{name}: for CPUs: a stage's engines share one GPU. tpSize shares experts among GPUs")
+    crosses = bool(spec.kv_folder) or (context is not None and bool(context.kv_role))
+    refused = {"overlap=True": spec.overlap is True, "compile": spec.compile, "blocks that cross": crosses}
+    for what, given in refused.items():
+        if given:
+            raise ConfigurationError(f"{name}: does not go with {what}")
 
 
 def _answering(
@@ -135,7 +154,10 @@ def launch_of(spec: Autoregressive, device: str, *, name: str = "", kv_role: str
         fields["max_loras"] = adapters.most  # also of an engine that starts with fewer, or more, than are listed now
     if device != "cpu":  # engines that would each take what they find free would take it twice
         fields["gpu_share"] = (gpumemory.share_of_stage() or 1.0) / spec.data_parallel_size
-    return EngineLaunch(factory=FACTORY, name=name, kwargs=fields, cores=cores, frozen_after_s=spec.frozen_after_s)
+    env = MEET_HERE if spec.enable_expert_parallel else {}
+    return EngineLaunch(
+        factory=FACTORY, name=name, kwargs=fields, env=env, cores=cores, frozen_after_s=spec.frozen_after_s
+    )
 
 
 def divided(processors: Sequence[int], engines: int) -> tuple[tuple[int, ...], ...]:
