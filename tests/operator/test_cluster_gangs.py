@@ -56,4 +56,5 @@ def test_the_younger_of_two_pipelines_that_wait_for_each_other_lets_go_and_comes
 
     kube("delete", "omnipipeline", "older")
     ready = kube.wait_ready("younger")
-    assert ready["status"]["gpus"]["ready"] == 3 and "yielded" not in ready["status"]
+    assert ready["status"]["gpus"]["ready"] == 3
+    eventually(lambda: "yielded" not in kube.get("omnipipeline", "younger")["status"], what="it has come back")

@@ -114,7 +114,9 @@ def decide(own: Gang, others: Sequence[Gang], *, now: float, patience_s: float, 
     waited = now - max([own.stuck_since, *gifts])
     if rivals and alone and waited >= 2 * patience_s:
         return _yield(own, others, to=rivals[0].name, failed=True, now=now)
-    came_back = own.yielded is not None and not own.yielded.turn  # its next turn comes
+    came_back = (
+        own.yielded is not None and not own.yielded.turn and not gifts
+    )  # its next turn comes; pods may end still
     if came_back and alone and own.held and waited >= patience_s:
         return _yield(own, others, to="", failed=True, now=now)
     return own.yielded
@@ -154,16 +156,22 @@ def _taker(own: Gang, others: Sequence[Gang], *, now: float, patience_s: float, 
 def _after(own: Gang, others: Sequence[Gang], *, now: float, patience_s: float) -> Gang | None:
     """The pipeline whose turn it is, where it needs the GPUs of ``own``, which has had its own turn."""
     everyone = (own, *others)
+
+    def patience_of(one: Gang) -> float:
+        """Longer where it has failed: it may find no place again."""
+        failed = one.yielded.failed if one.yielded is not None else 0
+        return float(patience_s * 2 ** min(failed, MOST_DOUBLINGS))
+
     had = [
         one
         for one in everyone
         if one.sleeps and one.serves and one.held and now - (one.serving_since or now) >= patience_s
     ]
-    waiting = (one for one in others if one.sleeps and takes(one) and now - (one.stuck_since or now) >= patience_s)
+    waiting = (
+        one for one in others if one.sleeps and takes(one) and now - (one.stuck_since or now) >= patience_of(one)
+    )
     spoken_for: set[str] = set()
     for after in sorted(waiting, key=lambda one: (one.stuck_since or now, one.name)):
-        if after.yielded is not None and after.yielded.failed:
-            continue  # it found no place on what it was given
         lacks = after.lacks - sum(_promised(one, now, patience_s) for one in givers(after.name, everyone))
         if after.yielded is not None:  # what is free of those that were held when it let go itself
             lacks -= max(after.yielded.gpus - sum(one.held for one in everyone), 0)
