@@ -13,6 +13,7 @@ import logging
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from threading import Condition, Event
 from typing import Any, Final
 
@@ -187,6 +188,9 @@ class _Outbox:
         if not ours.over:
             ours.emitted.error = error
             self._end(ours)
+
+    def together(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def letting_go(self) -> None: ...
 

@@ -7,6 +7,7 @@ request's error boundary: the I/O thread stays free, and a payload that cannot b
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from threading import Event
 from typing import Any, Final, Protocol
 
@@ -82,6 +83,11 @@ class Outbox(Protocol):
 
     def turn_away(self, work: Work, error: RequestError) -> None:
         """Fail a request that has not begun. An `Abort` of it follows, in the order of all events."""
+
+    def together(self) -> AbstractContextManager[None]:
+        """What this thread gives for several requests inside leaves as one at the end: a step of an engine wakes each
+        receiver once.
+        """
 
     def letting_go(self) -> None:
         """The engine drops what it has received, in this thread, and calls `settle` next."""

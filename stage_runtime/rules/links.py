@@ -7,6 +7,7 @@ receiver reports a gap. Pure: no sockets, no clock; the caller passes frames in 
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Iterator
 from enum import Enum
@@ -35,12 +36,20 @@ class LinkSender:
         self._frames.append(frame)
         self._given += sent
 
-    def next(self) -> bytes | None:
-        """The frame to send now, if any; `sent` confirms that the socket took it."""
-        return self._frames[self._given] if self._given < len(self._frames) else None
+    def next(self, most: int = 1, nbytes_most: int = 0) -> list[bytes]:
+        """The frames to send now: so many at most, of so many bytes unless it is one. `sent` confirms that the socket
+        took them.
+        """
+        found: list[bytes] = []
+        for frame in itertools.islice(self._frames, self._given, self._given + most):
+            nbytes_most -= len(frame)
+            if found and nbytes_most < 0:
+                break
+            found.append(frame)
+        return found
 
-    def sent(self) -> None:
-        self._given += 1
+    def sent(self, count: int = 1) -> None:
+        self._given += count
 
     def acked(self, ack: int) -> bool:
         """The receiver has everything up to ``ack``. True when that freed frames.

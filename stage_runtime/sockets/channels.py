@@ -9,11 +9,13 @@ module has the table of links: it makes, names, wakes and drops them.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import itertools
 import logging
+import threading
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Final
 
 import zmq
@@ -83,6 +85,7 @@ class Channels:
         self._sessions = itertools.count(1)
         self._links: dict[str, Link] = {}  #: By incarnation.
         self._unnamed: dict[str, Link] = {}  #: By endpoint: connected, not introduced yet.
+        self._held = threading.local()  #: ``links``: with frames that leave when `together` ends; None: outside of it.
         self._given_up: dict[str, LinkReceiver] = {}  #: Of the last link to a peer that was dropped, the oldest first.
         self._acks = Acknowledging(loop, self._wake)
         self._resending = Resending(
@@ -125,8 +128,7 @@ class Channels:
 
     def bind(self, endpoint: str) -> str:
         """Listen there. Returns the endpoint as bound (a TCP port ``*`` or 0 is filled in)."""
-        surplus = functools.partial(self._reading.refuse, "malformed", "a message of several parts")
-        accepting = Accepting(self._sockets, self._loop, endpoint, surplus)
+        accepting = Accepting(self._sockets, self._loop, endpoint)
         self._accepting.append(accepting)
         socket, take = accepting.socket, functools.partial(self._receiving.take, accepting=accepting)
 
@@ -196,6 +198,35 @@ class Channels:
 
     def send(self, peer: str, message: Message) -> bool:
         """Send ``message`` to ``peer``, in order and acknowledged. False when there is no link to it. Any thread."""
+        link = self._links.get(peer)
+        if link is None:
+            return False
+        held = getattr(self._held, "links", None)
+        link.send(message, later=held is not None)
+        if held is not None:
+            held[link] = None
+        return True
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """What this thread sends inside leaves at the end, to each peer in as few messages of its socket as can be.
+
+        Each of them would wake the peer's I/O thread. The order of each link stays; whatever another thread sends on it
+        meanwhile takes along what waits.
+        """
+        if getattr(self._held, "links", None) is not None:  # a wider one is open
+            yield
+            return
+        self._held.links = held = dict[Link, None]()
+        try:
+            yield
+        finally:
+            self._held.links = None
+            for link in held:
+                link.send_kept()
+
+    def send_now(self, peer: str, message: Message) -> bool:
+        """The same as `send`, and at once also inside of `together`: for what the peer must have meanwhile."""
         link = self._links.get(peer)
         if link is None:
             return False

@@ -37,7 +37,7 @@ class ProcessContext:
         """Take the ends of the planes of this incarnation, before anything is sent."""
         self.channels = channels
         self.relays = relays
-        self.send_queues = SendQueues(relays, channels.send)
+        self.send_queues = SendQueues(relays, channels.send, announce=channels.send_now)
 
     def sibling(self, name: str) -> StageInput | None:
         """The input of a stage of this process; None: it is not here."""

@@ -33,6 +33,11 @@ class Fetched(msgspec.Struct, eq=False):
     _buffer: memoryview | bytearray | bytes | None
     _on_device: Arrived | None = None  #: The buffer's end, when it lies on a GPU.
 
+    @classmethod
+    def whole(cls, body: Body) -> Fetched:
+        """A payload that came in its message."""
+        return cls(body, None)
+
     def open(self, *, torch: bool = True) -> Any:
         """Decode it, once. Raises: ProtocolError: it is not a payload."""
         body, buffer, on_device = self._body, self._buffer, self._on_device
@@ -101,7 +106,7 @@ class Fetching:
         failed: called instead when it cannot be had (`TransferError`, `ProtocolError`).
         """
         if not body.transfer:
-            then(Fetched(body, None))
+            then(Fetched.whole(body))
             return
         if recorder.active:
             then = _recorded(then, body, request_id, holder)

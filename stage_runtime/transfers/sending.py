@@ -110,9 +110,13 @@ class Outstanding(msgspec.Struct):
 class SendQueues:
     """All payloads that this process sends."""
 
-    def __init__(self, relays: Relays, send: Send, *, shared_nbytes: int = SHARED_NBYTES) -> None:
+    def __init__(
+        self, relays: Relays, send: Send, *, announce: Send | None = None, shared_nbytes: int = SHARED_NBYTES
+    ) -> None:
+        """announce: the same as ``send``, for messages that must not wait for others to leave with them."""
         self._relays = relays
         self._send = send
+        self._announce = announce or send
         self._shared_nbytes = shared_nbytes
         self._queues: dict[PeerEdge, SendQueue] = {}
         self._out: dict[tuple[str, int], Outstanding] = {}  #: By (peer, transfer).
@@ -347,7 +351,7 @@ class SendQueues:
         # Announced before the transfer is complete: a relay that waits for its receiver would never finish otherwise.
         sent = False
         try:
-            sent = self._send(peer, pending.make(body))
+            sent = self._announce(peer, pending.make(body))
         finally:
             operation.fill()
             recording.filled(recorded)

@@ -269,6 +269,9 @@ class EventStream:
         if not frames:
             return
         self._spoke_at = self._loop.time()
+        if self._exchange.started and not self._turn.locked():  # the head is out
+            await self._exchange.write(frames)
+            return
         async with self._turn:
             if not self._exchange.started:
                 await self._exchange.start(b"text/event-stream; charset=utf-8", UNBUFFERED)

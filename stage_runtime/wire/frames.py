@@ -9,7 +9,7 @@ import msgspec
 from stage_runtime.wire.messages import Message
 from stage_runtime.wire.parts import Count, Name
 
-PROTOCOL: Final = 7  #: Raised with every change that an older process would misread.
+PROTOCOL: Final = 8  #: Raised with every change that an older process would misread.
 FRAME_LIMIT: Final = 1 << 20  # a valid frame is never larger: the value of a large payload goes by relay too
 
 

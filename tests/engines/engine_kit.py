@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from queue import SimpleQueue
 from threading import Event, Thread
 from typing import Any
@@ -75,6 +75,9 @@ class Recorder:
         if not work.over:
             work.over = True
             self.outputs.put((work.request_id, "failed", f"{type(error).__name__}: {error}"))
+
+    def together(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def letting_go(self) -> None: ...
 

@@ -30,9 +30,9 @@ class Wire:
         self.sent.append(frame)
 
     def flush(self) -> None:
-        while (frame := self.outgoing.next()) is not None:
-            self.under_way.append((int(frame), frame))
-            self.outgoing.sent()
+        while frames := self.outgoing.next(3, 4):  # numbers of one digit go by three, of two by two
+            self.under_way.extend((int(frame), frame) for frame in frames)
+            self.outgoing.sent(len(frames))
 
     def receive(self) -> None:
         if not self.under_way:
@@ -272,10 +272,23 @@ def test_two_ends_that_gave_up_apart_come_together_again(
     assert (a.incoming.peer_session, b.incoming.peer_session) == (b.session, a.session)
 
 
+def test_frames_that_leave_together_are_bounded_by_number_and_bytes_and_at_least_one() -> None:
+    outgoing = LinkSender()
+    for frame in (b"1234567", b"8", b"9", b"10"):
+        outgoing.keep(frame)
+    assert outgoing.next(3, 2) == [b"1234567"]
+    outgoing.sent()
+    assert outgoing.next(3, 2) == [b"8", b"9"]
+    assert outgoing.next(3, 4) == [b"8", b"9", b"10"]
+    assert outgoing.next(2, 4) == [b"8", b"9"]
+    outgoing.sent(3)
+    assert outgoing.next(3, 4) == []
+
+
 def test_after_an_ack_the_frames_that_were_not_sent_are_next() -> None:
     outgoing = LinkSender()
     for number in range(1, 5):
         outgoing.keep(b"%d" % number, sent=number <= 3)
     assert outgoing.acked(2) is True
-    assert (outgoing.unacked, outgoing.backlog, outgoing.next()) == (1, 1, b"4")
+    assert (outgoing.unacked, outgoing.backlog, outgoing.next()) == (1, 1, [b"4"])
     assert list(outgoing.after(3)) == [(4, b"4")]

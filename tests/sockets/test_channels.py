@@ -10,8 +10,9 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -88,6 +89,89 @@ async def test_many_threads_may_say_at_once_and_each_ones_order_is_kept(short_pa
         def talk(name: int) -> None:
             for index in range(500):
                 a.send("bb", f"{name}:{index}")
+
+        threads = [threading.Thread(target=talk, args=(name,)) for name in range(6)]
+        for thread in threads:
+            thread.start()
+        await b.listener.until(lambda: len(b.listener.received_words) >= 3000)
+        for thread in threads:
+            thread.join()
+        received = b.listener.received_words
+        assert len(received) == 3000
+        for name in range(6):
+            mine = [word for word in received if word.startswith(f"{name}:")]
+            assert mine == [f"{name}:{index}" for index in range(500)]
+
+
+def count_messages(end: End) -> list[int]:
+    """The number of frames of each message that leaves ``end``'s sockets from now on."""
+    counts: list[int] = []
+    for link in filter(None, map(end.channels.link, end.channels.peers)):
+        assert link.connection is not None
+        dialer = link.connection._dialer
+        send = dialer.send
+
+        def counted(routing_id: bytes, frames: Sequence[bytes], send: Any = send) -> None:
+            counts.append(len(frames))
+            send(routing_id, frames)
+
+        dialer.send = counted  # type: ignore[method-assign]
+    return counts
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_what_is_sent_together_leaves_at_the_end_as_one_message_in_order(kind: str, short_path: Path) -> None:
+    a = End("aa", place(kind, short_path, "a"), security=security(kind))
+    b = End("bb", place(kind, short_path, "b"), security=security(kind))
+    async with ends(a, b):
+        introduce(a, b)
+        a.send("bb", "before")
+        await b.listener.until(lambda: b.listener.received_words == ["before"])
+        counts = count_messages(a)
+        with a.channels.together():
+            a.send("bb", "first")
+            with a.channels.together():
+                a.send("bb", "second")
+            assert counts == []
+            a.send("bb", "third")
+        a.send("bb", "after")
+        assert counts == [3, 1]
+        await b.listener.until(lambda: len(b.listener.received_words) >= 5)
+        assert b.listener.received_words == ["before", "first", "second", "third", "after"]
+
+
+async def test_what_must_not_wait_takes_along_what_was_kept_before_it(short_path: Path) -> None:
+    a, b = End("aa", place("ipc", short_path, "a")), End("bb", place("ipc", short_path, "b"))
+    async with ends(a, b):
+        introduce(a, b)
+        a.send("bb", "before")
+        await b.listener.until(lambda: b.listener.received_words == ["before"])
+        with a.channels.together():
+            a.send("bb", "kept")
+            assert a.channels.send_now("bb", Deregister("now"))
+            await b.listener.until(lambda: b.listener.received_words == ["before", "kept", "now"])
+
+
+async def test_what_is_sent_together_leaves_although_the_sender_raises(short_path: Path) -> None:
+    a, b = End("aa", place("ipc", short_path, "a")), End("bb", place("ipc", short_path, "b"))
+    async with ends(a, b):
+        introduce(a, b)
+        with pytest.raises(KeyError), a.channels.together():
+            a.send("bb", "kept")
+            raise KeyError
+        await b.listener.until(lambda: b.listener.received_words == ["kept"])
+
+
+async def test_threads_that_send_together_keep_their_orders(short_path: Path) -> None:
+    a, b = End("aa", place("ipc", short_path, "a")), End("bb", place("ipc", short_path, "b"))
+    async with ends(a, b):
+        introduce(a, b)
+
+        def talk(name: int) -> None:
+            for begin in range(0, 500, 5):
+                with a.channels.together():
+                    for index in range(begin, begin + 5):
+                        a.send("bb", f"{name}:{index}")
 
         threads = [threading.Thread(target=talk, args=(name,)) for name in range(6)]
         for thread in threads:

@@ -40,6 +40,9 @@ class Answers:
         self._owner = owner
 
     def stream(self, sender: str, message: Stream) -> None:
+        if not message.body.transfer:  # nearly all are
+            self._chunk(sender, message, Fetched.whole(message.body))
+            return
         self._fetching.fetch(
             sender,
             message.body,

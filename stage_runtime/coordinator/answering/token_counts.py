@@ -63,4 +63,7 @@ class TokenCounts:
 
 
 def _are_counts(value: Any) -> bool:
-    return isinstance(value, list) and len(value) == _CARRIED and all(type(one) is int and one >= 0 for one in value)
+    if type(value) is not list or len(value) != _CARRIED:
+        return False
+    prompt, completion, cached = value  # one by one: it is asked for each token
+    return type(prompt) is type(completion) is type(cached) is int and min(value) >= 0

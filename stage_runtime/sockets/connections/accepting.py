@@ -24,15 +24,9 @@ ROUTE_NBYTES: Final = 5  # as libzmq makes them: a zero and a number
 class Accepting:
     """One ROUTER socket: it names the connection of each frame."""
 
-    def __init__(
-        self, sockets: Sockets, loop: asyncio.AbstractEventLoop, endpoint: str, surplus: Callable[[], None]
-    ) -> None:
-        """surplus: called for a part of a message beyond its frame, which no peer of ours sends.
-
-        Raises: ConfigurationError: the endpoint cannot be bound.
-        """
+    def __init__(self, sockets: Sockets, loop: asyncio.AbstractEventLoop, endpoint: str) -> None:
+        """Raises: ConfigurationError: the endpoint cannot be bound."""
         self._loop = loop
-        self._surplus = surplus
         self._answered = False  #: Since the socket was looked at.
         self._look: Callable[[], None]
         self.socket = sockets.make(zmq.ROUTER, accepts=True)
@@ -48,21 +42,16 @@ class Accepting:
     def receive(self, flags: int) -> bytes:
         """The next frame. Raises: ZMQError: there is none.
 
-        A message is a route and a frame. A peer may send more parts, and one that looks like a route: then the next
-        message's own route comes where its frame is expected. No frame looks so. To ask libzmq for the end of each
-        message would cost twice as much as to receive it.
+        A message is a route and one or more frames. No frame looks like a route. A stranger may send a part that does:
+        the next message's own route follows it. To ask libzmq for the end of each message would cost twice as much as
+        to receive it.
         """
         receive = self.socket.recv
-        route = receive(flags)
-        while not _is_route(route):
-            self._surplus()
-            route = receive(flags)
-        frame = receive(flags)
-        while _is_route(frame):
-            self._surplus()
-            route, frame = frame, receive(flags)
-        self.route = route
-        return frame
+        part = receive(flags)
+        while _is_route(part):
+            self.route = part
+            part = receive(flags)
+        return part
 
     def answer(self, route: bytes, frame: bytes) -> bool:
         """False: its connection is gone, or has no room."""

@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import ipaddress
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from threading import Lock
 from typing import Final
 
@@ -72,11 +72,11 @@ class Connection:
         self.closing: asyncio.TimerHandle | None = None
         self._dialer = dialer
 
-    def send(self, frame: bytes) -> None:
-        """Raises: zmq.Again: it is not connected, or its queue is full."""
+    def send(self, *frames: bytes) -> None:
+        """Send them as one message. Raises: zmq.Again: it is not connected, or its queue is full; none was sent."""
         if not self.connected:
             raise zmq.Again
-        self._dialer.send(self.routing_id, frame)
+        self._dialer.send(self.routing_id, frames)
 
     def look(self) -> None:
         """Handle the events that have come: after a stall of the loop there may be several."""
@@ -190,7 +190,7 @@ class _Dialer:
         connection.watchers.append(watcher)
         return connection
 
-    def send(self, routing_id: bytes, frame: bytes) -> None:
+    def send(self, routing_id: bytes, frames: Sequence[bytes]) -> None:
         with self._lock:
             try:
                 self._send(routing_id, MORE)
@@ -198,7 +198,9 @@ class _Dialer:
                 raise
             except zmq.ZMQError as error:  # no such connection: it was given up, or the socket is closed
                 raise zmq.Again from error
-            self._send(frame, NOBLOCK)
+            for frame in frames[:-1]:  # libzmq has room for a message, or has none at its first part
+                self._send(frame, MORE)
+            self._send(frames[-1], NOBLOCK)
 
     def watch(self) -> None:
         for event in self._sockets.events(self._monitor):

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from threading import Lock
+from typing import Final
 
 import zmq
 
@@ -21,6 +22,9 @@ from stage_runtime.sockets.connections.dialing import Connection
 from stage_runtime.wire import codec
 from stage_runtime.wire.frames import PROTOCOL, Frame
 from stage_runtime.wire.messages import Ack, Message
+
+TOGETHER: Final = 64  # frames of one message of a socket: a peer reads all of them before it looks at other peers
+TOGETHER_NBYTES: Final = 1 << 18  # of them, unless it is one: libzmq hands a message over when all of it has come
 
 
 class Link:
@@ -85,26 +89,37 @@ class Link:
         self._lock = Lock()
         self.closed = False
 
-    def send(self, message: Message) -> None:
+    def send(self, message: Message, *, later: bool = False) -> None:
         """Send ``message``, in order and acknowledged: exactly once if the peer lives. Never blocks.
 
+        later: only number and keep it; `send_kept` follows.
         Raises: ValueRefused: it cannot be encoded; no sequence number is spent.
         """
         with self._lock:
             if self.closed:
                 return
             self.used = True
-            stalled = self._give(message)
+            stalled = self._give(message, later=later)
             watched, self._watched = self._watched, True
         if stalled:
             self._stalled(self)
         if not watched:
             self._watch(self)
 
-    def _give(self, message: Message) -> bool:
-        """Number ``message``, keep it, and give it to the socket. True when it waits."""
+    def send_kept(self) -> None:
+        """Send what was kept for later, if nothing has sent it meanwhile."""
+        with self._lock:
+            stalled = not self.closed and self._flush()
+        if stalled:
+            self._stalled(self)
+
+    def _give(self, message: Message, *, later: bool) -> bool:
+        """Number ``message``, keep it, and give it to the socket unless ``later``. True when the socket has no room."""
         outgoing = self._outgoing
         frame = self._frame(outgoing.number(), message)
+        if later:
+            outgoing.keep(frame)
+            return False
         if not outgoing.backlog and self.connection is not None:
             try:
                 self.connection.send(frame)
@@ -218,12 +233,12 @@ class Link:
 
     def _flush(self) -> bool:
         outgoing, connection = self._outgoing, self.connection
-        while (frame := outgoing.next()) is not None:
+        while frames := outgoing.next(TOGETHER, TOGETHER_NBYTES):
             if connection is None:
                 return True
             try:
-                connection.send(frame)
+                connection.send(*frames)
             except zmq.Again:
                 return True
-            outgoing.sent()
+            outgoing.sent(len(frames))
         return False

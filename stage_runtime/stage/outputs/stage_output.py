@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Final
 
 from omnipipeline_spec.types.plan import StagePlan
@@ -148,6 +149,9 @@ class StageOutput:
             self._end(ours)
         except BaseException as trouble:  # a bug of the runtime: else the request would wait until its deadline
             self._crashed(trouble)
+
+    def together(self) -> AbstractContextManager[None]:
+        return self._process.channels.together()
 
     def letting_go(self) -> None:
         self._process.relays.letting_go()

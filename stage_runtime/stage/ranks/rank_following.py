@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import queue
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Final
 
@@ -127,6 +128,9 @@ class FollowerOutput:
         return count
 
     def turn_away(self, work: Work, error: RequestError) -> None: ...
+
+    def together(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def letting_go(self) -> None: ...
 

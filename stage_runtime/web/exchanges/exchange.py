@@ -303,7 +303,10 @@ class Exchange:
 
     async def write(self, body: bytes) -> None:
         """One more piece; waits while the client reads slower than it is written to."""
-        await self.send({"type": "http.response.body", "body": body, "more_body": True})
+        if self.first_byte_at is None:
+            self.first_byte_at = time.perf_counter()
+        self.sent_bytes += len(body)
+        await self._send({"type": "http.response.body", "body": body, "more_body": True})
 
     async def end(self) -> None:
         await self.send({"type": "http.response.body", "body": _BODILESS})

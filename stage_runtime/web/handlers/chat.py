@@ -65,7 +65,10 @@ class _ChunkEncoder:
     async def frames(self, events: AsyncIterator[AnswerEvent]) -> AsyncGenerator[bytes, None]:
         with self._codecs.encoder(self._format or "") as made:
             async for event in events:
-                yield b"".join([frame async for frame in self._added(event, made)])
+                if self._format is None:  # no sound is among them
+                    yield b"".join(map(serving.data_frame, self._chunks.add(event)))
+                else:
+                    yield b"".join([frame async for frame in self._added(event, made)])
             rest = await made.finish() if self._chunks.check() else b""
             yield b"".join(map(serving.data_frame, self._chunks.finish(rest))) + serving.DONE
 

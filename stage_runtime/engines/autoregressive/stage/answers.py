@@ -347,10 +347,11 @@ class GenerationAnswers:
     def deliver(self, outputs: Sequence[EngineCoreOutput]) -> list[str]:
         """Deliver a step's outputs. Returns: the requests that the engine must end, for their text has ended."""
         processed = self._processor.process_outputs(outputs)
-        for name in processed.ready:
-            answer = self._of.get(name)
-            if answer is not None:
-                self._flush(answer, name)
+        with self.outbox.together():
+            for name in processed.ready:
+                answer = self._of.get(name)
+                if answer is not None:
+                    self._flush(answer, name)
         self.outbox.settle()
         return processed.reqs_to_abort
 
