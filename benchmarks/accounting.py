@@ -156,6 +156,7 @@ def measured(example: str, seconds: float) -> tuple[list[Thread], int]:
                 answered += 1
 
     with up(example) as (url, processes):
+        ASK[example](url)  # when it is answered, all stages are loaded
         clients = [threading.Thread(target=keep_asking, args=(url,)) for _ in range(CLIENTS[example])]
         for client in clients:
             client.start()
