@@ -85,7 +85,7 @@ class Outbox(Protocol):
         """Fail a request that has not begun. An `Abort` of it follows, in the order of all events."""
 
     def together(self) -> AbstractContextManager[None]:
-        """What this thread gives for several requests inside leaves as one at the end: a step of an engine wakes each
+        """Chunks and results that this thread gives inside leave as one at the end: a step of an engine wakes each
         receiver once.
         """
 

@@ -128,7 +128,8 @@ class Channels:
 
     def bind(self, endpoint: str) -> str:
         """Listen there. Returns the endpoint as bound (a TCP port ``*`` or 0 is filled in)."""
-        accepting = Accepting(self._sockets, self._loop, endpoint)
+        surplus = functools.partial(self._reading.refuse, "malformed", "a part that looks like a route")
+        accepting = Accepting(self._sockets, self._loop, endpoint, surplus)
         self._accepting.append(accepting)
         socket, take = accepting.socket, functools.partial(self._receiving.take, accepting=accepting)
 
@@ -209,7 +210,7 @@ class Channels:
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """What this thread sends inside leaves at the end, to each peer in as few messages of its socket as can be.
+        """Frames that this thread sends inside leave at the end, to each peer in as few messages of its socket as can be.
 
         Each of them would wake the peer's I/O thread. The order of each link stays; whatever another thread sends on it
         meanwhile takes along what waits.

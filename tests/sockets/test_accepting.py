@@ -33,12 +33,16 @@ class Ends:
 
     def __init__(self) -> None:
         self.sockets = InprocSockets()
+        self.surplus = 0
         sockets: Any = self.sockets
         self._loop = asyncio.new_event_loop()
-        self.accepting = Accepting(sockets, self._loop, "inproc://there")
+        self.accepting = Accepting(sockets, self._loop, "inproc://there", self._count)
         self.honest, self.stranger = (self.sockets.context.socket(zmq.DEALER) for _ in range(2))
         for one in (self.honest, self.stranger):
             one.connect("inproc://there")
+
+    def _count(self) -> None:
+        self.surplus += 1
 
     def read(self) -> list[tuple[bytes, bytes]]:
         """The messages that have come: (route, frame) of each."""
@@ -69,6 +73,7 @@ def test_a_part_that_looks_like_a_route_costs_no_frame_of_others(ends: Ends) -> 
         ends.stranger.send_multipart([b"frame", forged])
         ends.honest.send(b"second")
         assert ends.read()[-1] == (route, b"second")
+    assert ends.surplus == 2
 
 
 def test_all_frames_of_a_message_are_read_by_its_route(ends: Ends) -> None:

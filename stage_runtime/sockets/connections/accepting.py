@@ -24,9 +24,15 @@ ROUTE_NBYTES: Final = 5  # as libzmq makes them: a zero and a number
 class Accepting:
     """One ROUTER socket: it names the connection of each frame."""
 
-    def __init__(self, sockets: Sockets, loop: asyncio.AbstractEventLoop, endpoint: str) -> None:
-        """Raises: ConfigurationError: the endpoint cannot be bound."""
+    def __init__(
+        self, sockets: Sockets, loop: asyncio.AbstractEventLoop, endpoint: str, surplus: Callable[[], None]
+    ) -> None:
+        """surplus: called for a part of a message that looks like a route and is none, which no peer of ours sends.
+
+        Raises: ConfigurationError: the endpoint cannot be bound.
+        """
         self._loop = loop
+        self._surplus = surplus
         self._answered = False  #: Since the socket was looked at.
         self._look: Callable[[], None]
         self.socket = sockets.make(zmq.ROUTER, accepts=True)
@@ -48,9 +54,12 @@ class Accepting:
         """
         receive = self.socket.recv
         part = receive(flags)
-        while _is_route(part):
-            self.route = part
-            part = receive(flags)
+        if _is_route(part):
+            route, part = part, receive(flags)
+            while _is_route(part):
+                self._surplus()
+                route, part = part, receive(flags)
+            self.route = route
         return part
 
     def answer(self, route: bytes, frame: bytes) -> bool:
