@@ -210,7 +210,7 @@ class Channels:
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """Frames that this thread sends inside leave at the end, to each peer in as few messages of its socket as can be.
+        """Frames that this thread sends inside leave at the end, in as few messages of each socket as can be.
 
         Each of them would wake the peer's I/O thread. The order of each link stays; whatever another thread sends on it
         meanwhile takes along what waits.
