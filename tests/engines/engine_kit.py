@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from queue import SimpleQueue
 from threading import Event, Thread
 from typing import Any
@@ -57,6 +57,7 @@ class Recorder:
         self.began_ids: list[str] = []
         self.crashes: list[BaseException] = []
         self.refuses: Exception | None = None
+        self.together_counts: list[int] = []  #: Of outputs that left together, while nobody took any.
 
     def emit(self, work: Work, chunk: Any) -> Gate | None:
         if self.refuses is not None:
@@ -76,8 +77,11 @@ class Recorder:
             work.over = True
             self.outputs.put((work.request_id, "failed", f"{type(error).__name__}: {error}"))
 
-    def together(self) -> AbstractContextManager[None]:
-        return nullcontext()
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        before = self.outputs.qsize()
+        yield
+        self.together_counts.append(self.outputs.qsize() - before)
 
     def letting_go(self) -> None: ...
 

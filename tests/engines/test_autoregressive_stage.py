@@ -185,7 +185,7 @@ def prompt(payload: omni.StagePayload) -> omni.Prompt:
     params = {
         "max_tokens": 3,
         "temperature": 0,
-        **{key: data[key] for key in data.keys() & {"max_tokens", "stop_token_ids"}},
+        **{key: data[key] for key in data.keys() & {"max_tokens", "n", "stop_token_ids"}},
     }
     where = {"pin": "a", "data_parallel_rank": data.get("data_parallel_rank")}
     return omni.Prompt(tokens=data["tokens"], params=params, priority=data.get("priority", 0), **where)
@@ -285,6 +285,15 @@ def test_deltas_for_a_reader_that_lags_are_joined_until_its_gate_opens() -> None
     assert rest[-1] == ("a", "done", {"finish": "length", "tokens": 6})
     assert len(rest[0][2]) > 1
     stage.at_rest(rig)
+
+
+def test_all_that_a_step_gives_leaves_together() -> None:
+    stage = Stage()
+    with running(stage.engine) as rig:
+        rig.start("a", {"tokens": [7], "max_tokens": 3, "n": 2})
+        rig.inbox.close()
+    assert rig.outbox.together_counts[:2] == [2, 2], "a chunk of each answer"
+    assert sum(rig.outbox.together_counts) == rig.outbox.outputs.qsize() - 1, "all but the first, of the prompt"
 
 
 def test_an_engine_that_ends_waits_for_readers_that_lag() -> None:

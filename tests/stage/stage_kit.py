@@ -11,7 +11,7 @@ import random
 import weakref
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -93,6 +93,12 @@ class MemoryChannels:
             return False
         self._world.send(self._me, peer, message)
         return True
+
+    def send_now(self, peer: str, message: Message) -> bool:
+        return self.send(peer, message)
+
+    def together(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def hint(self, peer: str, message: Message) -> None:
         self.send(peer, message)
