@@ -27,7 +27,7 @@ class Accepting:
     def __init__(
         self, sockets: Sockets, loop: asyncio.AbstractEventLoop, endpoint: str, surplus: Callable[[], None]
     ) -> None:
-        """surplus: called for a part of a message that looks like a route and is none, which no peer of ours sends.
+        """surplus: called for a part of a message that looks like a route and is not one, which no peer of ours sends.
 
         Raises: ConfigurationError: the endpoint cannot be bound.
         """
