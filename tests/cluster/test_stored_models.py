@@ -190,7 +190,7 @@ def kill(pod: dict[str, Any]) -> None:
 
 
 def part(volume: Volume) -> Path:
-    """What has come of the weights."""
+    """The weights that have come so far."""
     [found] = volume.folder.rglob("*.parts/weights/model.bin")
     return found
 
