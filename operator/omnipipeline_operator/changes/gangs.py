@@ -114,9 +114,8 @@ def decide(own: Gang, others: Sequence[Gang], *, now: float, patience_s: float, 
     waited = now - max([own.stuck_since, *gifts])
     if rivals and alone and waited >= 2 * patience_s:
         return _yield(own, others, to=rivals[0].name, failed=True, now=now)
-    came_back = (
-        own.yielded is not None and not own.yielded.turn and not gifts
-    )  # its next turn comes; pods may end still
+    # After a turn another one comes, and pods of givers may still be ending.
+    came_back = own.yielded is not None and not own.yielded.turn and not gifts
     if came_back and alone and own.held and waited >= patience_s:
         return _yield(own, others, to="", failed=True, now=now)
     return own.yielded
