@@ -15,7 +15,9 @@ FACTORY = "tests.engines.expert_engine:engine"
 
 def engine(*, place: Place | None = None, **fields: Any) -> Served:
     made = served.autoregressive(place=place, **fields)
-    return made._replace(utilities={"experts": experts, "break_next_pass": break_next_pass, "meetings": meetings})
+    return made._replace(
+        utilities={"experts": experts, "break_next_pass": break_next_pass, "meetings": meetings, "breaks": breaks}
+    )
 
 
 def experts(core: EngineCore) -> tuple[list[int], str]:
@@ -28,14 +30,27 @@ def experts(core: EngineCore) -> tuple[list[int], str]:
 
 
 def break_next_pass(core: EngineCore) -> None:
-    """The last layer of the next pass raises, when the mixtures before it have been computed."""
+    """The last layer of the next pass with a row of each of two requests raises, after the mixtures before it.
+
+    A request whose pass fails alone is not computed again.
+    """
     layer = _runner(core).model.decoder_layers[-1]
 
-    def fail(_module: Any, _given: Any) -> None:
-        hook.remove()
-        raise ValueError("as asked")
+    def fail(_module: Any, given: Any) -> None:
+        hidden = given[0]
+        if hidden.numel() == 2 * hidden.shape[-1]:
+            hook.remove()
+            broken.append(True)
+            raise ValueError("as asked")
 
     hook = layer.register_forward_pre_hook(fail)
+
+
+broken: list[bool] = []  #: One for each pass that was broken in this process.
+
+
+def breaks(_core: EngineCore) -> int:
+    return len(broken)
 
 
 def meetings(core: EngineCore) -> int:

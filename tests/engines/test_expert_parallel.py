@@ -45,7 +45,7 @@ LIMITS: dict[str, Any] = {
 #: Requests by name: the engine that computes one, the length of its prompt, of its answer, and a seed.
 ASKED: dict[str, tuple[int, int, int, int | None]] = {
     "long": (0, 40, 60, None),  # alone at first: the other engine is idle
-    "late": (1, 9, 20, None),  # joins when the first one has begun
+    "late": (1, 9, 60, None),  # joins when the first one has begun
     "sampled": (1, 17, 30, 5),
     "short": (0, 3, 4, None),
 }
@@ -120,6 +120,7 @@ async def test_two_engines_with_half_of_the_experts_give_the_tokens_of_one(kind:
         await ask(client, *ASKED)
         await reader.until(*ASKED)
         assert {name: reader.tokens[name] for name in ASKED} == expected
+        assert await client.call_utility_async("breaks", rank=1) == 1
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.nightly)])

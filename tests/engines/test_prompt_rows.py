@@ -12,6 +12,7 @@ import torch
 from stage_runtime.engines.autoregressive.clients.sync_mp import SyncMPClient
 from stage_runtime.engines.autoregressive.core.engine_requests import EngineCoreRequest
 from stage_runtime.engines.autoregressive.model.embeddings import ModelEmbeddings
+from stage_runtime.engines.autoregressive.process.engine_messages import SchedulerStats
 from stage_runtime.engines.autoregressive.process.launching import EngineLaunch
 from stage_runtime.engines.autoregressive.sampling.parameters import SamplingParams
 from stage_runtime.engines.autoregressive.text.prompt_rows import ROW, Extension, RequestRows
@@ -201,7 +202,8 @@ def test_rows_cross_a_process_boundary_both_ways_and_a_prompt_grows_there() -> N
             left -= {one.request_id for one in outputs.refused}
             refused.update({one.request_id: one.message for one in outputs.refused})
         client.extend_request("grown", Extension(last=True))  # it has ended: no error, no output
-        assert client.call_utility("stats", timeout_s=PATIENCE_S)[5] == 0
+        stats = msgspec.convert(client.call_utility("stats", timeout_s=PATIENCE_S), SchedulerStats)
+        assert stats.kv_blocks_used == 0
     expected = alone("llama", prompt, 12)
     assert given == {"whole": expected, "grown": expected, "bad": []}
     assert torch.allclose(torch.stack(hidden["whole"]), torch.stack(hidden["grown"]), atol=1e-4)
