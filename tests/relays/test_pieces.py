@@ -76,6 +76,9 @@ async def test_of_pieces_that_find_no_room_together_none_is_copied_or_sent(name:
     with pair(name, settings=settings) as both:
         _, first = both.put(np.ones(3 * MIB, np.uint8))
         buffer = await both.get(first)
+        await both.until(
+            lambda: not both.a.stats().get(f"{name}_outgoing_transfers")
+        )  # the sender may learn of it later
         before = both.a.stats()
         extracted = encoding.extract(np.ones(7 * MIB, np.uint8))
         for _ in range(5):
