@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from omnipipeline_spec.types.plan import StagePlan
 from stage_runtime.api import Autoregressive, Batched, Encoder, Simple, StageContext, Streaming
-from stage_runtime.engines import bars, gpudevice
+from stage_runtime.engines import bars, gpudevice, setting_types
 from stage_runtime.engines.base import Engine
 from stage_runtime.engines.batched import BatchedEngine
 from stage_runtime.engines.custom import CustomEngine
@@ -114,8 +114,10 @@ def as_engine(
             _refuse(is_generator(made.fn), blame, f"omni.Streaming of a sync generator: {needed}")
             return StreamingEngine(made.fn, made.concurrency, sources)
         case Autoregressive():
+            setting_types.check(made)
             return _autoregressive(made, context, sources)
         case Encoder():
+            setting_types.check(made)
             return _encoder(made, context)
     run = getattr(made, "run", None)
     if callable(run) and (not callable(made) or isinstance(made, type) or takes(run, 3) is None):

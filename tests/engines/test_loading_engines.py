@@ -294,7 +294,6 @@ def test_what_can_be_called_for_each_request_is_accepted(made: Any, kind: type) 
     [
         ({"engine": "vllm"}, r"disaggregation: omni\.Autoregressive\(engine='vllm'\): engine='own' alone"),
         ({"prefix_caching": False}, r"\(prefix_caching=False\): blocks that come"),
-        ({"kv_checksum": "yes"}, r"\(kv_checksum='yes'\): True or False"),
         ({"remote_prefill_tokens": True}, r"\(remote_prefill_tokens=True\): 'auto', or at least 1"),
         ({"remote_prefill_tokens": 0}, r"\(remote_prefill_tokens=0\): 'auto', or at least 1"),
     ],

@@ -43,8 +43,6 @@ def check(spec: Autoregressive) -> None:
     for wrong, what in refused:
         if wrong:
             raise ConfigurationError(WHERE + what)
-    if type(spec.kv_checksum) is not bool:
-        raise ConfigurationError(f"omni.Autoregressive(kv_checksum={spec.kv_checksum!r}): True or False")
     least = spec.remote_prefill_tokens
     if least != "auto" and not (type(least) is int and least >= 1):
         raise ConfigurationError(f"omni.Autoregressive(remote_prefill_tokens={least!r}): 'auto', or at least 1")

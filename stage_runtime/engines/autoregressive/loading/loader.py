@@ -297,7 +297,7 @@ def check(spec: Autoregressive) -> None:
         if getattr(spec, name) < 1:
             raise ConfigurationError(f"omni.Autoregressive({name}={getattr(spec, name)}): at least 1")
     digits = spec.number_digits
-    if digits is not None and not (type(digits) is int and 1 <= digits <= bounded_numbers.MOST_DIGITS):
+    if digits is not None and not 1 <= digits <= bounded_numbers.MOST_DIGITS:
         raise ConfigurationError(
             f"omni.Autoregressive(number_digits={digits!r}): None, or from 1 to {bounded_numbers.MOST_DIGITS}"
         )

@@ -1,0 +1,58 @@
+"""The types of settings, checked when the stage is made: YAML's ``"no"`` is a text, and would count as true.
+
+Here: fields of one number, truth or text. Not here: which values are allowed, and fields of several values
+(`autoregressive.loading.loader`, `encoding`). Called by `loading`.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import numbers
+import os
+import types
+import typing
+from typing import Any, Final
+
+import msgspec
+
+from stage_runtime.errors import ConfigurationError
+
+_PLAIN: Final = frozenset({bool, int, float, str, type(None)})
+
+
+def check(made: msgspec.Struct) -> None:
+    """A number of numpy is a number, and a path is a text. Raises: ConfigurationError: a value has another type."""
+    for name, kind in _plain_fields(type(made)).items():
+        value = getattr(made, name)
+        try:
+            given = msgspec.convert(_as_plain(value), kind)
+        except msgspec.ValidationError as error:
+            raise _refused(made, name, value, str(error).replace("Expected", "expected").replace("`", "")) from None
+        if isinstance(given, float) and math.isnan(given):
+            raise _refused(made, name, value, "expected a number")
+
+
+def _refused(made: msgspec.Struct, name: str, value: Any, why: str) -> ConfigurationError:
+    shown = f"{value!r:.80}" if type(value) in _PLAIN else "…"  # the author's own type may fail to be printed
+    return ConfigurationError(f"omni.{type(made).__name__}({name}={shown}): {why}")
+
+
+def _as_plain(value: Any) -> Any:
+    if type(value) in _PLAIN:
+        return value
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    if isinstance(value, numbers.Real):
+        return float(value)
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+
+@functools.cache
+def _plain_fields(struct: type[msgspec.Struct]) -> dict[str, Any]:
+    found = {}
+    for name, kind in typing.get_type_hints(struct).items():
+        members = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
+        if _PLAIN.issuperset(members):
+            found[name] = kind
+    return found

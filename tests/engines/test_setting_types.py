@@ -1,0 +1,52 @@
+"""A setting of another type is refused by its name when the stage is made."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import stage_runtime as omni
+from stage_runtime.engines import loading, setting_types
+from stage_runtime.errors import ConfigurationError
+
+
+class Unprintable:
+    def __repr__(self) -> str:
+        raise RuntimeError("no")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"own_process": "no"}, "own_process='no'): expected bool, got str"),
+        ({"enable_expert_parallel": "no"}, "enable_expert_parallel='no'): expected bool, got str"),
+        ({"prefix_caching": 0}, "prefix_caching=0): expected bool, got int"),
+        ({"max_requests": "8"}, "max_requests='8'): expected int, got str"),
+        ({"max_requests": True}, "max_requests=True): expected int, got bool"),
+        ({"max_requests": 1.5}, "max_requests=1.5): expected int, got float"),
+        ({"threads": "x"}, "threads='x'): expected int | null, got str"),
+        ({"threads": [4]}, "threads=…): expected int | null, got array"),
+        ({"model": 7}, "model=7): expected str, got int"),
+        ({"model": None}, "model=None): expected str, got null"),
+        ({"frozen_after_s": float("nan")}, "frozen_after_s=nan): expected a number"),
+        ({"dump_tokens": Unprintable()}, "dump_tokens=…): expected bool, got Unprintable"),
+    ],
+)
+def test_a_setting_of_another_type_is_refused_by_its_name(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError) as raised:
+        loading.as_engine(omni.Autoregressive(**{"model": "/nowhere", **settings}))
+    assert str(raised.value) == f"omni.Autoregressive({message}"
+
+
+def test_those_of_an_encoder_are_refused_alike() -> None:
+    with pytest.raises(ConfigurationError, match=r"^omni\.Encoder\(normalize='yes'\): expected bool, got str$"):
+        loading.as_engine(omni.Encoder(model="/nowhere", normalize="yes"))  # type: ignore[arg-type]
+
+
+def test_numbers_of_numpy_paths_and_whole_seconds_are_taken() -> None:
+    given: dict[str, Any] = {"max_requests": np.int64(4), "frozen_after_s": np.float32(2), "model": Path("/nowhere")}
+    setting_types.check(omni.Autoregressive(**given))
+    setting_types.check(omni.Autoregressive(model="m", frozen_after_s=3, threads=None))
