@@ -6,12 +6,14 @@ tests/e2e/test_prefill_apart.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import pytest
 
 from stage_runtime.engines.autoregressive.connectors.decode import PATIENCE_S
-from stage_runtime.rules.handover import KVPoll
+from stage_runtime.kv_transfer.interface import Room
+from stage_runtime.rules.handover import KVPoll, LoadStatus
 from tests.engines.generation_kit import alone
 from tests.engines.kv_pair_kit import Pair, prompts
 
@@ -90,3 +92,120 @@ def test_whatever_happens_at_any_state_answers_are_right_and_all_blocks_are_free
         ("prefill", KVPoll.Transferring),
         ("prefill", KVPoll.Success),
     }
+
+
+# --- aborts: nothing that frees blocks waits for a clock ----------------------------------------------------------
+
+AT_ONCE = 3  # turns, of at most one step of each engine
+
+
+def receiving(pair: Pair) -> KVPoll | None:
+    """The state of decode's end. None: it has none."""
+    return next((receiver.poll() for _name, receiver in pair.decoder._rooms.values()), None)
+
+
+def sending(pair: Pair) -> KVPoll | None:
+    """The state of prefill's last end. None: it has none."""
+    return next((sender.poll() for _name, sender in reversed(pair.prefiller._names.values())), None)
+
+
+def as_usual(pair: Pair) -> None: ...
+
+
+def prefill_does_nothing(pair: Pair) -> None:
+    pair.stopped = pair.p
+
+
+def another_prompt_has_the_room(pair: Pair) -> None:
+    prefill_does_nothing(pair)
+    pair.d.ask("other", prompts(1, 100, first=90)[0])
+
+
+def another_prompt_is_computed_first(pair: Pair) -> None:
+    pair.d.ask("other", prompts(1, LENGTH, first=90)[0])
+
+
+def pieces_are_lost(pair: Pair) -> None:
+    """All but the first."""
+
+    def ship(room: Room, header: bytes, tensors: Sequence[Any]) -> None:
+        if len(pair.pieces) == 1:
+            pair.deliver(room, header, tensors)
+
+    pair.shipping = ship
+
+
+def pieces_are_not_released(pair: Pair) -> None:
+    """Those behind the first wait with their blocks."""
+    pair.takes = False
+
+
+def a_piece_is_refused(pair: Pair) -> None:
+    pair.shipping = pair.forge(layout=b"")
+
+
+#: State of one side -> what happens to the pair, and whether that side is in the state.
+ABORTED: dict[tuple[str, KVPoll], tuple[Callable[[Pair], None], Callable[[Pair], bool]]] = {
+    ("decode", KVPoll.Bootstrapping): (another_prompt_has_the_room, lambda pair: len(pair.asks) == 1),
+    ("decode", KVPoll.WaitingForInput): (as_usual, lambda pair: receiving(pair) is KVPoll.WaitingForInput),
+    ("decode", KVPoll.Transferring): (pieces_are_lost, lambda pair: receiving(pair) is KVPoll.Transferring),
+    ("decode", KVPoll.Success): (as_usual, lambda pair: bool(pair.d.tokens["r"])),
+    ("decode", KVPoll.Failed): (a_piece_is_refused, lambda pair: pair.counts.get("refused") == 1),
+    ("prefill", KVPoll.Bootstrapping): (prefill_does_nothing, lambda pair: bool(pair.asks)),
+    ("prefill", KVPoll.WaitingForInput): (
+        another_prompt_is_computed_first,
+        lambda pair: sending(pair) is KVPoll.WaitingForInput,
+    ),
+    ("prefill", KVPoll.Transferring): (
+        pieces_are_not_released,
+        lambda pair: sending(pair) is KVPoll.Transferring and pair.prefiller.kept_blocks > 0,
+    ),
+    ("prefill", KVPoll.Success): (
+        pieces_are_not_released,
+        lambda pair: sending(pair) is KVPoll.Success and pair.prefiller.kept_blocks > 0,
+    ),
+    ("prefill", KVPoll.Failed): (a_piece_is_refused, lambda pair: pair.counts.get("refused") == 1),
+}
+
+
+def reached(pair: Pair, prepare: Callable[[Pair], None], there: Callable[[Pair], bool]) -> None:
+    prepare(pair)
+    pair.d.ask("r", prompts(1, LENGTH)[0])
+    for _ in range(40):
+        if there(pair):
+            return
+        pair.turn()
+    raise AssertionError(pair.waiting())
+
+
+def ended_by_prefill(pair: Pair) -> None:
+    """As the rooms of a process that ends: `StageKVTransport.stop`."""
+    assert pair.prefill.sink is not None
+    for room in [*pair.opened]:
+        pair.prefill.close(room, "this instance ends")
+        pair.prefill.sink.closed(room, "this instance ends")
+
+
+@pytest.mark.parametrize("aborter", ["decode", "prefill"])
+@pytest.mark.parametrize(("side", "state"), ABORTED, ids=str)
+def test_an_abort_at_any_state_frees_both_sides_before_any_time_has_passed(
+    side: str, state: KVPoll, aborter: str
+) -> None:
+    pair = Pair(max_inflight=1, blocks=36, prefilling={"max_requests": 1})
+    reached(pair, *ABORTED[side, state])
+    if aborter == "decode":
+        pair.d.engine.abort_requests([*pair.d.tokens])
+    else:
+        ended_by_prefill(pair)
+    pair.stopped = None
+    for _ in range(AT_ONCE):
+        pair.turn()
+    assert pair.now == 0.0
+    assert not pair.opened and not pair.prefiller._names and not pair.decoder._rooms
+    assert pair.leaked[1] == 0
+    assert all(one.status is not LoadStatus.LOADING for one in pair.d.engine.scheduler.loads)
+    if aborter == "prefill":  # decode's requests go on, with what has come
+        pair.run()
+        assert pair.d.tokens["r"] == alone("llama", prompts(1, LENGTH)[0], 12)
+    assert pair.leaked == [0, 0]
+    pair.close()

@@ -6,10 +6,11 @@ import asyncio
 import itertools
 import threading
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
+import pytest
 import torch
 
 from stage_runtime.api import StagePayload
@@ -333,3 +334,40 @@ async def test_a_closed_process_tells_its_peers() -> None:
         await made.world.until(lambda: bool(made.sinks["d"].ends))
         assert made.sinks["d"].ends == [(room, "this instance ends")]
         await asyncio.sleep(0)
+
+
+# --- aborts: nothing that frees memory waits for a clock ----------------------------------------------------------
+
+
+async def asked(made: Pair, room: Room, sent: list[int]) -> None: ...
+
+
+async def under_way(made: Pair, room: Room, sent: list[int]) -> None:
+    """Three pieces have come, one waits in the send queue and eight in the outbox."""
+    for _ in range(12):
+        made.rooms("p").ship(room, Piece(b"", [torch.zeros(BLOCKS, dtype=torch.uint8)], lambda: sent.append(1)))
+    await made.world.until(lambda: len(made.sinks["d"].pieces) == 3 and made.rooms("p").waiting == 8)
+
+
+async def all_came(made: Pair, room: Room, sent: list[int]) -> None:
+    made.rooms("p").ship(room, Piece(b"", [torch.zeros(BLOCKS, dtype=torch.uint8)], lambda: sent.append(1)))
+    await made.world.until(lambda: len(made.sinks["d"].pieces) == 1)
+
+
+@pytest.mark.parametrize("side", ["d", "p"])
+@pytest.mark.parametrize(("state", "pieces"), [(asked, 0), (under_way, 12), (all_came, 1)])
+async def test_an_abort_frees_both_sides_while_their_clocks_stand_still(
+    state: Callable[[Pair, Room, list[int]], Awaitable[None]], pieces: int, side: str
+) -> None:
+    """No lease ends and no beat is due: what frees the memory is said at once."""
+    async with pair(slots=3) as made:
+        for name in "dp":
+            made.rooms(name)._clock = lambda: 0.0
+        sent: list[int] = []
+        room = await made.room()
+        await state(made, room, sent)
+        made.rooms(side).close(room, "aborted")
+        await made.world.until(lambda: made.rooms("d").open_rooms + made.rooms("p").open_rooms == 0)
+        await made.world.until(lambda: made.rooms("p").waiting == 0 and len(sent) == pieces)
+        made.sinks["d"].pieces.clear()  # decode's engine has let go of them
+        await made.world.until(lambda: made.held("p") + made.held("d") == 0)
