@@ -11,6 +11,7 @@ from pathlib import Path
 import click
 
 from omnipipeline_spec import terminal
+from omnipipeline_spec.types import quantities
 from stage_runtime import settings
 from stage_runtime.cli import options
 from stage_runtime.errors import ConfigurationError
@@ -19,7 +20,11 @@ from stage_runtime.errors import ConfigurationError
 @click.command("prefetch")
 @click.argument("url", envvar="OMNI_MODEL_PATH")
 @click.option("--folder", type=click.Path(path_type=Path), help="Of all fetched models; stages look into the same one.")
-def command(url: str, folder: Path | None) -> None:
+@click.option(
+    "--quick", is_flag=True, help="Hash only files whose size or time differs; do without the store if whole."
+)
+@click.option("--bound", help="Of all models in the folder, such as 200Gi: those not used lately are deleted for URL.")
+def command(url: str, folder: Path | None, quick: bool, bound: str | None) -> None:
     """Fetch the model below URL (s3://BUCKET/PREFIX) into a folder, or check the one that is there.
 
     What was fetched before is not fetched again, a damaged file is. Credentials and the endpoint are in the variables
@@ -39,10 +44,12 @@ def command(url: str, folder: Path | None) -> None:
     log = settings.termination_log(os.environ)
     try:
         root = folder or folders.root(os.environ)
+        limit = quantities.parse_bytes(bound) if bound else None
         progress = Progress(terminal.echo)
         with fetching.serving(lambda: (progress.report.bytes_done, progress.report.bytes_total), os.environ):
-            done = Fetch(Source(url, os.environ), root, progress, say=terminal.echo).ensure()
-    except (ConfigurationError, Interrupted, OSError) as error:
+            fetch = Fetch(Source(url, os.environ), root, progress, say=terminal.echo, bound=limit)
+            done = fetch.ensure(thorough=not quick)
+    except (ConfigurationError, Interrupted, OSError, ValueError) as error:
         termination.write(log, f"cannot fetch {url}: {error}")
         terminal.echo(f"cannot fetch {url}: {error}", err=True)
         sys.exit(options.EXIT_FAULT)

@@ -5,7 +5,8 @@ visible. Not here: requests (`source`), hashes (`checking`), the manifest (`fold
 
 Below ``ROOT/s3``: ``NAME`` is a symbolic link to ``NAME.VERSION``, a folder with all files and their manifest. While a
 version is fetched its files lie in ``NAME.VERSION.parts``, each as long as what has come of it, so a process that is
-killed loses nothing. ``NAME.lock`` is locked by who fetches; the kernel ends the lock with its process.
+killed loses nothing. ``NAME.lock`` is locked by who fetches; the kernel ends the lock with its process. Its time of
+change is when the model was asked for last.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import hashlib
 import os
 import shutil
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -24,7 +26,7 @@ from typing import Final
 import msgspec
 
 from stage_runtime.errors import ConfigurationError
-from stage_runtime.weights import checking, folders
+from stage_runtime.weights import checking, evicting, folders
 from stage_runtime.weights.folders import FetchedFile, Manifest
 from stage_runtime.weights.progress import Progress
 from stage_runtime.weights.source import Interrupted, Source, StoredFile
@@ -49,24 +51,34 @@ class Fetch:
         *,
         say: Callable[[str], None] = print,
         pause_s: float = PAUSE_S,
+        bound: int | None = None,
     ) -> None:
+        """bound: bytes that all models of the folder may have; others are deleted for this one (`evicting`)."""
         self._source = source
         self._link = folders.link(root, source.url)
         self._progress = progress
         self._say = say
         self._pause_s = pause_s
+        self._bound = bound
         self._failed = threading.Event()  #: One file failed: the others stop at their next chunk.
 
     def ensure(self, *, thorough: bool = True) -> Path:
         """The folder of the whole model, after whatever is missing or damaged has been fetched.
 
-        thorough: hash each file that is there, also one whose size and time of change are as they were.
+        thorough: hash each file that is there, also one whose size and time of change are as they were. Without it a
+                  model that is whole is enough while the store does not answer.
         Raises:   ConfigurationError: it cannot be fetched: why.
                   Interrupted: the store did not answer often enough; what has come is kept.
         """
         self._link.parent.mkdir(parents=True, exist_ok=True)
         with self._locked():
-            files = self._source.files()
+            try:
+                files = self._source.files()
+            except Interrupted as error:
+                if thorough or not self._is_here():
+                    raise
+                self._say(f"{error}; the model that was fetched before is whole")
+                return self._link.resolve()
             sums = self._sums(files)
             folder = self._link.with_name(f"{self._link.name}.{_version(files)}")
             if not (folder.is_dir() and self._repair(folder, files, sums, thorough=thorough)):
@@ -83,6 +95,14 @@ class Fetch:
                 self._say(f"waiting for another process that fetches {self._source.url}")
                 fcntl.flock(lock, fcntl.LOCK_EX)
             yield
+            os.utime(lock.fileno())
+
+    def _is_here(self) -> bool:
+        try:
+            folder = self._link.resolve(strict=True)
+            return next(folders.damaged(folder, folders.read(folder)), None) is None
+        except (OSError, ConfigurationError):
+            return False
 
     def _sums(self, files: Sequence[StoredFile]) -> dict[str, str]:
         """Path -> SHA-256, from the list that lies beside the files, if one does."""
@@ -139,6 +159,8 @@ class Fetch:
         parts.mkdir(exist_ok=True)
         here = {each.path: _size(parts / each.path) for each in files}
         total, done = sum(each.nbytes for each in files), sum(here.values())
+        if self._bound is not None:
+            evicting.make_room(self._link, total - done, self._bound, now=time.time(), say=self._say)
         free = shutil.disk_usage(parts).free
         if total - done > free:
             raise ConfigurationError(

@@ -6,6 +6,8 @@ Here: names of folders, the manifest beside the files, and comparing both. Not h
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
 import os
 import re
@@ -59,6 +61,8 @@ def link(root: Path, url: str) -> Path:
 def local(model_path: str | None, environ: Mapping[str, str]) -> str | None:
     """The ``model_path`` of factories: the folder of a fetched model; any other path as it is.
 
+    The folder counts as in use until this process ends, so that `evicting` leaves it.
+
     Raises: ConfigurationError: it has not been fetched, or a file is not as it was fetched.
     """
     if model_path is None or not stores.is_address(model_path):
@@ -68,6 +72,8 @@ def local(model_path: str | None, environ: Mapping[str, str]) -> str | None:
     if not at.exists():
         raise ConfigurationError(f"{model_path} has not been fetched: {at} does not exist; {cure}")
     folder = at.resolve()
+    with contextlib.suppress(OSError):  # a file system without locks; or it is deleted now, which is seen next
+        fcntl.flock(os.open(folder, os.O_RDONLY), fcntl.LOCK_SH | fcntl.LOCK_NB)
     for path, why in damaged(folder, read(folder)):
         raise ConfigurationError(f"{folder / path}: {why}; {cure}")
     return str(folder)

@@ -282,6 +282,50 @@ def test_ten_at_once_fetch_a_model_once(s3: S3, tmp_path: Path) -> None:
     assert s3.sent[f"/{BUCKET}/tiny/weights/model.bin"] == len(WEIGHTS)
 
 
+def test_a_quick_look_does_without_a_store_that_does_not_answer_where_the_model_is_whole(
+    s3: S3, tmp_path: Path
+) -> None:
+    s3.answers[f"/{BUCKET}"] = lambda headers: (500, b"the store is down")
+    with pytest.raises(Interrupted):
+        fetch(s3, tmp_path).ensure(thorough=False)
+    del s3.answers[f"/{BUCKET}"]
+    fetch(s3, tmp_path).ensure()
+    s3.answers[f"/{BUCKET}"] = lambda headers: (500, b"the store is down")
+    said: list[str] = []
+    assert str(fetch(s3, tmp_path, said=said).ensure(thorough=False)) == local(tmp_path)
+    assert "the model that was fetched before is whole" in said[-1]
+    (Path(local(tmp_path)) / "config.json").write_bytes(b"{ }")
+    with pytest.raises(Interrupted):
+        fetch(s3, tmp_path).ensure(thorough=False)
+
+
+def test_a_bound_deletes_another_model_that_no_process_reads_any_more(s3: S3, tmp_path: Path) -> None:
+    reads = "import os, sys; from stage_runtime.weights import folders; folders.local(sys.argv[1], os.environ); input()"
+    environment = {**os.environ, "OMNI_MODELS_DIR": str(tmp_path)}
+    fetch(s3, tmp_path).ensure()
+    first = folders.link(tmp_path, URL)
+    lock = Path(f"{first}.lock")
+    os.utime(lock, (1, 1))
+    other = Source(f"s3://{BUCKET}/tinyer", s3.environment())
+    bound = sum(map(len, FILES.values())) + 500  # the first one's manifest has 400 to 500 bytes
+    with subprocess.Popen(
+        [sys.executable, "-c", f"{reads.replace('input()', 'print(flush=True); input()')}", URL],
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as reader:
+        assert reader.stdout is not None and reader.stdout.readline() == b"\n"
+        with pytest.raises(ConfigurationError, match="the other models there are in use"):
+            Fetch(other, tmp_path, Progress(print), bound=bound).ensure(thorough=False)
+        reader.communicate(b"\n", timeout=patience(30))
+    Fetch(other, tmp_path, Progress(print), bound=bound).ensure(thorough=False)
+    assert not first.exists() and folders.link(tmp_path, other.url).exists()
+    assert lock.exists(), "whoever waits for it has it open"
+    fetch(s3, tmp_path).ensure()
+    assert content(local(tmp_path)) == FILES
+    assert lock.stat().st_mtime > 1
+
+
 @pytest.mark.parametrize(
     "url, message",
     [
