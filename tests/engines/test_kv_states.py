@@ -179,7 +179,7 @@ def reached(pair: Pair, prepare: Callable[[Pair], None], there: Callable[[Pair],
 
 
 def ended_by_prefill(pair: Pair) -> None:
-    """As the rooms of a process that ends: `StageKVTransport.stop`."""
+    """Each room is closed as `StageKVTransport.stop` closes it."""
     assert pair.prefill.sink is not None
     for room in [*pair.opened]:
         pair.prefill.close(room, "this instance ends")
