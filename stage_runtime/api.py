@@ -287,7 +287,7 @@ class Autoregressive(msgspec.Struct, frozen=True, kw_only=True):
     lora_modules: LoRA adapters, loaded with the stage: folders of peft checkpoints by the names by which requests
     choose them (``model`` of a request, `Prompt.adapter`). max_loras: adapters in memory at most, with those that are
     loaded later; 0: as many as ``lora_modules`` has. max_lora_rank: the largest rank of one. lora_folders: adapters
-    that are loaded later must lie in one of these; None: anywhere.
+    that are loaded later must lie in one of these; None: in the parent folder of one of ``lora_modules``.
     own_process: compute in a process of its own, so that nothing else of the stage delays a step.
     data_parallel_size: engines, each with all weights and a process of its own; a request goes to the least loaded one.
     enable_expert_parallel: of a mixture of experts on a CPU: these engines share the experts, each keeps its part, and

@@ -111,6 +111,31 @@ def test_operations_that_cannot_be_carried_out_change_nothing(tmp_path: Path) ->
             answer(plain, "one")
 
 
+def test_without_lora_folders_adapters_of_run_time_lie_beside_those_of_the_stage(tmp_path: Path) -> None:
+    listed, beside = adapter(tmp_path / "listed" / "one"), adapter(tmp_path / "listed" / "two", seed=2)
+    elsewhere = adapter(tmp_path / "elsewhere")
+    (tmp_path / "listed" / "link").symlink_to(elsewhere)
+    with ranked("llama", 1, lora_modules={"one": listed}, max_loras=3) as core:
+        for path in (elsewhere, f"{tmp_path}/listed/link", f"{tmp_path}/listed/../elsewhere", "/"):
+            assert str(carried_out(core, "load_adapter", name="two", path=path)) == (
+                f"load_adapter: {path}: adapters are loaded from {tmp_path}/listed, beside those of lora_modules, "
+                "unless lora_folders is set"
+            )
+        assert carried_out(core, "load_adapter", name="two", path=beside) == ["one", "two"]
+    with ranked("llama", 1, max_loras=1) as core:
+        refused = carried_out(core, "load_adapter", name="one", path=listed)
+        assert "adapters are loaded from no folder, beside those of lora_modules, unless lora_folders is" in str(
+            refused
+        )
+        assert core.adapters is not None and core.adapters.gauges()["adapters"] == 0
+
+
+def test_an_adapter_in_the_root_does_not_open_all_folders(tmp_path: Path) -> None:
+    settings = checked(omni.Autoregressive(model="m", lora_modules={"a": "/one", "b": f"{tmp_path}/b/", "c": "/"}))
+    assert settings is not None and settings.outside("/etc") is not None and settings.outside("/") is not None
+    assert settings.outside(f"{tmp_path}/two") is None
+
+
 @pytest.mark.parametrize(
     ("settings", "problem"),
     [

@@ -143,7 +143,7 @@ async def test_vllms_routes_load_and_drop_adapters_from_allowed_folders() -> Non
 async def test_adapters_of_run_time_outlive_the_coordinator_and_then_the_instance() -> None:
     with tempfile.TemporaryDirectory(prefix="l-") as folder:
         path = adapter(Path(folder, "sql"))
-        async with serving(folder, {"max_adapters": 1}) as (running, http):
+        async with serving(folder, {"max_adapters": 1, "adapter_folders": f"[{folder}]"}) as (running, http):
             loaded = await http.post("/v1/load_lora_adapter", json={"lora_name": "sql", "lora_path": path})
             assert loaded.status_code == 200, loaded.text
             await killed(running, "coordinator")

@@ -122,7 +122,8 @@ def test_steps_go_on_while_an_adapter_is_read(checkpoint: Path, tmp_path: Path, 
     os.mkfifo(slow / "adapter_config.json")  # to be read when somebody writes
     one = expected(checkpoint, "one")
     replies: SimpleQueue[Any] = SimpleQueue()
-    settings = {"lora_modules": {"one": str(checkpoint / "one")}, "max_loras": 2, **where}
+    folders = [str(tmp_path), str(checkpoint)]
+    settings = {"lora_modules": {"one": str(checkpoint / "one")}, "lora_folders": folders, "max_loras": 2, **where}
     with running(loading.as_engine(spec(checkpoint, **settings))) as rig:
         rig.inbox.put(events.Admin("c", "load_adapter", {"name": "two", "path": str(slow)}, replies.put))
         assert [ask(rig, f"a{turn}", model="one") for turn in range(3)] == [one] * 3

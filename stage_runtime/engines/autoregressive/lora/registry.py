@@ -14,7 +14,7 @@ from typing import Any, Final, TypeAlias
 
 import msgspec
 
-from stage_runtime.engines.autoregressive.lora.settings import LoRASettings, name_problem, outside, path_problem
+from stage_runtime.engines.autoregressive.lora.settings import LoRASettings, name_problem, path_problem
 from stage_runtime.errors import InvalidRequest, RequestError
 
 log = logging.getLogger(__name__)
@@ -115,7 +115,7 @@ class Adapters:
         problem = name_problem(name) or path_problem(path)
         if problem is not None or not isinstance(name, str) or not isinstance(path, str):
             raise InvalidRequest(f"load_adapter: {problem}")
-        if path != self._settings.modules.get(name) and (problem := outside(path, self._settings.folders)) is not None:
+        if path != self._settings.modules.get(name) and (problem := self._settings.outside(path)) is not None:
             raise InvalidRequest(f"load_adapter: {problem}")
         if name in self._named:
             raise InvalidRequest(f"load_adapter: an adapter {name!r} is loaded: unload it first")

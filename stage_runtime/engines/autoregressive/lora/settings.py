@@ -21,13 +21,28 @@ NAME: Final = re.compile(ADAPTER_NAME)
 
 class LoRASettings(msgspec.Struct, frozen=True, kw_only=True):
     """modules: folders by names, loaded with the stage. most: adapters in memory. rank: of each at most. folders: those
-    that are loaded later lie in one of these; None: anywhere.
+    that are loaded later lie in one of these; None: beside one of ``modules``.
     """
 
     modules: Mapping[str, str]
     most: int
     rank: int
     folders: Sequence[str] | None = None
+
+    def outside(self, path: str) -> str | None:
+        """The reason why a folder may not be read: it is in none of those that are allowed, also by way of a link or
+        of ``..``.
+        """
+        roots = _beside(self.modules) if self.folders is None else self.folders
+        real = os.path.realpath(os.path.expanduser(path))
+        if any(os.path.commonpath([real, root]) == root for root in map(os.path.realpath, roots)):
+            return None
+        where = ", ".join(roots) or "no folder"
+        if self.folders is not None:
+            return f"{path:.300}: adapters are loaded from {where} (lora_folders)"
+        return (
+            f"{path:.300}: adapters are loaded from {where}, beside those of lora_modules, unless lora_folders is set"
+        )
 
 
 def checked(spec: Autoregressive) -> LoRASettings | None:
@@ -76,14 +91,10 @@ def path_problem(path: object) -> str | None:
     return "expected the path of a folder with adapter_config.json and adapter_model.safetensors"
 
 
-def outside(path: str, folders: Sequence[str] | None) -> str | None:
-    """The reason why a folder may not be read: it is in none of ``folders``, also by way of a link or of ``..``."""
-    if folders is None:
-        return None
-    real = os.path.realpath(os.path.expanduser(path))
-    if any(os.path.commonpath([real, root]) == root for root in map(os.path.realpath, folders)):
-        return None
-    return f"{path:.300}: adapters are loaded from {', '.join(folders) or 'no folder'} (lora_folders)"
+def _beside(modules: Mapping[str, str]) -> Sequence[str]:
+    """The parent folders of those that are listed. The root is not one of them: all paths lie in it."""
+    parents = (os.path.dirname(os.path.abspath(os.path.expanduser(path))) for path in modules.values())
+    return sorted({parent for parent in parents if os.path.dirname(parent) != parent})
 
 
 def _refused(name: str, value: object, problem: str) -> ConfigurationError:
