@@ -35,7 +35,7 @@ from benchmarks.hoplab.limits import memcpy_us, raw_tcp_us, zmq_one_way_us
 from benchmarks.hoplab.measuring import Visits, rate, visits
 from benchmarks.hoplab.pipelines import Running, pipeline, running, tensor
 from stage_runtime.processes import collecting
-from stage_runtime.rules import introductions
+from stage_runtime.rules.members import introductions
 from stage_runtime.web.app import make_app
 from stage_runtime.web.listening.server import Server
 from stage_runtime.web.settings import WebSettings

@@ -27,7 +27,7 @@ from benchmarks.scalelab.linkmemory import LinkMemory
 from benchmarks.scalelab.roundtrips import FirstMessage
 from benchmarks.scalelab.streams import Streams
 from stage_runtime.errors import describe
-from stage_runtime.rules import beats
+from stage_runtime.rules.members import beats
 
 BASE = 10  # instances: what a request's cost is compared with
 JOIN_S, LINK_BYTES, LINK_DESCRIPTORS, COST, WORST, STREAM_BYTES = 60.0, 64 << 10, 3.0, 1.2, 1.3, 100 << 10

@@ -32,15 +32,15 @@ class Suite(NamedTuple):
     tests: tuple[str, ...]
 
 
-def rules(name: str, *tests: str) -> Suite:
-    return Suite(name, "stage_runtime", (f"rules/{name}.py",), tuple(f"tests/rules/{one}.py" for one in tests))
+def rules(room: str, name: str, *tests: str) -> Suite:
+    return Suite(name, "stage_runtime", (f"rules/{room}/{name}.py",), tuple(f"tests/rules/{one}.py" for one in tests))
 
 
 SUITES = (
-    rules("pools", "test_pool_rules"),
-    rules("streams", "test_stream_rules"),
-    rules("turns", "test_turn_rules"),
-    rules("subsets", "test_subset_rules"),
+    rules("binding", "pools", "test_pool_rules"),
+    rules("flow", "streams", "test_stream_rules"),
+    rules("flow", "turns", "test_turn_rules"),
+    rules("binding", "subsets", "test_subset_rules"),
     Suite("gangs", "operator/omnipipeline_operator", ("changes/gangs.py",), ("tests/operator/test_gangs.py",)),
 )
 

@@ -18,7 +18,8 @@ from typing import Any, Final
 
 from omnipipeline_spec.types.plan import PipelineRevision, StagePlan
 from stage_runtime.payloads import encoding
-from stage_runtime.rules import edges, ticks
+from stage_runtime.rules.flow import ticks
+from stage_runtime.rules.graph import edges
 from stage_runtime.sockets.channels import Channels
 from stage_runtime.stage.control.membership import StageMembership
 from stage_runtime.stage.control.registration import Registration

@@ -13,7 +13,7 @@ import msgspec
 
 from benchmarks.scalelab.children import Child
 from benchmarks.scalelab.fakes import GROUPS
-from stage_runtime.rules import beats
+from stage_runtime.rules.members import beats
 
 MOST_IN_A_PROCESS: Final = 500
 #: Above it, heartbeats have 60 s: thousands of instances that share a few processors start and answer late.

@@ -1,7 +1,7 @@
 """Coordinators that know each other's load only by beats, and instances of one group, simulated without sockets.
 
-The rules are the real ones (`rules.membership`); time, arrivals and lengths come from a seeded generator. Called by
-`benchmarks/scale.py` and by the test of the rules.
+The rules are the real ones (`rules.binding.membership`); time, arrivals and lengths come from a seeded generator.
+Called by `benchmarks/scale.py` and by the test of the rules.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Final
 import msgspec
 
 from omnipipeline_spec.types.plan import PipelineRevision
-from stage_runtime.rules import edges
-from stage_runtime.rules.membership import MembershipState
+from stage_runtime.rules.binding.membership import MembershipState
+from stage_runtime.rules.graph import edges
 from stage_runtime.wire.parts import Member
 
 #: Mean length of a request: 1 s.

@@ -10,7 +10,7 @@ import msgspec
 
 from benchmarks.scale import FIRST_BYTE, Figures
 from docs.pictures.scaling import FILE
-from stage_runtime.rules import beats
+from stage_runtime.rules.members import beats
 
 PAGE: Final = Path(__file__).parents[1] / "scaling.md"
 BEGIN: Final = "<!-- from docs/pictures/scaling.json: `make pictures` -->\n"

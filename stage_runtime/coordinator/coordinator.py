@@ -22,7 +22,7 @@ from stage_runtime.coordinator.reporting.tracing import RequestTracer
 from stage_runtime.coordinator.request_manager import RequestManager
 from stage_runtime.profiler.session import ProfileSession
 from stage_runtime.relays.dispatch import Relays
-from stage_runtime.rules.instances import Instance
+from stage_runtime.rules.binding.instances import Instance
 from stage_runtime.sockets.channels import Channels
 from stage_runtime.transfers.releases import Releases
 from stage_runtime.wire.frames import RequestRef

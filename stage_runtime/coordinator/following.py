@@ -9,7 +9,7 @@ from typing import Protocol
 
 from omnipipeline_spec.types.plan import PipelineRevision
 from stage_runtime.coordinator.answering.request_handles import RequestHandle, Resulted
-from stage_runtime.rules.requests import Instructions, Stimulus
+from stage_runtime.rules.requests.lifecycle import Instructions, Stimulus
 from stage_runtime.wire.parts import Failure
 
 

@@ -1,8 +1,8 @@
 """The requests of one coordinator in flight, each followed to its one end. Implements `following.Following`.
 
-What may happen to a request is `rules.requests`' table: `happen` feeds it and carries its instructions out. The methods
-stand in the order of a request's life: it waits or is submitted, its answer comes, an instance is lost, it ends. The
-work is done by `binding`, `submission`, `answering` and `ending`, which get this object. On the I/O thread.
+What may happen to a request is `rules.requests.lifecycle`'s table: `happen` feeds it and carries its instructions out.
+The methods stand in the order of a request's life: it waits or is submitted, its answer comes, an instance is lost, it
+ends. The work is done by `binding`, `submission`, `answering` and `ending`, which get this object. On the I/O thread.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from stage_runtime.coordinator.membership import Membership
 from stage_runtime.coordinator.reporting.outcomes import RevisionOutcomes
 from stage_runtime.errors import IllegalEvent
 from stage_runtime.relays.dispatch import Relays
-from stage_runtime.rules.requests import (
+from stage_runtime.rules.requests.lifecycle import (
     NOTHING,
     AttemptBegan,
     Cancelled,

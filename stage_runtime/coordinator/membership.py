@@ -1,6 +1,6 @@
 """The pipeline's members, as this coordinator sees them: registration, readiness, beats, departures.
 
-One room, because each of these events changes the same `state`, whose rules are `rules.membership`'s.
+One room, because each of these events changes the same `state`, whose rules are `rules.binding.membership`'s.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from stage_runtime.errors import LimitReached
 from stage_runtime.metrics import catalog, planes
 from stage_runtime.metrics.samples import Samples
 from stage_runtime.relays.dispatch import Relays
-from stage_runtime.rules import beats, kvpairs
-from stage_runtime.rules.absences import Absences, Outlook, Prospect, UnitKind
-from stage_runtime.rules.demand import StageBeat
-from stage_runtime.rules.introductions import Introductions
-from stage_runtime.rules.membership import MembershipState
-from stage_runtime.rules.standing import Standing
-from stage_runtime.rules.welcomes import Welcomes
+from stage_runtime.rules.binding.membership import MembershipState
+from stage_runtime.rules.graph import kvpairs
+from stage_runtime.rules.members import beats
+from stage_runtime.rules.members.absences import Absences, Outlook, Prospect, UnitKind
+from stage_runtime.rules.members.demand import StageBeat
+from stage_runtime.rules.members.introductions import Introductions
+from stage_runtime.rules.members.standing import Standing
+from stage_runtime.rules.members.welcomes import Welcomes
 from stage_runtime.sockets.channels import Channels
 from stage_runtime.wire.frames import PROTOCOL
 from stage_runtime.wire.messages import Beat, Deregister, Hello, Members, Rejected, Unbound, Welcome

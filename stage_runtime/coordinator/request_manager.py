@@ -33,8 +33,8 @@ from stage_runtime.metrics import catalog, planes
 from stage_runtime.metrics.samples import Samples
 from stage_runtime.profiler.recorder import recorder
 from stage_runtime.relays.dispatch import Relays
-from stage_runtime.rules import prefixes
-from stage_runtime.rules.requests import Tracked
+from stage_runtime.rules.binding import prefixes
+from stage_runtime.rules.requests.lifecycle import Tracked
 from stage_runtime.wire.messages import Message
 from stage_runtime.wire.values import OmniRequest
 

@@ -11,8 +11,8 @@ from stage_runtime.engines import events, running
 from stage_runtime.engines.base import Outbox, Work
 from stage_runtime.engines.loops import LoopEngine
 from stage_runtime.errors import RequestError
-from stage_runtime.rules import turns
-from stage_runtime.rules.turns import TakeEarly, Turn
+from stage_runtime.rules.flow import turns
+from stage_runtime.rules.flow.turns import TakeEarly, Turn
 from stage_runtime.wire.values import Chunk, OmniRequest, StagePayload
 
 

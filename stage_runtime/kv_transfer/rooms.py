@@ -18,7 +18,7 @@ from stage_runtime.kv_transfer import records
 from stage_runtime.kv_transfer.interface import KVRooms, Piece, Room
 from stage_runtime.kv_transfer.layout import KVLayout
 from stage_runtime.kv_transfer.records import PieceHeader, PromptAsk
-from stage_runtime.rules.handover import KVPoll, RoomEvent, moved
+from stage_runtime.rules.kv.handover import KVPoll, RoomEvent, moved
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -27,7 +27,8 @@ from stage_runtime.processes.watchdog import Watchdog
 from stage_runtime.profiler.recorder import recorder
 from stage_runtime.relays import pages
 from stage_runtime.relays.dispatch import Relays
-from stage_runtime.rules import edges, ticks
+from stage_runtime.rules.flow import ticks
+from stage_runtime.rules.graph import edges
 from stage_runtime.settings import StageSettings
 from stage_runtime.sockets.channels import Channels
 from stage_runtime.sockets.endpoints import addresses, limits

@@ -2,7 +2,7 @@
 
 Owned by the process's one I/O thread (an asyncio loop; uvloop in production); `Link.send` alone may be called from
 other threads. `opening` makes the sockets, `reading` reads them, `receiving` passes what has come to a `Handler`,
-`connecting` connects links and detects dead peers; `rules.links` keeps sequence numbers and acknowledgements. This
+`connecting` connects links and detects dead peers; `rules.flow.links` keeps sequence numbers and acknowledgements. This
 module has the table of links: it makes, names, wakes and drops them.
 """
 
@@ -21,7 +21,7 @@ from typing import Final
 import zmq
 
 from stage_runtime.errors import LimitReached
-from stage_runtime.rules.links import LinkReceiver
+from stage_runtime.rules.flow.links import LinkReceiver
 from stage_runtime.sockets.broadcasts import Broadcasts
 from stage_runtime.sockets.connections import detours
 from stage_runtime.sockets.connections.accepting import Accepting

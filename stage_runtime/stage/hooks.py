@@ -8,8 +8,8 @@ from typing import Any, Final
 from omnipipeline_spec.types.plan import StagePlan
 from stage_runtime.engines.resolving import resolve_hook
 from stage_runtime.errors import HookError, RequestError, describe
-from stage_runtime.rules import routing
-from stage_runtime.rules.failures import failure_of
+from stage_runtime.rules.graph import routing
+from stage_runtime.rules.requests.failures import failure_of
 from stage_runtime.wire.values import OmniRequest, Routed, StagePayload
 
 LAZY: Final = (Awaitable, Generator, AsyncGenerator)  # what a hook gives that has not computed anything yet

@@ -12,9 +12,9 @@ import msgspec
 
 from stage_runtime.engines.gates import Gate, Parking
 from stage_runtime.payloads import encoding
-from stage_runtime.rules.expecting import Expecting
-from stage_runtime.rules.gathering import Gathering
-from stage_runtime.rules.streams import STREAM_WINDOW, Merge, Outbound
+from stage_runtime.rules.flow.expecting import Expecting
+from stage_runtime.rules.flow.gathering import Gathering
+from stage_runtime.rules.flow.streams import STREAM_WINDOW, Merge, Outbound
 from stage_runtime.stage.observing.busy import Busy
 from stage_runtime.transfers.sending import attempt_key
 from stage_runtime.wire import outputs

@@ -22,7 +22,7 @@ from stage_runtime.payloads.pack import Extracted
 from stage_runtime.profiler.recorder import recorder
 from stage_runtime.relays.dispatch import Relays
 from stage_runtime.relays.named import Put
-from stage_runtime.rules.credits import Reservation, Window
+from stage_runtime.rules.flow.credits import Reservation, Window
 from stage_runtime.transfers import recording
 from stage_runtime.transfers.accounts import Accounts, Carried, EdgeNumbers, InFlightTransfer
 from stage_runtime.wire import codec

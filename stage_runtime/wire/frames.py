@@ -1,4 +1,4 @@
-"""A frame: a message in its envelope, as a link carries it. Encoded by `codec`, numbered by `rules.links`."""
+"""A frame: a message in its envelope, as a link carries it. Encoded by `codec`, numbered by `rules.flow.links`."""
 
 from __future__ import annotations
 

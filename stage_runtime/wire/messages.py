@@ -2,7 +2,7 @@
 
 Array-like tagged structs: small, fast, and readable by any MessagePack decoder (a test reads them all with
 `msgpack`). Messages hold no tensors, but may carry up to 72 KiB of a payload inline. Acknowledgement of frames is in
-`rules.links`; encoding is in `codec`.
+`rules.flow.links`; encoding is in `codec`.
 """
 
 from __future__ import annotations
@@ -61,7 +61,9 @@ class DataReady(BaseMessage, frozen=True, tag=2):
     failure: Failure | None = None
     modality: Name | None = None
     timings: tuple[Timing, ...] = ()
-    weight: Count = 1  #: Of a chunk: what it takes of the stream's window (`rules.streams`); `Consumed` gives it back.
+    weight: Count = (
+        1  #: Of a chunk: what it takes of the stream's window (`rules.flow.streams`); `Consumed` gives it back.
+    )
 
 
 class Stream(BaseMessage, frozen=True, tag=3):

@@ -62,7 +62,7 @@ def problem(value: msgspec.Struct) -> str | None:
 
 
 def check_chunk(chunk: Any) -> None:
-    """The fields beside a chunk's data; where it may go is `rules.routing`'s.
+    """The fields beside a chunk's data; where it may go is `rules.graph.routing`'s.
 
     Raises: ValueRefused: names the field.
     """

@@ -52,7 +52,7 @@ class Header(msgspec.Struct, frozen=True, array_like=True):
     remaining_ms: int | None = None  #: Until the deadline, at sending. Never a wall-clock time.
     traceparent: str | None = None
     members: tuple[Member, ...] = ()  #: Bound instances that have been introduced to each other just now.
-    #: Stages that a route may lead to and that had no ready instance (`rules.partial_binding`).
+    #: Stages that a route may lead to and that had no ready instance (`rules.graph.partial_binding`).
     away: tuple[str, ...] = ()
     streamed: bool = False  #: Its client reads what is computed at once, so it is not sent again: see `InputComplete`.
 

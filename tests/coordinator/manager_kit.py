@@ -18,7 +18,7 @@ from stage_runtime.coordinator.coordinator import Coordinator
 from stage_runtime.coordinator.events import ChunkEvent, RequestRecord, ResultEvent
 from stage_runtime.errors import LimitReached, RequestError
 from stage_runtime.payloads import encoding
-from stage_runtime.rules import edges
+from stage_runtime.rules.graph import edges
 from stage_runtime.transfers.receiving import Fetched
 from stage_runtime.wire import codec
 from stage_runtime.wire.frames import PROTOCOL, Frame

@@ -10,7 +10,7 @@ import pytest
 from stage_runtime.coordinator.questions.adapters import AdapterChanges
 from stage_runtime.coordinator.questions.operations import OperationResult, OperationResults
 from stage_runtime.errors import RequestError
-from stage_runtime.rules.adapters import MOST_CHANGES
+from stage_runtime.rules.members.adapters import MOST_CHANGES
 from stage_runtime.wire.messages import AdminCall, AdminReply, Ready
 from tests.coordinator.manager_kit import CoordinatorHarness, coordinator_harness
 from tests.patience import patience

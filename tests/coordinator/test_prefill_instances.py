@@ -10,7 +10,7 @@ import msgspec
 
 from stage_runtime.coordinator.binding.broken_connections import RECONNECT_S
 from stage_runtime.coordinator.events import ResultEvent
-from stage_runtime.rules import edges
+from stage_runtime.rules.graph import edges
 from stage_runtime.wire.messages import Beat, Deregister, Members, PeerUnreachable, Unbound
 from tests.coordinator.manager_kit import REVISION, CoordinatorHarness, came, coordinator_harness, new_request, read
 

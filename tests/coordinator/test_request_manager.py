@@ -17,10 +17,10 @@ from stage_runtime.coordinator.binding.broken_connections import RECONNECT_S
 from stage_runtime.coordinator.events import ChunkEvent, ResultEvent, TokenUsage
 from stage_runtime.coordinator.live_requests import PUBLISHED_MOST
 from stage_runtime.errors import InvalidRequest, RequestError
-from stage_runtime.rules import edges
-from stage_runtime.rules.readers import ROOM
-from stage_runtime.rules.requests import AttemptBegan
-from stage_runtime.rules.streams import STREAM_WINDOW
+from stage_runtime.rules.flow.streams import STREAM_WINDOW
+from stage_runtime.rules.graph import edges
+from stage_runtime.rules.requests.lifecycle import AttemptBegan
+from stage_runtime.rules.requests.readers import ROOM
 from stage_runtime.transfers.sending import SHARED_NBYTES
 from stage_runtime.wire.frames import RequestRef
 from stage_runtime.wire.messages import (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from stage_runtime.rules import edges
+from stage_runtime.rules.graph import edges
 from tests.coordinator.manager_kit import CoordinatorHarness, coordinator_harness, error_of, new_request, read
 from tests.rules.test_partial_binding_rules import TALK
 

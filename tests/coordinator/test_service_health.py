@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from stage_runtime.rules import edges
+from stage_runtime.rules.graph import edges
 from stage_runtime.wire.messages import Beat
 from stage_runtime.wire.values import OmniRequest
 from tests.coordinator.manager_kit import came, coordinator_harness, new_request

@@ -7,7 +7,7 @@ import numpy as np
 from stage_runtime.coordinator.answering.request_handles import RequestHandle
 from stage_runtime.coordinator.answering.unread_answers import EVENT_NBYTES, MIB, AnswerLimits
 from stage_runtime.coordinator.events import ChunkEvent
-from stage_runtime.rules.readers import PATIENCE_S
+from stage_runtime.rules.requests.readers import PATIENCE_S
 from stage_runtime.wire.messages import Submit
 from tests.coordinator.manager_kit import (
     CoordinatorHarness,

@@ -10,7 +10,7 @@ import pytest
 from stage_runtime.coordinator.events import ResultEvent
 from stage_runtime.errors import RequestError
 from stage_runtime.metrics import catalog
-from stage_runtime.rules import edges
+from stage_runtime.rules.graph import edges
 from stage_runtime.wire.messages import Deregister, Submit
 from stage_runtime.wire.values import OmniRequest
 from tests.coordinator.manager_kit import (

@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from stage_runtime.rules.introductions import FRESH_S
+from stage_runtime.rules.members.introductions import FRESH_S
 from tests.e2e import descriptors
 from tests.e2e.local_pipelines import APART, PATIENCE_S, Client, diamond, running
 

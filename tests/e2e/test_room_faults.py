@@ -25,7 +25,7 @@ from benchmarks.faultlab.experiments import TOLD
 from benchmarks.faultlab.network import NetPipeline
 from omnipipeline_spec.cluster import Control
 from omnipipeline_spec.pipeline import Code, Disaggregation, PipelineConfig, PrefillPlacement, StageConfig
-from stage_runtime.rules.handover import KVPoll
+from stage_runtime.rules.kv.handover import KVPoll
 from tests.e2e import room_stages
 from tests.e2e.local_pipelines import Client, at_rest, eventually, replicas
 from tests.thoroughness import THOROUGH

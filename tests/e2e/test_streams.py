@@ -21,8 +21,8 @@ import pytest_asyncio
 from omnipipeline_spec.cluster import Control, ProcessGroup
 from omnipipeline_spec.pipeline import PipelineConfig, StageConfig
 from stage_runtime.processes.one_machine.local import LocalPipeline
-from stage_runtime.rules.readers import EACH
-from stage_runtime.rules.streams import STREAM_WINDOW
+from stage_runtime.rules.flow.streams import STREAM_WINDOW
+from stage_runtime.rules.requests.readers import EACH
 from tests.e2e.local_pipelines import (
     HEARTBEAT_S,
     PATIENCE_S,

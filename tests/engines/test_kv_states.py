@@ -13,7 +13,7 @@ import pytest
 
 from stage_runtime.engines.autoregressive.connectors.decode import PATIENCE_S
 from stage_runtime.kv_transfer.interface import Room
-from stage_runtime.rules.handover import KVPoll, LoadStatus
+from stage_runtime.rules.kv.handover import KVPoll, LoadStatus
 from tests.engines.generation_kit import alone
 from tests.engines.kv_pair_kit import Pair, prompts
 

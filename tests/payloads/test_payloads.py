@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from stage_runtime.errors import ProtocolError, ValueRefused
 from stage_runtime.payloads import checking, encoding, fingerprints, isolating, pack
-from stage_runtime.rules import streams
+from stage_runtime.rules.flow import streams
 from stage_runtime.wire import tensorrefs, values
 from stage_runtime.wire.tensorrefs import TensorRef
 from stage_runtime.wire.values import RawTensor, message

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from stage_runtime.rules.adapters import MOST_CHANGES, AdapterRecord
+from stage_runtime.rules.members.adapters import MOST_CHANGES, AdapterRecord
 from stage_runtime.wire import codec
 from stage_runtime.wire.frames import FRAME_LIMIT, PROTOCOL, Frame
 from stage_runtime.wire.messages import Ready

@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from omnipipeline_spec.types.plan import CanaryShare, PipelineRevision
-from stage_runtime.rules import canaries, edges
-from stage_runtime.rules.canaries import Outcomes
-from stage_runtime.rules.membership import MembershipState
+from stage_runtime.rules.binding import canaries
+from stage_runtime.rules.binding.canaries import Outcomes
+from stage_runtime.rules.binding.membership import MembershipState
+from stage_runtime.rules.graph import edges
 from stage_runtime.wire.parts import Member
 
 TENTH = CanaryShare(revision="new", weight=0.1)

@@ -1,4 +1,4 @@
-"""`rules.demand` as tables: what a coordinator knows of the demand for its process groups."""
+"""`rules.members.demand` as tables: what a coordinator knows of the demand for its process groups."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from omnipipeline_spec.scaling import Load
-from stage_runtime.rules.demand import Demand, StageBeat
+from stage_runtime.rules.members.demand import Demand, StageBeat
 
 STAGES = {"think": "thinker", "talk": "talker", "code": "talker"}
 

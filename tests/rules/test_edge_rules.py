@@ -8,7 +8,7 @@ import pytest
 from omnipipeline_spec import planning
 from omnipipeline_spec.pipeline import PipelineConfig, StageConfig
 from omnipipeline_spec.types.plan import PipelinePlan
-from stage_runtime.rules import edges
+from stage_runtime.rules.graph import edges
 
 
 def planned(**changes: dict[str, object]) -> PipelinePlan:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stage_runtime.rules.autoregressive.balancing import Balancer
-from stage_runtime.rules.prefixes import PIECES_MOST, Hashes, token_hashes
+from stage_runtime.rules.binding.prefixes import PIECES_MOST, Hashes, token_hashes
 
 
 @pytest.mark.parametrize(

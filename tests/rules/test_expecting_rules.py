@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stage_runtime.rules.expecting import Expecting, Outlook
-from stage_runtime.rules.gathering import Gathering
+from stage_runtime.rules.flow.expecting import Expecting, Outlook
+from stage_runtime.rules.flow.gathering import Gathering
 from tests.thoroughness import examples
 
 OPEN, NO_PAYLOAD, SKIPPED = Outlook.OPEN, Outlook.NO_PAYLOAD, Outlook.SKIPPED

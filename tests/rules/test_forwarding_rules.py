@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stage_runtime.rules import forwarding
-from stage_runtime.rules.forwarding import Inquiry
+from stage_runtime.rules.requests import forwarding
+from stage_runtime.rules.requests.forwarding import Inquiry
 
 
 def test_it_is_passed_on_to_every_coordinator_but_the_one_that_asks() -> None:

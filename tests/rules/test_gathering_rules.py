@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stage_runtime.errors import HookError
-from stage_runtime.rules.gathering import Gathering, names_of
+from stage_runtime.rules.flow.gathering import Gathering, names_of
 
 SOURCES = ("vision", "audio", "text")
 

@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from stage_runtime.errors import IllegalEvent
 from stage_runtime.rules.autoregressive.blocks import BlockPool
-from stage_runtime.rules.handover import ROOM, KVPoll, Load, Loads, LoadStatus, RoomEvent, moved
+from stage_runtime.rules.kv.handover import ROOM, KVPoll, Load, Loads, LoadStatus, RoomEvent, moved
 
 
 def hashes(prompt: int, count: int, shared: int = 0) -> list[bytes]:

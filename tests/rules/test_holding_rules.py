@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stage_runtime.rules import absences, holding
-from stage_runtime.rules.absences import Absences, Outlook, Prospect
-from stage_runtime.rules.holding import HoldLimits, Step, Verdict
+from stage_runtime.rules.members import absences
+from stage_runtime.rules.members.absences import Absences, Outlook, Prospect
+from stage_runtime.rules.requests import holding
+from stage_runtime.rules.requests.holding import HoldLimits, Step, Verdict
 from tests.thoroughness import examples
 
 VOICE = ("voice", "voice", "v1", "edges")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stage_runtime.rules import beats
-from stage_runtime.rules.introductions import FRESH_S, NOTHING, Introductions
+from stage_runtime.rules.members import beats
+from stage_runtime.rules.members.introductions import FRESH_S, NOTHING, Introductions
 
 EDGES = (("a", "b", "normal"), ("b", "c", "normal"), ("a", "c", "stream"))
 INSTANCES = {"a": ["a1", "a2"], "b": ["b1", "b2", "ab"], "c": ["c1", "c2"]}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
-from stage_runtime.rules.kvrooms import LEASE_S, RENEW_S, Rooms
+from stage_runtime.rules.kv.kvrooms import LEASE_S, RENEW_S, Rooms
 from stage_runtime.wire.parts import Room
 
 

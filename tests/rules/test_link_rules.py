@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from stage_runtime.rules.links import LinkReceiver, LinkSender, Standing, Verdict
+from stage_runtime.rules.flow.links import LinkReceiver, LinkSender, Standing, Verdict
 from tests.thoroughness import examples
 
 

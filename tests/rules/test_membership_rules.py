@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from omnipipeline_spec.types.plan import PipelineRevision
-from stage_runtime.rules import edges
-from stage_runtime.rules.instances import Unbindable
-from stage_runtime.rules.membership import MembershipState
+from stage_runtime.rules.binding.instances import Unbindable
+from stage_runtime.rules.binding.membership import MembershipState
+from stage_runtime.rules.graph import edges
 from stage_runtime.wire.parts import Member
 
 GROUPS = {"front": "u1", "voice": "u2"}

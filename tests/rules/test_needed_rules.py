@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stage_runtime.rules import needed
+from stage_runtime.rules.graph import needed
 from tests.thoroughness import examples
 
 LINE = [("take", "think", "normal"), ("think", "speak", "normal")]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stage_runtime.rules.pools import Endpoints, Pool, Pools
+from stage_runtime.rules.binding.pools import Endpoints, Pool, Pools
 
 ITEMS = st.sampled_from("abcdef")
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from omnipipeline_spec.types.plan import PipelineRevision
-from stage_runtime.rules import reachability
+from stage_runtime.rules.graph import reachability
 
 NAMES = [f"s{number}" for number in range(8)]
 

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stage_runtime.rules.readers import (
+from stage_runtime.rules.flow.streams import STREAM_WINDOW
+from stage_runtime.rules.requests.readers import (
     EACH,
     PATIENCE_S,
     ROOM,
@@ -18,7 +19,6 @@ from stage_runtime.rules.readers import (
     decide,
     first_to_end,
 )
-from stage_runtime.rules.streams import STREAM_WINDOW
 from tests.thoroughness import examples
 
 NOW = 100.0

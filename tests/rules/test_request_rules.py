@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from stage_runtime.errors import IllegalEvent
-from stage_runtime.rules.requests import (
+from stage_runtime.rules.requests.lifecycle import (
     HISTORY_KEPT,
     LIVE,
     TABLE,
@@ -29,7 +29,7 @@ from stage_runtime.rules.requests import (
     TerminalDone,
     Tracked,
 )
-from stage_runtime.rules.suspicion import Blame
+from stage_runtime.rules.requests.suspicion import Blame
 from stage_runtime.wire.parts import Failure
 from tests.thoroughness import examples
 

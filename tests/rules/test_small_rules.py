@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stage_runtime.errors import HookError, RequestError
-from stage_runtime.rules import routing
-from stage_runtime.rules.credits import Reservation, Window
-from stage_runtime.rules.tombstones import Tombstones
+from stage_runtime.rules.flow.credits import Reservation, Window
+from stage_runtime.rules.graph import routing
+from stage_runtime.rules.requests.tombstones import Tombstones
 
 # --- credits ------------------------------------------------------------------------------------------------------
 

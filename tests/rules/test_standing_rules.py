@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from stage_runtime.rules.standing import Standing
+from stage_runtime.rules.members.standing import Standing
 
 
 def test_a_queue_stands_when_work_waits_and_none_is_begun_for_so_long() -> None:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stage_runtime.errors import ProtocolError
-from stage_runtime.rules.streams import STREAM_WINDOW, UNIT_NBYTES, Inbound, Merge, Outbound, weight
+from stage_runtime.rules.flow.streams import STREAM_WINDOW, UNIT_NBYTES, Inbound, Merge, Outbound, weight
 
 
 @given(st.integers(0, 12).flatmap(lambda count: st.tuples(st.just(count), st.permutations(range(-1, count)))))

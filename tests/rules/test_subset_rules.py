@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stage_runtime.rules import subsets
+from stage_runtime.rules.binding import subsets
 
 SIZES = st.integers(1, 400)
 

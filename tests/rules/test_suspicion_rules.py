@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from stage_runtime.rules import suspicion
-from stage_runtime.rules.suspicion import Blame
+from stage_runtime.rules.requests import suspicion
+from stage_runtime.rules.requests.suspicion import Blame
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stage_runtime.rules import ticks
+from stage_runtime.rules.flow import ticks
 
 NOW = st.floats(1.7e9, 1.9e9)
 ROUNDED_S = 1e-5  # what a float loses in seconds since 1970

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stage_runtime.rules.turns import TakeEarly, Turn, TurnAway, decide
+from stage_runtime.rules.flow.turns import TakeEarly, Turn, TurnAway, decide
 from tests.thoroughness import examples
 
 A, B = ("a", "1"), ("b", "1")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from stage_runtime.rules.welcomes import AGAIN_MOST_S, AGAIN_S, Welcomes
+from stage_runtime.rules.members.welcomes import AGAIN_MOST_S, AGAIN_S, Welcomes
 from stage_runtime.wire.messages import Hello
 from stage_runtime.wire.parts import Member
 

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 import pytest
 import zmq
 
-from stage_runtime.rules.links import ACK_EVERY
+from stage_runtime.rules.flow.links import ACK_EVERY
 from stage_runtime.sockets.connections import connecting
 from stage_runtime.sockets.connections.links import Link
 from stage_runtime.sockets.endpoints.addresses import CurveSecurity

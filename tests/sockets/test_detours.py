@@ -13,7 +13,7 @@ from typing import NamedTuple
 import msgspec
 import pytest
 
-from stage_runtime.rules.links import LinkReceiver
+from stage_runtime.rules.flow.links import LinkReceiver
 from stage_runtime.sockets.connections import detours
 from stage_runtime.sockets.connections.links import Link
 from stage_runtime.sockets.frames import resending

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import zmq
 
-from stage_runtime.rules import beats
+from stage_runtime.rules.members import beats
 from stage_runtime.sockets.connections.dialing import canonical
 from stage_runtime.sockets.endpoints import opening
 from stage_runtime.sockets.endpoints.addresses import CurveSecurity

@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks.scalelab.coordinating import Coordinating
 from benchmarks.scalelab.fakes import GROUPS, PIPELINE, LightInstance, plan_of
-from stage_runtime.rules import edges
+from stage_runtime.rules.graph import edges
 from stage_runtime.wire.messages import Hello
 
 PATIENCE_S = 60.0

@@ -13,7 +13,7 @@ import pytest
 import stage_runtime as omni
 from stage_runtime.engines import events
 from stage_runtime.engines.gates import Gate
-from stage_runtime.rules.streams import STREAM_WINDOW
+from stage_runtime.rules.flow.streams import STREAM_WINDOW
 from tests.stage.stage_kit import PATIENCE_S, World, plan, world
 
 

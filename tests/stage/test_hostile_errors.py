@@ -26,7 +26,7 @@ from stage_runtime.errors import (
     safe_str,
 )
 from stage_runtime.payloads import encoding
-from stage_runtime.rules.failures import failure_of, log_failure
+from stage_runtime.rules.requests.failures import failure_of, log_failure
 from stage_runtime.stage.ranks.tensor_parallel import LeaderInbox
 from stage_runtime.wire import codec
 from stage_runtime.wire.messages import Complete

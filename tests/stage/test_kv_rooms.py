@@ -15,7 +15,7 @@ import torch
 
 from stage_runtime.api import StagePayload
 from stage_runtime.kv_transfer.interface import Piece, Room
-from stage_runtime.rules import kvrooms
+from stage_runtime.rules.kv import kvrooms
 from stage_runtime.stage.host import Host
 from stage_runtime.stage.kv.transport import StageKVTransport
 from stage_runtime.wire.messages import KVBeat, KVClose, KVPiece, Members

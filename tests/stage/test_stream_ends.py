@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import stage_runtime as omni
 from omnipipeline_spec.types.plan import StagePlan
-from stage_runtime.rules.streams import STREAM_WINDOW
+from stage_runtime.rules.flow.streams import STREAM_WINDOW
 from stage_runtime.wire.messages import Complete, Consumed, InputComplete
 from tests.stage.stage_kit import OWNER, World, plan, world
 from tests.thoroughness import examples

@@ -12,8 +12,8 @@ import pytest
 import stage_runtime as omni
 from omnipipeline_spec.types.plan import StagePlan
 from stage_runtime.engines import events
-from stage_runtime.rules.streams import STREAM_WINDOW
-from stage_runtime.rules.turns import ROOM
+from stage_runtime.rules.flow.streams import STREAM_WINDOW
+from stage_runtime.rules.flow.turns import ROOM
 from stage_runtime.stage.observing.stalling import OTHERS_EVERY_S
 from stage_runtime.stage.stage import Stage
 from stage_runtime.wire.messages import Complete, StreamStalled

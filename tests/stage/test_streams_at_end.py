@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import stage_runtime as omni
-from stage_runtime.rules.streams import STREAM_WINDOW
+from stage_runtime.rules.flow.streams import STREAM_WINDOW
 from stage_runtime.wire.messages import Complete
 from tests.stage.stage_kit import World, plan, world
 

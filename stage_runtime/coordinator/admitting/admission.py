@@ -16,9 +16,9 @@ from stage_runtime.coordinator.admitting.terminal_stages import HOOK, TerminalSt
 from stage_runtime.errors import InvalidRequest, RequestError, ValueRefused, describe
 from stage_runtime.payloads import encoding
 from stage_runtime.payloads.pack import Extracted
-from stage_runtime.rules import routing
-from stage_runtime.rules.failures import failure_of
-from stage_runtime.rules.gathering import names_of
+from stage_runtime.rules.flow.gathering import names_of
+from stage_runtime.rules.graph import routing
+from stage_runtime.rules.requests.failures import failure_of
 from stage_runtime.wire.values import OmniRequest, RequestKind
 
 KEPT_NBYTES: Final = 512 << 20  # bodies kept for a retry, all requests together; beyond it a request has none

@@ -11,8 +11,8 @@ import asyncio
 from omnipipeline_spec.types.plan import PipelineRevision
 from stage_runtime.coordinator.events import StageNeed
 from stage_runtime.coordinator.membership import Membership
-from stage_runtime.rules import kvpairs, partial_binding
-from stage_runtime.rules.absences import Outlook
+from stage_runtime.rules.graph import kvpairs, partial_binding
+from stage_runtime.rules.members.absences import Outlook
 
 
 class ServiceHealth:

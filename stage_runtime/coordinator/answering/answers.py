@@ -1,6 +1,6 @@
 """The outputs of terminal stages for a request: fetched, put in order, turned into events. On the I/O thread.
 
-What an event leads to is decided by `rules.requests` and carried out by `live_requests`, which calls this.
+What an event leads to is decided by `rules.requests.lifecycle` and carried out by `live_requests`, which calls this.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from stage_runtime.coordinator.following import Following
 from stage_runtime.errors import ProtocolError
 from stage_runtime.profiler import events as profile
 from stage_runtime.profiler.recorder import recorder
-from stage_runtime.rules.requests import ChunkCame, Instruction, TerminalDone
+from stage_runtime.rules.requests.lifecycle import ChunkCame, Instruction, TerminalDone
 from stage_runtime.transfers.receiving import Fetched, Fetching
 from stage_runtime.transfers.sending import attempt_key
 from stage_runtime.wire.messages import Complete, Stream

@@ -1,4 +1,4 @@
-"""Prevents slow clients from blocking a stage that other requests need (`rules.readers`). On the I/O thread."""
+"""Prevents slow clients from blocking a stage that others need (`rules.requests.readers`). On the I/O thread."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from weakref import WeakSet
 from stage_runtime.coordinator.answering.request_handles import RequestHandle
 from stage_runtime.coordinator.binding.bindings import Bindings
 from stage_runtime.coordinator.following import Following
-from stage_runtime.rules.readers import Reader, TakeUnread, decide
-from stage_runtime.rules.streams import STREAM_WINDOW
+from stage_runtime.rules.flow.streams import STREAM_WINDOW
+from stage_runtime.rules.requests.readers import Reader, TakeUnread, decide
 
 LOOK_EVERY_S: Final = 0.05
 FULL: Final = STREAM_WINDOW * 3 // 4  # unread beyond this, a window may be full: producers are notified by the quarter

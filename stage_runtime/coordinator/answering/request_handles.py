@@ -19,9 +19,9 @@ from stage_runtime.coordinator.answering.waterfall import Observed
 from stage_runtime.coordinator.events import ChunkEvent, RequestRecord, ResultEvent
 from stage_runtime.errors import RequestError
 from stage_runtime.payloads.pack import Extracted
-from stage_runtime.rules.prefixes import Hashes
-from stage_runtime.rules.requests import Tracked
-from stage_runtime.rules.streams import Inbound
+from stage_runtime.rules.binding.prefixes import Hashes
+from stage_runtime.rules.flow.streams import Inbound
+from stage_runtime.rules.requests.lifecycle import Tracked
 from stage_runtime.telemetry.traceparents import TraceContext
 from stage_runtime.transfers.receiving import Fetched
 from stage_runtime.wire.parts import Failure, Timing

@@ -6,7 +6,7 @@ import logging
 
 from stage_runtime.coordinator.answering.request_handles import RequestHandle
 from stage_runtime.coordinator.membership import Membership
-from stage_runtime.rules.failures import for_client
+from stage_runtime.rules.requests.failures import for_client
 from stage_runtime.wire.parts import Failure
 
 log = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""Bounds what a coordinator keeps of unread answers (`rules.readers.first_to_end`). On the I/O thread.
+"""Bounds what a coordinator keeps of unread answers (`rules.requests.readers.first_to_end`). On the I/O thread.
 
 A stream's window bounds its own chunks, not the sum of all streams. An answer that is not streamed has no window: it is
 kept until it is complete. Called by `answers` with all that comes.
@@ -14,7 +14,7 @@ import msgspec
 
 from stage_runtime.coordinator.answering.request_handles import RequestHandle, UnreadBytes
 from stage_runtime.coordinator.following import Following
-from stage_runtime.rules.readers import PATIENCE_S, Holder, first_to_end
+from stage_runtime.rules.requests.readers import PATIENCE_S, Holder, first_to_end
 from stage_runtime.transfers.receiving import Fetched
 from stage_runtime.wire.parts import Failure
 

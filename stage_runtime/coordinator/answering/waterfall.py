@@ -12,8 +12,8 @@ import msgspec
 
 from omnipipeline_spec.types.pods import COORDINATOR
 from stage_runtime.coordinator.events import HopTiming, StageTiming
-from stage_runtime.rules import kvpairs
-from stage_runtime.rules.edges import EdgeKey
+from stage_runtime.rules.graph import kvpairs
+from stage_runtime.rules.graph.edges import EdgeKey
 from stage_runtime.wire.parts import Timing
 
 

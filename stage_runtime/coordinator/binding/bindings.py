@@ -1,6 +1,7 @@
 """The bindings of requests to instances: the one place that binds and unbinds. Called by `live_requests`.
 
-Who may be bound is decided by `rules.membership`. A request without a binding waits for an instance in `waiting`.
+Who may be bound is decided by `rules.binding.membership`. A request without a binding waits for an instance in
+`waiting`.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ from omnipipeline_spec.types.plan import PipelineRevision
 from stage_runtime.coordinator.answering.request_handles import RequestHandle
 from stage_runtime.coordinator.membership import Membership
 from stage_runtime.errors import RequestError
-from stage_runtime.rules import kvpairs, needed
-from stage_runtime.rules.instances import Unbindable
-from stage_runtime.rules.prefixes import Hashes, Prefixes
+from stage_runtime.rules.binding.instances import Unbindable
+from stage_runtime.rules.binding.prefixes import Hashes, Prefixes
+from stage_runtime.rules.graph import kvpairs, needed
 
 RETRY_AFTER_S: Final = 1.0
 

@@ -1,6 +1,6 @@
 """Requests that were under way at an instance when it ended: which instances they are at now, and which ends them.
 
-The rules are `rules.suspicion`'s. Called by `live_requests` and `waiting`.
+The rules are `rules.requests.suspicion`'s. Called by `live_requests` and `waiting`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Final
 import msgspec
 
 from stage_runtime.coordinator.answering.request_handles import RequestHandle
-from stage_runtime.rules import suspicion
-from stage_runtime.rules.suspicion import COMMON_CAUSE_S, Blame
+from stage_runtime.rules.requests import suspicion
+from stage_runtime.rules.requests.suspicion import COMMON_CAUSE_S, Blame
 
 log = logging.getLogger(__name__)
 

@@ -1,7 +1,7 @@
 """Requests that no instance can take now: new ones wait within bounds, those that are sent again whatever the bounds.
 
-Here: who waits, for how long, and in which order they are bound. Not here: the rules (`rules.holding`), whether an
-instance is expected (`membership`). Called by `live_requests`.
+Here: who waits, for how long, and in which order they are bound. Not here: the rules (`rules.requests.holding`),
+whether an instance is expected (`membership`). Called by `live_requests`.
 
 A request that is sent again is bound to no instance that may be dead: none whose connection to this coordinator is
 broken, and none that a stage of an earlier attempt did not reach a moment ago. An attempt there would spend the retry.
@@ -26,11 +26,11 @@ from stage_runtime.coordinator.membership import Membership
 from stage_runtime.errors import RequestError
 from stage_runtime.metrics import catalog
 from stage_runtime.metrics.samples import Samples
-from stage_runtime.rules import holding
-from stage_runtime.rules.absences import Prospect
-from stage_runtime.rules.holding import HoldLimits, Step, Verdict
-from stage_runtime.rules.prefixes import Hashes
-from stage_runtime.rules.requests import NoInstanceCame
+from stage_runtime.rules.binding.prefixes import Hashes
+from stage_runtime.rules.members.absences import Prospect
+from stage_runtime.rules.requests import holding
+from stage_runtime.rules.requests.holding import HoldLimits, Step, Verdict
+from stage_runtime.rules.requests.lifecycle import NoInstanceCame
 
 log = logging.getLogger(__name__)
 

@@ -1,6 +1,6 @@
 """Forwards aborts of requests that another coordinator owns: in a roll, a DELETE may reach the wrong coordinator.
 
-Instances know all coordinators and pass the abort on (`rules.forwarding`). On the I/O thread.
+Instances know all coordinators and pass the abort on (`rules.requests.forwarding`). On the I/O thread.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from typing import Final
 
 from stage_runtime.errors import ValueRefused
-from stage_runtime.rules.forwarding import Inquiry
+from stage_runtime.rules.requests.forwarding import Inquiry
 from stage_runtime.wire import codec
 from stage_runtime.wire.messages import ForwardAbort, ForwardAbortReply, Message
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Final
 
 from omnipipeline_spec.types.pods import COORDINATOR
-from stage_runtime.rules.streams import STREAM_WINDOW
+from stage_runtime.rules.flow.streams import STREAM_WINDOW
 from stage_runtime.wire.messages import Consumed, Ended, Message, Stream
 
 ENDED_EVERY_S: Final = 0.02

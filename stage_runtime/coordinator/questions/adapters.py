@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 from stage_runtime.coordinator.questions.operations import OperationResults, Operations
 from stage_runtime.errors import NO_FOLDER, OmniError, RequestError, describe
-from stage_runtime.rules.adapters import LIST, LOAD, MOST_CHANGES, UNLOAD
+from stage_runtime.rules.members.adapters import LIST, LOAD, MOST_CHANGES, UNLOAD
 
 log = logging.getLogger(__name__)
 

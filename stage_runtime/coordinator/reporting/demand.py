@@ -1,6 +1,6 @@
 """The demand for each process group at this coordinator, for `/status`, `/metrics` and those who set replicas.
 
-Here: which of the coordinator's numbers count. Not here: the counting (`rules.demand`), the decision
+Here: which of the coordinator's numbers count. Not here: the counting (`rules.members.demand`), the decision
 (`omnipipeline_spec.scaling`). Called by `request_manager`.
 """
 
@@ -16,7 +16,7 @@ from omnipipeline_spec.scaling import Load
 from stage_runtime.coordinator.membership import Membership
 from stage_runtime.metrics import catalog
 from stage_runtime.metrics.samples import Samples
-from stage_runtime.rules.demand import Demand
+from stage_runtime.rules.members.demand import Demand
 from stage_runtime.wire.parts import Timing
 
 

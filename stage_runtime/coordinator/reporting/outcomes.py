@@ -1,6 +1,7 @@
 """The outcomes of the attempts on each pipeline revision, for `/status`, `/metrics` and who judges a new revision.
 
-Here: which ended attempts count. Not here: the counting (`rules.canaries`). Called by `request_manager`, on its thread.
+Here: which ended attempts count. Not here: the counting (`rules.binding.canaries`). Called by `request_manager`, on its
+thread.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from stage_runtime.coordinator.answering.request_handles import RequestHandle
 from stage_runtime.coordinator.membership import Membership
 from stage_runtime.metrics import catalog
 from stage_runtime.metrics.samples import Counter, Histogram, Samples
-from stage_runtime.rules.canaries import FAULTS, Outcomes
+from stage_runtime.rules.binding.canaries import FAULTS, Outcomes
 
 
 class RevisionOutcomes:

@@ -1,7 +1,7 @@
 """The choice of the engine, of an instance's, that gets a request. Pure: counts in, a rank out.
 
-The coordinator's bindings choose the instance (`rules.membership`); this chooses among the engines inside one, by load
-and by the prefixes that they have met, with the coordinator's own rule (`rules.prefixes`).
+The coordinator's bindings choose the instance (`rules.binding.membership`); this chooses among the engines inside one,
+by load and by the prefixes that they have met, with the coordinator's own rule (`rules.binding.prefixes`).
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
-from stage_runtime.rules import balancing, prefixes
-from stage_runtime.rules.pools import Pool
-from stage_runtime.rules.prefixes import Hashes
+from stage_runtime.rules.binding import balancing, prefixes
+from stage_runtime.rules.binding.pools import Pool
+from stage_runtime.rules.binding.prefixes import Hashes
 
 WAITING_WEIGHT: Final = 4  # as in the coordinator's bindings: rather a busy engine than one that queues
 

@@ -33,7 +33,7 @@ from stage_runtime.rules.autoregressive.steps import (
     Update,
 )
 from stage_runtime.rules.autoregressive.waiting_queue import ORDER, WaitingQueue
-from stage_runtime.rules.handover import Loads
+from stage_runtime.rules.kv.handover import Loads
 
 
 class Scheduler:

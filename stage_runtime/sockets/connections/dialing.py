@@ -19,7 +19,7 @@ from typing import Final
 
 import zmq
 
-from stage_runtime.rules import beats
+from stage_runtime.rules.members import beats
 from stage_runtime.sockets.endpoints.addresses import is_local
 from stage_runtime.sockets.endpoints.opening import SocketEvent, Sockets, closed_on_failure
 

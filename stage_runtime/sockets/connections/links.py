@@ -1,4 +1,4 @@
-"""One link to one peer: a connection under `rules.links`, usable from any thread.
+"""One link to one peer: a connection under `rules.flow.links`, usable from any thread.
 
 A worker thread sends straight from where the result was made: handing every message to the I/O thread first would
 cost a thread switch per hop. The lock makes the socket's change of threads legal (libzmq asks for a full fence).
@@ -16,7 +16,7 @@ from typing import Final
 
 import zmq
 
-from stage_runtime.rules.links import LinkReceiver, LinkSender
+from stage_runtime.rules.flow.links import LinkReceiver, LinkSender
 from stage_runtime.sockets.connections.accepting import Accepting
 from stage_runtime.sockets.connections.dialing import Connection
 from stage_runtime.wire import codec

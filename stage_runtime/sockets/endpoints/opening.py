@@ -17,7 +17,7 @@ from typing import Final, NamedTuple
 import zmq
 
 from stage_runtime.errors import ConfigurationError
-from stage_runtime.rules import beats
+from stage_runtime.rules.members import beats
 from stage_runtime.sockets.endpoints import addresses, timers
 from stage_runtime.sockets.endpoints.addresses import CurveSecurity, check, is_local
 from stage_runtime.sockets.endpoints.doors import Doors

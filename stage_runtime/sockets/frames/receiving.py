@@ -1,6 +1,6 @@
 """Classifies each received frame (new, repeated, of an unknown peer), acknowledges it and delivers its message.
 
-`reading` reads the frames, `rules.links` knows which one follows; here they meet the links. On the I/O thread.
+`reading` reads the frames, `rules.flow.links` knows which one follows; here they meet the links. On the I/O thread.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from stage_runtime.errors import ProtocolError, describe
-from stage_runtime.rules.links import Standing, Verdict
+from stage_runtime.rules.flow.links import Standing, Verdict
 from stage_runtime.sockets.connections.accepting import Accepting
 from stage_runtime.sockets.connections.links import Link
 from stage_runtime.sockets.frames.pacing import ReadPacing

@@ -1,7 +1,7 @@
 """When acknowledgements go out, and when frames that were not acknowledged are sent again. On the I/O thread.
 
-Timers only: what is sent again is decided by `rules.links`, by which connection by `links`. Called by `channels`. The
-work of a turn is in proportion to the links that are in use, not to all.
+Timers only: what is sent again is decided by `rules.flow.links`, by which connection by `links`. Called by `channels`.
+The work of a turn is in proportion to the links that are in use, not to all.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from collections import Counter, deque
 from collections.abc import Callable
 from typing import Final
 
-from stage_runtime.rules import ticks
-from stage_runtime.rules.links import ACK_EVERY
+from stage_runtime.rules.flow import ticks
+from stage_runtime.rules.flow.links import ACK_EVERY
 from stage_runtime.sockets.connections.links import Link
 
 #: An ack rides on a frame that goes out anyway; else it goes on its own, at the first tick after one of these times. It

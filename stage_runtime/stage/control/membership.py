@@ -16,8 +16,8 @@ import msgspec
 
 from omnipipeline_spec.types.plan import StagePlan
 from stage_runtime.errors import LimitReached
-from stage_runtime.rules import forwarding
-from stage_runtime.rules.adapters import AdapterRecord
+from stage_runtime.rules.members.adapters import AdapterRecord
+from stage_runtime.rules.requests import forwarding
 from stage_runtime.sockets.endpoints import limits
 from stage_runtime.stage.control.registration import Registration
 from stage_runtime.stage.process_context import ProcessContext

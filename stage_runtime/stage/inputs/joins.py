@@ -1,6 +1,6 @@
 """The fan-in of one stage: its hook thread opens the payloads, asks ``waitForFn``, and merges.
 
-Here: what waits for the hooks. Not here: what may still come of a request (`rules.expecting`), what follows from a
+Here: what waits for the hooks. Not here: what may still come of a request (`rules.flow.expecting`), what follows from a
 merged payload (`stage_input`, which calls this).
 """
 
@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from stage_runtime.engines.backlog import Backlog
 from stage_runtime.profiler.recorder import recorder, set_active_stage
-from stage_runtime.rules.gathering import Gathering
+from stage_runtime.rules.flow.gathering import Gathering
 from stage_runtime.stage.hooks import Hooks
 from stage_runtime.stage.inputs.arrivals import MergedArrival, Sealed, open_payload
 from stage_runtime.stage.work import RequestWork

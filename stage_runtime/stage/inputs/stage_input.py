@@ -22,9 +22,9 @@ from stage_runtime.errors import HookError, ProtocolError
 from stage_runtime.payloads import devices
 from stage_runtime.profiler import events as profile
 from stage_runtime.profiler.recorder import recorder
-from stage_runtime.rules.expecting import Outlook
-from stage_runtime.rules.gathering import Gathering
-from stage_runtime.rules.tombstones import Tombstones
+from stage_runtime.rules.flow.expecting import Outlook
+from stage_runtime.rules.flow.gathering import Gathering
+from stage_runtime.rules.requests.tombstones import Tombstones
 from stage_runtime.stage.hooks import Hooks
 from stage_runtime.stage.inputs.arrivals import (
     ChunkArrival,

@@ -1,7 +1,7 @@
 """The rooms of one stage with a role, over the process's links and relays: `kv_transfer.interface.KVTransport`.
 
 Here: which room is open to whom, what arrives for it, and how it ends. Not here: sending (`outbox`), leases as rules
-(`rules.kvrooms`), blocks and prompts (the engine behind the sink). Made by `host`; messages come on the I/O thread,
+(`rules.kv.kvrooms`), blocks and prompts (the engine behind the sink). Made by `host`; messages come on the I/O thread,
 calls of the engine on any thread.
 """
 
@@ -20,7 +20,7 @@ import msgspec
 from omnipipeline_spec.types.errors import clipped
 from omnipipeline_spec.types.plan import StagePlan
 from stage_runtime.errors import ProtocolError, TransferError, describe
-from stage_runtime.rules import kvrooms
+from stage_runtime.rules.kv import kvrooms
 from stage_runtime.stage.kv.outbox import Outbox, Parcel, RoomWork, key_owner
 from stage_runtime.stage.process_context import ProcessContext
 from stage_runtime.stage.work import RequestWork

@@ -1,6 +1,7 @@
-"""Notifies consumers when all workers of a stage are blocked by full windows, to prevent a deadlock (`rules.turns`).
+"""Notifies consumers when full windows block all workers of a stage, to prevent a deadlock (`rules.flow.turns`).
 
-The consumer of client streams is the coordinator; it is notified while other requests wait here (`rules.readers`).
+The consumer of client streams is the coordinator; it is notified while other requests wait here
+(`rules.requests.readers`).
 """
 
 from __future__ import annotations

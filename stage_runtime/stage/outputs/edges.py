@@ -15,7 +15,7 @@ from omnipipeline_spec.types.pods import COORDINATOR
 from stage_runtime.errors import NoConnection
 from stage_runtime.payloads import encoding
 from stage_runtime.payloads.pack import Extracted
-from stage_runtime.rules import streams
+from stage_runtime.rules.flow import streams
 from stage_runtime.stage.inputs.arrivals import SCALARS, Passed
 from stage_runtime.stage.inputs.stage_input import StageInput
 from stage_runtime.stage.process_context import ProcessContext

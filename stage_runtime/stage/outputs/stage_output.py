@@ -18,8 +18,8 @@ from stage_runtime.engines.base import Gate, Work
 from stage_runtime.errors import HookError, RequestError, RouteAway, TransferError, ValueRefused
 from stage_runtime.profiler import events as profile
 from stage_runtime.profiler.recorder import recorder
-from stage_runtime.rules import routing
-from stage_runtime.rules.failures import failure_of, log_failure
+from stage_runtime.rules.graph import routing
+from stage_runtime.rules.requests.failures import failure_of, log_failure
 from stage_runtime.stage.hooks import Hooks
 from stage_runtime.stage.observing.recorded import OutputEvents
 from stage_runtime.stage.outputs.edges import Edges, Packed
@@ -312,7 +312,7 @@ class StageOutput:
 
 def _met(work: RequestWork, targets: Sequence[str]) -> list[str]:
     """The targets that the request may meet. From a stage that it is not bound to, no terminal that it waits for can be
-    reached (`rules.reachability`).
+    reached (`rules.graph.reachability`).
     """
     return [target for target in targets if target in work.bindings or target == COORDINATOR]
 

@@ -25,9 +25,9 @@ from stage_runtime.engines.autoregressive.process.engine_messages import (
 )
 from stage_runtime.engines.autoregressive.process.launching import EngineLaunch, ForeignProcess
 from stage_runtime.errors import ConfigurationError, EngineDeadError
-from stage_runtime.rules import prefixes
 from stage_runtime.rules.autoregressive.balancing import Balancer
 from stage_runtime.rules.autoregressive.waves import PublishState
+from stage_runtime.rules.binding import prefixes
 from stage_runtime.sockets import multipart
 
 log = logging.getLogger(__name__)

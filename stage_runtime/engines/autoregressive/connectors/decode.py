@@ -26,7 +26,7 @@ from stage_runtime.kv_transfer.records import AddedAfter, PieceHeader, PromptAsk
 from stage_runtime.kv_transfer.rooms import KVManager, KVReceiver, new_key
 from stage_runtime.rules.autoregressive.requests import Request
 from stage_runtime.rules.autoregressive.steps import Row
-from stage_runtime.rules.handover import Load
+from stage_runtime.rules.kv.handover import Load
 
 PATIENCE_S: Final = 30.0  # without a block; the prompt is computed sooner here then
 LOOK_S: Final = 5.0

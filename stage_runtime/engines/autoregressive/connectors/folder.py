@@ -29,7 +29,7 @@ from stage_runtime.engines.autoregressive.model.model_runner import ModelRunner
 from stage_runtime.errors import ConfigurationError, describe
 from stage_runtime.rules.autoregressive.requests import Request
 from stage_runtime.rules.autoregressive.steps import Row
-from stage_runtime.rules.handover import Load
+from stage_runtime.rules.kv.handover import Load
 
 log = logging.getLogger(__name__)
 

@@ -32,7 +32,7 @@ from stage_runtime.kv_transfer.rooms import OVER, KVManager, KVPoll, KVSender
 from stage_runtime.profiler import events as profile
 from stage_runtime.rules.autoregressive.requests import Request
 from stage_runtime.rules.autoregressive.steps import Row
-from stage_runtime.rules.handover import Load
+from stage_runtime.rules.kv.handover import Load
 
 log = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from stage_runtime.profiler import events as profile
 from stage_runtime.rules.autoregressive.requests import Hold, Request, RequestStatus
 from stage_runtime.rules.autoregressive.scheduling import Scheduler
 from stage_runtime.rules.autoregressive.steps import Row
-from stage_runtime.rules.handover import Load, LoadStatus
+from stage_runtime.rules.kv.handover import Load, LoadStatus
 
 if TYPE_CHECKING:
     from torch import Tensor

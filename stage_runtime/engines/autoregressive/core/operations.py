@@ -10,7 +10,7 @@ from stage_runtime.engines.autoregressive.core.engine_core import EngineCore
 from stage_runtime.engines.autoregressive.lora.registry import Adapters
 from stage_runtime.engines.events import Admin
 from stage_runtime.errors import InvalidRequest
-from stage_runtime.rules.adapters import LIST, LOAD, UNLOAD
+from stage_runtime.rules.members.adapters import LIST, LOAD, UNLOAD
 
 
 def reset_prefix_cache(core: EngineCore) -> int:

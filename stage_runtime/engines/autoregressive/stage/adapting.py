@@ -10,7 +10,7 @@ from typing import Any, Final
 from stage_runtime.engines.autoregressive.clients.async_mp import AsyncMPClient
 from stage_runtime.engines.autoregressive.core import operations
 from stage_runtime.errors import InvalidRequest, OmniError, describe
-from stage_runtime.rules.adapters import LIST, LOAD, UNLOAD
+from stage_runtime.rules.members.adapters import LIST, LOAD, UNLOAD
 
 log = logging.getLogger(__name__)
 

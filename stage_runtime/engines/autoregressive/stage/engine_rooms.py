@@ -32,7 +32,7 @@ from stage_runtime.engines.autoregressive.core.engine_requests import EngineCore
 from stage_runtime.errors import EngineDeadError, OmniError, ProtocolError, describe
 from stage_runtime.kv_transfer import interface, records
 from stage_runtime.kv_transfer.interface import KVTransport, Piece, Room
-from stage_runtime.rules import prefixes
+from stage_runtime.rules.binding import prefixes
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator
 from collections.abc import Set as AbstractSet
 
 from omnipipeline_spec.types.plan import PipelineRevision
-from stage_runtime.rules import kvpairs, reachability
+from stage_runtime.rules.graph import kvpairs, reachability
 
 
 def stages(

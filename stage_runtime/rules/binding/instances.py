@@ -8,8 +8,8 @@ from typing import NamedTuple
 import msgspec
 
 from omnipipeline_spec.types.plan import PipelineRevision
-from stage_runtime.rules.balancing import GroupLoad, Load
-from stage_runtime.rules.pools import Pool
+from stage_runtime.rules.binding.balancing import GroupLoad, Load
+from stage_runtime.rules.binding.pools import Pool
 from stage_runtime.wire.parts import Member
 
 
@@ -17,7 +17,7 @@ class Instance(Load, kw_only=True):
     """One member as the coordinator sees it."""
 
     member: Member
-    edges: str = ""  #: The schema of the edges that it declares (`rules.edges`).
+    edges: str = ""  #: The schema of the edges that it declares (`rules.graph.edges`).
     ready: bool = False
     draining: bool = False
     aside: bool = False  #: Its pod was taken out of the unit, to be examined: it gets no new request.

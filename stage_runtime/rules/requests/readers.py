@@ -2,8 +2,8 @@
 
 A full window blocks a worker until its client reads. When all workers of a stage are blocked so and other requests are
 queued there, the stage sends `StreamStalled`, and the coordinator, as consumer of the streams, counts chunks as taken
-early, up to a limit. Beyond the limit, the request whose client read least recently ends. `rules.turns` does the same
-between stages. Pure: the coordinator passes the state in and carries the steps out.
+early, up to a limit. Beyond the limit, the request whose client read least recently ends. `rules.flow.turns` does the
+same between stages. Pure: the coordinator passes the state in and carries the steps out.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Final, Generic, TypeAlias, TypeVar
 
 import msgspec
 
-from stage_runtime.rules.streams import STREAM_WINDOW
+from stage_runtime.rules.flow.streams import STREAM_WINDOW
 
 Request = TypeVar("Request")
 

@@ -11,7 +11,7 @@ from typing import Final
 
 import msgspec
 
-from stage_runtime.rules.absences import Outlook
+from stage_runtime.rules.members.absences import Outlook
 
 #: A retry waits so long for an instance that is not expected, or that a stage did not reach a moment ago.
 RETRY_WAIT_S: Final = 5.0

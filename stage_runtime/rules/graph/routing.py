@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from omnipipeline_spec.types.pods import COORDINATOR
 from stage_runtime.errors import HookError, RequestError, safe_str
-from stage_runtime.rules.gathering import names_of
+from stage_runtime.rules.flow.gathering import names_of
 
 
 def route(stage: str, declared: Sequence[str], returned: object) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ from typing import Final, Generic, TypeAlias, TypeVar
 
 import msgspec
 
-from stage_runtime.rules.streams import STREAM_WINDOW
+from stage_runtime.rules.flow.streams import STREAM_WINDOW
 
 Request = TypeVar("Request")
 Source: TypeAlias = tuple[str, str]  #: A stage, and the incarnation of its instance.

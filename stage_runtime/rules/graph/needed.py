@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
-from stage_runtime.rules import kvpairs
-from stage_runtime.rules.kvpairs import Edge
+from stage_runtime.rules.graph import kvpairs
+from stage_runtime.rules.graph.kvpairs import Edge
 
 
 def stages(

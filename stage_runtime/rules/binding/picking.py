@@ -10,10 +10,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Final
 
-from stage_runtime.rules import balancing, prefixes, subsets
-from stage_runtime.rules.instances import GroupChoice, Instance, Partners
-from stage_runtime.rules.pools import Pool
-from stage_runtime.rules.prefixes import Hints
+from stage_runtime.rules.binding import balancing, prefixes, subsets
+from stage_runtime.rules.binding.instances import GroupChoice, Instance, Partners
+from stage_runtime.rules.binding.pools import Pool
+from stage_runtime.rules.binding.prefixes import Hints
 
 OFFSETS: Final = 1 << 20  # far more than a group has instances
 #: The share of an instance's bindings in which all partners are compared, and links count for nothing. So those that

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Mapping
 from graphlib import TopologicalSorter
 
 from omnipipeline_spec.types.plan import PipelineRevision
-from stage_runtime.rules import kvpairs
+from stage_runtime.rules.graph import kvpairs
 
 
 def stages(revision: PipelineRevision, terminals: Collection[str]) -> frozenset[str]:

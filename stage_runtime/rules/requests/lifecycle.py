@@ -15,7 +15,7 @@ from typing import Final, NamedTuple, TypeAlias
 import msgspec
 
 from stage_runtime.errors import IllegalEvent
-from stage_runtime.rules.suspicion import Blame
+from stage_runtime.rules.requests.suspicion import Blame
 from stage_runtime.wire.parts import Failure
 
 HISTORY_KEPT: Final = 16  # transitions of one request; chunks that change no state are not among them

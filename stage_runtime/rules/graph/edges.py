@@ -14,7 +14,7 @@ import msgspec
 
 from omnipipeline_spec.types.plan import PipelineRevision, StagePlan
 from omnipipeline_spec.types.pods import COORDINATOR
-from stage_runtime.rules.kvpairs import KV
+from stage_runtime.rules.graph.kvpairs import KV
 from stage_runtime.wire.frames import PROTOCOL
 
 EdgeKey: TypeAlias = tuple[str, str, str]  #: source, target, ``normal``, ``stream`` or ``kv``

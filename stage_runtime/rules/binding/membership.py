@@ -17,13 +17,14 @@ from collections.abc import Set as AbstractSet
 from typing import Final
 
 from omnipipeline_spec.types.plan import CanaryShare, PipelineRevision
-from stage_runtime.rules import balancing, canaries, edges, kvpairs, partial_binding, prefixes, reachability, subsets
-from stage_runtime.rules.absences import UnitKind
-from stage_runtime.rules.balancing import GroupLoad
-from stage_runtime.rules.instances import GroupChoice, Instance, Needs, Sets, Unbindable, Wanted, host_of
-from stage_runtime.rules.picking import Picker
-from stage_runtime.rules.pools import Endpoints, Pools
-from stage_runtime.rules.prefixes import Hints
+from stage_runtime.rules.binding import balancing, canaries, prefixes, subsets
+from stage_runtime.rules.binding.balancing import GroupLoad
+from stage_runtime.rules.binding.instances import GroupChoice, Instance, Needs, Sets, Unbindable, Wanted, host_of
+from stage_runtime.rules.binding.picking import Picker
+from stage_runtime.rules.binding.pools import Endpoints, Pools
+from stage_runtime.rules.binding.prefixes import Hints
+from stage_runtime.rules.graph import edges, kvpairs, partial_binding, reachability
+from stage_runtime.rules.members.absences import UnitKind
 from stage_runtime.wire.parts import Member
 
 NO_HINTS: Final[Hints] = {}

@@ -1,0 +1,1 @@
+"""The instances, and which of them a request is bound to."""

@@ -1,0 +1,1 @@
+"""Messages, streams and inputs between stages: their order, and how many may be under way."""

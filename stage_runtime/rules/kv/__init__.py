@@ -1,0 +1,1 @@
+"""Keys and values that one engine hands to another."""

@@ -1,0 +1,1 @@
+"""Members of a coordinator: how they register, how often they report, which groups lack one."""
