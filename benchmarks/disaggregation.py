@@ -14,7 +14,8 @@ apart2    one engine decodes, two compute prompts: more processes than this mach
 Each engine's thread is pinned to a processor of its own, as far as there are some.
 
 Before it, in the same run: bytes a second of blocks from cache to cache, beside a copy of as many bytes (memcpy), and
-from process to process, beside raw TCP and memcpy (`kv_rate`). The share of bytes that came before prefill had computed
+from process to process, beside raw TCP and memcpy (`kv_rate`), and over links with a bandwidth, beside raw TCP over the
+same link (`kv_link`; where network namespaces are allowed). The share of bytes that came before prefill had computed
 the last chunk of a prompt, of prompts of 2, 4 and 8 chunks, one at a time. And what long prompts of one decode instance
 wait while another one, which has asked prefill for some, is stopped and takes nothing.
 """
@@ -41,7 +42,7 @@ import torch
 import transformers as untyped
 from tokenizers import Tokenizer, models
 
-from benchmarks import kv_rate
+from benchmarks import kv_link, kv_rate
 from stage_runtime.engines.autoregressive.model.block_pages import BlockPages, Page
 from stage_runtime.processes.one_machine.local import LocalOptions, LocalPipeline
 
@@ -298,6 +299,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=30.0)
     parser.add_argument("--only", nargs="*", default=list(ARRANGEMENTS), choices=list(ARRANGEMENTS))
     parser.add_argument("--relays", nargs="*", default=["shm", "tcp", "nixl", "mooncake"])
+    parser.add_argument("--gbit", type=float, nargs="*", default=kv_link.GBITS, help="links with a bandwidth")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     crossing, memcpy = copying()
@@ -307,6 +309,7 @@ def main() -> None:
         rates = asyncio.run(kv_rate.of_relay(relay, checked=checked))
         found[f"{relay}{' checked' if checked else ''}"] = kv_rate.medians(rates)
         print(kv_rate.shown(relay, checked, rates), flush=True)
+    found.update(kv_link.measured(arguments.gbit, [one for one in arguments.relays if one in kv_link.RELAYS]))
     with tempfile.TemporaryDirectory(prefix="m-") as folder:
         save_model(Path(folder))
         shares = found["hidden"] = asyncio.run(hidden(Path(folder)))

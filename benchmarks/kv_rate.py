@@ -112,7 +112,7 @@ SENDER: Final = """
 import socket, sys
 call, nbytes = int(sys.argv[2]), int(sys.argv[3])
 data = memoryview(bytearray(b"1") * nbytes)
-with socket.create_connection(("127.0.0.1", int(sys.argv[1]))) as to:
+with socket.create_connection((sys.argv[4], int(sys.argv[1]))) as to:
     to.recv(1)
     for start in range(0, nbytes, call):
         to.sendall(data[start : start + call])
@@ -140,7 +140,7 @@ def raw_tcp() -> float:
     """GB/s between two processes."""
     buffer = memoryview(bytearray(b"1") * NBYTES)
     with socket.create_server(("127.0.0.1", 0)) as server:
-        command = [sys.executable, "-c", SENDER, str(server.getsockname()[1]), str(CALL), str(NBYTES)]
+        command = [sys.executable, "-c", SENDER, str(server.getsockname()[1]), str(CALL), str(NBYTES), "127.0.0.1"]
         with subprocess.Popen(command) as sender:
             connection, _ = server.accept()
             with connection:

@@ -21,9 +21,9 @@ def ip(*words: str) -> bytes:
     return subprocess.run(["ip", *words], check=True, capture_output=True, timeout=COMMAND_S).stdout
 
 
-def limit(space: str, link: str, nbytes_per_s: int) -> None:
-    """Let no more bytes a second out of a namespace by that link."""
-    shape = ("tbf", "rate", f"{8 * nbytes_per_s}bit", "burst", "16kb", "latency", "400ms")
+def limit(space: str, link: str, nbytes_per_s: int, *, burst_nbytes: int = 16 << 10) -> None:
+    """Let no more bytes a second out of a namespace by that link. burst_nbytes: so many at once, after a pause."""
+    shape = ("tbf", "rate", f"{8 * nbytes_per_s}bit", "burst", f"{burst_nbytes}b", "latency", "400ms")
     argv = ["tc", "-n", space, "qdisc", "replace", "dev", link, "root", *shape]
     subprocess.run(argv, check=True, capture_output=True, timeout=COMMAND_S)
 

@@ -55,11 +55,15 @@ class Network:
         for words in (("addr", "add", f"{SUBNET}.{number}/24", "dev", "eth0"), ("link", "set", "eth0", "up")):
             namespaces.ip("-n", space, *words)
         namespaces.ip("-n", space, "link", "set", "lo", "up")
-        return self._address(host)
+        return self.address(host)
 
     def inside(self, host: str, command: Command) -> Command:
         """The command, run on that machine."""
         return msgspec.structs.replace(command, argv=("nsenter", f"--net=/run/netns/{self.space(host)}", *command.argv))
+
+    def limit(self, host: str, nbytes_per_s: int) -> None:
+        """That machine sends no more bytes a second. Packets of 64 KiB, as the kernel makes them, are not divided."""
+        namespaces.limit(self.space(host), "eth0", nbytes_per_s, burst_nbytes=1 << 20)
 
     def cut(self, host: str) -> None:
         namespaces.ip("link", "set", self._outer(host), "down")
@@ -71,11 +75,11 @@ class Network:
         """These two lose each other; everybody else still reaches both."""
         for here, there in ((one, other), (other, one)):
             nobody = ("lladdr", "02:00:00:00:00:01", "dev", "eth0", "nud", "permanent")
-            namespaces.ip("-n", self.space(here), "neigh", "replace", self._address(there), *nobody)
+            namespaces.ip("-n", self.space(here), "neigh", "replace", self.address(there), *nobody)
 
     def unite(self, one: str, other: str) -> None:
         for here, there in ((one, other), (other, one)):
-            namespaces.ip("-n", self.space(here), "neigh", "del", self._address(there), "dev", "eth0")
+            namespaces.ip("-n", self.space(here), "neigh", "del", self.address(there), "dev", "eth0")
 
     def close(self) -> None:
         for host in self._hosts:
@@ -85,7 +89,7 @@ class Network:
     def space(self, host: str) -> str:
         return f"{self.name}-{self._hosts[host]}"
 
-    def _address(self, host: str) -> str:
+    def address(self, host: str) -> str:
         return f"{SUBNET}.{self._hosts[host]}"
 
     def _outer(self, host: str) -> str:
@@ -109,8 +113,10 @@ def possible() -> bool:
 class NetPipeline:
     """A pipeline on a `Network`, as pods would run it."""
 
-    def __init__(self, spec: PipelineConfig, *, log: Path | None = None) -> None:
+    def __init__(self, spec: PipelineConfig, *, log: Path | None = None, keyed: bool = True) -> None:
+        """keyed: what goes over TCP is encrypted by CURVE."""
         self._plan = planning.plan(spec)
+        self._keyed = keyed
         self._log = log
         self._supervisor = Supervisor(on_change=lambda _: None, on_line=self._line)
 
@@ -155,12 +161,13 @@ class NetPipeline:
             raise TimeoutError(f"not ready within {LIMIT_S:g} s: {wanted - ready}") from None
 
     def _launch(self, folder: Path) -> None:
-        key = folder / "key"
-        key.write_bytes(secrets.token_bytes(32))
         for code in (*(unit.code for unit in self._plan.units), self._plan.coordinator.code):
             codefiles.write(code, folder / "code")
         common = launching.environment(os.environ, path=(folder / "code",), code_dir=folder / "code")
-        common["OMNI_CONTROL_KEY_FILE"] = str(key)
+        if self._keyed:
+            key = folder / "key"
+            key.write_bytes(secrets.token_bytes(32))
+            common["OMNI_CONTROL_KEY_FILE"] = str(key)
         coordinator = self.network.add("coordinator")
         self.url = f"http://{coordinator}:8000"
         environment = {
