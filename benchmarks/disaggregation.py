@@ -43,7 +43,7 @@ import transformers as untyped
 from tokenizers import Tokenizer, models
 
 from benchmarks import kv_link, kv_rate
-from stage_runtime.engines.autoregressive.model.block_pages import BlockPages, Page
+from stage_runtime.engines.autoregressive.model.paged_attention.block_pages import BlockPages, Page
 from stage_runtime.processes.one_machine.local import LocalOptions, LocalPipeline
 
 transformers: Any = untyped

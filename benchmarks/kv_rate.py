@@ -32,7 +32,7 @@ STAGE: Final = """
 import itertools, queue, threading, time
 import msgspec, torch
 import stage_runtime as omni
-from stage_runtime.engines.autoregressive.model.block_pages import BlockPages, Page
+from stage_runtime.engines.autoregressive.model.paged_attention.block_pages import BlockPages, Page
 from stage_runtime.kv_transfer import records
 from stage_runtime.kv_transfer.interface import Piece
 from stage_runtime.kv_transfer.records import PieceHeader

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from omnipipeline_spec.types import pods
 from stage_runtime import diagnostics, errors, settings
-from stage_runtime.engines import ending
+from stage_runtime.engines.threads import ending
 from stage_runtime.errors import ConfigurationError
 from stage_runtime.processes import codefiles, termination
 from stage_runtime.processes.supervision import statuspipe

@@ -20,9 +20,11 @@ from typing import Any, Final
 import msgspec
 
 from omnipipeline_spec.types.plan import StagePlan
-from stage_runtime.engines import events, loading, threads
+from stage_runtime.engines import events
 from stage_runtime.engines.base import Gate, Inbox, Work
-from stage_runtime.engines.resolving import resolve
+from stage_runtime.engines.making import loading
+from stage_runtime.engines.making.resolving import resolve
+from stage_runtime.engines.threads import stage_threads
 from stage_runtime.errors import RequestError
 from stage_runtime.payloads import encoding, isolating
 from stage_runtime.stage.inputs.mutation_check import MutationCheck
@@ -109,7 +111,7 @@ def run_stage(
     works = [_put(inbox, payload, some, sources) for payload, some in zip(given, before, strict=True)]
     stop = Event()
     outbox.works = works
-    thread = threads.start("stage under test", engine.run, inbox, outbox, stop, crashed=outbox.crashed)
+    thread = stage_threads.start("stage under test", engine.run, inbox, outbox, stop, crashed=outbox.crashed)
     try:
         outbox.wait(works, patience_s)
         return outbox.judged(works)

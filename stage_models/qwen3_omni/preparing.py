@@ -19,7 +19,7 @@ import numpy.typing as npt
 import stage_runtime as omni
 from stage_models.qwen3_omni import values
 from stage_models.voice import audio
-from stage_runtime.engines.autoregressive.text.controls import TextEncoder
+from stage_runtime.engines.autoregressive.text.prompts.controls import TextEncoder
 
 SAMPLE_RATE: Final = 16_000
 MAX_SECONDS: Final = 300.0  # of one sound

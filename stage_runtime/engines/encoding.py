@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from stage_runtime.api import Encoder
-from stage_runtime.engines.autoregressive.text.controls import TextEncoder
+from stage_runtime.engines.autoregressive.text.prompts.controls import TextEncoder
 from stage_runtime.errors import ConfigurationError, ContextLengthExceeded, InvalidRequest
 from stage_runtime.wire.values import Scores, StagePayload, Usage, Vectors
 

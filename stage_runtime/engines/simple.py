@@ -8,9 +8,10 @@ from collections.abc import AsyncIterable, Callable
 from threading import Event
 from typing import Any
 
-from stage_runtime.engines import events, running, threads
+from stage_runtime.engines import events, running
 from stage_runtime.engines.base import Inbox, Outbox
-from stage_runtime.engines.loops import LoopEngine
+from stage_runtime.engines.threads import stage_threads
+from stage_runtime.engines.threads.loops import LoopEngine
 from stage_runtime.wire.values import StagePayload
 
 
@@ -34,7 +35,7 @@ class SyncEngine:
 
     def run(self, inbox: Inbox, outbox: Outbox, stop: Event) -> None:
         others = [
-            threads.start(f"worker-{index}", self._work, inbox, outbox, crashed=outbox.crashed)
+            stage_threads.start(f"worker-{index}", self._work, inbox, outbox, crashed=outbox.crashed)
             for index in range(1, self.concurrency)
         ]
         self._work(inbox, outbox)

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from stage_runtime.api import Session
 from stage_runtime.engines import events, running
 from stage_runtime.engines.base import Outbox, Work
-from stage_runtime.engines.loops import LoopEngine
+from stage_runtime.engines.threads.loops import LoopEngine
 from stage_runtime.errors import RequestError
 from stage_runtime.rules.flow import turns
 from stage_runtime.rules.flow.turns import TakeEarly, Turn

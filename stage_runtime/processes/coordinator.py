@@ -20,7 +20,7 @@ from stage_runtime.coordinator.answering.unread_answers import AnswerLimits
 from stage_runtime.coordinator.coordinator import Coordinator
 from stage_runtime.coordinator.questions.profiling import ProfileLimits
 from stage_runtime.coordinator.reporting.tracing import RequestTracer
-from stage_runtime.engines.resolving import resolve_hook
+from stage_runtime.engines.making.resolving import resolve_hook
 from stage_runtime.errors import ConfigurationError, describe
 from stage_runtime.processes import collecting, logs, loops, process_context, signals, traces
 from stage_runtime.processes.supervision import statuspipe

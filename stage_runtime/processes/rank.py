@@ -14,8 +14,9 @@ from collections.abc import Callable
 from typing import Final
 
 from omnipipeline_spec.types.plan import StagePlan
-from stage_runtime.engines import gpumemory, loading
 from stage_runtime.engines.base import Engine
+from stage_runtime.engines.gpus import gpumemory
+from stage_runtime.engines.making import loading
 from stage_runtime.errors import ConfigurationError, describe, format_traceback
 from stage_runtime.kv_transfer.interface import KVTransport
 from stage_runtime.processes import process_context, signals

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Gene
 from typing import Any, Final
 
 from omnipipeline_spec.types.plan import StagePlan
-from stage_runtime.engines.resolving import resolve_hook
+from stage_runtime.engines.making.resolving import resolve_hook
 from stage_runtime.errors import HookError, RequestError, describe
 from stage_runtime.rules.graph import routing
 from stage_runtime.rules.requests.failures import failure_of

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from threading import Event, Thread
 
 from omnipipeline_spec.types.plan import StagePlan
-from stage_runtime.engines import threads
 from stage_runtime.engines.base import Engine, Inbox, Work
 from stage_runtime.engines.custom import EngineCrashed
 from stage_runtime.engines.simple import SyncEngine
+from stage_runtime.engines.threads import stage_threads
 from stage_runtime.errors import describe
 from stage_runtime.profiler.recorder import set_active_stage
 from stage_runtime.stage.hooks import Hooks
@@ -75,7 +75,7 @@ class Stage:
 
     def start(self, load: Callable[[StagePlan], Engine], loaded: Callable[[str, BaseException | None], None]) -> None:
         """Load the engine and run it. ``loaded`` is called, on the scheduler thread, with the result."""
-        self._thread = threads.start(self.plan.name, self._run, load, loaded, crashed=self._crash)
+        self._thread = stage_threads.start(self.plan.name, self._run, load, loaded, crashed=self._crash)
 
     def close(self, timeout_s: float) -> bool:
         """Let the engine finish what waits, and end. False when it did not within ``timeout_s``."""

@@ -14,11 +14,11 @@ import transformers as untyped
 from stage_models.csm.decoders import Csm, text_rows
 from stage_runtime.engines.autoregressive.core.engine_core import EngineCore
 from stage_runtime.engines.autoregressive.core.executors import InlineExecutor
-from stage_runtime.engines.autoregressive.model.attention import GatherAttention
-from stage_runtime.engines.autoregressive.model.embeddings import ModelEmbeddings
 from stage_runtime.engines.autoregressive.model.model_runner import ModelRunner
 from stage_runtime.engines.autoregressive.model.models import PagedModel
-from stage_runtime.engines.autoregressive.text.prompt_rows import ROW
+from stage_runtime.engines.autoregressive.model.paged_attention.attention import GatherAttention
+from stage_runtime.engines.autoregressive.model.rows.embeddings import ModelEmbeddings
+from stage_runtime.engines.autoregressive.text.prompts.prompt_rows import ROW
 from stage_runtime.rules.autoregressive.blocks import BlockPool
 from stage_runtime.rules.autoregressive.scheduling import Scheduler
 from stage_runtime.rules.autoregressive.steps import SchedulerLimits

@@ -12,7 +12,7 @@ import pytest
 
 import stage_runtime as omni
 from omnipipeline_spec import loading, planning
-from stage_runtime.engines import resolving
+from stage_runtime.engines.making import resolving
 from tests.cli.test_up import PATIENCE_S, base
 from tests.docs.blocks import ROOT, blocks
 from tests.e2e.local_pipelines import running

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from stage_runtime.engines.autoregressive.text.call_forms import FORMS
-from stage_runtime.engines.autoregressive.text.call_parsers import Asked, Parser
-from stage_runtime.engines.autoregressive.text.calls import Call
+from stage_runtime.engines.autoregressive.text.tool_calls.call_forms import FORMS
+from stage_runtime.engines.autoregressive.text.tool_calls.call_parsers import Asked, Parser
+from stage_runtime.engines.autoregressive.text.tool_calls.calls import Call
 
 NAMES = frozenset({"f", "g"})
 

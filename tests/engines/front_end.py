@@ -15,8 +15,8 @@ import msgspec
 from stage_runtime.engines.autoregressive.clients.async_mp import AsyncMPClient
 from stage_runtime.engines.autoregressive.clients.data_parallel import DPAsyncMPClient, DPLBAsyncMPClient
 from stage_runtime.engines.autoregressive.core.engine_requests import EngineCoreRequest
-from stage_runtime.engines.autoregressive.process.engine_messages import Coordination, FrontEnd
 from stage_runtime.engines.autoregressive.process.launching import EngineLaunch
+from stage_runtime.engines.autoregressive.process.messages.engine_messages import Coordination, FrontEnd
 from stage_runtime.engines.autoregressive.sampling.parameters import SamplingParams
 from tests.engines.counting_core import LAUNCHED
 

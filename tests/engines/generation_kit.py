@@ -18,11 +18,11 @@ from stage_runtime.engines.autoregressive.core.engine_requests import EngineCore
 from stage_runtime.engines.autoregressive.core.executors import InlineExecutor, ThreadExecutor
 from stage_runtime.engines.autoregressive.kernels import fusing, linears
 from stage_runtime.engines.autoregressive.kernels.attention_pages import PageAttention
-from stage_runtime.engines.autoregressive.model.attention import GatherAttention
-from stage_runtime.engines.autoregressive.model.embeddings import ModelEmbeddings
-from stage_runtime.engines.autoregressive.model.kept_rows import KeptRows
 from stage_runtime.engines.autoregressive.model.model_runner import ModelRunner
 from stage_runtime.engines.autoregressive.model.models import PagedModel
+from stage_runtime.engines.autoregressive.model.paged_attention.attention import GatherAttention
+from stage_runtime.engines.autoregressive.model.rows.embeddings import ModelEmbeddings
+from stage_runtime.engines.autoregressive.model.rows.kept_rows import KeptRows
 from stage_runtime.engines.autoregressive.sampling.model_output import GivenRows, ModelOutput
 from stage_runtime.engines.autoregressive.sampling.model_output import joined as joined_rows
 from stage_runtime.engines.autoregressive.sampling.parameters import SamplingParams

@@ -17,7 +17,7 @@ import stage_runtime as omni
 from stage_runtime.engines.autoregressive.loading import loader
 from stage_runtime.engines.autoregressive.model.model_runner import ModelRunner
 from stage_runtime.engines.autoregressive.tensor_parallel.ranks import RankLost, Ranks, follow
-from stage_runtime.engines.autoregressive.text.prompt_rows import ROW
+from stage_runtime.engines.autoregressive.text.prompts.prompt_rows import ROW
 from tests.engines.generation_kit import Answers, rows_of, tiny_model, tiny_tokenizer
 
 ROWS = "13"  #: Requests whose prompts are given as embeddings.

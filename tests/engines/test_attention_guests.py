@@ -18,14 +18,18 @@ from torch import Tensor
 
 import stage_runtime as omni
 from stage_runtime.engines.autoregressive.loading import loader
-from stage_runtime.engines.autoregressive.model.attention import (
+from stage_runtime.engines.autoregressive.model.paged_attention.attention import (
     AttentionBackend,
     BatchMeta,
     GatherAttention,
     LayerCall,
     LayerShape,
 )
-from stage_runtime.engines.autoregressive.model.attention_guests import FLASH_PAGE, FlashAttention, FlashinferAttention
+from stage_runtime.engines.autoregressive.model.paged_attention.attention_guests import (
+    FLASH_PAGE,
+    FlashAttention,
+    FlashinferAttention,
+)
 from stage_runtime.errors import ConfigurationError
 from tests.engines.generation_kit import tiny_model, tiny_tokenizer
 from tests.thoroughness import examples

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 
 import stage_runtime as omni
-from stage_runtime.engines import events, loading
+from stage_runtime.engines import events
 from stage_runtime.engines.autoregressive.core.engine_core import EngineCore
 from stage_runtime.engines.autoregressive.stage.thread_engine import AutoregressiveEngine
+from stage_runtime.engines.making import loading
 from stage_runtime.errors import ConfigurationError, ContextLengthExceeded
 from stage_runtime.metrics import catalog
 from stage_runtime.rules.autoregressive.blocks import BlockPool

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import stage_runtime as omni
-from stage_runtime.engines.loading import as_engine
+from stage_runtime.engines.making.loading import as_engine
 from tests.engines.engine_kit import PATIENCE_S, Rig, running
 
 Payload = omni.StagePayload

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 import stage_runtime as omni
-from stage_runtime.engines.blocking import ClockReading, LoopWatch, is_blocked
-from stage_runtime.engines.loading import as_engine
-from stage_runtime.engines.loops import LoopEngine
+from stage_runtime.engines.making.loading import as_engine
+from stage_runtime.engines.threads.blocking import ClockReading, LoopWatch, is_blocked
+from stage_runtime.engines.threads.loops import LoopEngine
 from tests.engines.engine_kit import running
 
 PATIENCE_S = 100.0  # how long a test waits before it fails, on a machine that others use

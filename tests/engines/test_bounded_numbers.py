@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stage_runtime.engines.autoregressive.text.bounded_numbers import bounded
-from stage_runtime.engines.autoregressive.text.grammar_texts import WRITTEN, Grammar, SchemaPart
-from stage_runtime.engines.autoregressive.text.grammars import Grammars
+from stage_runtime.engines.autoregressive.text.structured_output.bounded_numbers import bounded
+from stage_runtime.engines.autoregressive.text.structured_output.grammar_texts import WRITTEN, Grammar, SchemaPart
+from stage_runtime.engines.autoregressive.text.structured_output.grammars import Grammars
 from tests.engines.generation_kit import END, VOCABULARY, tiny_tokenizer
 
 llguidance = pytest.importorskip("llguidance")

@@ -12,13 +12,14 @@ from hypothesis import strategies as st
 
 from stage_runtime.engines.autoregressive.sampling import parameters
 from stage_runtime.engines.autoregressive.sampling.parameters import SamplingParams
-from stage_runtime.engines.autoregressive.text import prompting, tools
-from stage_runtime.engines.autoregressive.text.call_forms import FORMS, form_of
-from stage_runtime.engines.autoregressive.text.call_parsers import MARK
-from stage_runtime.engines.autoregressive.text.calls import Call
-from stage_runtime.engines.autoregressive.text.controls import TextEncoder
 from stage_runtime.engines.autoregressive.text.decoding import decoder
-from stage_runtime.engines.autoregressive.text.grammars import Grammars
+from stage_runtime.engines.autoregressive.text.prompts import prompting
+from stage_runtime.engines.autoregressive.text.prompts.controls import TextEncoder
+from stage_runtime.engines.autoregressive.text.structured_output.grammars import Grammars
+from stage_runtime.engines.autoregressive.text.tool_calls import tools
+from stage_runtime.engines.autoregressive.text.tool_calls.call_forms import FORMS, form_of
+from stage_runtime.engines.autoregressive.text.tool_calls.call_parsers import MARK
+from stage_runtime.engines.autoregressive.text.tool_calls.calls import Call
 from stage_runtime.wire.values import OmniRequest, StagePayload
 from tests.engines.call_kit import NAMES, parsed, parser_of
 from tests.engines.generation_kit import END, VOCABULARY, tiny_tokenizer

@@ -14,10 +14,10 @@ from stage_runtime.engines.autoregressive.clients.inproc import InprocClient
 from stage_runtime.engines.autoregressive.clients.making import make_client
 from stage_runtime.engines.autoregressive.clients.sync_mp import SyncMPClient
 from stage_runtime.engines.autoregressive.core.engine_requests import EngineCoreRequest
-from stage_runtime.engines.autoregressive.process.engine_messages import EngineCoreOutputs
 from stage_runtime.engines.autoregressive.process.launching import EngineLaunch
+from stage_runtime.engines.autoregressive.process.messages.engine_messages import EngineCoreOutputs
 from stage_runtime.engines.autoregressive.sampling.parameters import SamplingParams
-from stage_runtime.engines.autoregressive.text.prompt_rows import Extension
+from stage_runtime.engines.autoregressive.text.prompts.prompt_rows import Extension
 from stage_runtime.errors import RequestError
 from stage_runtime.rules.autoregressive.requests import Hold
 from tests.engines.counting_core import LAUNCHED

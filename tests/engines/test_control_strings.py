@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, processors
 
 from stage_runtime.api import Prompt
-from stage_runtime.engines.autoregressive.text import prompting, rendering
-from stage_runtime.engines.autoregressive.text.controls import TextEncoder, is_control
+from stage_runtime.engines.autoregressive.text.prompts import prompting, rendering
+from stage_runtime.engines.autoregressive.text.prompts.controls import TextEncoder, is_control
 from stage_runtime.errors import InvalidRequest
 from stage_runtime.wire.values import OmniRequest, StagePayload
 from tests.engines import tokenizer_kit as kit

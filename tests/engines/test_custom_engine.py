@@ -10,7 +10,7 @@ import pytest
 
 import stage_runtime as omni
 from stage_runtime.engines import events
-from stage_runtime.engines.loading import as_engine
+from stage_runtime.engines.making.loading import as_engine
 from stage_runtime.errors import HookError, ValueRefused
 from tests.engines.engine_kit import PATIENCE_S, Rig, gate, running
 

@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from stage_runtime.engines.autoregressive.kernels import fusing, linears
-from stage_runtime.engines.autoregressive.model.input_batch import Pass
 from stage_runtime.engines.autoregressive.model.model_runner import ModelRunner
 from stage_runtime.engines.autoregressive.model.models import PagedModel
+from stage_runtime.engines.autoregressive.model.rows.input_batch import Pass
 from tests.engines import generation_kit
 from tests.engines.generation_kit import VOCABULARY, Answers, alone_with, core, tiny_model
 from tests.thoroughness import crossed

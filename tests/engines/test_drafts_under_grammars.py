@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from stage_runtime.engines.autoregressive.sampling.parameters import SamplingParams
-from stage_runtime.engines.autoregressive.text import draft_masks
-from stage_runtime.engines.autoregressive.text.grammar_texts import Grammar
-from stage_runtime.engines.autoregressive.text.grammars import Grammars
 from stage_runtime.engines.autoregressive.text.reasoning import AnswerMatcher
+from stage_runtime.engines.autoregressive.text.structured_output import draft_masks
+from stage_runtime.engines.autoregressive.text.structured_output.grammar_texts import Grammar
+from stage_runtime.engines.autoregressive.text.structured_output.grammars import Grammars
 from tests.engines.generation_kit import END, VOCABULARY, Answers, core, tiny_tokenizer
 from tests.engines.test_generation_exact import prompts
 from tests.engines.test_speculation import Foreseeing

@@ -11,8 +11,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stage_runtime.engines.autoregressive.process.buffers import BufferPool
-from stage_runtime.engines.autoregressive.process.serial import INLINE_BELOW, TENSOR, MsgpackDecoder, MsgpackEncoder
+from stage_runtime.engines.autoregressive.process.messages.buffers import BufferPool
+from stage_runtime.engines.autoregressive.process.messages.serial import (
+    INLINE_BELOW,
+    TENSOR,
+    MsgpackDecoder,
+    MsgpackEncoder,
+)
 from stage_runtime.errors import ProtocolError, ValueRefused
 
 

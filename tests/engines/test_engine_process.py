@@ -24,7 +24,8 @@ from stage_runtime.engines.autoregressive.clients.async_mp import AsyncMPClient
 from stage_runtime.engines.autoregressive.clients.inproc import InprocClient
 from stage_runtime.engines.autoregressive.clients.sync_mp import SyncMPClient
 from stage_runtime.engines.autoregressive.core.engine_requests import EngineCoreRequest
-from stage_runtime.engines.autoregressive.process.engine_messages import (
+from stage_runtime.engines.autoregressive.process.launching import EngineLaunch
+from stage_runtime.engines.autoregressive.process.messages.engine_messages import (
     ENGINE_CORE_DEAD,
     AddHeader,
     EngineCoreOutputs,
@@ -34,7 +35,6 @@ from stage_runtime.engines.autoregressive.process.engine_messages import (
     UtilityOutput,
     identity,
 )
-from stage_runtime.engines.autoregressive.process.launching import EngineLaunch
 from stage_runtime.engines.autoregressive.sampling.parameters import SamplingParams
 from stage_runtime.errors import ConfigurationError, EngineDeadError, RequestError
 from stage_runtime.rules.autoregressive.requests import Hold

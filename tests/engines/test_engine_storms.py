@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import stage_runtime as omni
-from stage_runtime.engines import loading
+from stage_runtime.engines.making import loading
 from tests.engines.engine_kit import running
 from tests.engines.generation_kit import alone, tiny_model, tiny_tokenizer
 

@@ -16,7 +16,7 @@ import msgspec
 import pytest
 
 import stage_runtime as omni
-from stage_runtime.engines import events, loading
+from stage_runtime.engines import events
 from stage_runtime.engines.autoregressive.clients.data_parallel import DPLBAsyncMPClient
 from stage_runtime.engines.autoregressive.core.engine_requests import EngineCoreRequest
 from stage_runtime.engines.autoregressive.expert_parallel import experts
@@ -25,6 +25,7 @@ from stage_runtime.engines.autoregressive.model.models import UnsupportedModel
 from stage_runtime.engines.autoregressive.process.launching import EngineLaunch
 from stage_runtime.engines.autoregressive.sampling.parameters import SamplingParams
 from stage_runtime.engines.autoregressive.stage import factory
+from stage_runtime.engines.making import loading
 from stage_runtime.errors import ConfigurationError, EngineDeadError
 from tests.engines.engine_kit import running
 from tests.engines.expert_engine import FACTORY

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 import stage_runtime as omni
-from stage_runtime.engines import loading
 from stage_runtime.engines.autoregressive.external import gguf_file
 from stage_runtime.engines.autoregressive.external.openvino import OpenVINOClient
 from stage_runtime.engines.autoregressive.stage.process_engine import ProcessEngine
+from stage_runtime.engines.making import loading
 from stage_runtime.errors import ConfigurationError, EngineDeadError
 from tests.engines import external_kit
 from tests.engines.engine_kit import running

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import stage_runtime as omni
-from stage_runtime.engines import loading
+from stage_runtime.engines.making import loading
 from stage_runtime.metrics import catalog
 from tests.engines import external_kit
 from tests.engines.engine_kit import running

@@ -21,7 +21,7 @@ import pytest
 import torch
 
 import stage_runtime as omni
-from stage_runtime.engines import loading
+from stage_runtime.engines.making import loading
 from stage_runtime.errors import ConfigurationError
 from stage_runtime.metrics import catalog
 from tests.engines import external_kit

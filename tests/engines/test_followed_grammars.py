@@ -11,8 +11,8 @@ import pytest
 from stage_runtime.engines.autoregressive.core.engine_core import EngineCore
 from stage_runtime.engines.autoregressive.core.engine_requests import EngineCoreRequest
 from stage_runtime.engines.autoregressive.sampling.parameters import SamplingParams
-from stage_runtime.engines.autoregressive.text import schemas
-from stage_runtime.engines.autoregressive.text.grammar_texts import Grammar, GrammarRefused
+from stage_runtime.engines.autoregressive.text.structured_output import schemas
+from stage_runtime.engines.autoregressive.text.structured_output.grammar_texts import Grammar, GrammarRefused
 from stage_runtime.rules.autoregressive.blocks import BlockPool
 from stage_runtime.rules.autoregressive.scheduling import Scheduler
 from stage_runtime.rules.autoregressive.steps import SchedulerLimits

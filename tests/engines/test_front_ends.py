@@ -15,8 +15,8 @@ import pytest
 from stage_runtime.engines.autoregressive.clients.async_mp import AsyncMPClient
 from stage_runtime.engines.autoregressive.clients.data_parallel import DPAsyncMPClient, DPLBAsyncMPClient
 from stage_runtime.engines.autoregressive.data_parallel.dp_coordinator import DPCoordinator
-from stage_runtime.engines.autoregressive.process.engine_messages import Attach, EngineCoreRequestType
 from stage_runtime.engines.autoregressive.process.launching import EngineLaunch
+from stage_runtime.engines.autoregressive.process.messages.engine_messages import Attach, EngineCoreRequestType
 from stage_runtime.errors import ConfigurationError
 from tests.engines.front_end import LAUNCH, ask
 from tests.engines.test_engine_parallel import Reader, until

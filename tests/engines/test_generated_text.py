@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
 from stage_runtime.engines.autoregressive.core.engine_requests import EngineCoreOutput
-from stage_runtime.engines.autoregressive.core.output_processor import (
+from stage_runtime.engines.autoregressive.core.output.output_processor import (
     OutputProcessor,
     RequestOutput,
     RequestOutputCollector,

@@ -16,8 +16,8 @@ import stage_runtime as omni
 from stage_runtime.engines.autoregressive.core.engine_requests import EngineCoreRequest
 from stage_runtime.engines.autoregressive.loading.loader import assemble, load
 from stage_runtime.engines.autoregressive.sampling.parameters import SamplingParams
-from stage_runtime.engines.autoregressive.text.grammar_texts import Grammar
-from stage_runtime.engines.autoregressive.text.grammars import Grammars
+from stage_runtime.engines.autoregressive.text.structured_output.grammar_texts import Grammar
+from stage_runtime.engines.autoregressive.text.structured_output.grammars import Grammars
 from tests.engines.generation_kit import END, VOCABULARY, Answers, alone, tiny_model, tiny_tokenizer
 
 SCHEMA = {

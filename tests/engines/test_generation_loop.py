@@ -17,7 +17,7 @@ from stage_runtime.engines.autoregressive.core.engine_requests import EngineCore
 from stage_runtime.engines.autoregressive.core.executors import InlineExecutor, ThreadExecutor
 from stage_runtime.engines.autoregressive.sampling.model_output import ModelOutput
 from stage_runtime.engines.autoregressive.sampling.parameters import SamplingParams
-from stage_runtime.engines.autoregressive.text.grammar_texts import Grammar
+from stage_runtime.engines.autoregressive.text.structured_output.grammar_texts import Grammar
 from stage_runtime.rules.autoregressive.blocks import BlockPool
 from stage_runtime.rules.autoregressive.requests import FinishReason, Hold
 from stage_runtime.rules.autoregressive.scheduling import Scheduler

@@ -13,7 +13,6 @@ import transformers as untyped
 
 from stage_runtime.engines.autoregressive.core.engine_core import EngineCore
 from stage_runtime.engines.autoregressive.core.executors import InlineExecutor
-from stage_runtime.engines.autoregressive.model.attention import GatherAttention, LayerShape
 from stage_runtime.engines.autoregressive.model.model_runner import NAN, ModelRunner
 from stage_runtime.engines.autoregressive.model.models import (
     PagedModel,
@@ -22,6 +21,7 @@ from stage_runtime.engines.autoregressive.model.models import (
     load_plain,
     positions_of,
 )
+from stage_runtime.engines.autoregressive.model.paged_attention.attention import GatherAttention, LayerShape
 from stage_runtime.engines.autoregressive.model.refusals import check_config
 from stage_runtime.rules.autoregressive.blocks import BlockPool
 from stage_runtime.rules.autoregressive.requests import FinishReason

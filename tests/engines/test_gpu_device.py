@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from stage_runtime.engines import loading, threads
+from stage_runtime.engines.making import loading
+from stage_runtime.engines.threads import stage_threads
 from tests.engines.test_loading_engines import Here, plan
 
 
@@ -25,7 +26,7 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 
 def run(name: str, target: Callable[[], Any]) -> None:
     failed = list[BaseException]()
-    threads.start(name, target, crashed=failed.append).join()
+    stage_threads.start(name, target, crashed=failed.append).join()
     assert failed == []
 
 

@@ -11,8 +11,8 @@ import pytest
 
 from omnipipeline_spec.types.plan import StagePlan
 from stage_runtime import api as omni
-from stage_runtime.engines import gpumemory
 from stage_runtime.engines.autoregressive.stage import factory
+from stage_runtime.engines.gpus import gpumemory
 from stage_runtime.errors import ConfigurationError
 
 GIB = 1 << 30

@@ -13,7 +13,7 @@ import torch
 from stage_runtime.engines.autoregressive.connectors import crossing
 from stage_runtime.engines.autoregressive.connectors.crossing import ToEngine, ToStage
 from stage_runtime.engines.autoregressive.core.engine_requests import EngineCoreRequest
-from stage_runtime.engines.autoregressive.process.serial import MsgpackDecoder, MsgpackEncoder
+from stage_runtime.engines.autoregressive.process.messages.serial import MsgpackDecoder, MsgpackEncoder
 from stage_runtime.engines.autoregressive.stage.engine_rooms import UNKNOWN, EngineRooms
 from stage_runtime.errors import PeerError, ProtocolError
 from stage_runtime.kv_transfer import records

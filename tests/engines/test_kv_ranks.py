@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stage_runtime.engines.autoregressive.model.block_pages import BlockPages, Page
+from stage_runtime.engines.autoregressive.model.paged_attention.block_pages import BlockPages, Page
 from stage_runtime.engines.autoregressive.tensor_parallel import shares
 from stage_runtime.engines.autoregressive.tensor_parallel.ranks import RankLost, RankPages
 from tests.engines.generation_kit import alone

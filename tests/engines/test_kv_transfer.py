@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import torch
 
-from stage_runtime.engines.autoregressive.model.block_pages import BlockPages, Page
+from stage_runtime.engines.autoregressive.model.paged_attention.block_pages import BlockPages, Page
 from stage_runtime.engines.autoregressive.sampling.parameters import SamplingParams
 from stage_runtime.kv_transfer import records
 from stage_runtime.kv_transfer.interface import Room

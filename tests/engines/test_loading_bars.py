@@ -12,7 +12,7 @@ import pytest
 from tqdm.auto import tqdm
 
 from omnipipeline_spec.types.plan import StagePlan
-from stage_runtime.engines import bars
+from stage_runtime.engines.making import bars
 from stage_runtime.stage.context import RankContext
 from tests.cluster.hub import COMMIT, MODEL, serving
 from tests.engines.generation_kit import tiny_model

@@ -14,8 +14,8 @@ import stage_runtime as omni
 from omnipipeline_spec.types.plan import StagePlan
 from stage_runtime.engines.batched import BatchedEngine
 from stage_runtime.engines.custom import CustomEngine
-from stage_runtime.engines.loading import as_engine, create
-from stage_runtime.engines.resolving import resolve
+from stage_runtime.engines.making.loading import as_engine, create
+from stage_runtime.engines.making.resolving import resolve
 from stage_runtime.engines.simple import AsyncEngine, SyncEngine
 from stage_runtime.engines.streaming import StreamingEngine
 from stage_runtime.errors import ConfigurationError

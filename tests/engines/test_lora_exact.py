@@ -16,10 +16,10 @@ from stage_runtime.engines.autoregressive.kernels import native
 from stage_runtime.engines.autoregressive.loading import compiling
 from stage_runtime.engines.autoregressive.lora import sites
 from stage_runtime.engines.autoregressive.lora.layers import LoRALayers
-from stage_runtime.engines.autoregressive.model.attention import GatherAttention
-from stage_runtime.engines.autoregressive.model.input_batch import Pass
 from stage_runtime.engines.autoregressive.model.model_runner import ModelRunner
 from stage_runtime.engines.autoregressive.model.models import PagedModel
+from stage_runtime.engines.autoregressive.model.paged_attention.attention import GatherAttention
+from stage_runtime.engines.autoregressive.model.rows.input_batch import Pass
 from stage_runtime.engines.autoregressive.sampling.parameters import SamplingParams
 from stage_runtime.errors import RequestError
 from tests.engines.generation_kit import GREEDY, VOCABULARY, Answers, alone, alone_with, tiny_model

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 import stage_runtime as omni
-from stage_runtime.engines import events, loading
+from stage_runtime.engines import events
+from stage_runtime.engines.making import loading
 from stage_runtime.metrics import catalog, planes
 from tests.engines.engine_kit import PATIENCE_S, Rig, running
 from tests.engines.generation_kit import alone_with, tiny_model, tiny_tokenizer

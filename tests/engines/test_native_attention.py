@@ -11,7 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stage_runtime.engines.autoregressive.kernels import attention_pages
-from stage_runtime.engines.autoregressive.model.attention import BatchMeta, GatherAttention, LayerCall, LayerShape
+from stage_runtime.engines.autoregressive.model.paged_attention.attention import (
+    BatchMeta,
+    GatherAttention,
+    LayerCall,
+    LayerShape,
+)
 from stage_runtime.errors import ConfigurationError
 from tests.engines.generation_kit import tiny_model, tiny_tokenizer
 from tests.thoroughness import examples

@@ -11,11 +11,11 @@ import torch
 
 from stage_runtime.engines.autoregressive.clients.sync_mp import SyncMPClient
 from stage_runtime.engines.autoregressive.core.engine_requests import EngineCoreRequest
-from stage_runtime.engines.autoregressive.model.embeddings import ModelEmbeddings
-from stage_runtime.engines.autoregressive.process.engine_messages import SchedulerStats
+from stage_runtime.engines.autoregressive.model.rows.embeddings import ModelEmbeddings
 from stage_runtime.engines.autoregressive.process.launching import EngineLaunch
+from stage_runtime.engines.autoregressive.process.messages.engine_messages import SchedulerStats
 from stage_runtime.engines.autoregressive.sampling.parameters import SamplingParams
-from stage_runtime.engines.autoregressive.text.prompt_rows import ROW, Extension, RequestRows
+from stage_runtime.engines.autoregressive.text.prompts.prompt_rows import ROW, Extension, RequestRows
 from tests.engines.generation_kit import (
     BACKENDS,
     CONFIGS,

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 import stage_runtime as omni
-from stage_runtime.engines.autoregressive.model.embeddings import ModelEmbeddings
+from stage_runtime.engines.autoregressive.model.rows.embeddings import ModelEmbeddings
 from stage_runtime.engines.autoregressive.sampling.parameters import SamplingParams
-from stage_runtime.engines.autoregressive.text.prompt_rows import (
+from stage_runtime.engines.autoregressive.text.prompts.prompt_rows import (
     ROW,
     AddedRows,
     Extension,

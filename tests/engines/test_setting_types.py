@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import stage_runtime as omni
-from stage_runtime.engines import loading, setting_types
+from stage_runtime.engines.making import loading, setting_types
 from stage_runtime.errors import ConfigurationError
 
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import stage_runtime as omni
-from stage_runtime.engines.loading import as_engine
+from stage_runtime.engines.making.loading import as_engine
 from stage_runtime.engines.simple import is_async
 from tests.engines.engine_kit import PATIENCE_S, Rig, gate, running
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 import stage_runtime as omni
-from stage_runtime.engines import loading
 from stage_runtime.engines.autoregressive.loading import loader
+from stage_runtime.engines.making import loading
 from stage_runtime.errors import ConfigurationError
 from stage_runtime.metrics import catalog
 from tests.engines.engine_kit import running

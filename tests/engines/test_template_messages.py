@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from stage_runtime.api import Prompt
-from stage_runtime.engines.autoregressive.text import prompting, tools
-from stage_runtime.engines.autoregressive.text.call_forms import FORMS
-from stage_runtime.engines.autoregressive.text.controls import TextEncoder
+from stage_runtime.engines.autoregressive.text.prompts import prompting
+from stage_runtime.engines.autoregressive.text.prompts.controls import TextEncoder
+from stage_runtime.engines.autoregressive.text.tool_calls import tools
+from stage_runtime.engines.autoregressive.text.tool_calls.call_forms import FORMS
 from stage_runtime.errors import InvalidRequest, RequestError
 from stage_runtime.wire.values import OmniRequest, StagePayload
 from tests.engines.tokenizer_kit import tokenizer

@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 from stage_runtime.engines.autoregressive.sampling import parameters
 from stage_runtime.engines.autoregressive.sampling.parameters import SamplingParams
 from stage_runtime.engines.autoregressive.stage.answers import LONG
-from stage_runtime.engines.autoregressive.text import prompting, tools
-from stage_runtime.engines.autoregressive.text.calls import Call
-from stage_runtime.engines.autoregressive.text.controls import TextEncoder
-from stage_runtime.engines.autoregressive.text.grammar_texts import Grammar
+from stage_runtime.engines.autoregressive.text.prompts import prompting
+from stage_runtime.engines.autoregressive.text.prompts.controls import TextEncoder
+from stage_runtime.engines.autoregressive.text.structured_output.grammar_texts import Grammar
+from stage_runtime.engines.autoregressive.text.tool_calls import tools
+from stage_runtime.engines.autoregressive.text.tool_calls.calls import Call
 from stage_runtime.errors import InvalidRequest
 from stage_runtime.wire.values import OmniRequest, StagePayload
 from tests.engines.call_kit import parsed

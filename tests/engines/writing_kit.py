@@ -16,7 +16,7 @@ from stage_runtime.engines.autoregressive.core.engine_core import EngineCore
 from stage_runtime.engines.autoregressive.sampling.model_output import ModelOutput, TokenLogprobs
 from stage_runtime.engines.autoregressive.sampling.parameters import SamplingParams
 from stage_runtime.engines.autoregressive.stage.thread_engine import AutoregressiveEngine
-from stage_runtime.engines.autoregressive.text.grammars import Grammars
+from stage_runtime.engines.autoregressive.text.structured_output.grammars import Grammars
 from stage_runtime.rules.autoregressive.blocks import BlockPool
 from stage_runtime.rules.autoregressive.scheduling import Scheduler
 from stage_runtime.rules.autoregressive.steps import Row, SchedulerLimits, SchedulerOutput

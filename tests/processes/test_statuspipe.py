@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from stage_runtime.engines import resolving, threads
+from stage_runtime.engines.making import resolving
+from stage_runtime.engines.threads import stage_threads
 from stage_runtime.errors import ConfigurationError
 from stage_runtime.processes.supervision import statuspipe
 
@@ -69,12 +70,12 @@ def test_lines_of_several_threads_are_never_mixed() -> None:
         for _ in range(20):
             statuspipe.report(writer, statuspipe.Loading(stage=name, message=long))
 
-    threads = [threading.Thread(target=write_events, args=(f"s{number}",)) for number in range(4)]
-    for thread in threads:
+    workers = [threading.Thread(target=write_events, args=(f"s{number}",)) for number in range(4)]
+    for thread in workers:
         thread.start()
 
     def close() -> None:
-        for thread in threads:
+        for thread in workers:
             thread.join()
         os.close(writer)
 
@@ -127,7 +128,7 @@ def test_an_author_s_traceback_begins_with_their_own_code(tmp_path: Path, monkey
     monkeypatch.syspath_prepend(tmp_path)
     caught: list[BaseException] = []
     resolve = functools.partial(resolving.resolve, "authors_module:fn", field="x")
-    threads.start("as a stage's", resolve, crashed=caught.append).join()  # no frame of a test's before ours
+    stage_threads.start("as a stage's", resolve, crashed=caught.append).join()  # no frame of a test's before ours
     failure = statuspipe.failed(caught[0])
     frames = [line for line in failure.traceback.splitlines() if line.startswith("  File")]
     assert [Path(line.split('"')[1]).name for line in frames][:2] == ["authors_module.py", "__init__.py"]

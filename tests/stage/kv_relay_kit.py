@@ -19,7 +19,7 @@ import transformers as untyped
 
 import stage_runtime as omni
 from omnipipeline_spec.types.plan import RelayPlan, StagePlan
-from stage_runtime.engines.loading import as_engine
+from stage_runtime.engines.making.loading import as_engine
 from stage_runtime.kv_transfer.interface import KVSink, KVTransport, Piece, Room
 from stage_runtime.relays.context import RelaySettings
 from stage_runtime.relays.dispatch import Relays

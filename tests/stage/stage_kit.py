@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from omnipipeline_spec.types.plan import StagePlan
-from stage_runtime.engines.loading import as_engine
+from stage_runtime.engines.making.loading import as_engine
 from stage_runtime.errors import LimitReached, TransferError
 from stage_runtime.payloads import encoding
 from stage_runtime.stage.host import Host

@@ -15,7 +15,7 @@ import pytest
 import stage_runtime as omni
 from omnipipeline_spec.types.plan import RelayPlan
 from stage_runtime.engines import events
-from stage_runtime.engines.loading import as_engine
+from stage_runtime.engines.making.loading import as_engine
 from stage_runtime.stage.ranks.rank_following import Follower, FollowerInbox, FollowerOutput
 from stage_runtime.stage.ranks.tensor_parallel import couple
 from stage_runtime.transfers.sending import attempt_key

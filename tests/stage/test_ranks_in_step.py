@@ -13,7 +13,7 @@ import pytest
 
 import stage_runtime as omni
 from stage_runtime.engines import events
-from stage_runtime.engines.loading import as_engine
+from stage_runtime.engines.making.loading import as_engine
 from stage_runtime.stage.ranks.rank_following import FollowedWork, FollowerInbox, FollowerOutput
 from stage_runtime.stage.ranks.tensor_parallel import LeaderInbox, WorkKey, couple
 from stage_runtime.wire.values import OmniRequest, StagePayload

@@ -21,7 +21,7 @@ from stage_runtime.engines.autoregressive.core.engine_requests import EngineCore
 from stage_runtime.engines.autoregressive.loading import loader
 from stage_runtime.engines.autoregressive.sampling.parameters import SamplingParams
 from stage_runtime.engines.autoregressive.text import decoding
-from stage_runtime.engines.autoregressive.text.prompting import encode
+from stage_runtime.engines.autoregressive.text.prompts.prompting import encode
 from tests.voice import questions
 
 FACTS = Path(__file__).parents[2] / "examples/voice/facts.txt"

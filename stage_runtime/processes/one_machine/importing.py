@@ -2,7 +2,7 @@
 
 Here: both ends. The child imports the author's modules and calls nothing of them; it writes one line before and one
 after each name, so that a module that ends the process is known by name. Not here: what a dotted name means
-(`engines.resolving`). The parent's end is called by `cli.validate`, the child's by `__main__`.
+(`engines.making.resolving`). The parent's end is called by `cli.validate`, the child's by `__main__`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import msgspec
 
 from omnipipeline_spec.types.errors import Fault
 from omnipipeline_spec.types.plan import PipelinePlan, StagePlan
-from stage_runtime.engines import loading, resolving
+from stage_runtime.engines.making import loading, resolving
 from stage_runtime.errors import ConfigurationError, describe, raised_at
 from stage_runtime.processes.one_machine.prepared import Prepared
 from stage_runtime.processes.supervision.children import describe_exit

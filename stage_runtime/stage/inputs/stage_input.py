@@ -14,10 +14,11 @@ from typing import Any
 
 from omnipipeline_spec.types.plan import StagePlan
 from omnipipeline_spec.types.pods import COORDINATOR
-from stage_runtime.engines import events, threads
+from stage_runtime.engines import events
 from stage_runtime.engines.base import Engine, Inbox
 from stage_runtime.engines.simple import TakesNoChunks
 from stage_runtime.engines.streaming import StreamingEngine
+from stage_runtime.engines.threads import stage_threads
 from stage_runtime.errors import HookError, ProtocolError
 from stage_runtime.payloads import devices
 from stage_runtime.profiler import events as profile
@@ -84,7 +85,7 @@ class StageInput:
         self._joins: Joins | None = None
         if plan.wait_for:
             self._joins = Joins(plan.name, hooks, begin=self._begin_merged, fail=fail, look_ahead=self._look_ahead)
-            threads.start(f"{plan.name}-joins", self._joins.run, crashed=crashed)
+            stage_threads.start(f"{plan.name}-joins", self._joins.run, crashed=crashed)
 
     # --- what comes ---------------------------------------------------------------------------------------------
 

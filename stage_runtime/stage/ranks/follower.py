@@ -13,9 +13,9 @@ from threading import Event, Thread
 from typing import Any
 
 from omnipipeline_spec.types.plan import StagePlan
-from stage_runtime.engines import threads
 from stage_runtime.engines.base import Engine
 from stage_runtime.engines.custom import EngineCrashed
+from stage_runtime.engines.threads import stage_threads
 from stage_runtime.errors import ProtocolError
 from stage_runtime.metrics import planes
 from stage_runtime.payloads import devices
@@ -92,7 +92,7 @@ class FollowerHost:
         self._endpoint = endpoint
 
     def load(self, make: Callable[[StagePlan], Engine]) -> None:
-        self._thread = threads.start(self._plan.name, self._run, make, crashed=self._crashed)
+        self._thread = stage_threads.start(self._plan.name, self._run, make, crashed=self._crashed)
 
     def close(self, timeout_s: float = 0.0) -> None:
         """End the engine: its requests are aborted, so that `finally` blocks run, within ``timeout_s``."""

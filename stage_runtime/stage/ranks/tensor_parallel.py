@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple, Protocol
 
 from stage_runtime.engines import events
 from stage_runtime.engines.base import Engine, Inbox, Work
-from stage_runtime.engines.loops import LoopEngine
+from stage_runtime.engines.threads.loops import LoopEngine
 from stage_runtime.errors import ConfigurationError, ValueRefused
 from stage_runtime.payloads import encoding
 from stage_runtime.profiler.templates import Template

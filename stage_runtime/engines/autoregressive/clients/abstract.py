@@ -17,7 +17,8 @@ import msgspec
 from stage_runtime.engines.autoregressive.connectors.crossing import ToEngine, ToStage
 from stage_runtime.engines.autoregressive.core.engine_requests import EngineCoreRequest
 from stage_runtime.engines.autoregressive.process import launching
-from stage_runtime.engines.autoregressive.process.engine_messages import (
+from stage_runtime.engines.autoregressive.process.launching import EngineLaunch, EngineProcess, ForeignProcess
+from stage_runtime.engines.autoregressive.process.messages.engine_messages import (
     ENGINE_CORE_DEAD,
     KV,
     READY,
@@ -34,9 +35,8 @@ from stage_runtime.engines.autoregressive.process.engine_messages import (
     UtilityOutput,
     identity,
 )
-from stage_runtime.engines.autoregressive.process.launching import EngineLaunch, EngineProcess, ForeignProcess
-from stage_runtime.engines.autoregressive.process.serial import Buffer, MsgpackDecoder, MsgpackEncoder
-from stage_runtime.engines.autoregressive.text.prompt_rows import Extension
+from stage_runtime.engines.autoregressive.process.messages.serial import Buffer, MsgpackDecoder, MsgpackEncoder
+from stage_runtime.engines.autoregressive.text.prompts.prompt_rows import Extension
 from stage_runtime.errors import ConfigurationError, EngineDeadError, OmniError, PeerError, ProtocolError, RequestError
 from stage_runtime.sockets import multipart
 

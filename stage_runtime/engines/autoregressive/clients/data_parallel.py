@@ -15,7 +15,8 @@ from stage_runtime.engines.autoregressive.clients.abstract import lost
 from stage_runtime.engines.autoregressive.clients.async_mp import AsyncMPClient
 from stage_runtime.engines.autoregressive.core.engine_requests import EngineCoreRequest
 from stage_runtime.engines.autoregressive.data_parallel.dp_coordinator import DPCoordinator
-from stage_runtime.engines.autoregressive.process.engine_messages import (
+from stage_runtime.engines.autoregressive.process.launching import EngineLaunch, ForeignProcess
+from stage_runtime.engines.autoregressive.process.messages.engine_messages import (
     Coordination,
     EngineCoreOutputs,
     FrontEnd,
@@ -23,7 +24,6 @@ from stage_runtime.engines.autoregressive.process.engine_messages import (
     ScaleEngines,
     identity,
 )
-from stage_runtime.engines.autoregressive.process.launching import EngineLaunch, ForeignProcess
 from stage_runtime.errors import ConfigurationError, EngineDeadError
 from stage_runtime.rules.autoregressive.balancing import Balancer
 from stage_runtime.rules.autoregressive.waves import PublishState

@@ -9,11 +9,11 @@ from stage_runtime.engines.autoregressive.clients.abstract import UtilityFailed
 from stage_runtime.engines.autoregressive.core.engine_requests import EngineCoreRequest
 from stage_runtime.engines.autoregressive.core.operations import OPERATIONS
 from stage_runtime.engines.autoregressive.core.serving import Served
-from stage_runtime.engines.autoregressive.process.engine_messages import EngineCoreOutputs, Refused, refused
 from stage_runtime.engines.autoregressive.process.launching import EngineLaunch
+from stage_runtime.engines.autoregressive.process.messages.engine_messages import EngineCoreOutputs, Refused, refused
 from stage_runtime.engines.autoregressive.process.reporting import stats_of
-from stage_runtime.engines.autoregressive.text.prompt_rows import Extension
-from stage_runtime.engines.resolving import resolve
+from stage_runtime.engines.autoregressive.text.prompts.prompt_rows import Extension
+from stage_runtime.engines.making.resolving import resolve
 from stage_runtime.errors import ConfigurationError, RequestError, describe
 
 

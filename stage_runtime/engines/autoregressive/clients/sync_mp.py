@@ -10,9 +10,9 @@ from typing import Any
 
 from stage_runtime.engines.autoregressive.clients.abstract import LOOK_EVERY_S, MPClient, result_of
 from stage_runtime.engines.autoregressive.core.engine_requests import EngineCoreRequest
-from stage_runtime.engines.autoregressive.process.engine_messages import EngineCoreOutputs, UtilityOutput
 from stage_runtime.engines.autoregressive.process.launching import EngineLaunch
-from stage_runtime.engines.autoregressive.text.prompt_rows import Extension
+from stage_runtime.engines.autoregressive.process.messages.engine_messages import EngineCoreOutputs, UtilityOutput
+from stage_runtime.engines.autoregressive.text.prompts.prompt_rows import Extension
 from stage_runtime.sockets import multipart
 
 

@@ -1,9 +1,9 @@
 """A folder of files, one for each block of keys and values: reading, writing, and which are the oldest. No engine here.
 
 A file's name is the hash of its prompt up to the block's end, in a folder of the layout's digest. Its bytes are a
-header, a checksum and what `model.block_pages.BlockPages.export` gives for one block. It is written under another name
-and then renamed, so several processes may share a folder; each keeps it below its own bound. Calls in threads of the
-connector.
+header, a checksum and what `model.paged_attention.block_pages.BlockPages.export` gives for one block. It is written
+under another name and then renamed, so several processes may share a folder; each keeps it below its own bound. Calls
+in threads of the connector.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from stage_runtime.engines.autoregressive.connectors.hops import Hops
 from stage_runtime.engines.autoregressive.core.engine_core import EngineCore
 from stage_runtime.engines.autoregressive.core.engine_requests import EngineCoreRequest
 from stage_runtime.engines.autoregressive.core.kv_connector import Failure, Local, Post
-from stage_runtime.engines.autoregressive.text.prompt_rows import ROW
+from stage_runtime.engines.autoregressive.text.prompts.prompt_rows import ROW
 from stage_runtime.errors import ProtocolError
 from stage_runtime.kv_transfer import records
 from stage_runtime.kv_transfer.interface import Room, Source

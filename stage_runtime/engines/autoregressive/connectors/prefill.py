@@ -23,7 +23,7 @@ from stage_runtime.engines.autoregressive.core.engine_core import EngineCore
 from stage_runtime.engines.autoregressive.core.engine_requests import EngineCoreRequest
 from stage_runtime.engines.autoregressive.core.kv_connector import Post
 from stage_runtime.engines.autoregressive.sampling.parameters import SamplingParams
-from stage_runtime.engines.autoregressive.text.prompt_rows import AddedRows
+from stage_runtime.engines.autoregressive.text.prompts.prompt_rows import AddedRows
 from stage_runtime.errors import ProtocolError, describe
 from stage_runtime.kv_transfer import records
 from stage_runtime.kv_transfer.interface import Room

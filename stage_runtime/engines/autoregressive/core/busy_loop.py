@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from stage_runtime.engines.autoregressive.core.engine_core import EngineCore
 from stage_runtime.engines.autoregressive.core.engine_requests import EngineCoreOutput, EngineCoreRequest
-from stage_runtime.engines.autoregressive.text.prompt_rows import PlacedRows
+from stage_runtime.engines.autoregressive.text.prompts.prompt_rows import PlacedRows
 from stage_runtime.errors import IllegalEvent
 from stage_runtime.rules.autoregressive.requests import Request
 

@@ -22,14 +22,14 @@ from stage_runtime.engines.autoregressive.core.step_dumps import StepDumps
 from stage_runtime.engines.autoregressive.lora.registry import Adapters
 from stage_runtime.engines.autoregressive.model.model_runner import Drafted
 from stage_runtime.engines.autoregressive.sampling.model_output import ModelOutput
-from stage_runtime.engines.autoregressive.text import draft_masks
-from stage_runtime.engines.autoregressive.text.grammar_texts import Grammar, GrammarRefused
-from stage_runtime.engines.autoregressive.text.prompt_rows import (
+from stage_runtime.engines.autoregressive.text.prompts.prompt_rows import (
     Embeddings,
     Extension,
     PlacedRows,
 )
 from stage_runtime.engines.autoregressive.text.reasoning import Matcher
+from stage_runtime.engines.autoregressive.text.structured_output import draft_masks
+from stage_runtime.engines.autoregressive.text.structured_output.grammar_texts import Grammar, GrammarRefused
 from stage_runtime.errors import describe
 from stage_runtime.rules.autoregressive import drafts
 from stage_runtime.rules.autoregressive.requests import Reason, Request, RequestStatus

@@ -12,7 +12,7 @@ import msgspec
 
 from stage_runtime.engines.autoregressive.sampling.model_output import GivenRows, TokenLogprobs
 from stage_runtime.engines.autoregressive.sampling.parameters import SamplingParams
-from stage_runtime.engines.autoregressive.text.prompt_rows import AddedRows
+from stage_runtime.engines.autoregressive.text.prompts.prompt_rows import AddedRows
 from stage_runtime.kv_transfer.interface import Source
 from stage_runtime.rules.autoregressive.requests import FinishReason, Hold, Reason
 

@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterable
 from stage_runtime.engines.autoregressive.core.engine_requests import EngineCoreRequest
 from stage_runtime.engines.autoregressive.lora.registry import Adapter, Adapters
 from stage_runtime.engines.autoregressive.sampling.parameters import SamplingParams
-from stage_runtime.engines.autoregressive.text.grammar_texts import Grammar
-from stage_runtime.engines.autoregressive.text.prompt_rows import (
+from stage_runtime.engines.autoregressive.text.prompts.prompt_rows import (
     ROW,
     Embeddings,
     Extension,
@@ -21,6 +20,7 @@ from stage_runtime.engines.autoregressive.text.prompt_rows import (
     RequestRows,
 )
 from stage_runtime.engines.autoregressive.text.reasoning import Matcher
+from stage_runtime.engines.autoregressive.text.structured_output.grammar_texts import Grammar
 from stage_runtime.errors import ContextLengthExceeded
 from stage_runtime.rules.autoregressive.requests import Request, TokenLimits
 

@@ -18,7 +18,7 @@ from typing import Final, TypeAlias
 import msgspec
 
 from stage_runtime.engines.autoregressive.process import parents
-from stage_runtime.engines.autoregressive.process.engine_messages import (
+from stage_runtime.engines.autoregressive.process.messages.engine_messages import (
     READY,
     EngineCoreRequestType,
     Replaced,

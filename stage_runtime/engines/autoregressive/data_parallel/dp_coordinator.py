@@ -7,8 +7,8 @@ import signal
 from types import TracebackType
 from typing import Final
 
-from stage_runtime.engines.autoregressive.process.engine_messages import Coordination
 from stage_runtime.engines.autoregressive.process.launching import EngineProcess
+from stage_runtime.engines.autoregressive.process.messages.engine_messages import Coordination
 from stage_runtime.errors import ConfigurationError
 from stage_runtime.sockets import multipart
 

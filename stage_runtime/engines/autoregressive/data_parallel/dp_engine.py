@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from stage_runtime.engines.autoregressive.core.busy_loop import BusyLoop, ShutdownState
 from stage_runtime.engines.autoregressive.core.serving import Served
-from stage_runtime.engines.autoregressive.process.engine_messages import (
+from stage_runtime.engines.autoregressive.process.messages.engine_messages import (
     COORDINATOR,
     EngineCoreOutputs,
     Init,

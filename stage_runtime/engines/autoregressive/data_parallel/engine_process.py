@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from stage_runtime.engines.autoregressive.data_parallel.dp_engine import DataParallelProc, DPEngineCoreProc
 from stage_runtime.engines.autoregressive.process import program
-from stage_runtime.engines.autoregressive.process.engine_messages import Init
+from stage_runtime.engines.autoregressive.process.messages.engine_messages import Init
 from stage_runtime.engines.autoregressive.process.proc import EngineCoreProc
 
 

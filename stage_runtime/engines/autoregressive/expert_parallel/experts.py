@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from stage_runtime.engines.autoregressive.expert_parallel.meetings import ExpertRanks
-from stage_runtime.engines.autoregressive.model.input_batch import Pass
 from stage_runtime.engines.autoregressive.model.model_runner import ModelRunner
 from stage_runtime.engines.autoregressive.model.models import Computed, UnsupportedModel
+from stage_runtime.engines.autoregressive.model.rows.input_batch import Pass
 from stage_runtime.errors import describe
 
 log = logging.getLogger(__name__)

@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from stage_runtime.engines.autoregressive.core.engine_requests import EngineCoreOutput, EngineCoreRequest
-from stage_runtime.engines.autoregressive.process.engine_messages import (
+from stage_runtime.engines.autoregressive.process.messages.engine_messages import (
     EngineCoreOutputs,
     Refused,
     SchedulerStats,
 )
 from stage_runtime.engines.autoregressive.sampling.model_output import TokenLogprobs
-from stage_runtime.engines.autoregressive.text.prompt_rows import Extension
+from stage_runtime.engines.autoregressive.text.prompts.prompt_rows import Extension
 from stage_runtime.errors import EngineDeadError, InvalidRequest
 from stage_runtime.rules.autoregressive.requests import FinishReason, Reason
 

@@ -20,7 +20,7 @@ from stage_runtime.engines.autoregressive.core.engine_requests import EngineCore
 from stage_runtime.engines.autoregressive.external import fields, gguf_file
 from stage_runtime.engines.autoregressive.external.client import ExternalClient, output
 from stage_runtime.engines.autoregressive.model import dtypes, models
-from stage_runtime.engines.autoregressive.process.engine_messages import Refused
+from stage_runtime.engines.autoregressive.process.messages.engine_messages import Refused
 from stage_runtime.engines.autoregressive.sampling.parameters import SamplingParams, fields_of
 from stage_runtime.errors import ConfigurationError, describe
 from stage_runtime.rules.autoregressive.requests import FinishReason

@@ -18,11 +18,16 @@ from stage_runtime.engines.autoregressive.core.engine_requests import EngineCore
 from stage_runtime.engines.autoregressive.external import fields
 from stage_runtime.engines.autoregressive.external.client import ExternalClient, output
 from stage_runtime.engines.autoregressive.model import dtypes, models
-from stage_runtime.engines.autoregressive.process.engine_messages import Refused
+from stage_runtime.engines.autoregressive.process.messages.engine_messages import Refused
 from stage_runtime.engines.autoregressive.sampling.model_output import TokenLogprobs
 from stage_runtime.engines.autoregressive.sampling.parameters import SamplingParams, fields_of
-from stage_runtime.engines.autoregressive.text.grammar_texts import MOST, WRITTEN, Grammar, GrammarRefused
-from stage_runtime.engines.autoregressive.text.grammars import prepared_schema
+from stage_runtime.engines.autoregressive.text.structured_output.grammar_texts import (
+    MOST,
+    WRITTEN,
+    Grammar,
+    GrammarRefused,
+)
+from stage_runtime.engines.autoregressive.text.structured_output.grammars import prepared_schema
 from stage_runtime.errors import ConfigurationError, describe
 from stage_runtime.rules.autoregressive.requests import FinishReason
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from stage_runtime.engines.autoregressive.kernels import native
-from stage_runtime.engines.autoregressive.model.attention import (
+from stage_runtime.engines.autoregressive.model.paged_attention.attention import (
     BatchMeta,
     GatherAttention,
     LayerCall,

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from stage_runtime.engines.autoregressive.kernels import native
 from stage_runtime.engines.autoregressive.model import models
-from stage_runtime.engines.autoregressive.model.attention import LayerCall
+from stage_runtime.engines.autoregressive.model.paged_attention.attention import LayerCall
 
 OWNER: Final = "transformers.models."
 LEAST: Final = 1 << 14  # values for which a thread is worth its start

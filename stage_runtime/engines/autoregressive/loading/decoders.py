@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any, cast
 
 from stage_runtime.api import Autoregressive, Decoder
-from stage_runtime.engines import resolving
 from stage_runtime.engines.autoregressive.model.models import load_tokenizer
+from stage_runtime.engines.making import resolving
 from stage_runtime.errors import ConfigurationError, InvalidRequest, describe
 
 

@@ -10,7 +10,6 @@ from typing import Any, Final, NamedTuple, cast
 import torch
 
 from stage_runtime.api import Autoregressive, NextRows, Step
-from stage_runtime.engines import gpumemory
 from stage_runtime.engines.autoregressive.core.engine_core import EngineCore
 from stage_runtime.engines.autoregressive.core.executors import InlineExecutor, ThreadExecutor
 from stage_runtime.engines.autoregressive.core.step_dumps import StepDumps
@@ -21,21 +20,29 @@ from stage_runtime.engines.autoregressive.kernels import attention_pages, linear
 from stage_runtime.engines.autoregressive.loading import adapting, compiling, decoders, draft_models, preparing
 from stage_runtime.engines.autoregressive.lora import settings as lora_settings
 from stage_runtime.engines.autoregressive.lora.registry import Adapters
-from stage_runtime.engines.autoregressive.model import attention_guests, digests, dtypes
-from stage_runtime.engines.autoregressive.model.attention import AttentionBackend, GatherAttention, LayerShape
+from stage_runtime.engines.autoregressive.model import digests, dtypes
 from stage_runtime.engines.autoregressive.model.draft_model import DraftModel
-from stage_runtime.engines.autoregressive.model.embeddings import ModelEmbeddings
-from stage_runtime.engines.autoregressive.model.kept_rows import KeptRows
 from stage_runtime.engines.autoregressive.model.model_runner import ModelRunner
 from stage_runtime.engines.autoregressive.model.models import PagedModel, UnsupportedModel, load_model, settle_long_rope
 from stage_runtime.engines.autoregressive.model.models import load_tokenizer as load_tokenizer
+from stage_runtime.engines.autoregressive.model.paged_attention import attention_guests
+from stage_runtime.engines.autoregressive.model.paged_attention.attention import (
+    AttentionBackend,
+    GatherAttention,
+    LayerShape,
+)
+from stage_runtime.engines.autoregressive.model.rows.embeddings import ModelEmbeddings
+from stage_runtime.engines.autoregressive.model.rows.kept_rows import KeptRows
 from stage_runtime.engines.autoregressive.model.states import STATES_KEPT
 from stage_runtime.engines.autoregressive.speculation import settings
 from stage_runtime.engines.autoregressive.speculation.proposing import NgramProposer
 from stage_runtime.engines.autoregressive.tensor_parallel import sharding
 from stage_runtime.engines.autoregressive.tensor_parallel.ranks import Leading, Ranks
-from stage_runtime.engines.autoregressive.text import bounded_numbers, call_forms, reasoning
-from stage_runtime.engines.autoregressive.text.grammars import Grammars
+from stage_runtime.engines.autoregressive.text import reasoning
+from stage_runtime.engines.autoregressive.text.structured_output import bounded_numbers
+from stage_runtime.engines.autoregressive.text.structured_output.grammars import Grammars
+from stage_runtime.engines.autoregressive.text.tool_calls import call_forms
+from stage_runtime.engines.gpus import gpumemory
 from stage_runtime.errors import ConfigurationError
 from stage_runtime.rules.autoregressive.blocks import BlockPool
 from stage_runtime.rules.autoregressive.scheduling import Scheduler

@@ -15,9 +15,9 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from stage_runtime.engines.autoregressive.model.attention import AttentionBackend, BatchMeta
-from stage_runtime.engines.autoregressive.model.block_pages import Page
 from stage_runtime.engines.autoregressive.model.models import FlatBatch, PagedModel
+from stage_runtime.engines.autoregressive.model.paged_attention.attention import AttentionBackend, BatchMeta
+from stage_runtime.engines.autoregressive.model.paged_attention.block_pages import Page
 from stage_runtime.engines.autoregressive.sampling.sampler import RowState, guess
 from stage_runtime.errors import describe
 from stage_runtime.rules.autoregressive.steps import Row

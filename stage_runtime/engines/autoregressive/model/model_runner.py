@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from stage_runtime.engines.autoregressive.model.adapted import AdapterFacts, AdapterRead, AdapterReads, AdapterTokens
-from stage_runtime.engines.autoregressive.model.attention import AttentionBackend, BatchMeta
-from stage_runtime.engines.autoregressive.model.block_pages import BlockPages, Page
-from stage_runtime.engines.autoregressive.model.input_batch import BatchBuilder, Pass
-from stage_runtime.engines.autoregressive.model.kept_rows import KeptRows, OwnRows
 from stage_runtime.engines.autoregressive.model.models import Computed, FlatBatch, PagedModel
-from stage_runtime.engines.autoregressive.model.self_feeding import SelfFeeding
+from stage_runtime.engines.autoregressive.model.paged_attention.attention import AttentionBackend, BatchMeta
+from stage_runtime.engines.autoregressive.model.paged_attention.block_pages import BlockPages, Page
+from stage_runtime.engines.autoregressive.model.rows.input_batch import BatchBuilder, Pass
+from stage_runtime.engines.autoregressive.model.rows.kept_rows import KeptRows, OwnRows
+from stage_runtime.engines.autoregressive.model.rows.self_feeding import SelfFeeding
 from stage_runtime.engines.autoregressive.model.states import StateSlots
 from stage_runtime.engines.autoregressive.sampling.model_output import GivenRows, ModelOutput, VerifiedDraft
 from stage_runtime.engines.autoregressive.sampling.parameters import SamplingParams

@@ -19,7 +19,12 @@ from torch import Tensor
 from stage_runtime.api import NextRows, Step
 from stage_runtime.engines.autoregressive.model import adapted, refusals, states
 from stage_runtime.engines.autoregressive.model.adapted import AdapterLayers, AdapterTokens
-from stage_runtime.engines.autoregressive.model.attention import AttentionBackend, LayerCall, LayerShape, output_of
+from stage_runtime.engines.autoregressive.model.paged_attention.attention import (
+    AttentionBackend,
+    LayerCall,
+    LayerShape,
+    output_of,
+)
 from stage_runtime.engines.autoregressive.model.refusals import UnsupportedModel as UnsupportedModel
 from stage_runtime.errors import ConfigurationError, describe
 

@@ -13,8 +13,7 @@ from typing import Any, Final, TypeAlias
 
 import msgspec
 
-from stage_runtime.engines import bars
-from stage_runtime.engines.autoregressive.process.engine_messages import (
+from stage_runtime.engines.autoregressive.process.messages.engine_messages import (
     Coordination,
     EngineFailed,
     EngineHello,
@@ -23,6 +22,7 @@ from stage_runtime.engines.autoregressive.process.engine_messages import (
     Init,
     identity,
 )
+from stage_runtime.engines.making import bars
 from stage_runtime.errors import ConfigurationError
 from stage_runtime.sockets import multipart
 

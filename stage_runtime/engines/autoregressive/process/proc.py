@@ -13,7 +13,7 @@ from stage_runtime.engines.autoregressive.core.engine_core import EngineCore
 from stage_runtime.engines.autoregressive.core.engine_requests import EngineCoreOutput
 from stage_runtime.engines.autoregressive.core.operations import OPERATIONS
 from stage_runtime.engines.autoregressive.core.serving import Served
-from stage_runtime.engines.autoregressive.process.engine_messages import (
+from stage_runtime.engines.autoregressive.process.messages.engine_messages import (
     EngineCoreOutputs,
     Init,
     Refused,
@@ -22,8 +22,8 @@ from stage_runtime.engines.autoregressive.process.engine_messages import (
     identity,
     refused,
 )
-from stage_runtime.engines.autoregressive.process.inputs import Inputs
-from stage_runtime.engines.autoregressive.process.outputs import OutputThread
+from stage_runtime.engines.autoregressive.process.messages.inputs import Inputs
+from stage_runtime.engines.autoregressive.process.messages.outputs import OutputThread
 from stage_runtime.engines.autoregressive.process.reporting import stats_of
 from stage_runtime.engines.autoregressive.process.tracing import EngineTrace
 from stage_runtime.rules.autoregressive.steps import SchedulerOutput

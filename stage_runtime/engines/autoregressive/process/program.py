@@ -18,11 +18,10 @@ from typing import Any, Final, TypeAlias
 import msgspec
 
 from stage_runtime import diagnostics
-from stage_runtime.engines import bars, ending
 from stage_runtime.engines.autoregressive.core.serving import Served
 from stage_runtime.engines.autoregressive.expert_parallel.meetings import Place
 from stage_runtime.engines.autoregressive.process import parents, titles
-from stage_runtime.engines.autoregressive.process.engine_messages import (
+from stage_runtime.engines.autoregressive.process.messages.engine_messages import (
     EngineFailed,
     EngineHello,
     EngineLoading,
@@ -31,7 +30,9 @@ from stage_runtime.engines.autoregressive.process.engine_messages import (
     identity,
 )
 from stage_runtime.engines.autoregressive.process.proc import EngineCoreProc
-from stage_runtime.engines.resolving import resolve
+from stage_runtime.engines.making import bars
+from stage_runtime.engines.making.resolving import resolve
+from stage_runtime.engines.threads import ending
 from stage_runtime.errors import ConfigurationError, PeerError, format_traceback
 from stage_runtime.sockets import multipart
 

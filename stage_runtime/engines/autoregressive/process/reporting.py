@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from stage_runtime.engines.autoregressive.core.engine_core import EngineCore
-from stage_runtime.engines.autoregressive.process.engine_messages import SchedulerStats
+from stage_runtime.engines.autoregressive.process.messages.engine_messages import SchedulerStats
 
 
 def stats_of(core: EngineCore, *, step_counter: int = 0) -> SchedulerStats:

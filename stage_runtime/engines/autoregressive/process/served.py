@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from stage_runtime.api import Autoregressive
-from stage_runtime.engines import gpumemory
 from stage_runtime.engines.autoregressive.connectors import folder, pairing
 from stage_runtime.engines.autoregressive.core.kv_connector import Post
 from stage_runtime.engines.autoregressive.core.serving import EngineKV, Served
 from stage_runtime.engines.autoregressive.expert_parallel.meetings import ExpertRanks, Place
 from stage_runtime.engines.autoregressive.loading.loader import load
+from stage_runtime.engines.gpus import gpumemory
 
 log = logging.getLogger(__name__)
 

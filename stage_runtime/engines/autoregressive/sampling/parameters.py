@@ -13,8 +13,8 @@ from typing import Annotated, Any, Final, get_type_hints
 import msgspec
 from msgspec import Meta
 
-from stage_runtime.engines.autoregressive.text import call_forms
-from stage_runtime.engines.autoregressive.text.grammar_texts import Grammar
+from stage_runtime.engines.autoregressive.text.structured_output.grammar_texts import Grammar
+from stage_runtime.engines.autoregressive.text.tool_calls import call_forms
 from stage_runtime.errors import InvalidRequest
 
 MAX_LOGPROBS: Final = 20  # OpenAI's bound of top_logprobs

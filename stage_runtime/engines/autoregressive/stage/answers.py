@@ -16,18 +16,20 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import msgspec
 
 from stage_runtime.api import Autoregressive, Generation, Prompt, StageContext
-from stage_runtime.engines.autoregressive.core.choices import Choice, Echo
 from stage_runtime.engines.autoregressive.core.engine_requests import EngineCoreOutput, EngineCoreRequest
-from stage_runtime.engines.autoregressive.core.output_processor import OutputProcessor, RequestOutput
+from stage_runtime.engines.autoregressive.core.output.choices import Choice, Echo
+from stage_runtime.engines.autoregressive.core.output.output_processor import OutputProcessor, RequestOutput
 from stage_runtime.engines.autoregressive.lora import settings as lora_settings
 from stage_runtime.engines.autoregressive.sampling import parameters
 from stage_runtime.engines.autoregressive.stage.client_reports import ClientReport
-from stage_runtime.engines.autoregressive.text import call_forms, decoding, prompting, reasoning, token_requests
-from stage_runtime.engines.autoregressive.text.controls import TextEncoder
+from stage_runtime.engines.autoregressive.text import decoding, reasoning, token_requests
 from stage_runtime.engines.autoregressive.text.detokenizer import Spelling
-from stage_runtime.engines.autoregressive.text.prompt_rows import AddedRows
+from stage_runtime.engines.autoregressive.text.prompts import prompting
+from stage_runtime.engines.autoregressive.text.prompts.controls import TextEncoder
+from stage_runtime.engines.autoregressive.text.prompts.prompt_rows import AddedRows
 from stage_runtime.engines.autoregressive.text.reasoning import THINK, THOUGHT, ThoughtSplitter
 from stage_runtime.engines.autoregressive.text.token_requests import TokenRequests
+from stage_runtime.engines.autoregressive.text.tool_calls import call_forms
 from stage_runtime.engines.base import Gate, Outbox, Work
 from stage_runtime.engines.custom import RequestIds
 from stage_runtime.engines.running import Yields

@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from stage_runtime.api import Autoregressive, StageContext
-from stage_runtime.engines import gpumemory
 from stage_runtime.engines.autoregressive.clients import making
 from stage_runtime.engines.autoregressive.lora import settings as lora_settings
 from stage_runtime.engines.autoregressive.process.launching import EngineLaunch
 from stage_runtime.engines.autoregressive.stage.process_engine import MOST_ENGINES, EngineClient, ProcessEngine
 from stage_runtime.engines.base import Engine
+from stage_runtime.engines.gpus import gpumemory
 from stage_runtime.errors import ConfigurationError
 
 if TYPE_CHECKING:

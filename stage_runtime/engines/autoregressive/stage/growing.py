@@ -12,8 +12,8 @@ from typing import Any, NamedTuple, TypeAlias
 from stage_runtime.api import Feed, Prompt
 from stage_runtime.engines import events, streaming
 from stage_runtime.engines.autoregressive.stage.answers import Entered, GenerationAnswers
-from stage_runtime.engines.autoregressive.text import prompting
-from stage_runtime.engines.autoregressive.text.prompt_rows import AddedRows, Extension
+from stage_runtime.engines.autoregressive.text.prompts import prompting
+from stage_runtime.engines.autoregressive.text.prompts.prompt_rows import AddedRows, Extension
 from stage_runtime.engines.base import Outbox, Work
 from stage_runtime.errors import RequestError
 from stage_runtime.wire.values import Chunk, OmniRequest, StagePayload

@@ -20,13 +20,13 @@ from stage_runtime.engines.autoregressive.clients.data_parallel import DPLBAsync
 from stage_runtime.engines.autoregressive.connectors import crossing
 from stage_runtime.engines.autoregressive.core import operations
 from stage_runtime.engines.autoregressive.core.engine_requests import EngineCoreRequest
-from stage_runtime.engines.autoregressive.process.engine_messages import EngineCoreOutputs, SchedulerStats
+from stage_runtime.engines.autoregressive.process.messages.engine_messages import EngineCoreOutputs, SchedulerStats
 from stage_runtime.engines.autoregressive.stage.adapting import EngineAdapters
 from stage_runtime.engines.autoregressive.stage.answers import GenerationAnswers
 from stage_runtime.engines.autoregressive.stage.engine_rooms import EngineRooms, RoomClient
 from stage_runtime.engines.autoregressive.stage.growing import FromStream, GrowingPrompts, Grown
 from stage_runtime.engines.autoregressive.stage.traces import EngineTraces
-from stage_runtime.engines.autoregressive.text.prompt_rows import Extension
+from stage_runtime.engines.autoregressive.text.prompts.prompt_rows import Extension
 from stage_runtime.engines.base import Inbox, Outbox, Work
 from stage_runtime.engines.simple import TakesNoChunks
 from stage_runtime.errors import EngineDeadError, InvalidRequest, RequestError, describe

@@ -19,10 +19,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stage_runtime.engines.autoregressive.model.adapted import AdapterFacts, AdapterRead, AdapterRefused
-from stage_runtime.engines.autoregressive.model.block_pages import BlockPages
-from stage_runtime.engines.autoregressive.model.input_batch import Pass
 from stage_runtime.engines.autoregressive.model.model_runner import ModelRunner
 from stage_runtime.engines.autoregressive.model.models import Computed
+from stage_runtime.engines.autoregressive.model.paged_attention.block_pages import BlockPages
+from stage_runtime.engines.autoregressive.model.rows.input_batch import Pass
 from stage_runtime.engines.autoregressive.tensor_parallel import shares
 from stage_runtime.errors import describe
 

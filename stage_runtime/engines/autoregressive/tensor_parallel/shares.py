@@ -1,7 +1,7 @@
 """Blocks of all tensor-parallel ranks as one flat buffer with all heads, and each rank's part of it. Pure.
 
-The form with all heads is that of an engine without ranks (`model.block_pages`), so engines of any numbers of ranks
-exchange blocks: one joins its ranks' parts, the other splits them among its own.
+The form with all heads is that of an engine without ranks (`model.paged_attention.block_pages`), so engines of any
+numbers of ranks exchange blocks: one joins its ranks' parts, the other splits them among its own.
 """
 
 from __future__ import annotations

@@ -1,0 +1,1 @@
+"""Answers that follow a form: schemas, grammars and their masks."""

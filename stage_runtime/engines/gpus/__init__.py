@@ -1,0 +1,1 @@
+"""A stage's GPU: the current device of each thread, and the memory it may take."""
