@@ -33,7 +33,7 @@ import msgspec
 import psutil
 
 from examples.voice import demo
-from stage_runtime.processes.launching import free_port
+from stage_runtime.processes.starting.launching import free_port
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 RUNTIME: Final = f"{ROOT}/stage_runtime/"

@@ -14,7 +14,8 @@ from omnipipeline_spec.types import pods
 from stage_runtime import diagnostics, errors, settings
 from stage_runtime.engines.threads import ending
 from stage_runtime.errors import ConfigurationError
-from stage_runtime.processes import codefiles, termination
+from stage_runtime.processes.containers import termination
+from stage_runtime.processes.starting import codefiles
 from stage_runtime.processes.supervision import statuspipe
 
 EXIT_FAILED = 1  # in a factory or the configuration; reported, so starting again would not help
@@ -31,7 +32,7 @@ def main() -> int:
         case ["supervisor", *_]:
             return _guarded(lambda: _explained(_supervisor))
         case ["imports", answers]:
-            from stage_runtime.processes.one_machine import importing
+            from stage_runtime.processes.one_machine.preparing import importing
 
             return importing.answer(answers)
         case _:
@@ -72,23 +73,23 @@ def _stage() -> int:
     loaded = settings.stage(os.environ)
     settings.prepare(os.environ, loaded)
     codefiles.put_on_path(loaded.plan.code, loaded.code_dir)
-    from stage_runtime.processes import stage  # after the environment is set: it may import torch
+    from stage_runtime.processes.stages import stage_process  # after the environment is set: it may import torch
 
-    return stage.run(loaded)
+    return stage_process.run(loaded)
 
 
 def _coordinator() -> int:
     loaded = settings.coordinator(os.environ)
     settings.prepare(os.environ, loaded)
     codefiles.put_on_path(loaded.plan.code, loaded.code_dir)
-    from stage_runtime.processes import coordinator
+    from stage_runtime.processes import coordinator_process
 
-    return coordinator.run(loaded)
+    return coordinator_process.run(loaded)
 
 
 def _supervisor() -> int:
     loaded = settings.supervisor(os.environ)
-    from stage_runtime.processes import pod
+    from stage_runtime.processes.containers import pod
 
     return pod.run(loaded)
 

@@ -1,7 +1,7 @@
 """The effect of ``breakpoint()`` in a process of a pipeline: nothing has a terminal there, but with `omni up --debug`.
 
-`processes.launching` names `stop` in PYTHONBREAKPOINT. The debugged process has the terminal's descriptors; in all
-others the line is logged and passed. Not here: which process that is (`processes.one_machine.launcher`).
+`processes.starting.launching` names `stop` in PYTHONBREAKPOINT. The debugged process has the terminal's descriptors; in
+all others the line is logged and passed. Not here: which process that is (`processes.one_machine.launcher`).
 """
 
 from __future__ import annotations

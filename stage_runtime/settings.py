@@ -1,8 +1,8 @@
 """A process's settings, from its environment: read once, checked, frozen.
 
 Here: the variables that start a process, and the plan and key files they name. Not here: those of telemetry, the torch
-profiler and caches, which their rooms read; writing these variables for a child (`processes.launching`). Called by
-`__main__` alone; the result is passed on.
+profiler and caches, which their rooms read; writing these variables for a child (`processes.starting.launching`).
+Called by `__main__` alone; the result is passed on.
 """
 
 from __future__ import annotations

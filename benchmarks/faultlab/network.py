@@ -21,8 +21,8 @@ import msgspec
 from benchmarks.faultlab import looking, namespaces
 from omnipipeline_spec import planning
 from omnipipeline_spec.pipeline import PipelineConfig
-from stage_runtime.processes import codefiles, launching
-from stage_runtime.processes.launching import Addresses, StageLaunch
+from stage_runtime.processes.starting import codefiles, launching
+from stage_runtime.processes.starting.launching import Addresses, StageLaunch
 from stage_runtime.processes.supervision.children import Command
 from stage_runtime.processes.supervision.instances import InstanceSpec, RestartPolicy
 from stage_runtime.processes.supervision.supervisor import Supervisor

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from docs.pictures.style import SANS, page
-from stage_runtime.cli.drawing.arranging import Arrangement, Size, arrange
+from stage_runtime.cli.files.drawing.arranging import Arrangement, Size, arrange
 
 ROOT: Final = Path(__file__).parents[2]
 ROOM_HEIGHT: Final = 30.0

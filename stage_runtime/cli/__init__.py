@@ -17,22 +17,31 @@ from omnipipeline_spec import terminal
 
 #: command -> (module, its one line in --help). Order is the order of a first day with it.
 COMMANDS = {
-    "init": ("stage_runtime.cli.init", "Write a new pipeline to edit."),
-    "up": ("stage_runtime.cli.up", "Run a pipeline on this machine."),
-    "plan": ("stage_runtime.cli.plan", "Show processes, pods, GPUs and the transport of each edge."),
-    "validate": ("stage_runtime.cli.validate", "Name every fault of a pipeline."),
-    "convert": ("stage_runtime.cli.convert", "Print a pipeline as the Kubernetes resource."),
-    "prefetch": ("stage_runtime.cli.prefetch", "Fetch a model of an object store, or check the one that is there."),
-    "scale": ("stage_runtime.cli.scale", "Change the replicas of a group of a running `omni up`."),
-    "restart": ("stage_runtime.cli.restart", "Replace the processes of a group of a running `omni up`."),
-    "logs": ("stage_runtime.cli.logs", "Show what the processes of a running `omni up` have written."),
-    "profile": ("stage_runtime.cli.profile", "Record where requests spend their time, and show it."),
-    "call": ("stage_runtime.cli.call", "Have a stage's engine carry out an operation of its own."),
-    "trace": ("stage_runtime.cli.trace", "Draw where the time of one request went."),
-    "bench": ("stage_runtime.cli.bench", "Measure how long the answers of a running pipeline take."),
-    "top": ("stage_runtime.cli.top", "Show the graph of a running pipeline with its queues and rates."),
-    "stage": ("stage_runtime.cli.stage", "Run one process of a process group, with its environment's settings."),
-    "coordinator": ("stage_runtime.cli.coordinator", "Run the coordinator's process, with its environment's settings."),
+    "init": ("stage_runtime.cli.files.init", "Write a new pipeline to edit."),
+    "up": ("stage_runtime.cli.serving.up", "Run a pipeline on this machine."),
+    "plan": ("stage_runtime.cli.files.plan", "Show processes, pods, GPUs and the transport of each edge."),
+    "validate": ("stage_runtime.cli.files.validate", "Name every fault of a pipeline."),
+    "convert": ("stage_runtime.cli.files.convert", "Print a pipeline as the Kubernetes resource."),
+    "prefetch": (
+        "stage_runtime.cli.roles.prefetch",
+        "Fetch a model of an object store, or check the one that is there.",
+    ),
+    "scale": ("stage_runtime.cli.running.scale", "Change the replicas of a group of a running `omni up`."),
+    "restart": ("stage_runtime.cli.running.restart", "Replace the processes of a group of a running `omni up`."),
+    "logs": ("stage_runtime.cli.running.logs", "Show what the processes of a running `omni up` have written."),
+    "profile": ("stage_runtime.cli.running.profile", "Record where requests spend their time, and show it."),
+    "call": ("stage_runtime.cli.running.call", "Have a stage's engine carry out an operation of its own."),
+    "trace": ("stage_runtime.cli.running.trace", "Draw where the time of one request went."),
+    "bench": ("stage_runtime.cli.running.bench", "Measure how long the answers of a running pipeline take."),
+    "top": ("stage_runtime.cli.running.top", "Show the graph of a running pipeline with its queues and rates."),
+    "stage": (
+        "stage_runtime.cli.roles.stage_command",
+        "Run one process of a process group, with its environment's settings.",
+    ),
+    "coordinator": (
+        "stage_runtime.cli.roles.coordinator_command",
+        "Run the coordinator's process, with its environment's settings.",
+    ),
 }
 
 

@@ -1,7 +1,7 @@
 """Where an engine's workers wait for others: gates of full stream windows, and the inbox.
 
-A worker that waits here is neither stuck nor computing: the watchdog must not count it (`processes.watchdog`), and when
-all of an engine's workers wait at gates, their consumers are notified (`stage.observing.stalling`).
+A worker that waits here is neither stuck nor computing: the watchdog must not count it (`processes.stages.watchdog`),
+and when all of an engine's workers wait at gates, their consumers are notified (`stage.observing.stalling`).
 """
 
 from __future__ import annotations

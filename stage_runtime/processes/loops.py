@@ -1,4 +1,4 @@
-"""Runs a role in an event loop of its own. Called by `stage` and `coordinator`."""
+"""Runs a role in an event loop of its own. Called by `stage_process` and `coordinator_process`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Asyncio tasks of a process's own: one that ends before it is cancelled ends the process, with its reason.
 
 Not here: tasks of one request, whose error boundary is the request (`transfers.receiving`, `engines.threads.loops`,
-`web`). The same rule for threads is in `engines.threads.stage_threads`. Used by `stage` and `coordinator`.
+`web`). The same rule for threads is in `engines.threads.stage_threads`. Used by `stage_process` and
+`coordinator_process`.
 """
 
 from __future__ import annotations

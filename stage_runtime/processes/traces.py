@@ -1,4 +1,4 @@
-"""The exporter of traces that OpenTelemetry's variables ask for. Called by `coordinator` and `stage`."""
+"""The exporter of traces, if OpenTelemetry asks for it. Called by `coordinator_process` and `stage_process`."""
 
 from __future__ import annotations
 

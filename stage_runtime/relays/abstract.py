@@ -15,13 +15,13 @@ import msgspec
 from stage_runtime.errors import TransferError
 from stage_runtime.payloads.pack import Pack
 from stage_runtime.relays.base import Peer, RelayOperation, TransferId
-from stage_runtime.relays.choosing import Medium
+from stage_runtime.relays.choice.choosing import Medium
 from stage_runtime.relays.context import RelayContext
-from stage_runtime.relays.filling import Filling
-from stage_runtime.relays.ledger import Ledger
-from stage_runtime.relays.operations import GetOperation, PutOperation, TransferCompletion
-from stage_runtime.relays.pins import Pins
-from stage_runtime.relays.placing import Placing
+from stage_runtime.relays.memory.filling import Filling
+from stage_runtime.relays.memory.pins import Pins
+from stage_runtime.relays.memory.placing import Placing
+from stage_runtime.relays.moving.ledger import Ledger
+from stage_runtime.relays.moving.operations import GetOperation, PutOperation, TransferCompletion
 
 
 class Announcement(Protocol):

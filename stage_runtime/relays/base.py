@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NewType, Protocol
 
 from stage_runtime.payloads.pack import Arrived, Pack
-from stage_runtime.relays.choosing import Medium
+from stage_runtime.relays.choice.choosing import Medium
 
 Peer = NewType("Peer", str)  #: The incarnation of the process at the other end.
 TransferId = NewType("TransferId", int)  #: Unique per sending process and relay; never used twice.

@@ -9,9 +9,9 @@ from typing import Any, Literal, Protocol
 
 import msgspec
 
-from stage_runtime.relays.arena import Arena
 from stage_runtime.relays.base import OnRelayFailed, OnRelease, Peer
-from stage_runtime.relays.locking import MemoryLock
+from stage_runtime.relays.memory.arena import Arena
+from stage_runtime.relays.memory.locking import MemoryLock
 
 
 class SocketSecurity(Protocol):

@@ -19,14 +19,17 @@ import msgspec
 
 from stage_runtime.errors import ConfigurationError, RelayFailed, TransferError, ValueRefused
 from stage_runtime.payloads.pack import Extracted, Pack
-from stage_runtime.relays import choosing, devices, locking, pieces, registry
-from stage_runtime.relays.arena import Arena
+from stage_runtime.relays import registry
 from stage_runtime.relays.base import Fetch, OnRelayFailed, OnRelease, Peer, Relay, TransferId
-from stage_runtime.relays.choices import Choices
-from stage_runtime.relays.choosing import PROCESS, ProcessFacts, Reached
+from stage_runtime.relays.choice import choosing, devices
+from stage_runtime.relays.choice.choices import Choices
+from stage_runtime.relays.choice.choosing import PROCESS, ProcessFacts, Reached
 from stage_runtime.relays.context import RelayContext, RelaySettings, SocketDoors, SocketSecurity
+from stage_runtime.relays.memory import locking
+from stage_runtime.relays.memory.arena import Arena
+from stage_runtime.relays.memory.pins import Pin
+from stage_runtime.relays.moving import pieces
 from stage_runtime.relays.named import Named, Put
-from stage_runtime.relays.pins import Pin
 from stage_runtime.relays.registry import RELAYS, RelayEntry
 
 Arguments = ParamSpec("Arguments")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from stage_runtime.relays.base import EarlyPut, Peer, TransferId
-from stage_runtime.relays.pieces import PutPieces
+from stage_runtime.relays.moving.pieces import PutPieces
 
 
 class Put(EarlyPut, Protocol):

@@ -29,7 +29,7 @@ from stage_runtime.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from stage_runtime.relays.base import Relay
-    from stage_runtime.relays.choosing import Need
+    from stage_runtime.relays.choice.choosing import Need
     from stage_runtime.relays.context import RelayContext
 
 

@@ -1,7 +1,7 @@
 """One process of a process group: its stages, and who handles what is received. `sockets.frames.receiving.Handler`.
 
 Holds no thread of its own and no state of a request: messages of requests go to `requests`, of members and coordinators
-to `membership`, operations to `administration`. Called by the I/O thread and by `processes.stage`.
+to `membership`, operations to `administration`. Called by the I/O thread and by `processes.stages.stage_process`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The table of all routes: path, handler, types of body and answer, text in OpenAPI. OpenAI's: `openai_routes`.
 
-Called by `app` and by `processes.coordinator`. A test compares the table in docs/http-api.md with it.
+Called by `app` and by `processes.coordinator_process`. A test compares the table in docs/http-api.md with it.
 """
 
 from __future__ import annotations

@@ -2,5 +2,6 @@
 
 Here: the object store (`source`), the folder with its lock, parts and manifest (`cache`, `folders`), hashes
 (`checking`), and how far it is (`progress`). Not here: loading weights (the engines), a hub's models (its own library
-fetches these). Called by `cli.prefetch`, which fetches, and by `processes.rank`, which asks for the folder.
+fetches these). Called by `cli.roles.prefetch`, which fetches, and by `processes.stages.rank`, which asks for the
+folder.
 """

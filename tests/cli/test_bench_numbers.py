@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stage_runtime.cli.measuring import arrivals, prompts, statistics
-from stage_runtime.cli.measuring.statistics import Outcome
+from stage_runtime.cli.running.measuring import arrivals, prompts, statistics
+from stage_runtime.cli.running.measuring.statistics import Outcome
 from stage_runtime.errors import ConfigurationError
 
 FINE = Outcome(latency=1.0, first_token=0.2, gaps=(0.1, 0.3), input_tokens=10, output_tokens=5)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
-from stage_runtime.cli import bench
+from stage_runtime.cli.running import bench
 from stage_runtime.errors import RequestError
 from stage_runtime.wire.values import Audio, Text, Usage
 from tests.web.running import Running, start

@@ -12,8 +12,8 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from stage_runtime.cli import bench
-from stage_runtime.cli.measuring import vocabulary
+from stage_runtime.cli.running import bench
+from stage_runtime.cli.running.measuring import vocabulary
 from tests.cli.test_bench_server import SAID, benched
 from tests.web.running import start
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from omnipipeline_spec import planning
 from omnipipeline_spec.pipeline import Disaggregation, GpuMemory, PipelineConfig, PrefillPlacement, StageConfig
 from omnipipeline_spec.types.plan import PipelinePlan
-from stage_runtime.cli.drawing import mermaid, picture, svg
-from stage_runtime.cli.drawing.arranging import Arrangement, Size, arrange
-from stage_runtime.cli.drawing.routes import Box
+from stage_runtime.cli.files.drawing import mermaid, picture, svg
+from stage_runtime.cli.files.drawing.arranging import Arrangement, Size, arrange
+from stage_runtime.cli.files.drawing.routes import Box
 
 SVG = "{http://www.w3.org/2000/svg}"
 

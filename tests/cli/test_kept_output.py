@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 import stage_runtime as omni
-from stage_runtime.cli import logs
+from stage_runtime.cli.running import logs
 from stage_runtime.errors import RequestError
 from stage_runtime.processes.one_machine.kept_output import KeptOutput, Reader
 

@@ -16,9 +16,10 @@ import pytest
 from click.testing import CliRunner, Result
 
 from stage_runtime import cli
-from stage_runtime.cli import options, runs
+from stage_runtime.cli import options
+from stage_runtime.cli.running import runs
 from stage_runtime.errors import ConfigurationError
-from stage_runtime.processes import rundir
+from stage_runtime.processes.starting import rundir
 
 HELLO = Path(__file__).parents[2] / "examples" / "hello" / "pipeline.yaml"
 OMNI = (sys.executable, "-P", "-m", "stage_runtime")

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from stage_runtime.cli import screens
+from stage_runtime.cli.serving import screens
 from stage_runtime.processes.supervision.instances import ProcessState, ProcessView
 from stage_runtime.processes.supervision.progress import LoadedShare
 

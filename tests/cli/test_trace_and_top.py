@@ -19,7 +19,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console, RenderableType
 
-from stage_runtime.cli import main, top, trace
+from stage_runtime.cli import main
+from stage_runtime.cli.running import top, trace
 from tests.cli.test_up import PATIENCE_S, base, up
 
 __all__ = ["base"]

@@ -11,8 +11,8 @@ import pytest
 
 import stage_runtime as omni
 from omnipipeline_spec import loading, planning
-from stage_runtime.cli import bench
-from stage_runtime.cli.measuring import flags, prompts, statistics
+from stage_runtime.cli.running import bench
+from stage_runtime.cli.running.measuring import flags, prompts, statistics
 from tests.cli.test_bench_vocabulary import VLLM
 from tests.docs.blocks import ROOT, blocks
 

@@ -16,7 +16,7 @@ from omnipipeline_spec import cluster, planning
 from omnipipeline_spec.pipeline import PipelineConfig
 from omnipipeline_spec.types.plan import CoordinatorPlan, GroupPlan, RelayPlan, StagePlan, UnitPlan
 from omnipipeline_spec.types.values import extra_of, fields_of, is_list, without_none
-from stage_runtime.processes.one_machine.unsupported import NOT_IN_THIS_VERSION
+from stage_runtime.processes.one_machine.preparing.unsupported import NOT_IN_THIS_VERSION
 from tests.docs.field_reads import reads
 from tests.docs.test_tables import named, table
 
@@ -29,7 +29,7 @@ ONLY_LOOK = (
         for room in ("graph", "placement", "nearness", "deployment", "transports", "variables")
     ),
     "stage_runtime/cli/",
-    "stage_runtime/processes/one_machine/unsupported.py",
+    "stage_runtime/processes/one_machine/preparing/unsupported.py",
     "operator/omnipipeline_operator/kubectl/",
 )
 #: Derived, not configured: for people who read a plan, and for the planner's map of stages to groups.

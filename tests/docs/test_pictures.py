@@ -14,7 +14,7 @@ from rich.text import Text
 
 from docs.pictures import draw, rooms, scaling_tables
 from stage_runtime import cli
-from stage_runtime.cli import screens
+from stage_runtime.cli.serving import screens
 from stage_runtime.processes.supervision.instances import ProcessView
 from tests.docs.blocks import ROOT, blocks
 

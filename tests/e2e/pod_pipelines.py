@@ -17,8 +17,8 @@ from omnipipeline_spec import planning
 from omnipipeline_spec.pipeline import PipelineConfig
 from omnipipeline_spec.types.plan import CanaryShare, PipelinePlan
 from omnipipeline_spec.types.pods import CANARY_FILE, ON_DEMAND_FILE
-from stage_runtime.processes import launching
-from stage_runtime.processes.launching import Addresses, StageLaunch
+from stage_runtime.processes.starting import launching
+from stage_runtime.processes.starting.launching import Addresses, StageLaunch
 from stage_runtime.processes.supervision.children import Command
 from stage_runtime.processes.supervision.instances import InstanceSpec, RestartPolicy, SupervisedInstance
 from stage_runtime.processes.supervision.statuspipe import Serving

@@ -12,7 +12,7 @@ import pytest
 
 from omnipipeline_spec.cluster import Observability, Tracing
 from omnipipeline_spec.pipeline import PipelineConfig, StageConfig
-from stage_runtime.processes import launching
+from stage_runtime.processes.starting import launching
 from tests.e2e.local_pipelines import APART, PATIENCE_S, Client, diamond, eventually, running
 from tests.e2e.pod_pipelines import pods
 from tests.telemetry import collector

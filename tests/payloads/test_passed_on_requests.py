@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from stage_runtime.payloads import buffers, encoding, pack
-from stage_runtime.relays import pages
+from stage_runtime.relays.memory import pages
 from stage_runtime.wire.values import OmniRequest
 
 INPUTS: dict[str, dict[str, Any]] = {

@@ -6,7 +6,7 @@ import os
 import sys
 from typing import Any, NoReturn
 
-from stage_runtime.processes import rundir
+from stage_runtime.processes.starting import rundir
 
 #: Beginnings of the events that an audit hook gets for steps of making and of sweeping up a run.
 STEPS = ("os.", "open", "fcntl.", "tempfile.", "shutil.", "pathlib.")

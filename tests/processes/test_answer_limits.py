@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from stage_runtime.coordinator.answering.unread_answers import MIB, AnswerLimits
-from stage_runtime.processes.coordinator import MAX_ANSWERS, answer_limits
+from stage_runtime.processes.coordinator_process import MAX_ANSWERS, answer_limits
 
 
 @pytest.mark.parametrize(

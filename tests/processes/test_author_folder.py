@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from stage_runtime.errors import ConfigurationError
-from stage_runtime.processes.one_machine import author_folder
+from stage_runtime.processes.one_machine.preparing import author_folder
 
 ROOT = Path(__file__).parents[2]
 

@@ -19,7 +19,7 @@ REPLACED = {
 WATCHED = """
 import asyncio, io, os, sys
 from stage_runtime import diagnostics
-from stage_runtime.processes.watchdog import Watchdog
+from stage_runtime.processes.stages.watchdog import Watchdog
 
 class Stuck:
     computing, steps = True, 7

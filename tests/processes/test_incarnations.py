@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
-from stage_runtime.processes.draining import StageDrain
-from stage_runtime.processes.incarnations import Incarnations
+from stage_runtime.processes.stages.draining import StageDrain
+from stage_runtime.processes.stages.incarnations import Incarnations
 
 
 async def test_a_fenced_process_closes_its_planes_and_goes_on_as_somebody_else_until_the_end() -> None:

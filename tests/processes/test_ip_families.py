@@ -27,7 +27,7 @@ from omnipipeline_operator.desired.naming import Owner
 from omnipipeline_operator.desired.pods import PodFacts
 from omnipipeline_spec import planning
 from omnipipeline_spec.pipeline import PipelineConfig
-from stage_runtime.processes import codefiles
+from stage_runtime.processes.starting import codefiles
 from stage_runtime.sockets.endpoints import hosts
 from tests.patience import patience
 

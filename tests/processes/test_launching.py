@@ -12,8 +12,8 @@ from omnipipeline_spec.pipeline import GpuMemory, PipelineConfig, StageConfig
 from omnipipeline_spec.types.plan import PipelinePlan, UnitPlan
 from stage_runtime import settings
 from stage_runtime.errors import ConfigurationError
-from stage_runtime.processes import launching
-from stage_runtime.processes.launching import StageLaunch
+from stage_runtime.processes.starting import launching
+from stage_runtime.processes.starting.launching import StageLaunch
 
 
 def planned() -> PipelinePlan:

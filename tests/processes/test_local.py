@@ -20,8 +20,9 @@ import pytest
 from omnipipeline_spec import loading
 from omnipipeline_spec.pipeline import EndpointsConfig, PipelineConfig, StageConfig
 from stage_runtime.errors import ConfigurationError
-from stage_runtime.processes import coordinator, rundir
+from stage_runtime.processes import coordinator_process
 from stage_runtime.processes.one_machine.local import LocalOptions, LocalPipeline
+from stage_runtime.processes.starting import rundir
 from stage_runtime.processes.supervision.instances import ProcessView
 from stage_runtime.processes.supervision.startup_failures import StartupFailed
 from tests.patience import patience
@@ -208,7 +209,7 @@ def test_a_run_that_was_killed_is_swept_up_and_a_living_one_is_not(base: Path) -
 def test_the_coordinator_drains_for_as_long_as_the_spec_says_and_keeps_time_for_last_words(
     given_s: float, drained_s: float
 ) -> None:
-    assert coordinator.drain_seconds(given_s) == drained_s
+    assert coordinator_process.drain_seconds(given_s) == drained_s
 
 
 async def test_two_pipelines_run_side_by_side(base: Path) -> None:

@@ -28,8 +28,8 @@ from omnipipeline_spec.cluster import ProcessGroup, Startup
 from omnipipeline_spec.pipeline import Code, PipelineConfig, StageConfig
 from omnipipeline_spec.types import metrics
 from stage_runtime.metrics import catalog
-from stage_runtime.processes import probes
-from stage_runtime.processes.probes import ProbeServer, Reply
+from stage_runtime.processes.containers import probes
+from stage_runtime.processes.containers.probes import ProbeServer, Reply
 from stage_runtime.sockets.endpoints import hosts
 from tests.patience import patience
 from tests.ports import free_port

@@ -10,8 +10,8 @@ import pytest
 
 from omnipipeline_spec import loading
 from stage_runtime.errors import ConfigurationError
-from stage_runtime.processes.one_machine import references
 from stage_runtime.processes.one_machine.local import LocalOptions, LocalPipeline
+from stage_runtime.processes.one_machine.preparing import references
 
 HEAD = """\
 apiVersion: omnipipeline.dev/v1alpha1

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from stage_runtime.errors import ConfigurationError
-from stage_runtime.processes import rundir
+from stage_runtime.processes.starting import rundir
 
 STRESS = Path(__file__).with_name("rundir_stress.py")
 MAKERS, RUNS = 6, 250

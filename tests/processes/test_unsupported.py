@@ -22,9 +22,9 @@ from omnipipeline_spec.cluster import (
 )
 from omnipipeline_spec.pipeline import PipelineConfig, RelayConfig, StageConfig
 from omnipipeline_spec.types.values import fields_of, is_list, without_none
-from stage_runtime.processes.one_machine import references, unsupported
-from stage_runtime.processes.one_machine.prepared import Prepared
-from stage_runtime.processes.one_machine.unsupported import CLUSTER_ONLY, HONOURED, NOT_IN_THIS_VERSION
+from stage_runtime.processes.one_machine.preparing import references, unsupported
+from stage_runtime.processes.one_machine.preparing.prepared import Prepared
+from stage_runtime.processes.one_machine.preparing.unsupported import CLUSTER_ONLY, HONOURED, NOT_IN_THIS_VERSION
 
 
 def leaves(kind: inspect.Type, path: str) -> Iterator[str]:

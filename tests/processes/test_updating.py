@@ -15,8 +15,9 @@ from omnipipeline_spec import planning
 from omnipipeline_spec.pipeline import PipelineConfig, StageConfig
 from omnipipeline_spec.types.errors import SpecError
 from omnipipeline_spec.types.plan import PipelinePlan
-from stage_runtime.processes.one_machine import imports_beside, updating
+from stage_runtime.processes.one_machine import updating
 from stage_runtime.processes.one_machine.local import LocalOptions, LocalPipeline
+from stage_runtime.processes.one_machine.preparing import imports_beside
 from stage_runtime.processes.supervision.startup_failures import StartupFailed
 
 

@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stage_runtime.errors import ConfigurationError
-from stage_runtime.relays.arena import PAGE, Arena
-from stage_runtime.relays.slots import IllegalTransition, Slot, SlotState
+from stage_runtime.relays.memory.arena import PAGE, Arena
+from stage_runtime.relays.memory.slots import IllegalTransition, Slot, SlotState
 from tests.thoroughness import examples
 
 MIB = 1 << 20

@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stage_runtime.errors import RelayRefused
-from stage_runtime.relays import choosing, devices
 from stage_runtime.relays.base import Peer
-from stage_runtime.relays.choices import Choices
-from stage_runtime.relays.choosing import ProcessFacts, Reached, RelayChoice
+from stage_runtime.relays.choice import choosing, devices
+from stage_runtime.relays.choice.choices import Choices
+from stage_runtime.relays.choice.choosing import ProcessFacts, Reached, RelayChoice
 from stage_runtime.relays.context import RelaySettings
 from stage_runtime.relays.dispatch import Relays
 from stage_runtime.relays.registry import RELAYS

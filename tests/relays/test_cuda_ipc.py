@@ -21,7 +21,7 @@ import torch
 from stage_runtime.errors import RelayFailed, RelayRefused, TransferError
 from stage_runtime.payloads import encoding
 from stage_runtime.relays import registry
-from stage_runtime.relays.choosing import PROCESS, ProcessFacts
+from stage_runtime.relays.choice.choosing import PROCESS, ProcessFacts
 from stage_runtime.relays.context import RelaySettings
 from stage_runtime.relays.cuda_ipc import messages
 from stage_runtime.relays.cuda_ipc.memory import CudaMemory, DeviceLost, ends_the_context

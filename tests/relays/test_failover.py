@@ -18,7 +18,7 @@ from stage_runtime.payloads.pack import Pack
 from stage_runtime.relays.base import Peer, RelayOperation, TransferId
 from stage_runtime.relays.context import RelayContext
 from stage_runtime.relays.dispatch import Relays
-from stage_runtime.relays.operations import GetOperation, PutOperation, TransferCompletion
+from stage_runtime.relays.moving.operations import GetOperation, PutOperation, TransferCompletion
 from stage_runtime.relays.registry import RELAYS, RelayEntry
 from stage_runtime.relays.shm.relay import ShmRelay
 from stage_runtime.transfers.receiving import Fetched, Fetching

@@ -9,10 +9,10 @@ import msgspec
 import pytest
 
 from stage_runtime.errors import ConfigurationError
-from stage_runtime.relays import locking
 from stage_runtime.relays.context import RelaySettings
 from stage_runtime.relays.dispatch import Relays
-from stage_runtime.relays.locking import MemoryLock
+from stage_runtime.relays.memory import locking
+from stage_runtime.relays.memory.locking import MemoryLock
 from stage_runtime.relays.registry import RELAYS
 
 MIB = 1 << 20

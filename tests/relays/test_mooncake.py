@@ -13,16 +13,16 @@ import numpy as np
 import pytest
 
 from stage_runtime.errors import ConfigurationError, TransferError
-from stage_runtime.relays.arena import Arena
 from stage_runtime.relays.base import Peer, TransferId
 from stage_runtime.relays.context import RelayContext, RelaySettings
 from stage_runtime.relays.dispatch import Relays
+from stage_runtime.relays.memory.arena import Arena
+from stage_runtime.relays.memory.pins import Pins
 from stage_runtime.relays.mooncake import reading
 from stage_runtime.relays.mooncake.engine import ReadId, ReadState, TransferEngine
 from stage_runtime.relays.mooncake.messages import MooncakeFacts, MooncakeMemory, MooncakeMetadata
 from stage_runtime.relays.mooncake.relay import MooncakeRelay
-from stage_runtime.relays.operations import GetOperation, TransferCompletion
-from stage_runtime.relays.pins import Pins
+from stage_runtime.relays.moving.operations import GetOperation, TransferCompletion
 from stage_runtime.relays.registry import RelayEntry
 from tests import debian
 from tests.relays.near_end import (

@@ -13,14 +13,14 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stage_runtime.relays.arena import HEADER, Arena
 from stage_runtime.relays.base import Peer, TransferId
+from stage_runtime.relays.memory.arena import HEADER, Arena
+from stage_runtime.relays.memory.pins import Pins
 from stage_runtime.relays.mooncake.engine import ReadId, ReadState
 from stage_runtime.relays.mooncake.messages import MooncakeFacts, MooncakeMemory, MooncakeMetadata
 from stage_runtime.relays.mooncake.reading import MOST_THREADS, THREADS, MooncakeGet, MooncakeReader, MooncakeRoute
 from stage_runtime.relays.mooncake.turns import STALL_S, Turns
-from stage_runtime.relays.operations import GetOperation, TransferCompletion
-from stage_runtime.relays.pins import Pins
+from stage_runtime.relays.moving.operations import GetOperation, TransferCompletion
 
 GENERATION = 7
 NBYTES = 4096

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from stage_runtime.relays import pace
 from stage_runtime.relays.base import Peer
 from stage_runtime.relays.mooncake import reading
+from stage_runtime.relays.moving import pace
+from stage_runtime.relays.moving.pace import Pace
 from stage_runtime.relays.nccl import messages
 from stage_runtime.relays.nixl import worker
-from stage_runtime.relays.pace import Pace
 from stage_runtime.transfers.receiving import STALLED_S
 
 MIB = 1 << 20

@@ -1,11 +1,11 @@
-"""`relays.pages`: what the C library keeps of freed memory, as glibc reports it of a fresh process."""
+"""`relays.memory.pages`: what the C library keeps of freed memory, as glibc reports it of a fresh process."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 
-from stage_runtime.relays import pages
+from stage_runtime.relays.memory import pages
 
 #: Threads that allocate while all the others live, each in a heap of its own where it may have one.
 HEAPS = """

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from stage_runtime.errors import TransferError, ValueRefused
 from stage_runtime.payloads import encoding
 from stage_runtime.payloads.pack import Pack, flatten
-from stage_runtime.relays import pieces
+from stage_runtime.relays.moving import pieces
 from stage_runtime.relays.registry import RELAYS
 from tests.relays.relay_pairs import MIB, PATIENCE_S, SMALL, Pair, pair
 

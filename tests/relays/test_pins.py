@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from stage_runtime.relays import pages
 from stage_runtime.relays.base import Peer, TransferId
-from stage_runtime.relays.pins import DELAY_S, MANY, SMALL_NBYTES, Pins
+from stage_runtime.relays.memory import pages
+from stage_runtime.relays.memory.pins import DELAY_S, MANY, SMALL_NBYTES, Pins
 
 
 class Loop:

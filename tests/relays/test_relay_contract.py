@@ -17,9 +17,9 @@ from stage_runtime.metrics import planes
 from stage_runtime.payloads import encoding
 from stage_runtime.payloads.pack import ALIGNMENT, Extracted, Pack
 from stage_runtime.relays import dispatch, registry
-from stage_runtime.relays.arena import Arena
 from stage_runtime.relays.base import Peer
 from stage_runtime.relays.context import RelayContext, RelaySettings
+from stage_runtime.relays.memory.arena import Arena
 from stage_runtime.relays.registry import RELAYS
 from tests.relays.relay_pairs import MIB, PATIENCE_S, SMALL, Pair, pair
 from tests.relays.stand_in_gpu import TABLE, on_gpu, restored

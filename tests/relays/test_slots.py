@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from stage_runtime.relays.slots import TRANSITIONS, Extents, IllegalTransition, Slot, SlotEvent, SlotState
+from stage_runtime.relays.memory.slots import TRANSITIONS, Extents, IllegalTransition, Slot, SlotEvent, SlotState
 from tests.thoroughness import examples
 
 

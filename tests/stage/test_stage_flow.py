@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import stage_runtime as omni
 from omnipipeline_spec.types.plan import RelayPlan, StagePlan
-from stage_runtime.relays import pages
+from stage_runtime.relays.memory import pages
 from stage_runtime.rules.flow.streams import STREAM_WINDOW
 from stage_runtime.wire.messages import (
     Complete,

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from stage_runtime.errors import ConfigurationError
-from stage_runtime.processes import fetching
+from stage_runtime.processes.containers import fetching
 from stage_runtime.weights import checking, folders
 from stage_runtime.weights.cache import Fetch
 from stage_runtime.weights.progress import Progress, Report

@@ -41,7 +41,7 @@ class Lines(tqdm):  # a line for every ten per cent: a pod's log has no terminal
 def report():
     return (int(Lines.shown.n), int(Lines.shown.total or 0)) if Lines.shown else (0, 0)
 try:
-    from stage_runtime.processes.fetching import serving
+    from stage_runtime.processes.containers.fetching import serving
 except ImportError:  # the image has an earlier version
     serving = lambda *_: contextlib.nullcontext()
 path, revision = os.environ["OMNI_MODEL_PATH"], os.environ.get("OMNI_MODEL_REVISION") or None

@@ -1,7 +1,8 @@
 """Names the call that blocks a stage's event loop: while it lasts, no other request of the stage proceeds.
 
 Here: a thread beside the loop that reads its stack when the loop has not run for a second; where a task waits. Not
-here: the loop (`loops`), the watchdog that ends a process without progress (`processes.watchdog`). Called by `loops`.
+here: the loop (`loops`), the watchdog that ends a process without progress (`processes.stages.watchdog`). Called by
+`loops`.
 """
 
 from __future__ import annotations

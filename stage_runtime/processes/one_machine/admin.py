@@ -1,7 +1,8 @@
 """Orders to a running `omni up`: a Unix socket in its run folder, one JSON line each way.
 
-Here: both ends. Not here: carrying them out (`local`), finding runs (`rundir`). The server is opened by `cli.up`, the
-client is called by `cli.scale` and `cli.restart`. The folder is 0700: only the user can reach the socket.
+Here: both ends. Not here: carrying them out (`local`), finding runs (`rundir`). The server is opened by
+`cli.serving.up`, the client is called by `cli.running.scale` and `cli.running.restart`. The folder is 0700: only the
+user can reach the socket.
 """
 
 from __future__ import annotations

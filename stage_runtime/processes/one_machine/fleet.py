@@ -18,8 +18,8 @@ from omnipipeline_spec.types.plan import GroupPlan, UnitPlan
 from stage_runtime.errors import ConfigurationError
 from stage_runtime.processes.one_machine import autoscaling, updating
 from stage_runtime.processes.one_machine.launcher import Launcher
-from stage_runtime.processes.one_machine.prepared import Prepared
-from stage_runtime.processes.rundir import RunDir
+from stage_runtime.processes.one_machine.preparing.prepared import Prepared
+from stage_runtime.processes.starting.rundir import RunDir
 from stage_runtime.processes.supervision import reaper
 from stage_runtime.processes.supervision.startup_failures import StartupFailed
 from stage_runtime.processes.supervision.supervisor import Supervisor

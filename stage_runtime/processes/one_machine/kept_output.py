@@ -1,6 +1,6 @@
 """The output of a run's processes, kept in its folder for `omni logs`: the last few MiB.
 
-Here: both ends. The writer is `local`, the reader `cli.logs`. The folder is 0700 and gone with the run.
+Here: both ends. The writer is `local`, the reader `cli.running.logs`. The folder is 0700 and gone with the run.
 """
 
 from __future__ import annotations

@@ -13,10 +13,10 @@ import msgspec
 from omnipipeline_spec import scaling
 from omnipipeline_spec.types.plan import GroupPlan, PipelinePlan, PipelineRevision, UnitPlan
 from omnipipeline_spec.types.pods import ON_DEMAND_FILE
-from stage_runtime.processes import launching
-from stage_runtime.processes.launching import StageLaunch
-from stage_runtime.processes.one_machine import preflight
-from stage_runtime.processes.rundir import RunDir
+from stage_runtime.processes.one_machine.preparing import preflight
+from stage_runtime.processes.starting import launching
+from stage_runtime.processes.starting.launching import StageLaunch
+from stage_runtime.processes.starting.rundir import RunDir
 from stage_runtime.processes.supervision.instances import RestartPolicy
 from stage_runtime.processes.supervision.supervisor import Supervisor
 

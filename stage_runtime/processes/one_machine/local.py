@@ -2,7 +2,7 @@
 
 Here: the life of one run, as `omni up` has it without its terminal; tests use it as ``async with LocalPipeline(...)``.
 Not here: the table on the terminal and ^C (`cli`), what was read (`prepared`), how many instances there are (`fleet`).
-Called by `cli.up` and by tests.
+Called by `cli.serving.up` and by tests.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ import msgspec
 from omnipipeline_spec.pipeline import PipelineConfig
 from omnipipeline_spec.types.plan import PipelinePlan
 from omnipipeline_spec.types.pods import COORDINATOR, PROFILING_FILE
-from stage_runtime.processes import rundir
 from stage_runtime.processes.one_machine import admitted, autoscaling
 from stage_runtime.processes.one_machine.fleet import Fleet
 from stage_runtime.processes.one_machine.kept_output import KeptOutput
 from stage_runtime.processes.one_machine.launcher import KEY_FILE
-from stage_runtime.processes.one_machine.prepared import LocalOptions as LocalOptions
-from stage_runtime.processes.one_machine.prepared import Prepared
+from stage_runtime.processes.one_machine.preparing.prepared import LocalOptions as LocalOptions
+from stage_runtime.processes.one_machine.preparing.prepared import Prepared
+from stage_runtime.processes.starting import rundir
 from stage_runtime.processes.supervision import reaper
 from stage_runtime.processes.supervision.instances import ProcessView
 from stage_runtime.processes.supervision.supervisor import OnProcessChange, Printer, Supervisor

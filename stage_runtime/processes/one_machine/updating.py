@@ -16,7 +16,7 @@ import msgspec
 
 from omnipipeline_spec.types.plan import PipelinePlan
 from stage_runtime.errors import ConfigurationError
-from stage_runtime.processes.one_machine import imports_beside
+from stage_runtime.processes.one_machine.preparing import imports_beside
 
 LOOK_S: Final = 0.5
 

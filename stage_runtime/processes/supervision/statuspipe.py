@@ -1,8 +1,8 @@
 """Events of a child process to its supervisor, one JSON line each over an inherited pipe.
 
 Here: the events, and both ends' encoding. Not here: what a supervisor does about them (`supervisor`). Called by
-`stage` and `coordinator` with ``settings.status_fd``; read by `children`. A process started by hand has no pipe
-(``fd`` None); its log has the same events.
+`stage_process` and `coordinator_process` with ``settings.status_fd``; read by `children`. A process started by hand has
+no pipe (``fd`` None); its log has the same events.
 """
 
 from __future__ import annotations

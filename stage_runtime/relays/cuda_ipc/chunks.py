@@ -17,7 +17,7 @@ from typing import Any, Final, NamedTuple
 from stage_runtime.payloads.pack import OnDevice
 from stage_runtime.relays.base import Peer
 from stage_runtime.relays.cuda_ipc.memory import DeviceMemory, Unshared
-from stage_runtime.relays.slots import Extents, Slot, SlotEvent, SlotState
+from stage_runtime.relays.memory.slots import Extents, Slot, SlotEvent, SlotState
 
 CHUNK_NBYTES: Final = 64 << 20  # the least: peers open few handles, and small payloads share one
 #: After the GPU had no room for a chunk. Each try takes long: torch's allocator gives all that it keeps back first,

@@ -10,7 +10,7 @@ from typing import Annotated, Final, TypeAlias
 
 import msgspec
 
-from stage_runtime.relays.peer_arenas import ArenaFacts
+from stage_runtime.relays.memory.peer_arenas import ArenaFacts
 
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
 

@@ -25,17 +25,17 @@ import numpy as np
 from stage_runtime.errors import RelayFailed, TransferError
 from stage_runtime.payloads import buffers, tensors
 from stage_runtime.payloads.pack import Arrived, Pack
-from stage_runtime.relays import peer_arenas
 from stage_runtime.relays.abstract import AbstractRelay
-from stage_runtime.relays.arena import Arena
 from stage_runtime.relays.base import Peer, RelayOperation, TransferId, TransferKey
 from stage_runtime.relays.context import RelayContext
 from stage_runtime.relays.cuda_ipc import messages
 from stage_runtime.relays.cuda_ipc.chunks import ChunkPool, GpuPlace
 from stage_runtime.relays.cuda_ipc.memory import CudaMemory, DeviceLost, DeviceMemory, Unshared
 from stage_runtime.relays.cuda_ipc.messages import CudaIpcFacts, CudaIpcMetadata, GpuProbe, OnGpu
-from stage_runtime.relays.operations import GetOperation, PutOperation, TransferCompletion
-from stage_runtime.relays.placing import Placed
+from stage_runtime.relays.memory import peer_arenas
+from stage_runtime.relays.memory.arena import Arena
+from stage_runtime.relays.memory.placing import Placed
+from stage_runtime.relays.moving.operations import GetOperation, PutOperation, TransferCompletion
 
 log = logging.getLogger(__name__)
 

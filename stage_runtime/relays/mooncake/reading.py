@@ -19,16 +19,16 @@ from typing import Final
 import msgspec
 
 from stage_runtime.payloads.pack import ALIGNMENT
-from stage_runtime.relays import arena
-from stage_runtime.relays.arena import Arena
 from stage_runtime.relays.base import OnRelease, Peer, TransferKey
-from stage_runtime.relays.gets import Get, Gets
+from stage_runtime.relays.memory import arena
+from stage_runtime.relays.memory.arena import Arena
+from stage_runtime.relays.memory.pins import Pins
 from stage_runtime.relays.mooncake.engine import ReadId, ReadState, TransferEngine
 from stage_runtime.relays.mooncake.messages import MooncakeFacts, MooncakeMetadata, address_of
 from stage_runtime.relays.mooncake.turns import STALL_S, Turns
-from stage_runtime.relays.operations import GetOperation
-from stage_runtime.relays.pace import Pace
-from stage_runtime.relays.pins import Pins
+from stage_runtime.relays.moving.gets import Get, Gets
+from stage_runtime.relays.moving.operations import GetOperation
+from stage_runtime.relays.moving.pace import Pace
 
 THREADS: Final = 2  # each reads one piece
 MOST_NBYTES: Final = 16 << 20  # of a piece, at whose end an abort is heeded; with 4 MiB, 256 MiB took a third longer

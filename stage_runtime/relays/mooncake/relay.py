@@ -15,14 +15,14 @@ import numpy as np
 from stage_runtime.errors import TransferError
 from stage_runtime.payloads.pack import Pack
 from stage_runtime.relays.abstract import AbstractRelay
-from stage_runtime.relays.arena import Arena
 from stage_runtime.relays.base import Peer, RelayOperation, TransferId
-from stage_runtime.relays.choosing import Medium
+from stage_runtime.relays.choice.choosing import Medium
 from stage_runtime.relays.context import RelayContext, RelaySettings
+from stage_runtime.relays.memory.arena import Arena
 from stage_runtime.relays.mooncake.engine import TransferEngine
 from stage_runtime.relays.mooncake.messages import MooncakeFacts, MooncakeMemory, MooncakeMetadata, address_of
 from stage_runtime.relays.mooncake.reading import MooncakeGet, MooncakeReader, MooncakeRoute
-from stage_runtime.relays.operations import GetOperation, PutOperation, TransferCompletion
+from stage_runtime.relays.moving.operations import GetOperation, PutOperation, TransferCompletion
 
 TRIM_S: Final = 5.0  # as `dispatch.TRIM_S`, of the memory that this relay receives into
 HEADER_NBYTES: Final = 64  # at the start of a slot, before its data

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Final, Literal, TypeAlias
 
 import msgspec
 
-from stage_runtime.relays.pace import LEAST_NBYTES
+from stage_runtime.relays.moving.pace import LEAST_NBYTES
 
 MOST_MESSAGE_NBYTES: Final = 4096  # an order has less than 200
 MOST_NBYTES: Final = 16 << 20  # of a piece

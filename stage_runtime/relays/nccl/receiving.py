@@ -19,15 +19,15 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
-from stage_runtime.relays.arena import PAGE, Arena
 from stage_runtime.relays.base import OnRelease, Peer, TransferKey
-from stage_runtime.relays.gets import Get, Gets
+from stage_runtime.relays.memory.arena import PAGE, Arena
+from stage_runtime.relays.memory.pins import Pins
+from stage_runtime.relays.moving.gets import Get, Gets
+from stage_runtime.relays.moving.operations import GetOperation
+from stage_runtime.relays.moving.pace import Pace
 from stage_runtime.relays.nccl import messages, worlds
 from stage_runtime.relays.nccl.messages import Join, Joining, NcclFacts, NcclGrant, NcclMetadata, Withdrawn
 from stage_runtime.relays.nccl.worlds import Broken, CollectiveBackend, World
-from stage_runtime.relays.operations import GetOperation
-from stage_runtime.relays.pace import Pace
-from stage_runtime.relays.pins import Pins
 
 GRANTED: Final = 4  # transfers that a sender knows it is to send next
 CONNECT_S: Final = 3.0

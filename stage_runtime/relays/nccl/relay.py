@@ -20,14 +20,14 @@ import numpy as np
 from stage_runtime.errors import ConfigurationError
 from stage_runtime.payloads.pack import Pack
 from stage_runtime.relays.abstract import AbstractRelay
-from stage_runtime.relays.arena import Arena
 from stage_runtime.relays.base import Peer, RelayOperation, TransferId
 from stage_runtime.relays.context import RelayContext, RelaySettings
+from stage_runtime.relays.memory.arena import Arena
+from stage_runtime.relays.moving.operations import GetOperation, PutOperation, TransferCompletion
 from stage_runtime.relays.nccl import worlds
 from stage_runtime.relays.nccl.messages import NcclFacts, NcclMetadata
 from stage_runtime.relays.nccl.receiving import NcclGet, NcclReceiver, NcclRoute
 from stage_runtime.relays.nccl.sending import NcclPut, NcclSender
-from stage_runtime.relays.operations import GetOperation, PutOperation, TransferCompletion
 
 TRIM_S: Final = 5.0  # as `dispatch.TRIM_S`, of the memory that this relay receives into
 BACKLOG: Final = 128

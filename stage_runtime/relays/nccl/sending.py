@@ -16,10 +16,10 @@ from typing import Any, Final
 import msgspec
 
 from stage_runtime.relays.base import Peer
+from stage_runtime.relays.memory.placing import Placed
 from stage_runtime.relays.nccl import messages, worlds
 from stage_runtime.relays.nccl.messages import Join, Joining, NcclGrant, Next, Withdrawn
 from stage_runtime.relays.nccl.worlds import Broken, World
-from stage_runtime.relays.placing import Placed
 
 log = logging.getLogger(__name__)
 

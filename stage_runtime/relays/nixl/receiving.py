@@ -18,13 +18,13 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from stage_runtime.payloads.pack import ALIGNMENT
-from stage_runtime.relays.arena import HEADER, PAGE, Arena
 from stage_runtime.relays.base import OnRelease, Peer, TransferId, TransferKey
-from stage_runtime.relays.gets import Get, Gets
+from stage_runtime.relays.memory.arena import HEADER, PAGE, Arena
+from stage_runtime.relays.memory.pins import Pins
+from stage_runtime.relays.moving.gets import Get, Gets
+from stage_runtime.relays.moving.operations import GetOperation
 from stage_runtime.relays.nixl.messages import Cancel, NixlGrant, NixlMemory, NixlMetadata, TransferStopped, Written
 from stage_runtime.relays.nixl.worker import Move, NixlRoute, Worker
-from stage_runtime.relays.operations import GetOperation
-from stage_runtime.relays.pins import Pins
 
 ASK_S: Final = 1.0  # how often a peer is asked whether it still writes into quarantined memory
 SETTLE_S: Final = 2.0  # after a broken connection: what had reached this machine is read by then

@@ -21,10 +21,12 @@ import numpy as np
 from stage_runtime.errors import TransferError
 from stage_runtime.payloads.pack import Pack
 from stage_runtime.relays.abstract import AbstractRelay
-from stage_runtime.relays.arena import HEADER, Arena
 from stage_runtime.relays.base import Peer, RelayOperation, TransferId
-from stage_runtime.relays.choosing import Medium
+from stage_runtime.relays.choice.choosing import Medium
 from stage_runtime.relays.context import RelayContext
+from stage_runtime.relays.memory.arena import HEADER, Arena
+from stage_runtime.relays.memory.placing import Placed
+from stage_runtime.relays.moving.operations import GetOperation, PutOperation, TransferCompletion
 from stage_runtime.relays.nixl import environment
 from stage_runtime.relays.nixl.agent import Agent
 from stage_runtime.relays.nixl.messages import (
@@ -40,8 +42,6 @@ from stage_runtime.relays.nixl.messages import (
 from stage_runtime.relays.nixl.receiving import NixlGet, NixlReceiver
 from stage_runtime.relays.nixl.sending import NixlPut, NixlSender
 from stage_runtime.relays.nixl.worker import NixlRoute, Worker
-from stage_runtime.relays.operations import GetOperation, PutOperation, TransferCompletion
-from stage_runtime.relays.placing import Placed
 
 log = logging.getLogger(__name__)
 

@@ -11,9 +11,9 @@ import threading
 from collections.abc import Callable
 
 from stage_runtime.relays.base import Peer
+from stage_runtime.relays.memory.placing import Placed
 from stage_runtime.relays.nixl.messages import Cancel, NixlGrant, TransferStopped, Written, encode
 from stage_runtime.relays.nixl.worker import Move, NixlRoute, Worker
-from stage_runtime.relays.placing import Placed
 
 
 class NixlPut:

@@ -17,11 +17,11 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from stage_runtime.relays.base import Peer
-from stage_runtime.relays.filling import Filling
+from stage_runtime.relays.memory.filling import Filling
+from stage_runtime.relays.moving.pace import Pace
 from stage_runtime.relays.nixl import messages
 from stage_runtime.relays.nixl.agent import Agent, Handle, Unreachable
 from stage_runtime.relays.nixl.messages import NixlFacts, Notice
-from stage_runtime.relays.pace import Pace
 
 log = logging.getLogger(__name__)
 

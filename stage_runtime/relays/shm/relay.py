@@ -14,13 +14,13 @@ import msgspec
 
 from stage_runtime.payloads import buffers
 from stage_runtime.payloads.pack import Pack
-from stage_runtime.relays import peer_arenas
 from stage_runtime.relays.abstract import AbstractRelay
-from stage_runtime.relays.arena import Arena
 from stage_runtime.relays.base import Peer, RelayOperation, TransferId
 from stage_runtime.relays.context import RelayContext
-from stage_runtime.relays.operations import GetOperation, PutOperation, TransferCompletion
-from stage_runtime.relays.peer_arenas import ArenaFacts
+from stage_runtime.relays.memory import peer_arenas
+from stage_runtime.relays.memory.arena import Arena
+from stage_runtime.relays.memory.peer_arenas import ArenaFacts
+from stage_runtime.relays.moving.operations import GetOperation, PutOperation, TransferCompletion
 
 
 class ShmMetadata(msgspec.Struct, frozen=True, array_like=True):

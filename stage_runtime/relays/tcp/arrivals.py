@@ -21,11 +21,11 @@ import zmq
 from stage_runtime.errors import TransferError
 from stage_runtime.payloads import buffers
 from stage_runtime.payloads.pack import ALIGNMENT
-from stage_runtime.relays import pages
 from stage_runtime.relays.base import Peer, TransferId, TransferKey
 from stage_runtime.relays.context import RelayContext
-from stage_runtime.relays.operations import GetOperation
-from stage_runtime.relays.pins import Pins
+from stage_runtime.relays.memory import pages
+from stage_runtime.relays.memory.pins import Pins
+from stage_runtime.relays.moving.operations import GetOperation
 from stage_runtime.relays.tcp.movement import Movement
 
 log = logging.getLogger(__name__)

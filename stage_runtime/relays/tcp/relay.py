@@ -25,9 +25,9 @@ from stage_runtime.payloads import buffers
 from stage_runtime.payloads.pack import Pack
 from stage_runtime.relays.abstract import AbstractRelay
 from stage_runtime.relays.base import Peer, RelayOperation, TransferId
-from stage_runtime.relays.choosing import Medium
+from stage_runtime.relays.choice.choosing import Medium
 from stage_runtime.relays.context import RelayContext
-from stage_runtime.relays.operations import GetOperation, PutOperation, TransferCompletion
+from stage_runtime.relays.moving.operations import GetOperation, PutOperation, TransferCompletion
 from stage_runtime.relays.tcp.arrivals import Arrivals, FrameHeader
 from stage_runtime.relays.tcp.movement import Movement
 from stage_runtime.relays.tcp.routes import TcpRoute, is_endpoint

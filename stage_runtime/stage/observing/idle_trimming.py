@@ -8,8 +8,8 @@ import gc
 from collections.abc import Iterable
 from typing import Final
 
-from stage_runtime.relays import pages
 from stage_runtime.relays.dispatch import Relays
+from stage_runtime.relays.memory import pages
 from stage_runtime.stage.stage import Stage
 
 LAST_TRIM: Final = 64  # calm beats

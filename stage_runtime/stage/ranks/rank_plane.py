@@ -3,7 +3,7 @@
 A coordinator may declare rank 0 dead, which then takes a new incarnation and opens its other planes anew. The followers
 must not notice: their engines are in the same steps, and a step that is lost between two lives would leave them apart.
 So this plane has an incarnation that no coordinator knows. Where it breaks, all ranks are replaced together.
-`sockets.frames.receiving.Handler`. Called by `processes.stage`, which opens it.
+`sockets.frames.receiving.Handler`. Called by `processes.stages.stage_process`, which opens it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The API keys that open the HTTP side, which may change while it serves.
 
-Here: comparing a token with them. Not here: the file that they come from (`settings` reads it, `processes.coordinator`
-reads it again when it changes), the answer to a request without one (`middleware`).
+Here: comparing a token with them. Not here: the file that they come from (`settings` reads it,
+`processes.coordinator_process` reads it again when it changes), the answer to a request without one (`middleware`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The certificate that the HTTP server shows, which may be replaced while it serves.
 
 Here: reading a pair of files, the TLS context made of it. Not here: handshakes (`handshakes`), who notices that the
-files have changed (`processes.coordinator`).
+files have changed (`processes.coordinator_process`).
 
 Each new pair becomes a context of its own, for the connections that are made from then on. Loading it into the context
 that is used would keep the old certificate beside the new one where their keys are of different kinds, and a pair that

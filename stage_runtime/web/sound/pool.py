@@ -1,7 +1,7 @@
 """Codec processes, as the coordinator sees them: one for each sound that is encoded, ready in advance.
 
 Here: the fork server's life, sessions and their time limits. Not here: what runs in those processes (`session`,
-`forkserver`), what the bytes mean (`formats`). Made by `processes.coordinator`, used by the routes.
+`forkserver`), what the bytes mean (`formats`). Made by `processes.coordinator_process`, used by the routes.
 
 An encoder keeps its state from a sound's first sample to its last, so a process belongs to one request: when it dies,
 by its library's abort or by a limit, no other request notices.

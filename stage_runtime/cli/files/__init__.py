@@ -1,0 +1,1 @@
+"""Commands about a pipeline's file, without running it: init, validate, plan, convert."""

@@ -1,0 +1,1 @@
+"""Commands to a pipeline that runs, and how they find it."""

@@ -1,0 +1,56 @@
+"""``omni logs``: what the processes of a running `omni up` have written."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from typing import Any, Final
+
+import click
+
+from omnipipeline_spec import terminal
+from stage_runtime.cli import options
+from stage_runtime.cli.running import runs
+from stage_runtime.errors import ConfigurationError
+from stage_runtime.processes.one_machine.kept_output import Reader
+
+LOOK_S: Final = 0.2  # between two looks at a file that is followed
+Lines = Iterable[tuple[str, str]]
+
+
+@click.command("logs")
+@click.argument("processes", nargs=-1, metavar="[PROCESS]...")
+@click.option("--follow", "-f", is_flag=True, help="Go on until the run ends.")
+@click.option(
+    "--tail", type=click.IntRange(0), metavar="N", help="Begin N lines before the end. Default: all that is kept."
+)
+@runs.run_options
+def command(processes: tuple[str, ...], follow: bool, tail: int | None, **which: Any) -> None:
+    """Show what the processes of a running `omni up` have written: the last 8 to 16 MiB.
+
+    PROCESS is a process (`voice.1`) or a process group; the coordinator is one.
+    """
+    with options.errors_as_messages():
+        reader = Reader(runs.find(**which))
+        try:
+            _show(_meant(reader.all(), processes), tail)
+            while follow:
+                time.sleep(LOOK_S)
+                _show(_meant(reader.new(), processes), None)
+        except FileNotFoundError:
+            if not follow:
+                raise ConfigurationError("the run has ended") from None
+        finally:
+            reader.close()
+
+
+def _meant(lines: Lines, processes: tuple[str, ...]) -> Iterator[tuple[str, str]]:
+    for process, line in lines:
+        if not processes or any(process == one or process.partition(".")[0] == one for one in processes):
+            yield process, line
+
+
+def _show(lines: Lines, tail: int | None) -> None:
+    for process, line in lines if tail is None else deque(lines, tail):
+        terminal.echo(f"{process} | {line}")

@@ -1,0 +1,1 @@
+"""`omni up`: its screens, its output and its curl line."""

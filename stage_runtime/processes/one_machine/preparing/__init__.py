@@ -1,0 +1,1 @@
+"""A pipeline read for this machine and checked, before anything starts."""

@@ -1,0 +1,64 @@
+"""Ends a stage process whose loop makes no progress though it has work. Long computing counts as progress.
+
+What counts as progress is `stage.Stage.steps`. Called by `processes.stages.stage_process`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from typing import Final
+
+from stage_runtime import diagnostics
+from stage_runtime.stage.stage import Stage
+
+LOOK_MOST_S: Final = 5.0  # between two looks
+
+
+class Watchdog:
+    """Watches the stages of one process."""
+
+    def __init__(
+        self, stages: Mapping[str, Stage], *, stuck_after_s: float, stuck: Callable[[str, BaseException], None]
+    ) -> None:
+        """stuck: called once, with the stage that makes no progress."""
+        self._stages = stages
+        self._stuck_after_s = stuck_after_s
+        self._look_every_s = min(stuck_after_s / 10, LOOK_MOST_S)
+        self._stuck = stuck
+        self._armed = False  #: A loader may keep the GIL as long as it likes: the supervisor sees what it does.
+
+    def arm(self) -> None:
+        """All engines are loaded: watch from now on."""
+        self._armed = True
+        self._rearm()
+
+    async def run(self) -> None:
+        """Returns when a stage is stuck, after the log got the stacks of all threads.
+
+        Where something keeps the GIL for so long that this loop cannot run, C code prints them and ends the process.
+        """
+        seen: dict[str, tuple[int, float]] = {}  # stage -> (steps, since when)
+        try:
+            while True:
+                await asyncio.sleep(self._look_every_s)
+                if not self._armed:
+                    continue
+                self._rearm()
+                now = time.monotonic()
+                for name, stage in self._stages.items():
+                    steps, since = seen.get(name, (-1, now))
+                    if not stage.computing or stage.steps != steps:
+                        seen[name] = (stage.steps, now)
+                    elif now - since > self._stuck_after_s:
+                        diagnostics.print_stacks()
+                        problem = f"no progress for {self._stuck_after_s:.0f} s with unfinished requests"
+                        self._stuck(name, TimeoutError(problem))
+                        return
+        finally:
+            diagnostics.cancel_end()
+
+    def _rearm(self) -> None:
+        """Armed again at each check: a loop that cannot check for so long is ended."""
+        diagnostics.end_later(self._stuck_after_s + self._look_every_s)

@@ -1,0 +1,1 @@
+"""Memory that relays read and write: the arena, its slots and pages, those of peers, and locked memory."""
