@@ -9,15 +9,17 @@ import httpx
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from stage_runtime.coordinator.events import AnswerEvent, ChunkEvent, ResultEvent
 from stage_runtime.errors import InvalidRequest
+from stage_runtime.web import serving
 from stage_runtime.web.reading import multipart
 from stage_runtime.web.sound import encoding, samples
 from stage_runtime.web.translating import chat, jsonable, pipelines, speaking
 from stage_runtime.web.translating.completions import Completion, CompletionChunks
+from stage_runtime.wire.outputs import USAGE_SO_FAR
 from stage_runtime.wire.values import Audio, Finish, RawTensor, Text, Usage
 from tests.thoroughness import examples
 
@@ -77,6 +79,57 @@ def test_a_stream_says_what_the_whole_answer_says(events: list[AnswerEvent], mod
     heard = b"".join(base64.b64decode(delta["audio"].get("data", "")) for delta in deltas if "audio" in delta)
     assert len(heard) == len(base64.b64decode(message["audio"]["data"] if "audio" in message else ""))
     assert ("audio" in modalities) or not heard
+
+
+TEXTS = st.builds(
+    Text,
+    st.text(st.characters(codec="utf-8") | st.sampled_from('"\\\u0085\u2028'), max_size=6),
+    choice=st.integers(0, 1),
+    logprobs=st.none() | st.just([{"token": "a"}]),
+)
+CONTINUOUS = {"include_usage": True, "continuous_usage_stats": True}
+OPTIONS = st.fixed_dictionaries(
+    {},
+    optional={
+        "n": st.just(2),
+        "logprobs": st.just(True),
+        "return_token_ids": st.just(True),
+        "modalities": st.just(["text", "audio"]),
+        "stream_options": st.sampled_from([{"include_usage": True}, CONTINUOUS]),
+    },
+)
+
+
+@settings(max_examples=examples(200), deadline=None)
+@given(
+    outputs=st.lists(TEXTS | st.lists(TEXTS | OUTPUTS, max_size=2), max_size=6),
+    counted=st.booleans(),
+    options=OPTIONS,
+    model=st.text(max_size=3) | st.just('"content":""'),
+)
+@example(outputs=[Text("a")] * 3, counted=True, options={"stream_options": CONTINUOUS}, model="m")
+@example(outputs=[Text("a", logprobs=[{"token": "a"}])] * 3, counted=False, options={"logprobs": True}, model="m")
+def test_a_frame_of_text_alone_has_the_bytes_of_the_whole_chunk(
+    outputs: list[Any], counted: bool, options: dict[str, Any], model: str
+) -> None:
+    body = {"messages": [{"role": "user", "content": "x"}], "stream": True, "audio": {"format": "pcm"}, **options}
+    call = chat.call(chat.decode(msgspec.json.encode(body)), frozenset(options))
+    one, other = (CompletionChunks(call=call, request_id="r", model=model, created=1) for _ in range(2))
+    frames: dict[int, serving.TextFrame] = {}
+    for index, data in enumerate(outputs):
+        metadata = {USAGE_SO_FAR: [3, index, 1]} if counted else None
+        event = ChunkEvent(stage="think", index=index, data=data, metadata=metadata)
+        whole = [serving.data_frame(shown) for shown in one.add(event) if not isinstance(shown, Audio)]
+        if (text := other.plain_text(event)) is not None:
+            if text.choice not in frames:
+                frames[text.choice] = serving.TextFrame(other.with_text(text.choice), "content")
+            assert [frames[text.choice].of(text.text)] == whole
+        else:
+            found = [serving.data_frame(shown) for shown in other.add(event) if not isinstance(shown, Audio)]
+            assert found == whole
+    end = ResultEvent(stage="think", data=[Text("ab"), Usage(5, 4)])
+    assert [*one.add(end), *one.finish()] == [*other.add(end), *other.finish()]
+    assert one.check() == other.check()
 
 
 @settings(max_examples=examples(150), deadline=None)

@@ -21,7 +21,7 @@ class TokenCounts:
     """Takes a request's events in order. Nothing in them is trusted: an author may write the same metadata."""
 
     def __init__(self) -> None:
-        self._carried: dict[str, Counts] = {}  #: By stage: the last that a chunk has carried.
+        self._carried: dict[str, list[int]] = {}  #: By stage: the last `_CARRIED` counts that a chunk has carried.
         self._reported: dict[str, Counts] = {}  #: By stage: the sum of what it has reported.
 
     def take(self, event: AnswerEvent) -> None:
@@ -47,7 +47,7 @@ class TokenCounts:
         if isinstance(event, ChunkEvent) and event.metadata and USAGE_SO_FAR in event.metadata:
             carried = event.metadata[USAGE_SO_FAR]
             if _are_counts(carried):
-                self._carried[event.stage] = (*carried, *_NONE[_CARRIED:])
+                self._carried[event.stage] = carried
 
     def add(self, stage: str, usage: Usage) -> None:
         before = self._reported.get(stage, _NONE)
@@ -57,7 +57,8 @@ class TokenCounts:
     def total(self) -> Usage:
         """The counts of all stages. A stage's report counts once it is not behind what its chunks have carried."""
         stages = self._carried.keys() | self._reported.keys()
-        both = [(self._carried.get(one, _NONE), self._reported.get(one, _NONE)) for one in stages]
+        none = list(_NONE[:_CARRIED])
+        both = [((*self._carried.get(one, none), *_NONE[_CARRIED:]), self._reported.get(one, _NONE)) for one in stages]
         most = [tuple(map(max, *pair)) for pair in both]
         return Usage(*(sum(counts) for counts in zip(*most, strict=True))) if most else Usage()
 
@@ -66,4 +67,5 @@ def _are_counts(value: Any) -> bool:
     if type(value) is not list or len(value) != _CARRIED:
         return False
     prompt, completion, cached = value  # one by one: it is asked for each token
-    return type(prompt) is type(completion) is type(cached) is int and min(value) >= 0
+    is_whole = type(prompt) is type(completion) is type(cached) is int
+    return is_whole and prompt >= 0 and completion >= 0 and cached >= 0

@@ -16,7 +16,7 @@ from stage_runtime.web.exchanges.exchange import Exchange
 from stage_runtime.web.sound.pool import CodecPool, EncodingSession
 from stage_runtime.web.translating import chat, media
 from stage_runtime.web.translating.completions import Completion, CompletionChunks
-from stage_runtime.wire.values import Audio
+from stage_runtime.wire.values import Audio, Text
 
 
 class Chat:
@@ -61,16 +61,26 @@ class _ChunkEncoder:
         self._request_id = request_id
         self._codecs = codecs
         self._format = format
+        self._texts: dict[int, serving.TextFrame] = {}  #: By choice.
 
     async def frames(self, events: AsyncIterator[AnswerEvent]) -> AsyncGenerator[bytes, None]:
         with self._codecs.encoder(self._format or "") as made:
             async for event in events:
-                if self._format is None:  # no sound is among them
+                if (text := self._chunks.plain_text(event)) is not None:
+                    yield self._text(text)
+                elif self._format is None:  # no sound is among them
                     yield b"".join(map(serving.data_frame, self._chunks.add(event)))
                 else:
                     yield b"".join([frame async for frame in self._added(event, made)])
             rest = await made.finish() if self._chunks.check() else b""
             yield b"".join(map(serving.data_frame, self._chunks.finish(rest))) + serving.DONE
+
+    def _text(self, given: Text) -> bytes:
+        frame = self._texts.get(given.choice)
+        if frame is None:
+            frame = serving.TextFrame(self._chunks.with_text(given.choice), "content")
+            self._texts[given.choice] = frame
+        return frame.of(given.text)
 
     async def _added(self, event: AnswerEvent, made: EncodingSession) -> AsyncIterator[bytes]:
         for shown in self._chunks.add(event):

@@ -113,6 +113,8 @@ class CompletionChunks:
         self._sound = Base64Pieces()
         self._ids = TokenIds()
         self._audio_named = False  #: The audio's id was sent.
+        #: A chunk of text has nothing that differs from the one before, but the text and log probabilities.
+        self._plain = call.text and call.audio is None and not call.token_ids and not call.continuous_usage
 
     def add(self, event: AnswerEvent) -> Iterator[dict[str, Any] | Audio]:
         """The event's chunks. An `Audio` among them is replaced by those of `sound`, once it is encoded."""
@@ -138,6 +140,20 @@ class CompletionChunks:
                     yield shown
                 case Note():
                     yield from self._delta({}, notes=[note(event.stage, shown)])
+
+    def plain_text(self, event: AnswerEvent) -> Text | None:
+        """The event's text, if its one chunk has this text and else what `with_text` has. None: `add` it."""
+        if not self._plain or not self._begun:
+            return None
+        data = event.data
+        value = data[0] if type(data) is list and data else data
+        if type(value) is not Text or value.choice not in self._begun or (self._call.logprobs and value.logprobs):
+            return None
+        return self._outputs.only_text(event)
+
+    def with_text(self, choice: int, text: str = "") -> dict[str, Any]:
+        """The chunk of a text of a choice whose role was sent."""
+        return self._chunk(choice, {"content": text}, None, None, {})
 
     def sound(self, data: bytes) -> Iterator[dict[str, Any]]:
         """The chunks of bytes of the sound's file; the last of them are `finish`'s."""

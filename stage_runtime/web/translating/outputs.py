@@ -68,6 +68,20 @@ class Outputs:
                 case _:
                     yield value
 
+    def only_text(self, event: AnswerEvent) -> Text | None:
+        """The event's output, which is taken with it, if that is one streamed `Text`: nearly all events of a chat are.
+
+        None: it is something else, or more, and is not taken.
+        """
+        data = event.data
+        value = data[0] if type(data) is list and len(data) == 1 else data
+        if type(value) is not Text or type(event) is not ChunkEvent:
+            return None
+        self._counts.note(event)
+        self._known = True
+        self._streamed.repeats(event, Text)
+        return value
+
     @property
     def usage(self) -> Usage:
         """Zeros when no terminal gave one."""
