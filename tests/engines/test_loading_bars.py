@@ -116,7 +116,7 @@ def test_bars_of_a_thread_belong_to_the_one_load_and_to_none_of_two() -> None:
 def test_tqdm_that_a_factory_imports_is_found_and_imported_by_nobody_else() -> None:
     program = (
         "import sys\n"
-        "from stage_runtime.engines import bars\n"
+        "from stage_runtime.engines.making import bars\n"
         "with bars.reported(lambda *shown: print(*shown)):\n"
         "    assert 'tqdm' not in sys.modules\n"
         "    from tqdm import tqdm\n"

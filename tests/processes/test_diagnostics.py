@@ -38,7 +38,7 @@ asyncio.run(main())
 ENDING = """
 import io, os, sys, threading
 from stage_runtime import diagnostics
-from stage_runtime.engines import ending
+from stage_runtime.engines.threads import ending
 diagnostics.enable()
 threading.Thread(target=threading.Event().wait).start()
 %s

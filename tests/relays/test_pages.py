@@ -10,7 +10,7 @@ from stage_runtime.relays.memory import pages
 #: Threads that allocate while all the others live, each in a heap of its own where it may have one.
 HEAPS = """
 import ctypes, threading
-from stage_runtime.relays import pages
+from stage_runtime.relays.memory import pages
 
 pages.limit_heaps()
 all_there = threading.Barrier(64)
