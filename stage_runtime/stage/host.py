@@ -107,7 +107,7 @@ class Host:
                 self.process,
                 loop,
                 members=lambda: self.membership.members,
-                works=self.stages[plan.name].input.works,
+                named=self.stages[plan.name].input.named,
             )
             for plan in plans
             if plan.kv_role

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from threading import Lock
 from typing import Any
 
@@ -35,6 +35,7 @@ from stage_runtime.stage.inputs.arrivals import (
     Sealed,
 )
 from stage_runtime.stage.inputs.joins import Joins
+from stage_runtime.stage.inputs.works import Works
 from stage_runtime.stage.observing.busy import Busy
 from stage_runtime.stage.observing.recorded import InputEvents
 from stage_runtime.stage.work import RequestWork, begun
@@ -79,7 +80,7 @@ class StageInput:
         self._sources = frozenset(plan.inputs_from)
         self._events = InputEvents(plan)
         self._device = devices.of_stage(plan)
-        self._works: dict[tuple[str, str], RequestWork] = {}  #: By (owner, request id); those not over here.
+        self._works = Works()  #: Those not over here.
         self._dead = Tombstones()
         self._lock = Lock()
         self._joins: Joins | None = None
@@ -232,10 +233,10 @@ class StageInput:
         """Abort the request: drop its data here, and what still arrives of it."""
         with self._lock:
             self._dead.add(owner, request_id, attempt, time.monotonic())
-            work = self._works.get((owner, request_id))
+            work = self._works.find(owner, request_id)
             if work is None or work.attempt > attempt:
                 return
-            del self._works[owner, request_id]
+            self._works.remove(work)
         self._drop(work)
 
     def abort_all(self) -> None:
@@ -247,18 +248,21 @@ class StageInput:
         """It is over here; late messages of it are dropped. A second payload after the result is an error."""
         with self._lock:
             self._dead.add(work.owner, work.request_id, work.attempt, time.monotonic(), served=work.served)
-            if self._works.get((work.owner, work.request_id)) is work:
-                del self._works[work.owner, work.request_id]
+            self._works.remove(work)
             early = work.let_go()
         self._discard(work, early)
         self._inbox.drop(work)
 
     def find(self, owner: str, request_id: str, attempt: int) -> RequestWork | None:
-        work = self._works.get((owner, request_id))
+        work = self._works.find(owner, request_id)
         return work if work is not None and work.attempt == attempt else None
 
     def works(self) -> Iterable[RequestWork]:
-        return list(self._works.values())
+        return self._works.all()
+
+    def named(self, name: str) -> Sequence[RequestWork]:
+        """Requests by their id, or one by its key. Any thread."""
+        return self._works.named(name)
 
     def close(self) -> None:
         if self._joins is not None:
@@ -272,11 +276,10 @@ class StageInput:
         with self._lock:
             if self._dead.has(header.owner, header.request_id, header.attempt):
                 return None
-            work = self._works.get((header.owner, header.request_id))
+            work = self._works.find(header.owner, header.request_id)
             if work is not None and work.attempt > header.attempt:
                 return None
             if work is None or work.attempt < header.attempt:
-                superseded = work
                 plan = self._plan
                 gathering = None
                 if plan.wait_for:
@@ -291,7 +294,7 @@ class StageInput:
                     lockstep=plan.tp_size > 1,
                     device=self._device,
                 )
-                self._works[header.owner, header.request_id] = work
+                superseded = self._works.add(work)
                 if header.away:
                     self._end_absent(work, header)
         if superseded is not None:

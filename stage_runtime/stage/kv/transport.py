@@ -12,7 +12,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -51,15 +51,15 @@ class StageKVTransport:
         loop: asyncio.AbstractEventLoop,
         *,
         members: Callable[[], Collection[str]],
-        works: Callable[[], Iterable[RequestWork]],
+        named: Callable[[str], Sequence[RequestWork]],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """members: instances that the process knows. works: the stage's requests."""
+        """members: instances that the process knows. named: the stage's requests of an id, or of a key."""
         self.plan = plan
         self._process = process
         self._loop = loop
         self._members = members
-        self._works = works
+        self._named = named
         self._clock = clock
         self._sink: KVSink | None = None
         #: Asks that came before the engine was ready. Empty once there is a sink.
@@ -277,11 +277,11 @@ class StageKVTransport:
 
     def _work_of(self, request_id: str) -> RequestWork | None:
         """The request's live attempt here."""
-        works = [one for one in self._works() if request_id in (one.request_id, one.key) and not one.dead]
+        works = [one for one in self._named(request_id) if not one.dead]
         return max(works, key=lambda one: one.attempt, default=None)
 
     def _brought_along(self, room: Room) -> tuple[Member, ...]:
-        return next((one.members for one in self._works() if one.request_id == room.request_id and one.members), ())
+        return next((one.members for one in self._named(room.request_id) if one.members), ())
 
     def _open(self, room: Room, peer: str) -> RoomWork | None:
         with self._lock:
