@@ -36,6 +36,7 @@ class Passing(Listener):
     """A coordinator passes detours on, an instance takes them."""
 
     passed: bytes = b""  #: The last frame that was passed on.
+    of_request: bytes = b""  #: The last one of those that are a request's.
 
     def received(self, sender: str, message: Message) -> None:
         if not isinstance(message, Detour):
@@ -44,6 +45,8 @@ class Passing(Listener):
             self.channels.detoured(message.frame)
         else:
             self.passed = message.frame
+            if codec.opened(message.frame).request is not None:
+                self.of_request = message.frame
             self.channels.hint(message.receiver, message)
 
 
@@ -111,11 +114,9 @@ async def test_the_frame_of_a_request_comes_by_the_coordinator_that_owns_it(
             await one.listener.until(lambda: link is not None and link.connected)
             one.channels.detours = lambda: ["c", "d"]
             passing = {end.name: end.listener for end in (coordinator, second) if isinstance(end.listener, Passing)}
-            for listener in passing.values():
-                listener.passed = b""
             one.channels.send("other", Skip(Header("r", 1, owner, {}), "a", "b"))
             await other.listener.until(lambda: any(isinstance(got, Skip) for _, got in other.listener.messages))
-            assert [name for name, listener in passing.items() if listener.passed] == [owner]
+            assert [name for name, listener in passing.items() if listener.of_request] == [owner]
 
 
 def test_frames_of_no_request_are_spread_over_the_coordinators_by_their_receivers() -> None:
