@@ -111,7 +111,7 @@ class Dialers:
             dialer = self._named.get(endpoint)
             if dialer is None:
                 dialer = self._named[endpoint] = _Dialer(
-                    self._sockets, self._loop, self._answered, local=False, only=True
+                    self._sockets, self._loop, self._answered, local=False, only=lambda: self._close_named(endpoint)
                 )
         else:
             local = is_local(endpoint)
@@ -121,20 +121,17 @@ class Dialers:
         return dialer.dial(identifier or endpoint, watcher, factor)
 
     def turn(self) -> bool:
-        """Let libzmq finish what was closed, and read the answers that have come; now and then.
-
-        Returns: whether there were answers.
-        """
-        answered = [dialer.read() for dialer in self._all()]
-        for endpoint in [endpoint for endpoint, dialer in self._named.items() if dialer.idle]:
-            self._named.pop(endpoint).close()
-        return any(answered)
+        """Read the answers that have come. Returns: whether there were any."""
+        return any([dialer.read() for dialer in self._all()])
 
     def close(self) -> None:
         for dialer in self._all():
             dialer.close()
         self._shared.clear()
         self._named.clear()
+
+    def _close_named(self, endpoint: str) -> None:
+        self._named.pop(endpoint).close()
 
     def _all(self) -> list[_Dialer]:
         return [*self._shared.values(), *self._named.values()]
@@ -150,9 +147,9 @@ class _Dialer:
         answered: Callable[[bytes], None],
         *,
         local: bool,
-        only: bool = False,
+        only: Callable[[], None] | None = None,
     ) -> None:
-        """only: it has one connection, which all events belong to."""
+        """only: it has one connection, which all events belong to; called when that is closed."""
         self._loop = loop
         self._answered = answered
         self._only = only
@@ -173,10 +170,6 @@ class _Dialer:
             self._monitor = sockets.monitor(self._socket, WATCHED)
         sockets.read(self._monitor, self.watch)
         sockets.read(self._socket, self.read)
-
-    @property
-    def idle(self) -> bool:
-        return not self._connections
 
     def dial(self, endpoint: str, watcher: Callable[[bool], None], factor: float) -> Connection:
         connection = self._connections.get(endpoint)
@@ -266,7 +259,7 @@ class _Dialer:
         with self._lock:
             self._socket.setsockopt(zmq.CONNECT_ROUTING_ID, connection.routing_id)
             # An IPv4 address in an IPv6 socket would have another name in events.
-            self._socket.ipv6 = self._only or connection.endpoint.startswith("tcp://[")
+            self._socket.ipv6 = self._only is not None or connection.endpoint.startswith("tcp://[")
             factor = max(connection.factor, beats.check_factor(len(self._connections)))
             self._sockets.heartbeats(factor).set(self._socket)
             self._sockets.connect(self._socket, connection.endpoint)
@@ -283,13 +276,15 @@ class _Dialer:
             del self._connections[connection.endpoint]
             connection.connected = False
             self._disconnect(connection)
+            if self._only is not None:
+                self._only()
 
     def _disconnect(self, connection: Connection) -> None:
         with self._lock, contextlib.suppress(zmq.ZMQError):  # libzmq has given it up already
             self._socket.disconnect(connection.endpoint)
 
     def _connection_of(self, endpoint: str) -> Connection | None:
-        if self._only:
+        if self._only is not None:
             return next(iter(self._connections.values()), None)
         return self._connections.get(endpoint)
 

@@ -7,6 +7,7 @@ The work of a turn is in proportion to the links that are in use, not to all.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import time
 from collections import Counter, deque
@@ -121,8 +122,8 @@ class Resending:
         *,
         flushed: Callable[[Link], None],
     ) -> None:
-        """turn: called now and then, while open; whether it has read answers. flushed: the connection has all frames of
-        a link that waited.
+        """turn: called now and then while frames are not acknowledged; whether it has read answers. flushed: the
+        connection has all frames of a link that waited.
         """
         self._loop = loop
         self._counters = counters
@@ -132,13 +133,18 @@ class Resending:
         self._fresh: deque[Link] = deque()  #: Links that have come to it since the last check.
         self._stalled: set[Link] = set()  #: With frames that their connections did not accept.
         self._stall_timer: asyncio.TimerHandle | None = None
-        self._watch = loop.call_later(RESEND_FIRST_S / 2, self._check)
+        self._timer: asyncio.TimerHandle | None = (
+            None  #: Of the next check. None: nothing waits for an acknowledgement.
+        )
         self._looking: asyncio.TimerHandle | None = None
         self._closed = False
 
     def watch(self, link: Link) -> None:
-        """It has frames that are not acknowledged, and was at rest before. Any thread; wakes no other."""
-        self._fresh.append(link)
+        """It has frames that are not acknowledged, and was at rest before. Any thread; wakes the loop if all were."""
+        self._fresh.append(link)  # before the look at the timer: a check that ends meanwhile sees one or the other
+        if self._timer is None and not self._closed:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(self._arm)
 
     def acknowledged(self, link: Link) -> None:
         """An acknowledgement freed frames: the delay starts again from its minimum."""
@@ -168,7 +174,8 @@ class Resending:
 
     def close(self) -> None:
         self._closed = True
-        self._watch.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
         if self._looking is not None:
             self._looking.cancel()
         if self._stall_timer is not None:
@@ -192,7 +199,7 @@ class Resending:
     def _check(self) -> None:
         """Send frames again that were not acknowledged in time: lost with a connection, or sent before registration."""
         # Armed first: a check that raises does not stop the later ones.
-        self._watch = self._loop.call_later(RESEND_FIRST_S / 2, self._check)
+        self._timer = self._loop.call_later(RESEND_FIRST_S / 2, self._check)
         answered = self._turn()
         now = self._loop.time()
         while self._fresh:
@@ -207,3 +214,17 @@ class Resending:
                 self._due[link] = (now + delay_s, delay_s)
                 self.again(link)
         self._look_again(answered)
+        if not self._due:
+            self._rest()
+
+    def _rest(self) -> None:
+        """Nothing waits: the next frame arms the timer."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = None
+        if self._fresh:  # it came since, and may have seen the timer
+            self._arm()
+
+    def _arm(self) -> None:
+        if self._timer is None and not self._closed:
+            self._timer = self._loop.call_later(RESEND_FIRST_S / 2, self._check)
