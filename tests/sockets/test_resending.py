@@ -1,4 +1,4 @@
-"""Who looks after frames that are not acknowledged sleeps while there are none."""
+"""Looking after frames that are not acknowledged: nothing wakes while there are none."""
 
 from __future__ import annotations
 

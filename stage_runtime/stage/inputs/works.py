@@ -13,8 +13,8 @@ from stage_runtime.stage.work import RequestWork
 
 class Works:
     def __init__(self) -> None:
-        self._works: dict[tuple[str, str], RequestWork] = {}  #: By (owner, request id).
-        #: By request id, and by `RequestWork.key`; of one id are several where coordinators have used it at once.
+        self._works: dict[tuple[str, str], RequestWork] = {}  #: Keys are (owner, request id).
+        #: Requests by their ids and by `RequestWork.key`. An id that several coordinators use at once has several.
         self._named: dict[str, tuple[RequestWork, ...]] = {}
 
     def find(self, owner: str, request_id: str) -> RequestWork | None:
