@@ -7,6 +7,9 @@ from typing import Any
 
 import pytest
 
+from stage_runtime.engines.autoregressive.text.structured_output.grammar_texts import Grammar
+from stage_runtime.engines.autoregressive.text.structured_output.grammars import Grammars
+from tests.engines.generation_kit import END, VOCABULARY, tiny_tokenizer
 from tests.engines.writing_kit import Writing
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
@@ -58,6 +61,23 @@ def test_what_is_not_a_form_is_refused_with_its_place(form: Any, problem: str) -
     assert found.error.startswith(problem)
 
 
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        'start: "a" start',  # no end, and nothing to choose: the library writes it until it gives up
+        'start: "ab" | "a" b\nb: "c" b',
+        'root ::= "a" root',
+        "start: x\nx: y\ny: x",
+        "start: /[^\\s\\S]/",
+    ],
+)
+def test_a_grammar_without_an_end_is_refused_with_its_place_and_the_next_request_is_answered(grammar: str) -> None:
+    write = Writing("acccccc")
+    [found] = write(structured_outputs={"grammar": grammar}, max_tokens=20)
+    assert found.error.startswith("structured_outputs.grammar: it cannot be followed: ")
+    assert write()[0].error == ""
+
+
 def test_only_one_form_of_an_answer_can_be_asked_for() -> None:
     [found] = Writing("x")(structured_outputs={"regex": "a"}, response_format={"type": "json_object"})
     assert found.error == "structured_outputs: response_format asks for a form of the answer, too"
@@ -93,3 +113,11 @@ def test_special_tokens_are_shown_where_that_is_asked_for(params: dict[str, Any]
     writing = Writing("hi<user>!")
     [found] = writing(**params)
     assert found.content in (text, text + "!")
+
+
+def test_a_token_that_is_not_allowed_is_not_taken_for_a_fault_of_the_grammar() -> None:
+    tokenizer = tiny_tokenizer()
+    [a, b] = tokenizer("ab", add_special_tokens=False)["input_ids"]
+    for rules in ('start: "a"', "start: /[ac]/"):
+        matcher = Grammars(tokenizer, VOCABULARY, frozenset({END})).compile(Grammar("lark", rules))
+        assert matcher.mask()[a] and not matcher.take(b)

@@ -8,8 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from stage_runtime.rules.links import LinkReceiver
-
+from stage_runtime.rules.flow.links import LinkReceiver
 from stage_runtime.sockets.connections.links import Link
 from stage_runtime.sockets.frames.resending import RESEND_FIRST_S, Resending
 from stage_runtime.wire.messages import Deregister

@@ -271,7 +271,7 @@ class EngineCore:
             self.kv.save([drafts.written(row) for row in scheduled.rows], output.failed.__contains__)
         refused = self._note_unmasked(scheduled, output)
         self.drain_aborts()
-        ended = self._advance(scheduled, output)
+        ended = self._advance(scheduled, output, refused)
         accepted = {name: one.accepted for name, one in output.drafts.items()}
         for one in output.drafts.values():
             self.scheduler.stats.count_draft(one.proposed, len(one.accepted))
@@ -309,8 +309,11 @@ class EngineCore:
                 output.failed[row.request.id], refused[row.request.id] = str(error), error.place
         return refused
 
-    def _advance(self, scheduled: SchedulerOutput, output: ModelOutput) -> dict[str, Reason]:
-        """Take the new tokens into their requests' grammars. Returns: the requests whose grammars end, and by what."""
+    def _advance(self, scheduled: SchedulerOutput, output: ModelOutput, fields: dict[str, str]) -> dict[str, Reason]:
+        """Take the new tokens into their requests' grammars. fields: gets those of grammars that cannot be followed.
+
+        Returns: the requests whose grammars end, and by what.
+        """
         ended: dict[str, Reason] = dict(output.ended)
         for row in scheduled.rows:
             request, token = row.request, output.sampled.get(row.request.id)
@@ -325,6 +328,8 @@ class EngineCore:
                     output.failed[request.id] = f"token {refused} is not allowed by the request's grammar"
                 elif request.matcher.ended:
                     ended[request.id] = None if token in self._ends else GRAMMAR_END
+            except GrammarRefused as error:
+                output.failed[request.id], fields[request.id] = str(error), error.place
             except Exception as error:
                 output.failed[request.id] = f"its grammar cannot be followed: {describe(error)}"
         return ended

@@ -31,6 +31,7 @@ log = logging.getLogger(__name__)
 #: A parser's bound. An object with n properties that need not be there takes 4 n; a mask of 8,000 takes 0.08 s.
 ITEMS_IN_ROW: Final = 8_000
 ITEMS_IN_STEP: Final = 400_000
+FORBIDDEN: Final = "doesn't satisfy the grammar"  # llguidance's words for a token that is not allowed
 
 
 class Grammars:
@@ -187,10 +188,14 @@ def _checked_mask(matcher: Any, place: str) -> bytes:
     """
     bits = b"" if matcher.is_error() else bytes(matcher.compute_bitmask())
     if matcher.is_error():
-        raise GrammarRefused(place, f"it cannot be followed: {matcher.get_error().splitlines()[0]}"[:400])
+        raise GrammarRefused(place, _problem(matcher))
     if matcher.is_stopped() and not matcher.is_accepting():
         raise GrammarRefused(place, "it cannot be followed: no value follows it from here on")
     return bits
+
+
+def _problem(matcher: Any) -> str:
+    return f"it cannot be followed: {matcher.get_error().splitlines()[0]}"[:400]
 
 
 def follower(schema: str) -> Callable[[str], bool]:
@@ -220,7 +225,11 @@ class _Guided:
         return np.unpackbits(bits, bitorder="little")[: self._vocab_size].astype(np.bool_)
 
     def take(self, token: int) -> bool:
-        return bool(self._matcher.consume_token(token))
+        """Raises: GrammarRefused: the library gives up at what must follow the token, which is allowed."""
+        taken = bool(self._matcher.consume_token(token))
+        if not taken and self._matcher.is_error() and FORBIDDEN not in self._matcher.get_error():
+            raise GrammarRefused(self._place, _problem(self._matcher))
+        return taken
 
     @property
     def ended(self) -> bool:
