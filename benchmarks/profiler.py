@@ -37,7 +37,7 @@ import psutil
 from benchmarks.hoplab.measuring import used
 from omnipipeline_spec.pipeline import EndpointsConfig, PipelineConfig, StageConfig
 from stage_runtime.processes.one_machine.local import LocalOptions, LocalPipeline
-from stage_runtime.profiler.writing import FLUSH_EVERY_S
+from stage_runtime.profiler.recording.writing import FLUSH_EVERY_S
 
 CONCURRENCY: Final = 64
 WRITTEN_S: Final = 1.2 * FLUSH_EVERY_S  # after a block: its last events are written then
@@ -52,7 +52,7 @@ SWITCHES: Final = """
 import signal
 
 def switch(number, frame):
-    from stage_runtime.profiler.recorder import recorder
+    from stage_runtime.profiler.recording.recorder import recorder
     recorder.active = number == signal.SIGUSR2
 
 for each in (signal.SIGUSR1, signal.SIGUSR2):

@@ -41,7 +41,7 @@ SUITES = (
     rules("flow", "streams", "test_stream_rules"),
     rules("flow", "turns", "test_turn_rules"),
     rules("binding", "subsets", "test_subset_rules"),
-    Suite("gangs", "operator/omnipipeline_operator", ("changes/gangs.py",), ("tests/operator/test_gangs.py",)),
+    Suite("gangs", "operator/omnipipeline_operator", ("changes/deciding/gangs.py",), ("tests/operator/test_gangs.py",)),
 )
 
 

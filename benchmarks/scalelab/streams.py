@@ -25,7 +25,7 @@ from stage_runtime.payloads import encoding
 from stage_runtime.sockets.channels import Channels
 from stage_runtime.transfers.receiving import Fetched
 from stage_runtime.web.app import make_app
-from stage_runtime.web.listening.connection_limits import MOST, ConnectionLimits
+from stage_runtime.web.listening.limits.connection_limits import MOST, ConnectionLimits
 from stage_runtime.web.listening.server import Server
 from stage_runtime.web.settings import WebSettings
 from stage_runtime.web.sound.pool import CodecPool

@@ -20,7 +20,7 @@ from stage_runtime.coordinator.questions.operations import Operations
 from stage_runtime.coordinator.questions.profiling import PipelineProfiling
 from stage_runtime.coordinator.reporting.tracing import RequestTracer
 from stage_runtime.coordinator.request_manager import RequestManager
-from stage_runtime.profiler.session import ProfileSession
+from stage_runtime.profiler.recording.session import ProfileSession
 from stage_runtime.relays.dispatch import Relays
 from stage_runtime.rules.binding.instances import Instance
 from stage_runtime.sockets.channels import Channels

@@ -31,7 +31,7 @@ from stage_runtime.coordinator.reporting.tracing import RequestTracer
 from stage_runtime.errors import RequestError
 from stage_runtime.metrics import catalog, planes
 from stage_runtime.metrics.samples import Samples
-from stage_runtime.profiler.recorder import recorder
+from stage_runtime.profiler.recording.recorder import recorder
 from stage_runtime.relays.dispatch import Relays
 from stage_runtime.rules.binding import prefixes
 from stage_runtime.rules.requests.lifecycle import Tracked

@@ -17,8 +17,8 @@ from stage_runtime.engines.gates import Gate as Gate
 from stage_runtime.engines.gates import Parking
 from stage_runtime.errors import RequestError
 from stage_runtime.profiler import events as profile
-from stage_runtime.profiler.recorder import recorder
-from stage_runtime.profiler.templates import Template
+from stage_runtime.profiler.recording.recorder import recorder
+from stage_runtime.profiler.recording.templates import Template
 
 # Tuples, made once: ``A | B`` in a call makes a union each time.
 _UNBOUND: Final = (events.Abort, events.Admin, events.Stalled)  # not dropped with a request

@@ -38,7 +38,7 @@ from stage_runtime.web.exchanges.memory_budget import MemoryBudget
 from stage_runtime.web.exchanges.metrics import CoordinatorMetrics
 from stage_runtime.web.listening import certificates
 from stage_runtime.web.listening.certificates import CertificatePair, Certificates
-from stage_runtime.web.listening.connection_limits import ConnectionLimits
+from stage_runtime.web.listening.limits.connection_limits import ConnectionLimits
 from stage_runtime.web.listening.server import Server
 from stage_runtime.web.settings import WebSettings
 from stage_runtime.web.sound.pool import CodecPool

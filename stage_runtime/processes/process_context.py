@@ -11,7 +11,7 @@ import msgspec
 
 from omnipipeline_spec.types.plan import RelayPlan
 from omnipipeline_spec.types.pods import COORDINATOR
-from stage_runtime.profiler.session import ProfileSession
+from stage_runtime.profiler.recording.session import ProfileSession
 from stage_runtime.relays.context import RelaySettings
 from stage_runtime.settings import CoordinatorSettings, StageSettings
 from stage_runtime.sockets.endpoints import hosts, limits

@@ -15,8 +15,9 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from stage_runtime.errors import ConfigurationError
-from stage_runtime.profiler import events, templates
-from stage_runtime.profiler.writing import NOTES, notes_of
+from stage_runtime.profiler import events
+from stage_runtime.profiler.recording import templates
+from stage_runtime.profiler.recording.writing import NOTES, notes_of
 
 MAX_LINE: Final = 1 << 20  # bytes; the recorder writes up to 16 KiB, and a binary file may be one line
 

@@ -17,7 +17,7 @@ from omnipipeline_spec.types.plan import StagePlan
 from stage_runtime.engines.base import Engine
 from stage_runtime.errors import TransferError, ValueRefused
 from stage_runtime.metrics import planes
-from stage_runtime.profiler.session import ProfileSession
+from stage_runtime.profiler.recording.session import ProfileSession
 from stage_runtime.relays.dispatch import Relays
 from stage_runtime.sockets.channels import Channels
 from stage_runtime.stage.control.administration import Administration

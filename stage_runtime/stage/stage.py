@@ -13,7 +13,7 @@ from stage_runtime.engines.custom import EngineCrashed
 from stage_runtime.engines.simple import SyncEngine
 from stage_runtime.engines.threads import stage_threads
 from stage_runtime.errors import describe
-from stage_runtime.profiler.recorder import set_active_stage
+from stage_runtime.profiler.recording.recorder import set_active_stage
 from stage_runtime.stage.hooks import Hooks
 from stage_runtime.stage.inputs.stage_input import StageInput
 from stage_runtime.stage.observing import recorded

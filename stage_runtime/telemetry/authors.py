@@ -1,7 +1,7 @@
-"""Spans of authors (`profiler.recorder.span`) as OpenTelemetry's, sent by the process that makes them.
+"""Spans of authors (`profiler.recording.recorder.span`) as OpenTelemetry's, sent by the process that makes them.
 
 The coordinator sends the spans of requests, stages and hops. It knows no author's: these are sent from here, as
-children of their stage's span, whose id both derive from the request's. `profiler.recorder.Traces`.
+children of their stage's span, whose id both derive from the request's. `profiler.recording.recorder.Traces`.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ import msgspec
 from stage_runtime.errors import ProtocolError, RelayFailed, TransferError
 from stage_runtime.payloads import encoding
 from stage_runtime.payloads.pack import Arrived
-from stage_runtime.profiler.recorder import recorder
+from stage_runtime.profiler.recording.recorder import recorder
 from stage_runtime.relays.base import Fetch
 from stage_runtime.relays.dispatch import Relays
 from stage_runtime.transfers import recording

@@ -13,7 +13,7 @@ import msgspec
 
 from omnipipeline_spec.types.pods import COORDINATOR
 from stage_runtime.profiler import events
-from stage_runtime.profiler.recorder import recorder
+from stage_runtime.profiler.recording.recorder import recorder
 
 
 class RecordedRequest(Protocol):

@@ -19,7 +19,7 @@ import msgspec
 from omnipipeline_spec.types.plan import RelayPlan
 from stage_runtime.errors import NoConnection, RelayRefused, TransferError
 from stage_runtime.payloads.pack import Extracted
-from stage_runtime.profiler.recorder import recorder
+from stage_runtime.profiler.recording.recorder import recorder
 from stage_runtime.relays.dispatch import Relays
 from stage_runtime.relays.named import Put
 from stage_runtime.rules.flow.credits import Reservation, Window

@@ -16,14 +16,14 @@ from stage_runtime.web.answers import EVENTS, JSON, READY, TEXT, ResponseType
 from stage_runtime.web.endpoints import HandlerContext
 from stage_runtime.web.exchanges.apikeys import ApiKeys
 from stage_runtime.web.exchanges.metrics import CoordinatorMetrics
-from stage_runtime.web.handlers import profiling as profiles
 from stage_runtime.web.handlers import versions
-from stage_runtime.web.handlers.adapters import LoadAdapterBody, LoadedAdapters, UnloadAdapterBody
-from stage_runtime.web.handlers.models import Models
-from stage_runtime.web.handlers.operations import OperationBody, OperationsEndpoint
+from stage_runtime.web.handlers.administration import profiling as profiles
+from stage_runtime.web.handlers.administration.adapters import LoadAdapterBody, LoadedAdapters, UnloadAdapterBody
+from stage_runtime.web.handlers.administration.operations import OperationBody, OperationsEndpoint
+from stage_runtime.web.handlers.administration.profiling import Profiles
+from stage_runtime.web.handlers.openai.models import Models
 from stage_runtime.web.handlers.pipeline import PipelineEndpoint
 from stage_runtime.web.handlers.probes import Health, Probes, StagesHealth
-from stage_runtime.web.handlers.profiling import Profiles
 from stage_runtime.web.handlers.versions import Version
 from stage_runtime.web.page.feed import PageFeed, ShownRequest
 from stage_runtime.web.reading import schemas

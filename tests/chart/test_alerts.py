@@ -14,7 +14,7 @@ import msgspec
 import pytest
 import yaml
 
-from omnipipeline_operator.changes import diagnostics
+from omnipipeline_operator.changes.reporting import diagnostics
 from tests.chart.rendering import CHART
 
 RULES: Final = CHART / "files" / "alerts.yaml"

@@ -14,7 +14,7 @@ import yaml
 
 from omnipipeline_operator.desired import children
 from omnipipeline_operator.desired.naming import Owner
-from omnipipeline_operator.desired.pods import PodFacts
+from omnipipeline_operator.desired.pod_templates.pods import PodFacts
 from omnipipeline_operator.handlers.metrics import OPERATOR, STATUS
 from omnipipeline_spec import planning
 from omnipipeline_spec.pipeline import PipelineConfig, StageConfig

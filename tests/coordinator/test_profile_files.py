@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from stage_runtime.coordinator.questions import profiling
 from stage_runtime.coordinator.questions.clocks import Clocks
 from stage_runtime.coordinator.questions.profiling import PipelineProfiling, RunFile
-from stage_runtime.profiler.session import ProfileSession
+from stage_runtime.profiler.recording.session import ProfileSession
 
 
 @given(st.text(max_size=64), st.text(max_size=64))

@@ -11,8 +11,8 @@ import pytest
 from stage_runtime.coordinator.questions.clocks import Clocks
 from stage_runtime.coordinator.questions.profiling import PipelineProfiling
 from stage_runtime.errors import RequestError
-from stage_runtime.profiler.recorder import Recorder
-from stage_runtime.profiler.session import STARTED, STOPPED, ProfileSession
+from stage_runtime.profiler.recording.recorder import Recorder
+from stage_runtime.profiler.recording.session import STARTED, STOPPED, ProfileSession
 from stage_runtime.wire.messages import Message, ProfilerRead, ProfilerReply, ProfilerStart, ProfilerStop
 from stage_runtime.wire.parts import Member
 

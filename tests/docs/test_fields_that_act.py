@@ -11,7 +11,7 @@ from msgspec import inspect
 
 from omnipipeline_operator.desired import children
 from omnipipeline_operator.desired.naming import Owner
-from omnipipeline_operator.desired.pods import PodFacts
+from omnipipeline_operator.desired.pod_templates.pods import PodFacts
 from omnipipeline_spec import cluster, planning
 from omnipipeline_spec.pipeline import PipelineConfig
 from omnipipeline_spec.types.plan import CoordinatorPlan, GroupPlan, RelayPlan, StagePlan, UnitPlan

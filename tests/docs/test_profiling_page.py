@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import stage_runtime as omni
-from stage_runtime.profiler.recorder import recorder
+from stage_runtime.profiler.recording.recorder import recorder
 from tests.docs.blocks import blocks
 
 

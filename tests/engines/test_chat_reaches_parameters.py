@@ -11,7 +11,7 @@ from omnipipeline_spec.pipeline import ChatParameter
 from stage_runtime.engines.autoregressive.sampling import parameters
 from stage_runtime.engines.autoregressive.sampling.parameters import SamplingParams
 from stage_runtime.web.reading.generation_fields import names_of_accepts
-from stage_runtime.web.translating import chat
+from stage_runtime.web.translating.generation import chat
 
 #: field -> what a chat sets it by.
 SET_BY: dict[str, dict[str, Any]] = {

@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from stage_runtime.engines.autoregressive.text.reasoning import ThoughtSplitter
-from stage_runtime.web.translating import chat
+from stage_runtime.web.translating.generation import chat
 from tests.engines.generation_kit import tiny_tokenizer
 from tests.engines.test_call_answers import ANSWER, ARGUMENTS, CALLS, FORMS, TOOLS, WRITTEN
 from tests.engines.writing_kit import Answer, Writing

@@ -20,8 +20,8 @@ from stage_runtime.engines.autoregressive.text.structured_output.grammars import
 from stage_runtime.rules.autoregressive.blocks import BlockPool
 from stage_runtime.rules.autoregressive.scheduling import Scheduler
 from stage_runtime.rules.autoregressive.steps import Row, SchedulerLimits, SchedulerOutput
-from stage_runtime.web.translating import chat
-from stage_runtime.web.translating.completions import Completion, CompletionChunks
+from stage_runtime.web.translating.generation import chat
+from stage_runtime.web.translating.generation.completions import Completion, CompletionChunks
 from stage_runtime.wire.values import Audio, OmniRequest
 from tests.engines.engine_kit import running
 from tests.engines.generation_kit import END, VOCABULARY, tiny_tokenizer

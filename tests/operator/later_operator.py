@@ -10,7 +10,8 @@ from typing import Any
 
 from omnipipeline_operator import cli, settings
 from omnipipeline_operator.cluster.token_bucket import TokenBucket
-from omnipipeline_operator.desired import pods, services
+from omnipipeline_operator.desired import services
+from omnipipeline_operator.desired.pod_templates import pods
 
 SAID = "omnipipeline.dev/later"
 

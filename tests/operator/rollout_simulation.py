@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from omnipipeline_operator.changes.rollout import Decision, DesiredUnit, Goal, decide
+from omnipipeline_operator.changes.deciding.rollout import Decision, DesiredUnit, Goal, decide
 from omnipipeline_operator.changes.workloads import ObservedPod, Workload
 from omnipipeline_spec.types.pods import COORDINATOR
 

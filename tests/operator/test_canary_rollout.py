@@ -8,8 +8,8 @@ import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from omnipipeline_operator.changes import rollout
-from omnipipeline_operator.changes.rollout import Goal
+from omnipipeline_operator.changes.deciding import rollout
+from omnipipeline_operator.changes.deciding.rollout import Goal
 from tests.operator.rollout_simulation import RolloutSimulation, goal, running
 from tests.operator.test_rollout import spec_of
 from tests.thoroughness import examples

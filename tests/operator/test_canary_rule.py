@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omnipipeline_operator.changes import canary
-from omnipipeline_operator.changes.canary import Attempts, Canary
+from omnipipeline_operator.changes.deciding import canary
+from omnipipeline_operator.changes.deciding.canary import Attempts, Canary
 from omnipipeline_spec.cluster import AbortOn
 from omnipipeline_spec.cluster import Canary as Policy
 from tests.operator.test_status import NOW

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 
 from omnipipeline_operator.changes import workloads
 from omnipipeline_operator.cluster import store
-from omnipipeline_operator.desired import children, config, naming, pods, podsecurity, services, templates
+from omnipipeline_operator.desired import children, config, naming, services
 from omnipipeline_operator.desired.naming import Owner
-from omnipipeline_operator.desired.pods import PodFacts
+from omnipipeline_operator.desired.pod_templates import pods, podsecurity, templates
+from omnipipeline_operator.desired.pod_templates.pods import PodFacts
 from omnipipeline_operator.errors import NotAllowed
 from omnipipeline_operator.settings import OWN_USER, PodUsers
 from omnipipeline_spec import loading, planning

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from omnipipeline_operator.desired import children
-from omnipipeline_operator.desired.pods import PodFacts
+from omnipipeline_operator.desired.pod_templates.pods import PodFacts
 from omnipipeline_spec import planning
 from tests.operator import podsecurity_cases
 from tests.operator.running import Kube

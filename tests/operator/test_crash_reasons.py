@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from omnipipeline_operator.changes import diagnostics, workloads
-from omnipipeline_operator.changes.diagnostics import Diagnostic
+from omnipipeline_operator.changes import workloads
+from omnipipeline_operator.changes.reporting import diagnostics
+from omnipipeline_operator.changes.reporting.diagnostics import Diagnostic
 from omnipipeline_operator.changes.workloads import ObservedPod, Workload
 from omnipipeline_spec import crashes
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from omnipipeline_operator.changes.status_inputs import Exposure
+from omnipipeline_operator.changes.reporting.status_inputs import Exposure
 from omnipipeline_operator.cluster.store import Store
-from omnipipeline_operator.controller import exposure
-from omnipipeline_operator.controller.snapshots import Snapshot
+from omnipipeline_operator.controller.observing import exposure
+from omnipipeline_operator.controller.observing.snapshots import Snapshot
 from omnipipeline_operator.desired import naming
 from omnipipeline_operator.desired.naming import Owner
 from omnipipeline_spec import loading

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
-from omnipipeline_operator.changes import diagnostics, workloads
+from omnipipeline_operator.changes import workloads
 from omnipipeline_operator.changes.conditions import rfc3339
-from omnipipeline_operator.changes.diagnostics import Diagnostic
+from omnipipeline_operator.changes.reporting import diagnostics
+from omnipipeline_operator.changes.reporting.diagnostics import Diagnostic
 from omnipipeline_operator.changes.workloads import ObservedPod, Workload
 
 NOW = 1_800_000_000.0

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
-from omnipipeline_operator.changes import gangs
-from omnipipeline_operator.changes.gangs import Gang, Yielded
+from omnipipeline_operator.changes.deciding import gangs
+from omnipipeline_operator.changes.deciding.gangs import Gang, Yielded
 from tests.thoroughness import examples
 
 P = 60.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from omnipipeline_operator.changes.workloads import ObservedPod, Workload
-from omnipipeline_operator.controller import pinning
+from omnipipeline_operator.controller.revisions import pinning
 from omnipipeline_operator.desired import config
 from omnipipeline_operator.desired.naming import IMAGES_PIN, Owner
 from omnipipeline_spec.types.plan import PipelineRevision

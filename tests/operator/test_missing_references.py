@@ -14,11 +14,11 @@ from omnipipeline_operator.changes.conditions import rfc3339
 from omnipipeline_operator.changes.workloads import ObservedPod, Workload
 from omnipipeline_operator.cluster.applying import Applier
 from omnipipeline_operator.cluster.client import Client
-from omnipipeline_operator.controller import missing
-from omnipipeline_operator.controller.missing import RECENT_S, MissingReferences, ReferenceChecker
+from omnipipeline_operator.controller.observing import missing
+from omnipipeline_operator.controller.observing.missing import RECENT_S, MissingReferences, ReferenceChecker
 from omnipipeline_operator.desired import children, naming
 from omnipipeline_operator.desired.naming import Owner
-from omnipipeline_operator.desired.pods import PodFacts
+from omnipipeline_operator.desired.pod_templates.pods import PodFacts
 from omnipipeline_spec import loading, planning
 
 NOW = 1_800_000_000.0

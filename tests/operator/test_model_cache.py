@@ -17,8 +17,8 @@ import pytest
 
 from omnipipeline_operator import errors
 from omnipipeline_operator.cluster.status_client import FetchStatus
-from omnipipeline_operator.controller import model_cache
-from omnipipeline_operator.controller.snapshots import Snapshot
+from omnipipeline_operator.controller.observing import model_cache
+from omnipipeline_operator.controller.observing.snapshots import Snapshot
 from omnipipeline_operator.desired import naming
 from omnipipeline_operator.desired.storage import FETCH
 from omnipipeline_operator.kinds import CLAIM, JOB, PIPELINE, POD

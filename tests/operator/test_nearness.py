@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omnipipeline_operator.changes import nearness
+from omnipipeline_operator.changes.deciding import nearness
 from omnipipeline_operator.changes.workloads import ObservedPod, Workload
 from omnipipeline_operator.desired import naming
 from omnipipeline_operator.kinds import DEPLOYMENT, PIPELINE

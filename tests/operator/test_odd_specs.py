@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from omnipipeline_operator.desired import children, references
 from omnipipeline_operator.desired.naming import Owner
-from omnipipeline_operator.desired.pods import PodFacts
+from omnipipeline_operator.desired.pod_templates.pods import PodFacts
 from omnipipeline_operator.errors import NotAllowed
 from omnipipeline_spec import loading, planning
 from omnipipeline_spec.types.errors import SpecError

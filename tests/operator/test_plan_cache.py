@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from omnipipeline_operator.controller.plan_cache import PlanCache
+from omnipipeline_operator.controller.revisions.plan_cache import PlanCache
 from omnipipeline_spec import planning
 from omnipipeline_spec.types.errors import SpecError
 

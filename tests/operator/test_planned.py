@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from omnipipeline_operator.changes import rollout
-from omnipipeline_operator.controller.planned import rollout_goal
+from omnipipeline_operator.changes.deciding import rollout
+from omnipipeline_operator.controller.revisions.planned import rollout_goal
 from omnipipeline_spec import loading, planning
 
 STAGES = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from omnipipeline_operator.desired import affinity
+from omnipipeline_operator.desired.pod_templates import affinity
 
 KEYS = ["kubernetes.io/hostname", "nvidia.com/gpu.clique", "rack"]
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-from omnipipeline_operator.desired import probes, templates
+from omnipipeline_operator.desired.pod_templates import probes, templates
 
 
 @contextmanager

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from omnipipeline_operator.changes import rollout
-from omnipipeline_operator.changes.rollout import DesiredUnit, Goal
+from omnipipeline_operator.changes.deciding import rollout
+from omnipipeline_operator.changes.deciding.rollout import DesiredUnit, Goal
 from omnipipeline_operator.changes.workloads import ObservedPod, Workload
 from omnipipeline_spec.types.plan import PipelineRevision
 from omnipipeline_spec.types.pods import COORDINATOR

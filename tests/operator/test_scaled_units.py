@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from omnipipeline_operator.changes import rollout
-from omnipipeline_operator.changes.rollout import DesiredUnit
+from omnipipeline_operator.changes.deciding import rollout
+from omnipipeline_operator.changes.deciding.rollout import DesiredUnit
 from omnipipeline_operator.cluster.status_client import CoordinatorStatus, GroupLoad
 from omnipipeline_operator.kinds import CONFIG_MAP, DEPLOYMENT, PIPELINE
 from omnipipeline_spec.types.pods import ON_DEMAND_FILE

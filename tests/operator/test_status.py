@@ -7,9 +7,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from omnipipeline_operator.changes import assessment, conditions, diagnostics, rollout, status, workloads
-from omnipipeline_operator.changes.rollout import DesiredUnit, Goal
-from omnipipeline_operator.changes.status_inputs import Exposure, Refusal, StatusInputs
+from omnipipeline_operator.changes import conditions, workloads
+from omnipipeline_operator.changes.deciding import rollout
+from omnipipeline_operator.changes.deciding.rollout import DesiredUnit, Goal
+from omnipipeline_operator.changes.reporting import assessment, diagnostics, status
+from omnipipeline_operator.changes.reporting.status_inputs import Exposure, Refusal, StatusInputs
 from omnipipeline_operator.changes.workloads import ObservedPod, Workload
 from omnipipeline_spec import loading, planning
 from omnipipeline_spec.types.plan import PipelinePlan

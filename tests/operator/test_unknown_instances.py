@@ -8,9 +8,9 @@ import pytest
 
 from omnipipeline_operator.cluster.client import Client
 from omnipipeline_operator.cluster.status_client import CoordinatorStatus, InstanceStatus
-from omnipipeline_operator.controller import coordinators
-from omnipipeline_operator.controller.coordinators import MAX_ASKED
-from omnipipeline_operator.controller.snapshots import Snapshot
+from omnipipeline_operator.controller.observing import coordinators
+from omnipipeline_operator.controller.observing.coordinators import MAX_ASKED
+from omnipipeline_operator.controller.observing.snapshots import Snapshot
 from omnipipeline_operator.desired import naming
 from omnipipeline_operator.desired.naming import Owner
 

@@ -24,7 +24,7 @@ from benchmarks.faultlab import namespaces, network
 from omnipipeline_operator.cluster.status_client import CoordinatorStatus
 from omnipipeline_operator.desired import children
 from omnipipeline_operator.desired.naming import Owner
-from omnipipeline_operator.desired.pods import PodFacts
+from omnipipeline_operator.desired.pod_templates.pods import PodFacts
 from omnipipeline_spec import planning
 from omnipipeline_spec.pipeline import PipelineConfig
 from stage_runtime.processes.starting import codefiles

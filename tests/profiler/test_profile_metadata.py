@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stage_runtime.profiler import build_report, emit, span, writing
-from stage_runtime.profiler.recorder import Recorder, recorder
+from stage_runtime.profiler import build_report, emit, span
+from stage_runtime.profiler.recording import writing
+from stage_runtime.profiler.recording.recorder import Recorder, recorder
 from tests.profiler import odd_values
 
 TEXTS = st.text(st.characters(exclude_categories=[]))

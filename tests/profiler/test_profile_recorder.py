@@ -19,9 +19,10 @@ import torch
 from omnipipeline_spec.types.plan import StagePlan
 from stage_runtime import profiler
 from stage_runtime.errors import ConfigurationError
-from stage_runtime.profiler import reading, writing
-from stage_runtime.profiler.recorder import Recorder, recorder
-from stage_runtime.profiler.templates import Template
+from stage_runtime.profiler import reading
+from stage_runtime.profiler.recording import writing
+from stage_runtime.profiler.recording.recorder import Recorder, recorder
+from stage_runtime.profiler.recording.templates import Template
 from stage_runtime.stage.context import RankContext
 
 

@@ -15,9 +15,9 @@ import msgspec
 import pytest
 
 from stage_runtime.profiler import paths
-from stage_runtime.profiler.children import Children, PathOf
-from stage_runtime.profiler.recorder import Recorder
-from stage_runtime.profiler.session import STARTED, STOPPED, ProfileSession, ProfileSettings
+from stage_runtime.profiler.recording.children import Children, PathOf
+from stage_runtime.profiler.recording.recorder import Recorder
+from stage_runtime.profiler.recording.session import STARTED, STOPPED, ProfileSession, ProfileSettings
 
 
 def session(root: Path, incarnation: str, *, own_folder: bool) -> ProfileSession:

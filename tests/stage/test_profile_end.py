@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from stage_runtime.profiler.recorder import Recorder
-from stage_runtime.profiler.session import ProfileSession
+from stage_runtime.profiler.recording.recorder import Recorder
+from stage_runtime.profiler.recording.session import ProfileSession
 from stage_runtime.stage.control.profiling import ProcessProfiling
 from stage_runtime.wire.messages import Message, ProfilerReply, ProfilerStart, ProfilerStop
 

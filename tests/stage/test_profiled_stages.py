@@ -13,7 +13,7 @@ import pytest
 import stage_runtime as omni
 from stage_runtime import profiler
 from stage_runtime.coordinator.admitting.terminal_stages import TerminalStagesCaller
-from stage_runtime.profiler.recorder import recorder
+from stage_runtime.profiler.recording.recorder import recorder
 from stage_runtime.stage.observing.recorded import MOST_SETS, OutputEvents
 from stage_runtime.stage.work import begun
 from stage_runtime.wire.parts import Header

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stage_runtime.profiler import summaries
+from stage_runtime.profiler.recording import summaries
 from stage_runtime.telemetry import spans, traceparents
 from stage_runtime.telemetry.authors import AuthorSpans
 from stage_runtime.telemetry.exporting import Exporter, Make

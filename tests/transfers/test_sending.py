@@ -18,7 +18,7 @@ import pytest
 
 from stage_runtime.errors import TransferError, ValueRefused
 from stage_runtime.payloads import encoding, pack
-from stage_runtime.profiler.recorder import recorder
+from stage_runtime.profiler.recording.recorder import recorder
 from stage_runtime.transfers.sending import PendingSend, SendQueues
 from stage_runtime.wire import codec
 from stage_runtime.wire.frames import FRAME_LIMIT

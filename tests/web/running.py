@@ -12,7 +12,7 @@ from omnipipeline_spec.types.routes import Served
 from stage_runtime.web.app import make_app
 from stage_runtime.web.exchanges.memory_budget import MemoryBudget
 from stage_runtime.web.listening import server
-from stage_runtime.web.listening.connection_limits import ConnectionLimits
+from stage_runtime.web.listening.limits.connection_limits import ConnectionLimits
 from stage_runtime.web.settings import WebSettings
 from stage_runtime.web.sound.pool import CodecPool
 from tests.patience import patience

@@ -20,7 +20,7 @@ import soundfile
 
 from stage_runtime.coordinator.events import ResultEvent
 from stage_runtime.errors import RequestError
-from stage_runtime.web.sound import messages, session
+from stage_runtime.web.sound import codec_messages, codec_session
 from stage_runtime.web.sound.pool import SPARES, CodecPool
 from stage_runtime.wire.values import Audio, Text
 from tests.web.running import PATIENCE_S, start
@@ -69,7 +69,7 @@ async def pool() -> AsyncIterator[CodecPool]:
 @pytest.mark.parametrize("whole", [True, False])
 async def test_a_sound_of_many_blocks_is_encoded_as_it_is(pool: CodecPool, format: str, whole: bool) -> None:
     minute = Audio(np.tile(TONE, 60), RATE)
-    assert minute.samples.nbytes > messages.BLOCK_NBYTES
+    assert minute.samples.nbytes > codec_messages.BLOCK_NBYTES
     data = await encoded(pool, format, minute, whole=whole)
     with soundfile.SoundFile(io.BytesIO(data)) as file:
         seconds = sum(len(block) for block in file.blocks(1 << 16)) / file.samplerate
@@ -172,9 +172,9 @@ async def test_a_process_that_answers_nothing_is_given_up() -> None:
 
 LIMITED = """
 import ctypes, os, time
-from stage_runtime.web.sound import session
-session.limit()
-session.begin_call({limit_s})
+from stage_runtime.web.sound import codec_session
+codec_session.limit()
+codec_session.begin_call({limit_s})
 {act}
 """
 
@@ -186,10 +186,10 @@ session.begin_call({limit_s})
         (0.2, "while True: pass", -signal.SIGALRM),
         (0.2, "time.sleep(60)", -signal.SIGALRM),
         (0.2, "ctypes.CDLL(None).pause()", -signal.SIGALRM),
-        (60, "bytearray(session.MEMORY_NBYTES)", 1),
+        (60, "bytearray(codec_session.MEMORY_NBYTES)", 1),
         (60, "os.open('/dev/null', os.O_RDONLY); [os.dup(0) for _ in range(16)]", 1),
         (60, "open('/tmp/none-of-ours', 'w').write('x' * 9)", -signal.SIGXFSZ),
-        (60, "session.end_call(); session.begin_call(60)", 0),
+        (60, "codec_session.end_call(); codec_session.begin_call(60)", 0),
     ],
     ids=["loops", "sleeps", "hangs in C", "memory", "descriptors", "writes a file", "is good"],
 )
@@ -203,7 +203,7 @@ def test_the_kernel_ends_what_takes_too_much(limit_s: float, act: str, code: int
 ONE_SECOND = """
 import resource
 before = time.process_time()
-session.begin_call(1)
+codec_session.begin_call(1)
 print((before, resource.getrlimit(resource.RLIMIT_CPU), time.process_time()))
 """
 
@@ -215,7 +215,7 @@ def test_each_call_has_processor_time_of_its_own() -> None:
     )
     before, (soft, hard), after = eval(printed.stdout)
     assert before + 0.9 < soft < after + 2.1  # what the start took, and a second, in whole seconds
-    assert hard == session.LIFE_CPU_S
+    assert hard == codec_session.LIFE_CPU_S
 
 
 COORDINATOR = """
@@ -251,7 +251,7 @@ def test_the_fork_server_has_one_thread() -> None:
     """No fork of a process with threads is safe: libraries must not start any when they are loaded."""
     program = (
         "import os; from stage_runtime.web.sound import forkserver; os.environ.update(forkserver.ONE_THREAD)\n"
-        "from stage_runtime.web.sound import session\nprint(len(os.listdir('/proc/self/task')))"
+        "from stage_runtime.web.sound import codec_session\nprint(len(os.listdir('/proc/self/task')))"
     )
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, check=True).stdout == b"1\n"
 

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from stage_runtime.coordinator.events import ResultEvent
-from stage_runtime.web.listening.connection_limits import ConnectionLimits, connection_limit
+from stage_runtime.web.listening.limits.connection_limits import ConnectionLimits, connection_limit
 from stage_runtime.wire.values import Text
 from tests.web.running import ALL, PATIENCE_S, Running, start
 from tests.web.scripted_manager import Event, ScriptedHandle, chunk, play

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 
 from stage_runtime.web.app import make_app
-from stage_runtime.web.listening.connection_limits import ConnectionLimits
+from stage_runtime.web.listening.limits.connection_limits import ConnectionLimits
 from stage_runtime.web.listening.server import Server
 from stage_runtime.web.sound.pool import CodecPool
 from stage_runtime.wire.values import Text

@@ -26,7 +26,7 @@ from stage_runtime.errors import CODES, InvalidRequest, RequestError, ValueRefus
 from stage_runtime.payloads import encoding
 from stage_runtime.web.app import make_app
 from stage_runtime.web.exchanges import errors
-from stage_runtime.web.listening.connection_limits import ConnectionLimits
+from stage_runtime.web.listening.limits.connection_limits import ConnectionLimits
 from stage_runtime.web.listening.server import Server
 from stage_runtime.web.settings import WebSettings
 from stage_runtime.web.sound.pool import CodecPool

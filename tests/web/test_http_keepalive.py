@@ -10,8 +10,8 @@ import uvicorn
 from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
-from stage_runtime.web.listening.connection_limits import ConnectionLimits
 from stage_runtime.web.listening.connections import HttpConnection, limited
+from stage_runtime.web.listening.limits.connection_limits import ConnectionLimits
 
 GET = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
 MOST = 8

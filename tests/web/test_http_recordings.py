@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stage_runtime.coordinator.events import ResultEvent
-from stage_runtime.web.sound import containers, reading
+from stage_runtime.web.sound.codecs import containers, reading
 from stage_runtime.wire.values import Text
 from tests.web.recordings import M4A, MP4_IN_PIECES, WEBM, WEBM_LIVE
 from tests.web.running import PATIENCE_S, start

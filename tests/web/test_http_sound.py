@@ -16,8 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stage_runtime.errors import InvalidRequest, RequestError
-from stage_runtime.web.sound import encoding, formats, samples
-from stage_runtime.web.sound.resampling import Resampler
+from stage_runtime.web.sound import formats
+from stage_runtime.web.sound.codecs import encoding, samples
+from stage_runtime.web.sound.codecs.resampling import Resampler
 from stage_runtime.wire.values import Audio, RawTensor
 from tests.thoroughness import examples
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai import AsyncOpenAI
 
-from stage_runtime.web.translating.base64pieces import Base64Pieces
+from stage_runtime.web.translating.audio.base64pieces import Base64Pieces
 from stage_runtime.wire.values import Audio, Text
 from tests.thoroughness import examples
 from tests.web.running import PATIENCE_S, start

@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from stage_runtime.errors import InvalidRequest
 from stage_runtime.web.exchanges import errors
 from stage_runtime.web.reading import multipart, strictjson
-from stage_runtime.web.translating import chat, media, pipelines, transcribing
+from stage_runtime.web.translating import media, pipelines
+from stage_runtime.web.translating.audio import transcribing
+from stage_runtime.web.translating.generation import chat
 from tests.thoroughness import examples
 
 ANY = msgspec.json.Decoder(Any)

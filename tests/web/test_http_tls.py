@@ -16,7 +16,7 @@ from stage_runtime.errors import ConfigurationError
 from stage_runtime.web.app import make_app
 from stage_runtime.web.listening import certificates
 from stage_runtime.web.listening.certificates import CertificatePair, Certificates
-from stage_runtime.web.listening.connection_limits import ConnectionLimits
+from stage_runtime.web.listening.limits.connection_limits import ConnectionLimits
 from stage_runtime.web.listening.server import Server
 from stage_runtime.web.sound.pool import CodecPool
 from stage_runtime.wire.values import Text

@@ -16,9 +16,11 @@ from stage_runtime.coordinator.events import AnswerEvent, ChunkEvent, ResultEven
 from stage_runtime.errors import InvalidRequest
 from stage_runtime.web import serving
 from stage_runtime.web.reading import multipart
-from stage_runtime.web.sound import encoding, samples
-from stage_runtime.web.translating import chat, jsonable, pipelines, speaking
-from stage_runtime.web.translating.completions import Completion, CompletionChunks
+from stage_runtime.web.sound.codecs import encoding, samples
+from stage_runtime.web.translating import jsonable, pipelines
+from stage_runtime.web.translating.audio import speaking
+from stage_runtime.web.translating.generation import chat
+from stage_runtime.web.translating.generation.completions import Completion, CompletionChunks
 from stage_runtime.wire.outputs import USAGE_SO_FAR
 from stage_runtime.wire.values import Audio, Finish, RawTensor, Text, Usage
 from tests.thoroughness import examples

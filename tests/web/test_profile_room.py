@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from stage_runtime.errors import ConfigurationError
-from stage_runtime.web.handlers.profile_room import BLOCK, Room
+from stage_runtime.web.handlers.administration.profile_room import BLOCK, Room
 
 PLENTY = 1 << 60
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from stage_runtime.web.realtime.effects import Answer, Listen
 from stage_runtime.web.realtime.session import Session, SessionFacts
-from stage_runtime.web.sound.resampling import Resampler
+from stage_runtime.web.sound.codecs.resampling import Resampler
 from stage_runtime.wire.values import Note, Text, Usage
 from tests.e2e.local_pipelines import eventually
 from tests.web.running import ALL, PATIENCE_S, Running, start

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stage_runtime.errors import RequestError
-from stage_runtime.web.translating import subtitles
-from stage_runtime.web.translating.subtitles import Cue
+from stage_runtime.web.translating.audio import subtitles
+from stage_runtime.web.translating.audio.subtitles import Cue
 
 
 def made(**given: Any) -> list[Cue]:

@@ -1,8 +1,8 @@
 """Faults of ``podTemplate``: keys by which its lists are merged over the generated ones.
 
 Here: which lists are merged by a key of their items, and the type of each key. Not here: the merge, and what a pod
-template must have after it (the operator's `desired.templates`); all else is checked by the API server. Called by
-`deployment` and by the operator's merge.
+template must have after it (the operator's `desired.pod_templates.templates`); all else is checked by the API server.
+Called by `deployment` and by the operator's merge.
 """
 
 from __future__ import annotations

@@ -13,7 +13,8 @@ from typing import Any, Final
 
 import msgspec
 
-from omnipipeline_operator.desired import naming, pods
+from omnipipeline_operator.desired import naming
+from omnipipeline_operator.desired.pod_templates import pods
 from omnipipeline_spec import crashes
 from omnipipeline_spec.types.pods import COORDINATOR
 

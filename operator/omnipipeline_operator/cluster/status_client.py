@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 import aiohttp
 import msgspec
 
-from omnipipeline_operator.changes.canary import Attempts
+from omnipipeline_operator.changes.deciding.canary import Attempts
 from omnipipeline_spec.scaling import Load
 from omnipipeline_spec.types.pods import PROBE_PORT
 

@@ -14,7 +14,7 @@ from typing import Any
 from omnipipeline_operator import errors, kinds
 from omnipipeline_operator.cluster.applying import SCALER, Applier
 from omnipipeline_operator.cluster.client import Client
-from omnipipeline_operator.controller.snapshots import Snapshot
+from omnipipeline_operator.controller.observing.snapshots import Snapshot
 from omnipipeline_operator.desired import naming
 from omnipipeline_operator.kinds import CONTROLLER_REVISION
 

@@ -14,35 +14,30 @@ from typing import Any
 import msgspec
 
 from omnipipeline_operator import errors
-from omnipipeline_operator.changes import assessment, conditions, nearness, rollout
-from omnipipeline_operator.changes import scaling as changes_scaling
-from omnipipeline_operator.changes.status_inputs import Refusal, is_available
+from omnipipeline_operator.changes import conditions
+from omnipipeline_operator.changes.deciding import nearness, rollout
+from omnipipeline_operator.changes.deciding import scaling as changes_scaling
+from omnipipeline_operator.changes.reporting import assessment
+from omnipipeline_operator.changes.reporting.status_inputs import Refusal, is_available
 from omnipipeline_operator.changes.workloads import Workload
 from omnipipeline_operator.cluster.applying import Applier, NameTaken
 from omnipipeline_operator.cluster.client import Client
 from omnipipeline_operator.cluster.status_client import CoordinatorStatus, StatusClient
 from omnipipeline_operator.cluster.store import PipelineKey, Store
-from omnipipeline_operator.controller import (
-    adopting,
-    canaries,
-    coordinators,
-    missing,
-    model_cache,
-    pinning,
-    reporting,
-    revision_history,
-)
+from omnipipeline_operator.controller import adopting, reporting
 from omnipipeline_operator.controller.event_recorder import EventRecorder
-from omnipipeline_operator.controller.gpu_rivals import GpuRivals
-from omnipipeline_operator.controller.missing import MissingReferences, ReferenceChecker, retry_at
-from omnipipeline_operator.controller.plan_cache import PlanCache
-from omnipipeline_operator.controller.planned import Planned, rollout_goal
+from omnipipeline_operator.controller.observing import coordinators, missing, model_cache
+from omnipipeline_operator.controller.observing.gpu_rivals import GpuRivals
+from omnipipeline_operator.controller.observing.missing import MissingReferences, ReferenceChecker, retry_at
+from omnipipeline_operator.controller.observing.snapshots import Snapshot
 from omnipipeline_operator.controller.reporting import StatusReporter
-from omnipipeline_operator.controller.snapshots import Snapshot
+from omnipipeline_operator.controller.revisions import canaries, pinning, revision_history
+from omnipipeline_operator.controller.revisions.plan_cache import PlanCache
+from omnipipeline_operator.controller.revisions.planned import Planned, rollout_goal
 from omnipipeline_operator.controller.writing import ChildError, ChildWriter, DesiredState
 from omnipipeline_operator.desired import children, config, naming
 from omnipipeline_operator.desired.naming import Owner
-from omnipipeline_operator.desired.pods import PodFacts
+from omnipipeline_operator.desired.pod_templates.pods import PodFacts
 from omnipipeline_operator.kinds import PIPELINE, Manifest
 from omnipipeline_operator.settings import Settings
 from omnipipeline_spec import scaling

@@ -1,7 +1,8 @@
 """Writes the status of a pipeline, and an Event for each transition of a condition.
 
-Here: what the status is made of, read from a snapshot, and writing it. Not here: the status itself (`changes.status`),
-posting Events (`event_recorder`). Called by `reconciling` after the writes, or when a spec is refused.
+Here: what the status is made of, read from a snapshot, and writing it. Not here: the status itself
+(`changes.reporting.status`), posting Events (`event_recorder`). Called by `reconciling` after the writes, or when a
+spec is refused.
 """
 
 from __future__ import annotations
@@ -12,17 +13,19 @@ from typing import Any, Final
 import msgspec
 
 from omnipipeline_operator import errors
-from omnipipeline_operator.changes import conditions, rollout, status
-from omnipipeline_operator.changes.status_inputs import Refusal, StatusInputs, is_available
+from omnipipeline_operator.changes import conditions
+from omnipipeline_operator.changes.deciding import rollout
+from omnipipeline_operator.changes.reporting import status
+from omnipipeline_operator.changes.reporting.status_inputs import Refusal, StatusInputs, is_available
 from omnipipeline_operator.cluster.applying import Applier
 from omnipipeline_operator.cluster.status_client import CoordinatorStatus
-from omnipipeline_operator.controller import coordinators as coordinators_of
-from omnipipeline_operator.controller import exposure, model_cache
 from omnipipeline_operator.controller.event_recorder import EventRecorder
-from omnipipeline_operator.controller.gpu_rivals import NO_VERDICT, Verdict
-from omnipipeline_operator.controller.missing import MissingReferences
-from omnipipeline_operator.controller.planned import Planned
-from omnipipeline_operator.controller.snapshots import Snapshot
+from omnipipeline_operator.controller.observing import coordinators as coordinators_of
+from omnipipeline_operator.controller.observing import exposure, model_cache
+from omnipipeline_operator.controller.observing.gpu_rivals import NO_VERDICT, Verdict
+from omnipipeline_operator.controller.observing.missing import MissingReferences
+from omnipipeline_operator.controller.observing.snapshots import Snapshot
+from omnipipeline_operator.controller.revisions.planned import Planned
 from omnipipeline_operator.desired.naming import Owner
 from omnipipeline_operator.kinds import Manifest
 from omnipipeline_spec import scaling

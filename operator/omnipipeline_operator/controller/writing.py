@@ -14,12 +14,12 @@ import msgspec
 
 from omnipipeline_operator import errors, kinds
 from omnipipeline_operator.changes import comparing
-from omnipipeline_operator.changes.rollout import Decision, UnitRevision
+from omnipipeline_operator.changes.deciding.rollout import Decision, UnitRevision
 from omnipipeline_operator.changes.workloads import Workload
 from omnipipeline_operator.cluster.applying import Applier, NameTaken
-from omnipipeline_operator.controller import model_cache
-from omnipipeline_operator.controller.pinning import PinnedChoices
-from omnipipeline_operator.controller.snapshots import Snapshot
+from omnipipeline_operator.controller.observing import model_cache
+from omnipipeline_operator.controller.observing.snapshots import Snapshot
+from omnipipeline_operator.controller.revisions.pinning import PinnedChoices
 from omnipipeline_operator.desired import children, config, naming
 from omnipipeline_operator.kinds import CONFIG_MAP, DEPLOYMENT, JOB, Manifest
 from omnipipeline_spec.cluster import Profiling

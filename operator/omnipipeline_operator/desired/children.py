@@ -1,8 +1,8 @@
 """All Kubernetes objects of a plan, as plain dicts.
 
 Here: which objects there are. Not here: the manifest of each (`pods`, `config`, `services`, `policies`, `storage`), how
-many replicas a Deployment has during a roll-out (`changes.rollout`). Called by `controller`, and offline by ``kubectl
-omni manifests``.
+many replicas a Deployment has during a roll-out (`changes.deciding.rollout`). Called by `controller`, and offline by
+``kubectl omni manifests``.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from typing import Any, Final
 
 import msgspec
 
-from omnipipeline_operator.desired import config, devices, pods, policies, services, storage
-from omnipipeline_operator.desired.pods import PodFacts
+from omnipipeline_operator.desired import config, policies, services, storage
+from omnipipeline_operator.desired.pod_templates import devices, pods
+from omnipipeline_operator.desired.pod_templates.pods import PodFacts
 from omnipipeline_operator.kinds import Manifest
 from omnipipeline_spec import scaling
 from omnipipeline_spec.cluster import Profiling

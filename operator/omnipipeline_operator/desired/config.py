@@ -1,7 +1,7 @@
 """The ConfigMaps that processes read (a unit's plan, the coordinator's list of pipeline revisions), and the key.
 
-Here: their content, and reading the list back. Not here: which revisions belong in the list (`changes.rollout`).
-Called by `children` and by `controller`.
+Here: their content, and reading the list back. Not here: which revisions belong in the list
+(`changes.deciding.rollout`). Called by `children` and by `controller`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The history of a pipeline: the spec of each revision that has served, as a ControllerRevision.
 
 Here: the object, its name, and which ones are beyond the limit. Not here: when a revision is recorded
-(`controller.revision_history`), going back to one (`kubectl.history`).
+(`controller.revisions.revision_history`), going back to one (`kubectl.history`).
 """
 
 from __future__ import annotations

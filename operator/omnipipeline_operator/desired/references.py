@@ -1,8 +1,8 @@
 """ConfigMaps and Secrets that a pod template refers to and that must exist before its containers can start.
 
-Here: finding them, with the place in the spec that names them. Not here: whether they exist (`controller.missing`).
-Called by `controller`. Claims, service accounts, priority and runtime classes are left out: the scheduler and the API
-server report those themselves, and retry when they appear.
+Here: finding them, with the place in the spec that names them. Not here: whether they exist
+(`controller.observing.missing`). Called by `controller`. Claims, service accounts, priority and runtime classes are
+left out: the scheduler and the API server report those themselves, and retry when they appear.
 """
 
 from __future__ import annotations

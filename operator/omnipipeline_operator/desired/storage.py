@@ -9,8 +9,9 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from omnipipeline_operator import kinds
-from omnipipeline_operator.desired import naming, pods, templates, volumes
-from omnipipeline_operator.desired.pods import PodFacts
+from omnipipeline_operator.desired import naming
+from omnipipeline_operator.desired.pod_templates import pods, templates, volumes
+from omnipipeline_operator.desired.pod_templates.pods import PodFacts
 from omnipipeline_operator.kinds import Manifest
 from omnipipeline_spec import scaling
 from omnipipeline_spec.pipeline import PipelineConfig

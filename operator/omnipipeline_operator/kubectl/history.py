@@ -1,7 +1,7 @@
 """The history of a pipeline, and undoing to one of its entries.
 
 Here: reading the entries, what differs between two specs, the spec that `undo` writes. Not here: recording (the
-operator's `controller.revision_history`). Called by the commands.
+operator's `controller.revisions.revision_history`). Called by the commands.
 """
 
 from __future__ import annotations

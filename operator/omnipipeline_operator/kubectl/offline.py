@@ -11,7 +11,7 @@ from typing import Any
 
 from omnipipeline_operator.desired import children, naming
 from omnipipeline_operator.desired.naming import Owner
-from omnipipeline_operator.desired.pods import PodFacts
+from omnipipeline_operator.desired.pod_templates.pods import PodFacts
 from omnipipeline_operator.kinds import Manifest
 from omnipipeline_spec import loading, planning, terminal
 from omnipipeline_spec.loading import LoadedPipeline

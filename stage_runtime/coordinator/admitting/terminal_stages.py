@@ -17,7 +17,7 @@ import msgspec
 from omnipipeline_spec.types.pods import COORDINATOR
 from stage_runtime.errors import RequestError, ValueRefused
 from stage_runtime.payloads import isolating
-from stage_runtime.profiler.recorder import set_active_stage
+from stage_runtime.profiler.recording.recorder import set_active_stage
 from stage_runtime.wire.values import OmniRequest
 
 HOOK: Final = "terminalStagesFn"

@@ -12,7 +12,7 @@ from stage_runtime.coordinator.ending.notifications import ConsumedNotifier
 from stage_runtime.coordinator.following import Following
 from stage_runtime.errors import ProtocolError
 from stage_runtime.profiler import events as profile
-from stage_runtime.profiler.recorder import recorder
+from stage_runtime.profiler.recording.recorder import recorder
 from stage_runtime.rules.requests.lifecycle import ChunkCame, Instruction, TerminalDone
 from stage_runtime.transfers.receiving import Fetched, Fetching
 from stage_runtime.transfers.sending import attempt_key

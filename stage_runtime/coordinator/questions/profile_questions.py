@@ -18,7 +18,7 @@ from omnipipeline_spec.types.pods import COORDINATOR
 from stage_runtime.coordinator.questions.clocks import Clocks
 from stage_runtime.errors import ConfigurationError
 from stage_runtime.profiler import events
-from stage_runtime.profiler.recorder import recorder
+from stage_runtime.profiler.recording.recorder import recorder
 from stage_runtime.wire.messages import Message, ProfilerRead, ProfilerReply, ProfilerStart, ProfilerStop, RankQuestion
 from stage_runtime.wire.parts import Member
 

@@ -1,8 +1,8 @@
 """Profiles of a whole pipeline: every process is asked to record, its answer is awaited, its files are fetched.
 
-Here: runs, their files, their ends. Not here: HTTP (`web.handlers.profiling`), writing events (`profiler`), the
-messages (`profile_questions`). On the I/O thread. A process that dies, is silent or refuses is named in the
-answer; serving goes on.
+Here: runs, their files, their ends. Not here: HTTP (`web.handlers.administration.profiling`), writing events
+(`profiler`), the messages (`profile_questions`). On the I/O thread. A process that dies, is silent or refuses is named
+in the answer; serving goes on.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ from stage_runtime.coordinator.questions.profile_questions import (
     state_of,
 )
 from stage_runtime.errors import ConfigurationError, RequestError
-from stage_runtime.profiler import paths, torch_trace
-from stage_runtime.profiler.session import PIECE, STARTED, STOPPED, ProfileSession, ProfileSettings
+from stage_runtime.profiler import paths
+from stage_runtime.profiler.recording import torch_trace
+from stage_runtime.profiler.recording.session import PIECE, STARTED, STOPPED, ProfileSession, ProfileSettings
 from stage_runtime.wire.messages import (
     Message,
     ProfilerRead,

@@ -6,7 +6,7 @@ from typing import Final, get_args
 
 from omnipipeline_spec.types.pods import COORDINATOR
 from stage_runtime.profiler import events
-from stage_runtime.profiler.templates import Template
+from stage_runtime.profiler.recording.templates import Template
 from stage_runtime.rules.requests.lifecycle import RequestState
 from stage_runtime.wire.values import RequestKind
 

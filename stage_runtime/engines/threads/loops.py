@@ -20,7 +20,7 @@ from stage_runtime.engines.base import Gate, Inbox, Outbox, Work
 from stage_runtime.engines.threads import blocking
 from stage_runtime.engines.threads.blocking import TURN_S, LoopWatch
 from stage_runtime.errors import describe
-from stage_runtime.profiler.recorder import active_stage, set_active_stage
+from stage_runtime.profiler.recording.recorder import active_stage, set_active_stage
 
 log = logging.getLogger(__name__)
 

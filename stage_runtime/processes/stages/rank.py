@@ -21,7 +21,7 @@ from stage_runtime.errors import ConfigurationError, describe, format_traceback
 from stage_runtime.kv_transfer.interface import KVTransport
 from stage_runtime.processes import process_context, signals
 from stage_runtime.processes.supervision import statuspipe
-from stage_runtime.profiler.recorder import recorder
+from stage_runtime.profiler.recording.recorder import recorder
 from stage_runtime.relays.dispatch import Relays
 from stage_runtime.settings import StageSettings
 from stage_runtime.sockets.channels import Channels

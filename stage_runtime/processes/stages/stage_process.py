@@ -25,7 +25,7 @@ from stage_runtime.processes.stages.rank import EXIT_DRAINED, THREADS_S, RankPro
 from stage_runtime.processes.stages.watchdog import Watchdog
 from stage_runtime.processes.supervision import statuspipe
 from stage_runtime.processes.tasks import Tasks
-from stage_runtime.profiler.recorder import recorder
+from stage_runtime.profiler.recording.recorder import recorder
 from stage_runtime.relays.dispatch import Relays
 from stage_runtime.relays.memory import pages
 from stage_runtime.rules.flow import ticks

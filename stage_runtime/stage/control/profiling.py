@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from stage_runtime.errors import ConfigurationError, describe
-from stage_runtime.profiler.session import NOT_RECORDING, STARTED, ProfileSession, ProfileSettings
+from stage_runtime.profiler.recording.session import NOT_RECORDING, STARTED, ProfileSession, ProfileSettings
 from stage_runtime.wire.messages import Message, ProfilerRead, ProfilerReply, ProfilerStart, ProfilerStop
 
 

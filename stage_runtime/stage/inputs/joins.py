@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from stage_runtime.engines.backlog import Backlog
-from stage_runtime.profiler.recorder import recorder, set_active_stage
+from stage_runtime.profiler.recording.recorder import recorder, set_active_stage
 from stage_runtime.rules.flow.gathering import Gathering
 from stage_runtime.stage.hooks import Hooks
 from stage_runtime.stage.inputs.arrivals import MergedArrival, Sealed, open_payload

@@ -22,7 +22,7 @@ from stage_runtime.engines.threads import stage_threads
 from stage_runtime.errors import HookError, ProtocolError
 from stage_runtime.payloads import devices
 from stage_runtime.profiler import events as profile
-from stage_runtime.profiler.recorder import recorder
+from stage_runtime.profiler.recording.recorder import recorder
 from stage_runtime.rules.flow.expecting import Outlook
 from stage_runtime.rules.flow.gathering import Gathering
 from stage_runtime.rules.requests.tombstones import Tombstones

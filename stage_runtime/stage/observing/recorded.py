@@ -8,8 +8,8 @@ from typing import Any, Final
 from omnipipeline_spec.types.plan import StagePlan
 from omnipipeline_spec.types.pods import COORDINATOR
 from stage_runtime.profiler import events
-from stage_runtime.profiler.recorder import recorder
-from stage_runtime.profiler.templates import Template
+from stage_runtime.profiler.recording.recorder import recorder
+from stage_runtime.profiler.recording.templates import Template
 from stage_runtime.stage.work import RequestWork
 
 MOST_SETS: Final = 64  # of targets that routeFn chooses, with a template: a template is kept for ever

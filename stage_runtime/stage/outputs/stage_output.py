@@ -17,7 +17,7 @@ from omnipipeline_spec.types.pods import COORDINATOR
 from stage_runtime.engines.base import Gate, Work
 from stage_runtime.errors import HookError, RequestError, RouteAway, TransferError, ValueRefused
 from stage_runtime.profiler import events as profile
-from stage_runtime.profiler.recorder import recorder
+from stage_runtime.profiler.recording.recorder import recorder
 from stage_runtime.rules.graph import routing
 from stage_runtime.rules.requests.failures import failure_of, log_failure
 from stage_runtime.stage.hooks import Hooks

@@ -19,8 +19,8 @@ from stage_runtime.engines.threads import stage_threads
 from stage_runtime.errors import ProtocolError
 from stage_runtime.metrics import planes
 from stage_runtime.payloads import devices
-from stage_runtime.profiler.recorder import set_active_stage
-from stage_runtime.profiler.session import ProfileSession
+from stage_runtime.profiler.recording.recorder import set_active_stage
+from stage_runtime.profiler.recording.session import ProfileSession
 from stage_runtime.relays.dispatch import Relays
 from stage_runtime.sockets.channels import Channels
 from stage_runtime.stage.control import administration

@@ -18,7 +18,7 @@ from stage_runtime.engines.base import Gate, Inbox, Work
 from stage_runtime.errors import RequestError, describe
 from stage_runtime.payloads import devices
 from stage_runtime.profiler import events as profile
-from stage_runtime.profiler.recorder import recorder
+from stage_runtime.profiler.recording.recorder import recorder
 from stage_runtime.rules.flow.streams import Inbound
 from stage_runtime.rules.requests.failures import failure_of, log_failure
 from stage_runtime.stage.ranks.tensor_parallel import NO_WORK, WorkKey

@@ -14,7 +14,7 @@ from stage_runtime.engines.base import Engine, Inbox, Work
 from stage_runtime.engines.threads.loops import LoopEngine
 from stage_runtime.errors import ConfigurationError, ValueRefused
 from stage_runtime.payloads import encoding
-from stage_runtime.profiler.templates import Template
+from stage_runtime.profiler.recording.templates import Template
 from stage_runtime.sockets.channels import Channels
 from stage_runtime.stage.work import RequestWork
 from stage_runtime.transfers.sending import PendingSend, SendQueues

@@ -26,12 +26,18 @@ from omnipipeline_spec.types.routes import SOCKETS
 from stage_runtime.errors import RequestError
 from stage_runtime.web.exchanges.errors import RequestRefused
 from stage_runtime.web.exchanges.exchange import CLIENT
-from stage_runtime.web.listening import refusals, socket_connections
+from stage_runtime.web.listening import socket_connections
 from stage_runtime.web.listening.connection_drain import ConnectionDrain
-from stage_runtime.web.listening.connection_limits import FEW, ConnectionLimit, ConnectionLimits, connection_limit
-from stage_runtime.web.listening.half_closed import HalfClosed
+from stage_runtime.web.listening.limits import refusals
+from stage_runtime.web.listening.limits.connection_limits import (
+    FEW,
+    ConnectionLimit,
+    ConnectionLimits,
+    connection_limit,
+)
+from stage_runtime.web.listening.limits.half_closed import HalfClosed
+from stage_runtime.web.listening.limits.stalled_readers import StalledReader
 from stage_runtime.web.listening.socket_connections import SocketConnection
-from stage_runtime.web.listening.stalled_readers import StalledReader
 
 if TYPE_CHECKING:
     from uvicorn._types import ASGI3Application, ASGIReceiveCallable, ASGISendCallable, ASGISendEvent

@@ -18,10 +18,10 @@ from stage_runtime.errors import ConfigurationError
 from stage_runtime.sockets.endpoints import hosts
 from stage_runtime.web.listening import socket_connections
 from stage_runtime.web.listening.certificates import Certificates
-from stage_runtime.web.listening.connection_limits import ConnectionLimits
 from stage_runtime.web.listening.connections import HttpConnection, limited
 from stage_runtime.web.listening.handshakes import SecuredListener
-from stage_runtime.web.listening.idle_connections import IdleConnections
+from stage_runtime.web.listening.limits.connection_limits import ConnectionLimits
+from stage_runtime.web.listening.limits.idle_connections import IdleConnections
 
 BACKLOG = 2048
 POLL_S = 0.005

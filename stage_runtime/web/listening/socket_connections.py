@@ -17,10 +17,10 @@ from websockets.exceptions import SecurityError
 
 from stage_runtime.errors import RequestError
 from stage_runtime.web.exchanges.exchange import CLIENT
-from stage_runtime.web.listening import refusals
 from stage_runtime.web.listening.connection_drain import ConnectionDrain
-from stage_runtime.web.listening.connection_limits import ConnectionLimits
-from stage_runtime.web.listening.stalled_readers import StalledReader
+from stage_runtime.web.listening.limits import refusals
+from stage_runtime.web.listening.limits.connection_limits import ConnectionLimits
+from stage_runtime.web.listening.limits.stalled_readers import StalledReader
 
 if TYPE_CHECKING:
     from uvicorn._types import ASGISendEvent

@@ -1,7 +1,8 @@
 """The parameters of generation that clients send: of each its type, its bounds, and when it reaches the stages.
 
 The one place for a new parameter: the bodies of the routes, the schema of `/openapi.json`, the checks and
-`OmniRequest.params` (`translating.parameters`) are made from these fields. What an engine does with each is its own.
+`OmniRequest.params` (`translating.generation.parameters`) are made from these fields. What an engine does with each is
+its own.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ class GenerationFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
     ] = None
     priority: Annotated[int | None, accepted("priority", 0, problem="stages serve requests in their order")] = None
     structured_outputs: Annotated[dict[str, Any] | None, accepted("structured_outputs", {}, problem=_NO_GRAMMAR)] = None
-    # vLLM's older names of what structured_outputs holds: see `translating.parameters.GUIDED`
+    # vLLM's older names of what structured_outputs holds: see `translating.generation.parameters.GUIDED`
     guided_json: str | dict[str, Any] | None = None
     guided_regex: str | None = None
     guided_choice: list[str] | None = None

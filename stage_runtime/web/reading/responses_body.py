@@ -1,4 +1,4 @@
-"""The body of POST /v1/responses, as msgspec types. Its meaning is in `translating.responses`."""
+"""The body of POST /v1/responses, as msgspec types. Its meaning is in `translating.generation.responses`."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class ResponsesBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     service_tier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
-    # accepted only with default values: see `translating.responses.REFUSED`
+    # accepted only with default values: see `translating.generation.responses.REFUSED`
     store: bool | None = None
     previous_response_id: str | None = None
     conversation: Any = None

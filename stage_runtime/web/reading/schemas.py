@@ -118,7 +118,7 @@ class ChatBody(ChatFields, forbid_unknown_fields=True, kw_only=True):
     prompt_cache_key: str | None = None
     prompt_cache_options: Any = None
     prompt_cache_retention: str | None = None
-    # accepted only with their default value: see `translating.chat.REFUSED`
+    # accepted only with their default value: see `translating.generation.chat.REFUSED`
     store: bool | None = None
     functions: list[Any] | None = None
     function_call: Any = None

@@ -12,7 +12,8 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from stage_runtime.errors import InvalidRequest
-from stage_runtime.web.realtime import formats, turns
+from stage_runtime.web.realtime import formats
+from stage_runtime.web.realtime.speech import turns
 
 Modality = Literal["text", "audio"]
 MaxTokens = Annotated[int, Meta(ge=1)] | Literal["inf"]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from stage_runtime.web.realtime.input_buffer import RealtimeRefused
 from stage_runtime.web.realtime.items import Item
+from stage_runtime.web.realtime.speech.input_buffer import RealtimeRefused
 
 MAX_ITEMS: Final = 1024
 MAX_NBYTES: Final = 16 << 20  # five minutes of sound that nobody wrote down

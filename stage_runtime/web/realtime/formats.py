@@ -9,8 +9,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from stage_runtime.web.sound import g711
-from stage_runtime.web.sound.samples import Samples
+from stage_runtime.web.sound.codecs import g711
+from stage_runtime.web.sound.codecs.samples import Samples
 
 
 class SoundFormat(msgspec.Struct, frozen=True):

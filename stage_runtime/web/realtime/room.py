@@ -21,10 +21,11 @@ from stage_runtime.web.endpoints import HandlerContext
 from stage_runtime.web.exchanges import errors, web_sockets
 from stage_runtime.web.exchanges.exchange import Exchange
 from stage_runtime.web.exchanges.web_sockets import SocketClosed, WebSocket
-from stage_runtime.web.realtime import detection, dialects
-from stage_runtime.web.realtime.detection import Detector, Listener
+from stage_runtime.web.realtime import dialects
 from stage_runtime.web.realtime.effects import Answer, Cancel, Effect, Listen, Send, StopListening
 from stage_runtime.web.realtime.session import Session, SessionFacts
+from stage_runtime.web.realtime.speech import detection
+from stage_runtime.web.realtime.speech.detection import Detector, Listener
 from stage_runtime.web.sound.pool import EncodingSession
 from stage_runtime.web.translating.outputs import Outputs
 from stage_runtime.wire.values import Audio, Note, Text, ToolCall

@@ -19,10 +19,10 @@ from stage_runtime.web.realtime import configuration, dialects, formats, items
 from stage_runtime.web.realtime.configuration import ResponsePatch, SessionConfig, SessionPatch, TurnDetection
 from stage_runtime.web.realtime.conversation import Conversation
 from stage_runtime.web.realtime.effects import Answer, Cancel, Effect, Listen, Send, StopListening
-from stage_runtime.web.realtime.input_buffer import InputBuffer, RealtimeRefused
 from stage_runtime.web.realtime.items import Item
 from stage_runtime.web.realtime.responses import Response
-from stage_runtime.web.realtime.turns import SpeechStarted, SpeechStopped, TurnState
+from stage_runtime.web.realtime.speech.input_buffer import InputBuffer, RealtimeRefused
+from stage_runtime.web.realtime.speech.turns import SpeechStarted, SpeechStopped, TurnState
 from stage_runtime.wire.values import Note, OmniRequest, ToolCall, Usage
 
 MAX_EVENT: Final = 22 << 20  # characters: 15 MiB of sound as base64, and what is around it

@@ -24,7 +24,7 @@ ONE_THREAD: Final = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_N
 
 def main() -> None:
     os.environ.update(ONE_THREAD)
-    from stage_runtime.web.sound import session
+    from stage_runtime.web.sound import codec_session
 
     gc.freeze()  # a collection in a session would write to, and so copy, pages that all share
     control = socket.socket(fileno=int(sys.argv[1]))
@@ -47,7 +47,7 @@ def main() -> None:
                 for inherited in (control.fileno(), woken, wake):
                     os.close(inherited)
                 signal.set_wakeup_fd(-1)
-                _serve(session.serve, fd)
+                _serve(codec_session.serve, fd)
             os.close(fd)
 
 

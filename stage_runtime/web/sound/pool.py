@@ -1,6 +1,6 @@
 """Codec processes, as the coordinator sees them: one for each sound that is encoded, ready in advance.
 
-Here: the fork server's life, sessions and their time limits. Not here: what runs in those processes (`session`,
+Here: the fork server's life, sessions and their time limits. Not here: what runs in those processes (`codec_session`,
 `forkserver`), what the bytes mean (`formats`). Made by `processes.coordinator_process`, used by the routes.
 
 An encoder keeps its state from a sound's first sample to its last, so a process belongs to one request: when it dies,
@@ -22,8 +22,8 @@ from typing import Final, TypeVar
 import msgspec
 
 from stage_runtime.errors import RequestError
-from stage_runtime.web.sound import messages, samples
-from stage_runtime.web.sound.messages import (
+from stage_runtime.web.sound import codec_messages
+from stage_runtime.web.sound.codec_messages import (
     Close,
     CodecReply,
     CodecRequest,
@@ -34,11 +34,12 @@ from stage_runtime.web.sound.messages import (
     Unencodable,
     Write,
 )
+from stage_runtime.web.sound.codecs import samples
 from stage_runtime.wire.values import Audio
 
 SPARES: Final = 2  # sessions that are forked ahead: a sound's first piece does not wait for a fork
 REFILL_S: Final = 0.1  # a fork takes a processor for milliseconds; the sound's first piece goes first
-REPLY_S: Final = messages.CALL_S + 5.0  # the process ends itself at CALL_S; this is for one that cannot
+REPLY_S: Final = codec_messages.CALL_S + 5.0  # the process ends itself at CALL_S; this is for one that cannot
 END_S: Final = 5.0
 TRIES: Final = 3  # a spare, or the fork server, may have died since it was made
 
@@ -191,7 +192,7 @@ class EncodingSession:
                     EncodedBytes, Write(block.dtype, block.frames, block.channels, block.sample_rate, block.data)
                 )
             ).data
-            for block in sound.blocks(messages.BLOCK_NBYTES)
+            for block in sound.blocks(codec_messages.BLOCK_NBYTES)
         ]
         return made[0] if len(made) == 1 else b"".join(made)
 
@@ -230,7 +231,7 @@ class EncodingSession:
 
     async def _open(self) -> socket.socket:
         """A process of our own. A spare may have died since it was forked; then nothing is lost yet."""
-        opening = b"".join(messages.frame(Open(self._format, self._whole)))
+        opening = b"".join(codec_messages.frame(Open(self._format, self._whole)))
         for _ in range(TRIES):
             try:
                 self._connection = self._pool.take()
@@ -250,12 +251,12 @@ class EncodingSession:
 
 async def _exchange(connection: socket.socket, request: CodecRequest) -> CodecReply:
     loop = asyncio.get_running_loop()
-    for part in messages.frame(request):
+    for part in codec_messages.frame(request):
         await loop.sock_sendall(connection, part)
-    (nbytes,) = messages.LENGTH.unpack(await _exactly(connection, messages.LENGTH.size))
-    if nbytes > messages.MAX_NBYTES:
+    (nbytes,) = codec_messages.LENGTH.unpack(await _exactly(connection, codec_messages.LENGTH.size))
+    if nbytes > codec_messages.MAX_NBYTES:
         raise msgspec.ValidationError(f"a reply of {nbytes} bytes")
-    reply: CodecReply = messages.REPLIES.decode(await _exactly(connection, nbytes))
+    reply: CodecReply = codec_messages.REPLIES.decode(await _exactly(connection, nbytes))
     return reply
 
 

@@ -8,7 +8,7 @@ from stage_runtime.coordinator.events import AnswerEvent, RequestManagerApi
 from stage_runtime.web.exchanges.exchange import Exchange
 from stage_runtime.web.reading.schemas import SpeechBody
 from stage_runtime.web.spoken.script import Sentence
-from stage_runtime.web.translating import speaking
+from stage_runtime.web.translating.audio import speaking
 
 
 def spoken_body(sentence: Sentence) -> SpeechBody:

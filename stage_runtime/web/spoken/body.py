@@ -25,7 +25,7 @@ from stage_runtime.web.spoken.asking import sentence_events
 from stage_runtime.web.spoken.messages import InputDone, InputText, SpeechConfig
 from stage_runtime.web.spoken.pieces import delta_frame, send_file
 from stage_runtime.web.spoken.script import MAX_CHARS, Script, Sentence, UtteranceEnd
-from stage_runtime.web.translating.base64pieces import Base64Pieces
+from stage_runtime.web.translating.audio.base64pieces import Base64Pieces
 from stage_runtime.web.translating.outputs import Outputs, no_sound
 from stage_runtime.wire.values import Audio
 
@@ -34,7 +34,7 @@ _LONGEST_ID: Final = 112  # of a request; its sentences have ids that begin with
 
 
 class StreamedText:
-    """The route for texts. JSON bodies are `handlers.speech.Speech`'s."""
+    """The route for texts. JSON bodies are `handlers.openai.speech.Speech`'s."""
 
     def __init__(self, context: HandlerContext) -> None:
         self._context = context

@@ -1,4 +1,4 @@
-"""The sound of a request's events as bytes of a file, as they become known. Called by `handlers.speech` and here."""
+"""The sound of a request as bytes of a file, as they become known. Called by `handlers.openai.speech` and here."""
 
 from __future__ import annotations
 

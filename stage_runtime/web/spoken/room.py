@@ -25,7 +25,7 @@ from stage_runtime.web.spoken import messages
 from stage_runtime.web.spoken.asking import sentence_events, spoken_body
 from stage_runtime.web.spoken.pieces import sound_pieces
 from stage_runtime.web.spoken.script import Script, Sentence, UtteranceEnd
-from stage_runtime.web.translating import speaking
+from stage_runtime.web.translating.audio import speaking
 from stage_runtime.web.translating.outputs import Outputs
 
 _log = logging.getLogger(__name__)

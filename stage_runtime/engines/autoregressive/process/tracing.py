@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from stage_runtime.errors import describe
-from stage_runtime.profiler.torch_trace import TorchTrace
+from stage_runtime.profiler.recording.torch_trace import TorchTrace
 
 log = logging.getLogger(__name__)
 

@@ -31,7 +31,7 @@ from stage_runtime.engines.base import Inbox, Outbox, Work
 from stage_runtime.engines.simple import TakesNoChunks
 from stage_runtime.errors import EngineDeadError, InvalidRequest, RequestError, describe
 from stage_runtime.kv_transfer.interface import KVTransport
-from stage_runtime.profiler.children import children
+from stage_runtime.profiler.recording.children import children
 from stage_runtime.rules.members.adapters import LOAD, UNLOAD
 
 log = logging.getLogger(__name__)

@@ -1,6 +1,6 @@
 """The torch traces of a stage's engine processes: begun and ended with those of the stage's own process.
 
-`profiler.children.Parent`. The calls run on the engine's loop; who asks waits elsewhere.
+`profiler.recording.children.Parent`. The calls run on the engine's loop; who asks waits elsewhere.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from stage_runtime.engines.autoregressive.clients.async_mp import AsyncMPClient
-from stage_runtime.profiler.children import PathOf
+from stage_runtime.profiler.recording.children import PathOf
 
 
 class EngineTraces:

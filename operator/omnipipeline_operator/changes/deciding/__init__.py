@@ -1,0 +1,1 @@
+"""What should change now: replicas, canaries, gangs. Pure."""

@@ -1,0 +1,1 @@
+"""The pods of units and of the coordinator: probes, volumes, devices, affinity, security."""

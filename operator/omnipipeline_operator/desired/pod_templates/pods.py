@@ -1,0 +1,357 @@
+"""Pod templates of stage units and of the coordinator, and the Deployments around them.
+
+Here: everything that is written once per (unit, revision) and never edited: containers, probes, security, resources,
+environment. Not here: volumes (`volumes`), probes (`probes`), replicas (`changes.deciding.rollout` decides them), the
+plan's text (`config`), the author's merge (`templates`). Called by `children`. The pods satisfy the "restricted" pod
+security standard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import ceil
+from typing import Any, Final
+
+import msgspec
+
+from omnipipeline_operator import kinds
+from omnipipeline_operator.desired import naming
+from omnipipeline_operator.desired.naming import Owner
+from omnipipeline_operator.desired.pod_templates import affinity, devices, podsecurity, probes, templates, volumes
+from omnipipeline_operator.kinds import Manifest
+from omnipipeline_operator.settings import OWN_USER, DefaultResources, PodUsers
+from omnipipeline_spec.cluster import Resources
+from omnipipeline_spec.types import quantities, stores
+from omnipipeline_spec.types.plan import CoordinatorPlan, UnitPlan
+from omnipipeline_spec.types.pods import ADMIN_PORT, CONTROL_PORT, COORDINATOR, PROBE_PORT, PUBLISH_PORT
+from omnipipeline_spec.validation.variables import JOINED
+
+PRE_STOP_S: Final = 3  # endpoints and load balancers drop a pod before it stops listening
+STAGE: Final = "stage"  # the container of a unit's pods; that of the coordinator's has the unit's name
+COORDINATOR_START_S: Final = 120.0  # it loads no model
+AFTER_START_S: Final = 600  # Kubernetes' own deadline of a Deployment: for a node, an image, a volume
+NODE_LOSS_S: Final = 60  # instead of 300: a lost node's pods are replaced about 110 s after the loss
+
+
+class PodFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """The facts that a template needs beside the plan; pinned for the life of a pipeline revision."""
+
+    owner: Owner
+    image: str  #: Used where the spec names none.
+    control_secret: str
+    claim: str | None = None  #: The model cache's claim, when the operator makes it.
+    allow_privileged: bool = False
+    default_resources: DefaultResources = DefaultResources()
+    users: PodUsers = OWN_USER
+    queue: str = ""  #: Kueue's, for the units' pods.
+
+
+def unit_deployment(unit: UnitPlan, facts: PodFacts) -> Manifest:
+    """The Deployment of one unit revision, without replicas."""
+    owner, ports = facts.owner, [_port(f"control-{group.index}", CONTROL_PORT + group.index) for group in unit.groups]
+    environment = [
+        *_common_environment(unit),
+        _variable("OMNI_COORDINATOR", f"tcp://{naming.peers(owner.name)}.{owner.namespace}.svc:{CONTROL_PORT}"),
+    ]
+    container = _container(STAGE, ["supervisor"], unit.pod, facts, environment, groups=len(unit.groups))
+    container["ports"] = [_port("probes", PROBE_PORT), *ports]
+    shared_memory, deadline_s = unit.pod.get("sharedMemory"), unit.startup_deadline_s
+    return _deployment(unit, unit.name, container, facts, shared_memory=shared_memory, startup_deadline_s=deadline_s)
+
+
+def coordinator_deployment(plan: CoordinatorPlan, facts: PodFacts) -> Manifest:
+    """The Deployment of one revision of the coordinator, without replicas."""
+    environment = [
+        *_common_environment(plan),
+        _variable("OMNI_REVISIONS", f"{volumes.REVISIONS_DIR}/revisions.json"),
+        _variable("OMNI_LISTEN", f"tcp://*:{CONTROL_PORT}"),
+        _variable("OMNI_ADVERTISE", f"tcp://$(OMNI_POD_IP):{CONTROL_PORT}"),
+        _variable("OMNI_PUBLISH", f"tcp://*:{PUBLISH_PORT}"),
+        _variable("OMNI_PUBLISH_ADVERTISE", f"tcp://$(OMNI_POD_IP):{PUBLISH_PORT}"),
+        _variable("OMNI_HTTP_HOST", "*"),
+        _variable("OMNI_HTTP_PORT", str(plan.http_port)),
+        _variable("OMNI_ADMIN_PORT", str(ADMIN_PORT)),
+        _variable("OMNI_PROBE_PORT", str(PROBE_PORT)),
+        *([_variable("OMNI_API_KEY_FILE", f"{volumes.API_KEY_DIR}/key")] if "apiKeySecretRef" in plan.pod else []),
+        *(_certificate() if "tlsSecretName" in plan.pod else []),
+    ]
+    container = _container(COORDINATOR, ["coordinator"], plan.pod, facts, environment)
+    container["ports"] = [
+        _port("http", plan.http_port),
+        _port("probes", PROBE_PORT),
+        _port("control", CONTROL_PORT),
+        _port("publish", PUBLISH_PORT),
+    ]
+    container["volumeMounts"].append(volumes.mount("revisions", volumes.REVISIONS_DIR, read_only=True))
+    revisions: Manifest = {"name": "revisions", "configMap": {"name": naming.revisions(plan.pipeline)}}
+    return _deployment(
+        plan,
+        COORDINATOR,
+        container,
+        facts,
+        shared_memory=None,
+        startup_deadline_s=COORDINATOR_START_S,
+        more_volumes=[revisions],
+    )
+
+
+def gpus(deployment: Mapping[str, Any]) -> int:
+    """GPUs that one pod of a Deployment requests; annotations of the template name the resource, or count a claim's."""
+    template = deployment["spec"]["template"]
+    annotations = template["metadata"].get("annotations", {})
+    if CLAIMED_GPUS in annotations:
+        return _whole(annotations[CLAIMED_GPUS])
+    resource = annotations.get(GPU_RESOURCE)
+    if not resource:
+        return 0
+    limits = (one.get("resources", {}).get("limits", {}) for one in template["spec"]["containers"])
+    return sum(_whole(limit.get(resource, 0)) for limit in limits)
+
+
+def _whole(amount: Any) -> int:
+    """A number of devices; 0 for what the API server would refuse."""
+    return int(amount) if str(amount).isdecimal() else 0
+
+
+#: Volumes that the cluster autoscaler may delete with the pod. With any other emptyDir it keeps the pod's node.
+LOSES_NOTHING: Final = "cluster-autoscaler.kubernetes.io/safe-to-evict-local-volumes"
+GPU_RESOURCE: Final = "omnipipeline.dev/gpu-resource"  # the extended resource, or the DeviceClass
+CLAIMED_GPUS: Final = "omnipipeline.dev/claimed-gpus"  # per pod, where they come by a claim
+
+
+def _deployment(
+    plan: UnitPlan | CoordinatorPlan,
+    unit: str,
+    container: Manifest,
+    facts: PodFacts,
+    *,
+    shared_memory: str | None,
+    startup_deadline_s: float,
+    more_volumes: Sequence[Manifest] = (),
+) -> Manifest:
+    owner, settings = facts.owner, plan.pod
+    named = naming.unit(owner.name, unit, plan.revision)
+    labels = naming.labels(owner.name, unit, plan.revision)
+    pinned = {naming.IMAGE_PIN: facts.image}
+    deployment = naming.child(kinds.DEPLOYMENT, named, owner, of=labels, annotations=pinned)
+    placement = settings.get("placement", {})
+    if unit == COORDINATOR and not placement.get("topologySpreadConstraints"):
+        placement = {**placement, "affinity": {**_apart(owner.name, plan.revision), **placement.get("affinity", {})}}
+    ours = affinity.of(placement, owner.name)
+    if ours:
+        placement = {**placement, "affinity": {**placement.get("affinity", {}), **ours}}
+    own = volumes.volumes(plan, unit, owner=owner, control_secret=facts.control_secret, shared_memory=shared_memory)
+    pod: Manifest = {
+        "containers": [container],
+        "volumes": [*own, *more_volumes],
+        "securityContext": _pod_security(facts.users),
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "terminationGracePeriodSeconds": PRE_STOP_S + int(plan.drain_timeout_s),
+        "tolerations": [*_node_loss(), *placement.get("tolerations", ())],
+    }
+    for field, theirs in _PLACEMENT.items():
+        if placement.get(field):
+            pod[theirs] = placement[field]
+    for field in ("imagePullSecrets", "serviceAccountName"):
+        if settings.get(field):
+            pod[field] = settings[field]
+    pod |= devices.of_pod(settings, naming.devices(owner.name, unit, plan.revision))
+    annotations = {
+        "kubectl.kubernetes.io/default-container": container["name"],
+        LOSES_NOTHING: ",".join(volumes.disposable(own)),
+    }
+    if "gpuClaim" in settings:
+        annotations[GPU_RESOURCE] = settings["gpuClaim"]["deviceClassName"]
+        annotations[CLAIMED_GPUS] = str(settings["gpus"])
+    elif settings.get("gpus"):
+        annotations[GPU_RESOURCE] = settings["gpuResourceName"]
+    queue = {naming.QUEUE_LABEL: facts.queue} if facts.queue and unit != COORDINATOR else {}
+    template: Manifest = {"metadata": {"labels": queue | labels, "annotations": annotations}, "spec": pod}
+    template = _merged(template, settings.get("podTemplate", {}), unit, facts)
+    template["metadata"]["labels"] = {
+        **template["metadata"].get("labels", {}),
+        **labels,
+    }  # they must match the selector
+    deployment["spec"] = {
+        "selector": {"matchLabels": naming.selector(owner.name, unit, plan.revision)},
+        # For a template edited by hand (kubectl rollout restart): no pod is removed before its successor is ready.
+        "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}},
+        "progressDeadlineSeconds": ceil(startup_deadline_s) + AFTER_START_S,
+        "revisionHistoryLimit": 1,
+        "template": template,
+    }
+    return deployment
+
+
+def _merged(template: Manifest, patch: Mapping[str, Any], unit: str, facts: PodFacts) -> Manifest:
+    """The author's ``podTemplate`` merged over ours; checked against the restricted standard unless more is allowed."""
+    path = f"{'coordinator' if unit == COORDINATOR else f'processGroups[{unit}]'}.podTemplate"
+    generated = template["spec"]["containers"][0]["name"]
+    merged = templates.merge(template, patch)
+    templates.check_form(merged, path, generated=generated)
+    if facts.allow_privileged:
+        return merged
+    for kind in ("initContainers", "containers"):
+        for container in merged["spec"].get(kind, ()):
+            if (kind, container["name"]) != ("containers", generated):
+                own = container.get("securityContext", {})
+                container["securityContext"] = templates.merge(podsecurity.ADDED_CONTAINER, own)
+    podsecurity.refuse(merged, path, generated=generated)
+    return merged
+
+
+_PLACEMENT: Final = {
+    "nodeSelector": "nodeSelector",
+    "affinity": "affinity",
+    "topologySpreadConstraints": "topologySpreadConstraints",
+    "priorityClassName": "priorityClassName",
+    "runtimeClassName": "runtimeClassName",
+}
+
+
+def _container(
+    name: str,
+    arguments: list[str],
+    settings: Mapping[str, Any],
+    facts: PodFacts,
+    environment: list[Manifest],
+    *,
+    groups: int = 1,
+) -> Manifest:
+    """The generated container. ``groups``: process groups in it; each adds the default resources."""
+    container: Manifest = {
+        "name": name,
+        "image": settings.get("image") or facts.image,
+        "args": arguments,
+        "env": _with_authors(environment, settings.get("env", [])),
+        "resources": _resources(settings, getattr(facts.default_resources, name), groups),
+        **probes.probes(),
+        "lifecycle": {"preStop": {"sleep": {"seconds": PRE_STOP_S}}},
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+        "securityContext": _container_security(),
+        "volumeMounts": volumes.mounts(settings, environment),
+    }
+    for field in ("imagePullPolicy", "envFrom"):
+        if settings.get(field):
+            container[field] = settings[field]
+    return container
+
+
+def _with_authors(environment: list[Manifest], given: Sequence[Mapping[str, Any]]) -> list[Manifest]:
+    """The author's variables merged over ours; `validation.variables` has refused those that would break the pod."""
+    ours = {variable["name"]: variable for variable in environment}
+    joined = [
+        {**one, "value": ":".join(filter(None, (ours[JOINED]["value"], one.get("value"))))}
+        if one["name"] == JOINED and JOINED in ours
+        else one
+        for one in given
+    ]
+    merged: list[Manifest] = templates.merge({"env": environment}, {"env": joined})["env"]
+    return merged
+
+
+def _common_environment(plan: UnitPlan | CoordinatorPlan) -> list[Manifest]:
+    settings = plan.pod
+    environment = [
+        _variable("OMNI_PLAN", f"{volumes.PLAN_DIR}/plan.json"),
+        {"name": "OMNI_POD_IP", "valueFrom": {"fieldRef": {"apiVersion": "v1", "fieldPath": "status.podIP"}}},
+        {"name": "OMNI_POD_UID", "valueFrom": {"fieldRef": {"apiVersion": "v1", "fieldPath": "metadata.uid"}}},
+        _variable("OMNI_LOG_FORMAT", "json"),
+        _variable("OMNI_PROFILE_ROOT", volumes.PROFILES_DIR),
+    ]
+    if plan.code_config_map:
+        environment.append(_variable(JOINED, volumes.CODE_DIR))
+    if plan.security == "Curve":
+        environment.append(_variable("OMNI_CONTROL_KEY_FILE", f"{volumes.CONTROL_DIR}/key"))
+    if settings.get("modelCache", {}).get("type", "Image") != "Image":  # nothing is downloaded beside an image
+        environment.append(_variable("HF_HOME", volumes.HUB_DIR))
+        if isinstance(plan, UnitPlan) and stores.is_address(plan.model_path):
+            environment.append(_variable("OMNI_MODELS_DIR", volumes.MODELS_DIR))
+    tracing = settings.get("tracing", {})
+    if tracing.get("endpoint"):
+        environment += [
+            _variable("OTEL_EXPORTER_OTLP_ENDPOINT", tracing["endpoint"]),
+            _variable("OTEL_TRACES_SAMPLER", "parentbased_traceidratio"),
+            _variable("OTEL_TRACES_SAMPLER_ARG", str(tracing.get("sampleRatio", 1))),
+        ]
+    return environment
+
+
+def _resources(settings: Mapping[str, Any], default: Resources, groups: int) -> Manifest:
+    """Requests and limits; a resource for which the author gives either has no default."""
+    given = settings.get("resources", {})
+    requests, limits = dict(given.get("requests", {})), dict(given.get("limits", {}))
+    named = {*requests, *limits}
+    for amounts, defaults in ((requests, default.requests), (limits, default.limits)):
+        times = quantities.sum_quantities([defaults] * groups)
+        amounts.update({resource: amount for resource, amount in times.items() if resource not in named})
+    counts = {settings["gpuResourceName"]: settings["gpus"]} if "gpuResourceName" in settings else {}
+    if "rdma" in settings:
+        counts[settings["rdma"]["resourceName"]] = settings["rdma"].get("count", 1)
+    for resource, count in counts.items():  # validation has refused other amounts; those of several groups are one
+        requests.pop(resource, None)
+        limits[resource] = str(count)
+    amounts_of = {kind: amounts for kind, amounts in (("requests", requests), ("limits", limits)) if amounts}
+    return amounts_of | devices.of_container(settings)
+
+
+def default_resources(default: Resources) -> Manifest:
+    """Requests and limits of a container for which the author gives none."""
+    return _resources({}, default, groups=1)
+
+
+def _certificate() -> list[Manifest]:
+    files = (("OMNI_TLS_CERT_FILE", "tls.crt"), ("OMNI_TLS_KEY_FILE", "tls.key"))
+    return [_variable(name, f"{volumes.TLS_DIR}/{file}") for name, file in files]
+
+
+def _apart(pipeline: str, revision: str) -> Manifest:
+    """Coordinators prefer nodes and zones of their own. The author's own rules for that replace these.
+
+    Those of one revision count: a roll's new coordinators need not avoid the old ones' nodes. Not a spread constraint:
+    the scheduler gives no score for it to nodes without a zone.
+    """
+    selector = {"matchLabels": naming.selector(pipeline, COORDINATOR, revision)}
+    preferred = [
+        {"weight": weight, "podAffinityTerm": {"labelSelector": selector, "topologyKey": key}}
+        for weight, key in ((100, "kubernetes.io/hostname"), (50, "topology.kubernetes.io/zone"))
+    ]
+    return {"podAntiAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": preferred}}
+
+
+def _node_loss() -> list[Manifest]:
+    return [
+        {
+            "key": f"node.kubernetes.io/{what}",
+            "operator": "Exists",
+            "effect": "NoExecute",
+            "tolerationSeconds": NODE_LOSS_S,
+        }
+        for what in ("not-ready", "unreachable")
+    ]
+
+
+def _pod_security(users: PodUsers) -> Manifest:
+    chosen = {field: number for field, number in msgspec.to_builtins(users).items() if number is not None}
+    return {
+        "runAsNonRoot": True,
+        **chosen,
+        "fsGroupChangePolicy": "OnRootMismatch",
+        "seccompProfile": {"type": "RuntimeDefault"},
+    }
+
+
+def _container_security() -> Manifest:
+    """No capability is added: a process that is not root does not get it (kubernetes#56374). How much memory an RDMA
+    device may lock is the limit that the container runtime sets.
+    """
+    return {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]}}
+
+
+def _variable(name: str, value: str) -> Manifest:
+    return {"name": name, "value": value}
+
+
+def _port(name: str, number: int) -> Manifest:
+    return {"name": name, "containerPort": number, "protocol": "TCP"}

@@ -1,0 +1,1 @@
+"""What a process records of its requests, and where it writes that."""

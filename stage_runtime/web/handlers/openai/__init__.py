@@ -1,0 +1,1 @@
+"""Routes of OpenAI's and vLLM's clients that stages answer."""

@@ -1,0 +1,1 @@
+"""Speech that a client sends: its buffer, whether somebody speaks, where a turn ends."""

@@ -1,0 +1,1 @@
+"""Speech and transcriptions: bodies to requests, events to answers. Pure."""

@@ -1,0 +1,1 @@
+"""Chats, completions and responses: bodies to requests, events to answers. Pure."""
