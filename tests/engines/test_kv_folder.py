@@ -11,6 +11,7 @@ import threading
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -19,7 +20,7 @@ import torch
 
 from stage_runtime.api import Autoregressive
 from stage_runtime.engines.autoregressive.connectors import folder as folders
-from stage_runtime.engines.autoregressive.connectors import layouts
+from stage_runtime.engines.autoregressive.connectors import layouts, registry
 from stage_runtime.engines.autoregressive.connectors.block_files import BlockFiles
 from stage_runtime.engines.autoregressive.connectors.folder import FolderConnector
 from stage_runtime.engines.autoregressive.core.engine_requests import EngineCoreRequest
@@ -342,7 +343,7 @@ def test_many_prompts_through_a_small_cache_are_answered_right(stored: Callable[
 )
 def test_settings_that_cannot_be_kept_are_refused(fields: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigurationError, match=says):
-        folders.check(Autoregressive(model="tiny", **fields))
+        folders.check(Autoregressive(model="tiny", **fields), "")
 
 
 def test_a_folder_or_a_model_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
@@ -351,7 +352,9 @@ def test_a_folder_or_a_model_that_cannot_be_used_is_refused(tmp_path: Path) -> N
     runner: Any = made.executor.call(lambda one: one).result()
 
     def connect(fields: dict[str, Any], runner: Any = runner) -> None:
-        folders.connect(made, runner, Autoregressive(model="tiny", block_size=4, **fields), "", post=lambda one: None)
+        loaded = SimpleNamespace(core=made, runner=runner, weights="")
+        spec = Autoregressive(model="tiny", block_size=4, **fields)
+        registry.connect(spec, loaded, registry.Around(post=lambda one: None))
 
     with pytest.raises(ConfigurationError, match=r"kv_folder=.*file"):
         connect({"kv_folder": str(tmp_path / "file")})

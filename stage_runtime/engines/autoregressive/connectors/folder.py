@@ -22,10 +22,10 @@ from torch import Tensor
 from stage_runtime.api import Autoregressive
 from stage_runtime.engines.autoregressive.connectors import layouts
 from stage_runtime.engines.autoregressive.connectors.block_files import BlockFiles
+from stage_runtime.engines.autoregressive.connectors.registry import Around, Built
 from stage_runtime.engines.autoregressive.core.engine_core import EngineCore
 from stage_runtime.engines.autoregressive.core.engine_requests import EngineCoreRequest
 from stage_runtime.engines.autoregressive.core.kv_connector import Failure, Local, Post
-from stage_runtime.engines.autoregressive.model.model_runner import ModelRunner
 from stage_runtime.errors import ConfigurationError, describe
 from stage_runtime.rules.autoregressive.requests import Request
 from stage_runtime.rules.autoregressive.steps import Row
@@ -203,7 +203,7 @@ class FolderConnector:
         self._post(partial(self._told, known))
 
 
-def check(spec: Autoregressive) -> None:
+def check(spec: Autoregressive, role: str) -> None:
     """Raises: ConfigurationError: the settings are wrong, or do not go together."""
     where, most = f"omni.Autoregressive(kv_folder={spec.kv_folder!r})", spec.kv_folder_bytes
     if type(most) is not int or most < 1:
@@ -218,20 +218,21 @@ def check(spec: Autoregressive) -> None:
         raise ConfigurationError(f"{where}: blocks from it are found as a prefix, which prefix_caching=False excludes")
 
 
-def connect(core: EngineCore, runner: ModelRunner, spec: Autoregressive, weights: str, *, post: Post) -> None:
+def connect(spec: Autoregressive, loaded: Built, around: Around) -> None:
     """Let an engine that does not run yet read and write blocks in a folder.
 
     Raises: ConfigurationError: the folder cannot be used, or the model's blocks cannot.
     """
     where = f"omni.Autoregressive(kv_folder={spec.kv_folder!r})"
-    layouts.check(runner, where)
-    nbytes, most = runner.pages.block_nbytes, spec.kv_folder_bytes
+    layouts.check(loaded.runner, where)
+    nbytes, most = loaded.runner.pages.block_nbytes, spec.kv_folder_bytes
     if nbytes > most:
         raise ConfigurationError(
             f"omni.Autoregressive(kv_folder_bytes={most}): a block of this model has {nbytes} bytes"
         )
-    layout = layouts.layout_of(runner, spec, weights)
+    layout = layouts.layout_of(loaded.runner, spec, loaded.weights)
     try:
-        FolderConnector(core, BlockFiles(spec.kv_folder, layout.digest, nbytes, most), nbytes, post=post)
+        files = BlockFiles(spec.kv_folder, layout.digest, nbytes, most)
+        FolderConnector(loaded.core, files, nbytes, post=around.post)
     except OSError as error:
         raise ConfigurationError(f"{where}: {describe(error)}") from error

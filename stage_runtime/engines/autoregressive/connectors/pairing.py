@@ -4,37 +4,24 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Final, Protocol
+from typing import Final
 
 from stage_runtime.api import Autoregressive
 from stage_runtime.engines.autoregressive.connectors import layouts
 from stage_runtime.engines.autoregressive.connectors.decode import DecodeConnector
 from stage_runtime.engines.autoregressive.connectors.hops import Fixed, Hops
 from stage_runtime.engines.autoregressive.connectors.prefill import PrefillConnector
-from stage_runtime.engines.autoregressive.core.engine_core import EngineCore
-from stage_runtime.engines.autoregressive.core.engine_requests import EngineCoreRequest
-from stage_runtime.engines.autoregressive.core.kv_connector import Notice, Post
-from stage_runtime.engines.autoregressive.model.model_runner import ModelRunner
+from stage_runtime.engines.autoregressive.connectors.registry import Around, Built
 from stage_runtime.errors import ConfigurationError
-from stage_runtime.kv_transfer.interface import KVRooms, Source
 from stage_runtime.kv_transfer.rooms import KVManager
 
 WHERE: Final = "disaggregation: omni.Autoregressive"
 
 
-class Built(Protocol):
-    """The parts of a loaded engine."""
-
-    @property
-    def core(self) -> EngineCore: ...
-    @property
-    def runner(self) -> ModelRunner: ...
-    @property
-    def weights(self) -> str: ...
-
-
-def check(spec: Autoregressive) -> None:
+def check(spec: Autoregressive, role: str) -> None:
     """Raises: ConfigurationError: this engine could not give or take blocks, so its prefill group would be idle."""
+    if not role:
+        return
     refused = (
         (spec.engine != "own", f"(engine={spec.engine!r}): engine='own' alone transfers KV"),
         (bool(spec.kv_folder), f"(kv_folder={spec.kv_folder!r}): blocks come from prefill or from a folder"),
@@ -48,35 +35,27 @@ def check(spec: Autoregressive) -> None:
         raise ConfigurationError(f"omni.Autoregressive(remote_prefill_tokens={least!r}): 'auto', or at least 1")
 
 
-def connect(
-    spec: Autoregressive,
-    loaded: Built,
-    rooms: KVRooms,
-    role: str,
-    *,
-    post: Post,
-    source: Callable[[EngineCoreRequest], Source | None],
-    notice: Notice,
-    progress: Callable[[str], None],
-) -> None:
+def connect(spec: Autoregressive, loaded: Built, around: Around) -> None:
     """Connects the engine of a prefill or decode stage, which does not run yet, with its peers.
 
-    source: see `DecodeConnector`. notice: records an event of the profiler.
     Raises: ConfigurationError: the model keeps state that cannot be sent to another engine.
     """
+    assert around.rooms is not None
     layouts.check(loaded.runner, WHERE)
     layout = layouts.layout_of(loaded.runner, spec, loaded.weights)
-    manager = KVManager(layouts.args_of(loaded.runner), rooms, layout, checksum=spec.kv_checksum)
-    if role == "prefill":
-        PrefillConnector(loaded.core, manager, post=post)
+    manager = KVManager(layouts.args_of(loaded.runner), around.rooms, layout, checksum=spec.kv_checksum)
+    if around.role == "prefill":
+        PrefillConnector(loaded.core, manager, post=around.post)
     else:
         least = spec.remote_prefill_tokens
         hops = Hops(tokens_per_s(loaded, spec.max_chunk)) if least == "auto" else Fixed(least)
         auto = ", until links to them were measured" if least == "auto" else ""
-        progress(f"prompts that lack {hops.least_tokens} tokens or more are prefilled by prefill instances{auto}")
-        DecodeConnector(loaded.core, manager, post=post, source=source, hops=hops)
+        around.progress(
+            f"prompts that lack {hops.least_tokens} tokens or more are prefilled by prefill instances{auto}"
+        )
+        DecodeConnector(loaded.core, manager, post=around.post, source=around.source, hops=hops)
     assert loaded.core.kv is not None
-    loaded.core.kv.notice = notice
+    loaded.core.kv.notice = around.notice
 
 
 def tokens_per_s(loaded: Built, chunk: int, *, clock: Callable[[], float] = time.perf_counter) -> float:

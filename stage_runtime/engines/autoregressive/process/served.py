@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import operator
 from typing import Any
 
 import torch
 
 from stage_runtime.api import Autoregressive
-from stage_runtime.engines.autoregressive.connectors import folder, pairing
+from stage_runtime.engines.autoregressive.connectors import registry
+from stage_runtime.engines.autoregressive.connectors.registry import Around
 from stage_runtime.engines.autoregressive.core.kv_connector import Post
 from stage_runtime.engines.autoregressive.core.serving import EngineKV, Served
 from stage_runtime.engines.autoregressive.expert_parallel.meetings import ExpertRanks, Place
@@ -27,22 +29,11 @@ def autoregressive(*, place: Place | None = None, **fields: Any) -> Served:
         gpumemory.cap(share, torch.device(device).index or 0)
     spec = Autoregressive(**fields)
     ranks = None if place is None else ExpertRanks(place)
-    loaded = load(spec, device=device, digest=bool(spec.kv_folder or role), experts=ranks)
+    loaded = load(spec, device=device, digest=registry.crosses(spec, role), experts=ranks)
 
     def connect(*, post: Post, rooms: EngineKV) -> None:
-        if role:
-            pairing.connect(
-                spec,
-                loaded,
-                rooms,
-                role,
-                post=post,
-                source=lambda request: request.kv_source,
-                notice=rooms.tell,
-                progress=log.info,
-            )
-        elif spec.kv_folder:
-            folder.connect(loaded.core, loaded.runner, spec, loaded.weights, post=post)
+        source = operator.attrgetter("kv_source")
+        registry.connect(spec, loaded, Around(post, role, rooms, source, rooms.tell, log.info))
 
     if ranks is not None:
         ranks.begin()

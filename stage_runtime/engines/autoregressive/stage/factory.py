@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from stage_runtime.api import Autoregressive, StageContext
 from stage_runtime.engines.autoregressive.clients import making
+from stage_runtime.engines.autoregressive.connectors import registry
 from stage_runtime.engines.autoregressive.lora import settings as lora_settings
 from stage_runtime.engines.autoregressive.process.launching import EngineLaunch
 from stage_runtime.engines.autoregressive.stage.process_engine import MOST_ENGINES, EngineClient, ProcessEngine
@@ -46,13 +47,11 @@ def make(spec: Autoregressive, context: StageContext | None, sources: Sequence[s
 
     Blocks until all is loaded. sources: upstream stages that stream into this one.
     """
-    from stage_runtime.engines.autoregressive.connectors import folder, pairing
     from stage_runtime.engines.autoregressive.loading import decoders, loader
 
+    name, role = ("", "") if context is None else (context.name, context.kv_role)
     loader.check(spec)
-    folder.check(spec)
-    if context is not None and context.kv_role:
-        pairing.check(spec)
+    registry.check(spec, role)
     device = "cpu" if context is None else context.device
     progress = (lambda text: None) if context is None else context.progress
     if not 1 <= spec.data_parallel_size <= MOST_ENGINES:
@@ -64,14 +63,12 @@ def make(spec: Autoregressive, context: StageContext | None, sources: Sequence[s
     if context is not None and context.tp_size > 1:
         return _rank(spec, context, sources)
     if not spec.own_process and spec.data_parallel_size == 1 and not spec.enable_expert_parallel:
-        crosses = bool(spec.kv_folder) or (context is not None and bool(context.kv_role))
-        loaded = loader.load(spec, device=device, progress=progress, digest=crosses)
+        loaded = loader.load(spec, device=device, progress=progress, digest=registry.crosses(spec, role))
         return _answering(spec, loaded, context, sources)
     if spec.enable_expert_parallel:
         _check_experts(spec, context, device)
     tokenizer = decoders.tokenizer_of(spec)
     progress(f"starting {spec.data_parallel_size} engine processes with {spec.model}")
-    name, role = ("", "") if context is None else (context.name, context.kv_role)
     launch = launch_of(spec, device, name=name, kv_role=role)
     client = making.make_client(launch, engines=spec.data_parallel_size, lockstep=spec.enable_expert_parallel)
     engine = ProcessEngine(spec, client, tokenizer, context, sources)
@@ -87,7 +84,7 @@ def _check_experts(spec: Autoregressive, context: StageContext | None, device: s
         raise ConfigurationError(f"{name}: data_parallel_size must be 2 or more: its engines share the experts")
     if device != "cpu":
         raise ConfigurationError(f"{name}: for CPUs: a stage's engines share one GPU. tpSize shares experts among GPUs")
-    crosses = bool(spec.kv_folder) or (context is not None and bool(context.kv_role))
+    crosses = registry.crosses(spec, "" if context is None else context.kv_role)
     refused = {"overlap=True": spec.overlap is True, "compile": spec.compile, "blocks that cross": crosses}
     for what, given in refused.items():
         if given:
@@ -98,14 +95,10 @@ def _answering(
     spec: Autoregressive, loaded: Loaded, context: StageContext | None, sources: Sequence[str]
 ) -> AutoregressiveEngine:
     """The engine in the stage's thread: of the only rank, or of rank 0."""
-    from stage_runtime.engines.autoregressive.connectors import folder
     from stage_runtime.engines.autoregressive.stage.thread_engine import AutoregressiveEngine
 
     engine = AutoregressiveEngine(spec, loaded.core, loaded.tokenizer, context, sources)
-    if context is not None and context.kv_role:
-        engine.pair(spec, loaded, context)
-    elif spec.kv_folder:
-        folder.connect(loaded.core, loaded.runner, spec, loaded.weights, post=engine.post)
+    engine.connect(spec, loaded, context)
     return engine
 
 
@@ -132,7 +125,7 @@ def _rank(spec: Autoregressive, context: StageContext, sources: Sequence[str]) -
     if spec.own_process or spec.data_parallel_size > 1:
         raise ConfigurationError("omni.Autoregressive: tpSize goes with neither own_process nor data_parallel_size")
     ranks = Ranks(context.tp_rank, context.tp_size)
-    crosses = bool(context.kv_role or spec.kv_folder)
+    crosses = registry.crosses(spec, context.kv_role)
     loaded = loader.load(spec, device=context.device, progress=context.progress, ranks=ranks, digest=crosses)
     if context.tp_rank > 0:
         return FollowingEngine(loaded.runner, ranks, takes_chunks=spec.stream is not None)

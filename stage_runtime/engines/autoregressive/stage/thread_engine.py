@@ -13,7 +13,7 @@ from typing import Any
 
 from stage_runtime.api import Autoregressive, StageContext
 from stage_runtime.engines import events
-from stage_runtime.engines.autoregressive.connectors import crossing, pairing
+from stage_runtime.engines.autoregressive.connectors import crossing, registry
 from stage_runtime.engines.autoregressive.core import operations
 from stage_runtime.engines.autoregressive.core.busy_loop import BusyLoop, RequestType
 from stage_runtime.engines.autoregressive.core.engine_core import EngineCore
@@ -87,11 +87,13 @@ class AutoregressiveEngine:
         self._items.append((RequestType.UTILITY, lambda _core: function()))
         self._arrived.set()
 
-    def pair(self, spec: Autoregressive, loaded: pairing.Built, context: StageContext) -> None:
-        """Called before `run`: the engine gives out blocks, or takes them in.
+    def connect(self, spec: Autoregressive, loaded: registry.Built, context: StageContext | None) -> None:
+        """Called before `run`: the engine gives out blocks, or takes them in, if its stage asks for that.
 
         Raises: ConfigurationError: it cannot.
         """
+        if context is None or not context.kv_role:
+            return registry.connect(spec, loaded, registry.Around(self.post))
         transport: KVTransport = context.kv
 
         def source(request: EngineCoreRequest) -> Source | None:
@@ -103,16 +105,8 @@ class AutoregressiveEngine:
             if request_id is not None:
                 context.emit(event, request_id, **metadata)
 
-        pairing.connect(
-            spec,
-            loaded,
-            transport,
-            context.kv_role,
-            post=self.post,
-            source=source,
-            notice=notice,
-            progress=context.progress,
-        )
+        around = registry.Around(self.post, context.kv_role, transport, source, notice, context.progress)
+        registry.connect(spec, loaded, around)
 
     # --- what comes in: `busy_loop.InputQueue` --------------------------------------------------------------------
 
