@@ -1,1 +1,1 @@
-"""From a factory's name to an engine: resolve, call, check the settings, show the progress."""
+"""Makes an engine of a factory's name: resolves it, calls it, checks settings, shows the progress."""

@@ -1,1 +1,1 @@
-"""What only containers of a cluster have: PID 1, probes for the kubelet, termination messages."""
+"""Processes that only containers of a cluster have: PID 1, its probes, its termination message."""

@@ -1,1 +1,1 @@
-"""What is written before processes start: their folder, their code, their commands."""
+"""Preparations before processes start: their folder, their code, their commands."""

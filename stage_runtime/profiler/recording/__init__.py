@@ -1,1 +1,1 @@
-"""What a process records of its requests, and where it writes that."""
+"""The recorder of a process, and the files that it writes."""

@@ -1,1 +1,1 @@
-"""What should change now: replicas, canaries, gangs. Pure."""
+"""The next changes of a pipeline: replicas, canaries, gangs. Pure."""

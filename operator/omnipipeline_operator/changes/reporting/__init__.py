@@ -1,1 +1,1 @@
-"""What the status says of a pipeline. Pure."""
+"""The status of a pipeline, from what is known of it. Pure."""

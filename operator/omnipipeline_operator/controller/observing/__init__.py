@@ -1,1 +1,1 @@
-"""What one reconcile knows: live objects, coordinators' reports, addresses, what is missing, rivals."""
+"""The facts of one reconcile: live objects, coordinators' reports, addresses, what is missing, rivals."""

@@ -31,7 +31,7 @@ class Built(Protocol):
 
 
 class Around(NamedTuple):
-    """What surrounds an engine: its thread, and the stage's process. post: has a function called on its thread."""
+    """The surroundings of an engine: its thread and the stage's process. post: has a function called on its thread."""
 
     post: Post
     role: str = ""  #: Of its stage, with ``disaggregation``: ``prefill`` or ``decode``.
@@ -42,7 +42,7 @@ class Around(NamedTuple):
 
 
 class ConnectorModule(Protocol):
-    """What a connector's module has."""
+    """The functions of a connector's module."""
 
     def check(self, spec: Autoregressive, role: str) -> None:
         """Raises: ConfigurationError: its settings are wrong, or do not go together. Called for every stage."""

@@ -1,1 +1,1 @@
-"""From a step's tokens to text, and one output for each choice of a request."""
+"""The tokens of a step as text, and one output for each choice of a request."""

@@ -1,1 +1,1 @@
-"""What crosses between a stage's process and its engine's: messages, their bytes, both directions."""
+"""Messages between a stage's process and its engine's, with their bytes, in both directions."""

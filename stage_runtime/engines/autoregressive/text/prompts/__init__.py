@@ -1,1 +1,1 @@
-"""From a request to prompt tokens: chat templates, marked client text, rows beside token ids."""
+"""The tokens of a request's prompt: chat templates, marked client text, rows beside token ids."""
