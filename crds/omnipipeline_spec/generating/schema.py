@@ -8,7 +8,7 @@ stored objects without an event; new defaults belong in the planner.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -49,8 +49,23 @@ UNSEEN: Final[dict[str, Any]] = {
 HEADER: Final = "# Generated from crds/omnipipeline_spec by `make crds`; never edited.\n"
 
 
-def crd() -> dict[str, Any]:
-    """The CustomResourceDefinition as plain values."""
+class ServedVersion(msgspec.Struct, frozen=True, kw_only=True):
+    """A version beside the one of the types: its schema and its columns, written once and frozen."""
+
+    name: str
+    schema: Mapping[str, Any]
+    columns: Sequence[Mapping[str, Any]]
+
+
+def crd(others: Sequence[ServedVersion] = (), *, storage: str = VERSION) -> dict[str, Any]:
+    """The CustomResourceDefinition as plain values.
+
+    others:  served beside the version of the types; `omnipipeline_spec.conversion` has to convert them.
+    storage: the version that is written to etcd, one of all these.
+    """
+    versions = (own_version(), *others)
+    if storage not in [each.name for each in versions]:
+        raise ValueError(f"storage: {storage!r} is not a served version")
     return {
         "apiVersion": "apiextensions.k8s.io/v1",
         "kind": "CustomResourceDefinition",
@@ -66,7 +81,7 @@ def crd() -> dict[str, Any]:
                 "shortNames": ["omni", "opl"],
                 "categories": ["all", "omni"],
             },
-            "versions": [_version()],
+            "versions": [_version(each, storage) for each in versions],
         },
     }
 
@@ -76,14 +91,19 @@ def render() -> str:
     return HEADER + to_yaml(crd(), compact=True)
 
 
-def _version() -> dict[str, Any]:
+def own_version() -> ServedVersion:
+    """The version of the types."""
+    return ServedVersion(name=VERSION, schema=_root(), columns=_columns())
+
+
+def _version(version: ServedVersion, storage: str) -> dict[str, Any]:
     return {
-        "name": VERSION,
+        "name": version.name,
         "served": True,
-        "storage": True,
+        "storage": version.name == storage,
         "subresources": {"status": {}},
-        "additionalPrinterColumns": _columns(),
-        "schema": {"openAPIV3Schema": _root()},
+        "additionalPrinterColumns": version.columns,
+        "schema": {"openAPIV3Schema": version.schema},
     }
 
 
