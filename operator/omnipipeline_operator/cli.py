@@ -23,6 +23,8 @@ from omnipipeline_operator.errors import ConfigurationError
 from omnipipeline_operator.handlers import lifecycle
 from omnipipeline_operator.handlers.lifecycle import WatchesChanged
 from omnipipeline_operator.settings import Settings
+from omnipipeline_spec.conversion import versions as released
+from omnipipeline_spec.conversion.versions import Versions
 
 log = logging.getLogger(__name__)
 
@@ -43,10 +45,13 @@ def main() -> int:
     return uvloop.run(serve(configuration))
 
 
-async def serve(configuration: Settings, writes: WriteLimiter | None = None) -> int:
+async def serve(
+    configuration: Settings, writes: WriteLimiter | None = None, versions: Versions = released.RELEASED
+) -> int:
     """Run until SIGTERM or SIGINT; the exit code."""
+    limiter = writes or TokenBucket(configuration.writes_per_s, configuration.write_burst)
     try:
-        await lifecycle.run(configuration, writes or TokenBucket(configuration.writes_per_s, configuration.write_burst))
+        await lifecycle.run(configuration, limiter, versions)
     except* (LeaseLost, WatchesChanged) as ended:
         log.error("ending: %s", ended.exceptions[0])
         return_code = 1

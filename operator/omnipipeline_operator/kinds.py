@@ -16,7 +16,7 @@ Manifest = dict[str, Any]  # an object as the API server reads and writes it
 
 
 class Kind(msgspec.Struct, frozen=True, kw_only=True):
-    """One kind of namespaced object."""
+    """One kind of object."""
 
     name: str
     group: str  #: Empty for the core group.
@@ -54,6 +54,10 @@ DEVICES: Final = Kind(
     name="ResourceClaimTemplate", group="resource.k8s.io", version="v1", plural="resourceclaimtemplates"
 )
 JOB: Final = Kind(name="Job", group="batch", version="v1", plural="jobs")
+#: It belongs to no namespace.
+DEFINITION: Final = Kind(
+    name="CustomResourceDefinition", group="apiextensions.k8s.io", version="v1", plural="customresourcedefinitions"
+)
 LEASE: Final = Kind(name="Lease", group="coordination.k8s.io", version="v1", plural="leases")
 
 #: Children that are watched by label. Secrets are not: the operator may create them and may not read them.

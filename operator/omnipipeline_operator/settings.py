@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from typing import Any, Final, Literal
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -27,6 +28,20 @@ class LeaseSettings(msgspec.Struct, frozen=True, kw_only=True):
     duration_s: float = 12.0  # with two attempts of a standby at retry_s: 17 s from a death to the next writer
     renew_deadline_s: float = 8.0  # less than the duration: the holder ends before another may write
     retry_s: float = 2.0
+
+
+class ConversionSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """The conversion webhook: where it listens, and where API servers find it."""
+
+    port: int
+    namespace: str = "default"
+    name: str = "omnipipeline-operator-conversion"  #: Of its Service and of its Secret.
+    url: str = ""  #: Instead of the Service, of an operator outside of the cluster.
+
+    @property
+    def host(self) -> str:
+        """The name or address in the certificate."""
+        return urlsplit(self.url).hostname or f"{self.name}.{self.namespace}.svc"
 
 
 class DefaultResources(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -59,6 +74,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     stage_image: str  #: The default image of pipelines that name none.
     namespaces: tuple[str, ...] = ()  #: Empty: all of them.
     lease: LeaseSettings = LeaseSettings()
+    conversion: ConversionSettings | None = None  #: None: it is off.
     probe_port: int = PROBE_PORT
     allow_privileged: bool = False  #: Whether podTemplate may ask for hostNetwork, hostPID, hostIPC, privileged.
     default_resources: DefaultResources = DefaultResources()
@@ -89,6 +105,7 @@ def read(environ: Mapping[str, str], *, hostname: str) -> Settings:
             name=environ.get("OMNI_OPERATOR_LEASE_NAME") or LeaseSettings().name,
             identity=environ.get("OMNI_OPERATOR_POD_NAME") or hostname,
         ),
+        conversion=_conversion(environ, namespace),
         probe_port=int(_number(environ, "OMNI_OPERATOR_PROBE_PORT", PROBE_PORT)),
         allow_privileged=_flag(environ, "OMNI_OPERATOR_ALLOW_PRIVILEGED", False),
         default_resources=_resources(environ, "OMNI_OPERATOR_DEFAULT_RESOURCES"),
@@ -101,6 +118,18 @@ def read(environ: Mapping[str, str], *, hostname: str) -> Settings:
         relist_s=_number(environ, "OMNI_OPERATOR_RELIST_SECONDS", 300.0),
         gpu_patience_s=_number(environ, "OMNI_OPERATOR_GPU_PATIENCE_SECONDS", 300.0),
         gpu_taking_s=_number(environ, "OMNI_OPERATOR_GPU_PRIORITY_SECONDS", 10.0),
+    )
+
+
+def _conversion(environ: Mapping[str, str], namespace: str) -> ConversionSettings | None:
+    port = int(_number(environ, "OMNI_OPERATOR_CONVERSION_PORT", 0))
+    if not port:
+        return None
+    return ConversionSettings(
+        port=port,
+        namespace=namespace,
+        name=_text(environ, "OMNI_OPERATOR_CONVERSION_NAME"),
+        url=environ.get("OMNI_OPERATOR_CONVERSION_URL", ""),
     )
 
 

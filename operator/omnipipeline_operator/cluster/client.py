@@ -76,7 +76,7 @@ class Client:
 
     # --- reading ------------------------------------------------------------------------------------------------
 
-    async def get(self, kind: Kind, namespace: str, name: str) -> Manifest:
+    async def get(self, kind: Kind, namespace: str | None, name: str) -> Manifest:
         """Raises: NotFound, and the others of `errors.ClusterError`."""
         return await self._ask("GET", kind.path(namespace, name))
 
@@ -127,7 +127,7 @@ class Client:
         return await self._write("PATCH", path, query=query, body=body, content_type=APPLY, timeout_s=timeout_s)
 
     async def merge(
-        self, kind: Kind, namespace: str, name: str, patch: Mapping[str, Any], *, manager: str = ""
+        self, kind: Kind, namespace: str | None, name: str, patch: Mapping[str, Any], *, manager: str = ""
     ) -> Manifest:
         """A JSON merge patch: lists are replaced."""
         query = {"fieldManager": manager} if manager else {}

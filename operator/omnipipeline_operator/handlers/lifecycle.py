@@ -13,7 +13,8 @@ import math
 import signal
 import time
 from collections.abc import Mapping
-from typing import Any, Final, cast
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import kopf
 
@@ -24,10 +25,16 @@ from omnipipeline_operator.cluster.status_client import StatusClient
 from omnipipeline_operator.cluster.store import Store
 from omnipipeline_operator.controller.reconciling import Reconciler
 from omnipipeline_operator.controller.work_queue import WorkQueue
+from omnipipeline_operator.conversion.serving import Server
 from omnipipeline_operator.handlers import metrics, probes
 from omnipipeline_operator.handlers.metrics import OperatorMetrics
 from omnipipeline_operator.handlers.watching import Watcher
-from omnipipeline_operator.settings import Settings
+from omnipipeline_operator.settings import ConversionSettings, Settings
+from omnipipeline_spec.conversion import versions as released
+from omnipipeline_spec.conversion.versions import Versions
+
+if TYPE_CHECKING:
+    from omnipipeline_operator.conversion.publishing import Publisher
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +55,12 @@ class Operator:
     """One operator process."""
 
     def __init__(
-        self, settings: Settings, client: Client, status_client: StatusClient, served: OperatorMetrics
+        self,
+        settings: Settings,
+        client: Client,
+        status_client: StatusClient,
+        served: OperatorMetrics,
+        versions: Versions = released.RELEASED,
     ) -> None:
         self._settings = settings
         self._client = client
@@ -57,6 +69,7 @@ class Operator:
         self._watcher = Watcher(self._store, self._queue)
         self._lease = Lease(client, settings.lease)
         self._metrics = served
+        self._webhook = Server(versions)
         self._reconciler = Reconciler(
             client,
             self._store,
@@ -80,9 +93,17 @@ class Operator:
         Raises: an exception group with what ended a part: LeaseLost, WatchesChanged, a fault.
         """
         live, ready = self._why_not_live, self._why_not_ready
-        async with probes.serving(self._settings.probe_port, live=live, ready=ready, registry=self._metrics.registry):
+        async with contextlib.AsyncExitStack() as stack:
+            registry = self._metrics.registry
+            await stack.enter_async_context(
+                probes.serving(self._settings.probe_port, live=live, ready=ready, registry=registry)
+            )
+            if self._settings.conversion is not None:
+                await stack.enter_async_context(self._webhook.listening(self._settings.conversion.port))
             try:
                 async with asyncio.TaskGroup() as group:
+                    if self._settings.conversion is not None:
+                        group.create_task(self._publisher(self._settings.conversion).keep())
                     group.create_task(self._watch())
                     group.create_task(self._relist_forever())
                     group.create_task(self._look_for_kinds())
@@ -92,6 +113,11 @@ class Operator:
             finally:
                 self._leads = False
                 await self._lease.release()
+
+    def _publisher(self, settings: ConversionSettings) -> Publisher:
+        from omnipipeline_operator.conversion.publishing import Publisher  # 9 MiB of cryptography, mostly not needed
+
+        return Publisher(self._client, self._webhook, settings, clock=lambda: datetime.now(UTC))
 
     async def _watch(self) -> None:
         """Run kopf's operator after the first complete list, until SIGTERM or SIGINT.
@@ -208,6 +234,9 @@ class Operator:
     # --- health -------------------------------------------------------------------------------------------------
 
     def _why_not_ready(self) -> str | None:
+        if self._settings.conversion is not None:
+            # The first list may need a conversion, and the Service leads to ready replicas alone.
+            return None if self._webhook.serves else "no certificate of the conversion webhook yet"
         return None if self._listed_at is not None else "no complete list yet"
 
     def _why_not_live(self) -> str | None:
@@ -234,10 +263,10 @@ class Operator:
         return [each for each in found if each is not None]
 
 
-async def run(settings: Settings, writes: WriteLimiter) -> None:
-    """Run one operator until SIGTERM. ``writes``: limits the rate of all writes."""
+async def run(settings: Settings, writes: WriteLimiter, versions: Versions = released.RELEASED) -> None:
+    """Run one operator until SIGTERM. ``writes``: limits the rate of all writes. ``versions``: what it converts."""
     async with contextlib.AsyncExitStack() as stack:
         served = OperatorMetrics()
         client = await stack.enter_async_context(await Client.connect(writes, served.count_request))
         status_client = await stack.enter_async_context(StatusClient())
-        await Operator(settings, client, status_client, served).run()
+        await Operator(settings, client, status_client, served, versions).run()
