@@ -21,6 +21,7 @@ COMBINATIONS: dict[str, list[str]] = {
     "highly available": ["replicas=2", "podDisruptionBudget.enabled=true", "priorityClassName=system-cluster-critical"],
     "monitored": [*MONITORED, SCRAPER],
     "monitored and namespaced": [*MONITORED, SCRAPER, "watchNamespaces={team-a,team-b}"],
+    "converting and namespaced": ["conversion.enabled=true", "watchNamespaces={team-a,team-b}"],
     "own rights": ["rbac.create=false", "serviceAccount.create=false", "serviceAccount.name=given"],
     "without the definition": ["crds.install=false"],
     "open": ["networkPolicy.enabled=false", "allowPrivileged=true", "logFormat=text"],

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from omnipipeline_operator import settings
+from omnipipeline_operator.conversion import certificates, publishing
+from omnipipeline_operator.settings import ConversionSettings
+from omnipipeline_spec.generating import schema
 from tests.chart.rendering import CHART, COMBINATIONS, NAMESPACE, helm, objects, rendered, sets
 from tests.cluster_kit import Cluster
+from tests.contract import next_version
 
 pytestmark = [pytest.mark.cluster]
 
@@ -126,6 +133,64 @@ def test_the_operator_can_read_no_secret_and_has_no_wildcard(api_server: Cluster
     assert not any("*" in rule[part] for rule in rules for part in ("apiGroups", "resources", "verbs"))
     [secrets] = {tuple(rule["verbs"]) for rule in rules if "secrets" in rule["resources"]}
     assert secrets == ("create",)
+
+
+def test_the_webhook_adds_the_right_to_one_secret_and_to_one_definition_alone(api_server: Cluster) -> None:
+    plain, more = (
+        [(role["metadata"]["name"], rule) for role in _roles(rendered(api_server, values)) for rule in role["rules"]]
+        for values in ([], ["conversion.enabled=true"])
+    )
+    name = "release-omnipipeline-conversion"
+    assert [each for each in more if each not in plain] == [
+        (
+            name,
+            {
+                "apiGroups": ["apiextensions.k8s.io"],
+                "resources": ["customresourcedefinitions"],
+                "resourceNames": ["omnipipelines.omnipipeline.dev"],
+                "verbs": ["get", "patch"],
+            },
+        ),
+        (name, {"apiGroups": [""], "resources": ["secrets"], "resourceNames": [name], "verbs": ["get", "update"]}),
+    ]
+
+
+def test_the_webhooks_service_leads_to_the_port_that_the_operator_is_told(api_server: Cluster) -> None:
+    made = objects(rendered(api_server, COMBINATIONS["converting and namespaced"]))
+    [deployment] = [each for each in made if each["kind"] == "Deployment"]
+    template = deployment["spec"]["template"]
+    [container] = template["spec"]["containers"]
+    variables = {each["name"]: each.get("value", NAMESPACE) for each in container["env"]}
+    read = settings.read(variables, hostname="h").conversion
+    assert read is not None
+    named = [each for each in made if each["metadata"]["name"] == read.name and each["kind"] in ("Service", "Secret")]
+    [service] = [each for each in named if each["kind"] == "Service"]
+    assert (len(named), service["metadata"]["namespace"], read.namespace) == (2, NAMESPACE, NAMESPACE)
+    assert service["spec"]["selector"].items() <= template["metadata"]["labels"].items()
+    [port] = service["spec"]["ports"]
+    ports = {each["name"]: each["containerPort"] for each in container["ports"]}
+    assert (port["port"], ports[port["targetPort"]]) == (443, read.port)
+    [policy] = [each for each in made if each["kind"] == "NetworkPolicy"]
+    assert {"ports": [{"port": read.port, "protocol": "TCP"}]} in policy["spec"]["ingress"]
+
+
+def test_a_chart_with_two_versions_points_at_the_webhook_from_the_first_moment_or_is_refused(
+    api_server: Cluster, tmp_path: Path
+) -> None:
+    chart = tmp_path / "omnipipeline"
+    shutil.copytree(CHART, chart)
+    (chart / "crds.yaml").write_text(json.dumps(schema.crd([next_version.served()])))
+    render = ("template", "release", str(chart), "-n", NAMESPACE)
+    refused = helm(api_server, *render)
+    assert refused.returncode != 0 and "conversion.enabled must be true" in refused.stderr
+    done = helm(api_server, *render, "--set", "conversion.enabled=true")
+    [crd] = [each for each in objects(done.stdout) if each["kind"] == "CustomResourceDefinition"]
+    assert [each["name"] for each in crd["spec"]["versions"]] == ["v1alpha1", "v1beta1"]
+    configured = ConversionSettings(port=8443, namespace=NAMESPACE, name="release-omnipipeline-conversion")
+    held = certificates.renewed(None, configured.host, datetime.now(UTC))
+    written = publishing.conversion(configured, held)
+    del written["webhook"]["clientConfig"]["caBundle"]
+    assert crd["spec"]["conversion"] == written, "what the operator writes, without the authority"
 
 
 def test_the_namespaced_operator_has_no_right_on_the_cluster(api_server: Cluster) -> None:

@@ -12,6 +12,11 @@
 {{- end -}}
 {{- end -}}
 
+{{/* The Service and the Secret of the conversion webhook. */}}
+{{- define "omnipipeline.conversion" -}}
+{{- printf "%s-conversion" (include "omnipipeline.fullname" . | trunc 52 | trimSuffix "-") -}}
+{{- end -}}
+
 {{- define "omnipipeline.selector" -}}
 app.kubernetes.io/name: {{ include "omnipipeline.name" . }}-operator
 app.kubernetes.io/instance: {{ .Release.Name }}
