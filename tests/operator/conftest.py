@@ -24,7 +24,9 @@ def prepared(api_server: Cluster, tmp_path_factory: pytest.TempPathFactory) -> t
         "apply", "--server-side", "--force-conflicts", "-f", str(REPOSITORY / "crds" / "omnipipelines.yaml")
     )
     crd = "crd/omnipipelines.omnipipeline.dev"
-    api_server.kubectl("wait", "--for=condition=Established", crd, "--timeout=50s")
+    # Just after the CRD is made it has no conditions, which kubectl takes for an error.
+    wait = ("wait", "--for=condition=Established", crd, "--timeout=50s")
+    running.eventually(lambda: api_server.kubectl(*wait, check=False).returncode == 0, what="the CRD is established")
     api_server.kubectl("create", "namespace", running.SYSTEM, check=False)
     chart = str(REPOSITORY / "charts" / "omnipipeline")
     templates = [
