@@ -30,6 +30,7 @@ def test_there_is_a_recipe_for_what_people_add() -> None:
             "An OpenAI route",
             "Another route",
             "A field of a stage",
+            "A version of the resource",
             "A setting of autoscaling",
             "A metric",
             "A child resource",
