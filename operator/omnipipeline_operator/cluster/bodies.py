@@ -9,19 +9,20 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
 from typing import Any, Final
 
 MAX_PLAIN_KEY: Final = 150  # characters; each may be escaped as six of the 1,024
 _REPLACEMENT: Final = "\\ufffd"  # what the API server's own reader makes of half of a surrogate pair
 _OF_THE_BASIC_PLANE: Final = re.compile("[\x7f-\uffff]")
+_NESTED: Final = (dict, list, tuple)  # what json writes as an object or as a list
 _TEXT_OR_KEY: Final = re.compile(r'("(?:[^"\\]|\\.)*")(:?)')
 
 
 def encode(value: Any) -> str:
     """The value as JSON that is YAML, too. Half of a surrogate pair becomes U+FFFD; a long key is marked by ``? ``."""
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
-    text = _OF_THE_BASIC_PLANE.sub(_escaped, text)
+    if not text.isascii() or "\x7f" in text:
+        text = _OF_THE_BASIC_PLANE.sub(_escaped, text)
     return _TEXT_OR_KEY.sub(_with_mark, text) if _has_long_key(value) else text
 
 
@@ -31,9 +32,16 @@ def _escaped(found: re.Match[str]) -> str:
 
 
 def _has_long_key(value: Any) -> bool:
-    if isinstance(value, Mapping):
-        return any(len(str(key)) > MAX_PLAIN_KEY or _has_long_key(item) for key, item in value.items())
-    return isinstance(value, list | tuple) and any(map(_has_long_key, value))
+    """Loops over dicts and lists alone: with `any` over all values it took most of the time of an encoding."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            if len(str(key)) > MAX_PLAIN_KEY or (isinstance(item, _NESTED) and _has_long_key(item)):
+                return True
+    elif isinstance(value, _NESTED):
+        for item in value:
+            if isinstance(item, _NESTED) and _has_long_key(item):
+                return True
+    return False
 
 
 def _with_mark(found: re.Match[str]) -> str:
