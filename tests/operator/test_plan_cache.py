@@ -8,7 +8,10 @@ from typing import Any
 import pytest
 import yaml
 
-from omnipipeline_operator.controller.revisions.plan_cache import PlanCache
+from omnipipeline_operator.controller.revisions.plan_cache import KEPT, ManifestCache, PlanCache
+from omnipipeline_operator.desired.children import Children
+from omnipipeline_operator.desired.naming import Owner
+from omnipipeline_operator.desired.pod_templates.pods import PodFacts
 from omnipipeline_spec import planning
 from omnipipeline_spec.types.errors import SpecError
 
@@ -62,3 +65,29 @@ def test_a_spec_that_was_checked_once_has_the_plan_of_one_checked_twice(file: st
     read["metadata"] |= {"namespace": "space", "uid": "u", "generation": 1}
     spec, plan = PlanCache().of(read, None)
     assert plan == planning.plan(spec, name=read["metadata"]["name"])
+
+
+def test_manifests_are_made_once_for_a_plan_and_facts_and_those_of_the_pipelines_used_last_are_kept() -> None:
+    plans, manifests = PlanCache(), ManifestCache(())
+    spec, plan = plans.of(resource(), None)
+
+    def of(name: str = "demo", **more: str) -> Children:
+        owner = Owner(namespace="space", name=name, uid="u")
+        facts = PodFacts(owner=owner, image=more.get("image", "i"), control_secret="s", allow_privileged=False)
+        return manifests.of(spec, plan, facts)
+
+    first = of()
+    assert of() is first
+    other = of(image="other")
+    assert other is not first and of(image="other") is other
+    edited = plans.of(resource(generation=2), None)[1]
+    assert edited is not plan
+    kept = of()
+    for number in range(KEPT - 1):
+        of(f"demo-{number}")
+    assert of() is kept
+    for number in range(KEPT):
+        of(f"demo-{number}")
+    assert of() is not kept
+    manifests.forget(("space", "demo"))
+    assert of() == kept

@@ -32,10 +32,10 @@ from omnipipeline_operator.controller.observing.missing import MissingReferences
 from omnipipeline_operator.controller.observing.snapshots import Snapshot
 from omnipipeline_operator.controller.reporting import StatusReporter
 from omnipipeline_operator.controller.revisions import canaries, pinning, revision_history
-from omnipipeline_operator.controller.revisions.plan_cache import PlanCache
+from omnipipeline_operator.controller.revisions.plan_cache import ManifestCache, PlanCache
 from omnipipeline_operator.controller.revisions.planned import Planned, rollout_goal
 from omnipipeline_operator.controller.writing import ChildError, ChildWriter, DesiredState
-from omnipipeline_operator.desired import children, config, naming
+from omnipipeline_operator.desired import config, naming
 from omnipipeline_operator.desired.naming import Owner
 from omnipipeline_operator.desired.pod_templates.pods import PodFacts
 from omnipipeline_operator.kinds import PIPELINE, Manifest
@@ -80,6 +80,7 @@ class Reconciler:
         self._clock = clock
         self._lacking = lacking
         self._plan_cache = PlanCache()
+        self._manifests = ManifestCache(settings.scrapers)
         recorder = EventRecorder(client, name=settings.lease.identity or "operator")
         self._reporter = StatusReporter(recorder, clock=clock)
         patience_s, taking_s = settings.gpu_patience_s, settings.gpu_taking_s
@@ -98,6 +99,7 @@ class Reconciler:
         resource = self._store.pipeline(key)
         if resource is None or "deletionTimestamp" in resource["metadata"]:
             self._plan_cache.forget(key)
+            self._manifests.forget(key)
             self._seen.pop(key, None)
             self._with_missing_references.discard(key)
             return None
@@ -151,7 +153,7 @@ class Reconciler:
             users=self._settings.pod_users,
             queue=resource["metadata"].get("labels", {}).get(naming.QUEUE_LABEL, ""),
         )
-        desired = children.children(spec, plan, inputs, scrapers=self._settings.scrapers)
+        desired = self._manifests.of(spec, plan, inputs)
         lacking = {kind: error.message for kind, error in self._lacking().items()}
         applied = tuple(each for each in desired.applied if each["kind"] not in lacking)
         desired = msgspec.structs.replace(desired, applied=applied)
