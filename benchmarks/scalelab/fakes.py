@@ -21,8 +21,8 @@ from stage_runtime.payloads import encoding
 from stage_runtime.rules.flow import ticks
 from stage_runtime.rules.graph import edges
 from stage_runtime.sockets.channels import Channels
-from stage_runtime.stage.control.membership import StageMembership
 from stage_runtime.stage.control.registration import Registration
+from stage_runtime.stage.control.stage_membership import StageMembership
 from stage_runtime.stage.process_context import ProcessContext
 from stage_runtime.wire.frames import RequestRef
 from stage_runtime.wire.messages import Beat, Complete, DataReady, Hello, Message, Rejected, Submit, Unbound, Welcome

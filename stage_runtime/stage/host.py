@@ -1,7 +1,8 @@
 """One process of a process group: its stages, and who handles what is received. `sockets.frames.receiving.Handler`.
 
-Holds no thread of its own and no state of a request: messages of requests go to `requests`, of members and coordinators
-to `membership`, operations to `administration`. Called by the I/O thread and by `processes.stages.stage_process`.
+Holds no thread of its own and no state of a request: messages of requests go to `stage_requests`, of members and
+coordinators to `stage_membership`, operations to `administration`. Called by the I/O thread and by
+`processes.stages.stage_process`.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from stage_runtime.profiler.recording.session import ProfileSession
 from stage_runtime.relays.dispatch import Relays
 from stage_runtime.sockets.channels import Channels
 from stage_runtime.stage.control.administration import Administration
-from stage_runtime.stage.control.membership import StageMembership
 from stage_runtime.stage.control.profiling import ProcessProfiling
 from stage_runtime.stage.control.registration import Registration
-from stage_runtime.stage.control.requests import Requests
+from stage_runtime.stage.control.stage_membership import StageMembership
+from stage_runtime.stage.control.stage_requests import Requests
 from stage_runtime.stage.control.startup import EngineLoader
 from stage_runtime.stage.inputs.mutation_check import MutationCheck
 from stage_runtime.stage.kv.transport import StageKVTransport

@@ -23,9 +23,9 @@ from stage_runtime.payloads import encoding
 from stage_runtime.relays import registry
 from stage_runtime.relays.choice.choosing import PROCESS, ProcessFacts
 from stage_runtime.relays.context import RelaySettings
-from stage_runtime.relays.cuda_ipc import messages
+from stage_runtime.relays.cuda_ipc import cuda_ipc_messages
+from stage_runtime.relays.cuda_ipc.cuda_ipc_messages import ChunkHandle, CudaIpcMetadata, OnGpu
 from stage_runtime.relays.cuda_ipc.memory import CudaMemory, DeviceLost, ends_the_context
-from stage_runtime.relays.cuda_ipc.messages import ChunkHandle, CudaIpcMetadata, OnGpu
 from stage_runtime.relays.dispatch import Relays
 from stage_runtime.relays.registry import RELAYS
 from tests.relays.relay_pairs import MIB, PATIENCE_S, SMALL, FarEnd, Pair, pair
@@ -306,15 +306,15 @@ HANDLE = ChunkHandle(b"\0" * 65, 4096, 512, b"/torch_123_4", 8, b"\0" * 64, True
     ],
 )
 def test_a_handle_that_is_none_of_torch_s_is_refused(changes: dict[str, Any]) -> None:
-    assert messages.handle_of(messages.encode(HANDLE), 4096) == HANDLE
+    assert cuda_ipc_messages.handle_of(cuda_ipc_messages.encode(HANDLE), 4096) == HANDLE
     with pytest.raises(ValueError, match=r".+"):
-        messages.handle_of(messages.encode(msgspec.structs.replace(HANDLE, **changes)), 4096)
+        cuda_ipc_messages.handle_of(cuda_ipc_messages.encode(msgspec.structs.replace(HANDLE, **changes)), 4096)
 
 
 @pytest.mark.parametrize("garbage", [b"", b"\xc0", b"\x90", b"\x91\xc0", b"x" * 100])
 def test_a_handle_that_cannot_be_read_is_refused(garbage: bytes) -> None:
     with pytest.raises(ValueError, match=r".+"):
-        messages.handle_of(garbage, 4096)
+        cuda_ipc_messages.handle_of(garbage, 4096)
 
 
 @pytest.mark.parametrize("gpus", [(), (1,)])
@@ -517,6 +517,6 @@ def test_a_view_of_a_gpu_keeps_its_owner_as_long_as_its_storage_lives() -> None:
 
 def test_a_place_on_a_gpu_is_small_enough_for_a_message() -> None:
     """`transfers.sending.METADATA_LIMIT`."""
-    there = OnGpu("GPU-" + "0" * 36, 1 << 20, 1 << 36, messages.encode(HANDLE), 1 << 36, 1 << 36)
+    there = OnGpu("GPU-" + "0" * 36, 1 << 20, 1 << 36, cuda_ipc_messages.encode(HANDLE), 1 << 36, 1 << 36)
     metadata = CudaIpcMetadata(1 << 40, 1 << 36, 1 << 36, 1 << 36, 1 << 40, there)
     assert len(b"cuda_ipc:" + msgspec.msgpack.encode(metadata)) < 512

@@ -20,7 +20,7 @@ from stage_runtime.relays.memory.arena import Arena
 from stage_runtime.relays.memory.pins import Pins
 from stage_runtime.relays.mooncake import reading
 from stage_runtime.relays.mooncake.engine import ReadId, ReadState, TransferEngine
-from stage_runtime.relays.mooncake.messages import MooncakeFacts, MooncakeMemory, MooncakeMetadata
+from stage_runtime.relays.mooncake.mooncake_messages import MooncakeFacts, MooncakeMemory, MooncakeMetadata
 from stage_runtime.relays.mooncake.relay import MooncakeRelay
 from stage_runtime.relays.moving.operations import GetOperation, TransferCompletion
 from stage_runtime.relays.registry import RelayEntry

@@ -17,7 +17,7 @@ from stage_runtime.relays.base import Peer, TransferId
 from stage_runtime.relays.memory.arena import HEADER, Arena
 from stage_runtime.relays.memory.pins import Pins
 from stage_runtime.relays.mooncake.engine import ReadId, ReadState
-from stage_runtime.relays.mooncake.messages import MooncakeFacts, MooncakeMemory, MooncakeMetadata
+from stage_runtime.relays.mooncake.mooncake_messages import MooncakeFacts, MooncakeMemory, MooncakeMetadata
 from stage_runtime.relays.mooncake.reading import MOST_THREADS, THREADS, MooncakeGet, MooncakeReader, MooncakeRoute
 from stage_runtime.relays.mooncake.turns import STALL_S, Turns
 from stage_runtime.relays.moving.operations import GetOperation, TransferCompletion

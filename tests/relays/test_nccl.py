@@ -18,7 +18,7 @@ import torch.distributed
 from stage_runtime.errors import ConfigurationError, TransferError
 from stage_runtime.relays.context import RelaySettings
 from stage_runtime.relays.dispatch import Relays
-from stage_runtime.relays.nccl import messages
+from stage_runtime.relays.nccl import nccl_messages
 from tests.relays.near_end import (
     END_S,
     LARGE,
@@ -206,8 +206,8 @@ async def test_facts_that_are_none_do_not_reach(changes: dict[str, Any]) -> None
         b"",
         b"\xff\xff\xff\xff" + b"x" * 100,
         b"\0\0\0\3abc",
-        messages.NcclGrant(1, 72_000, 1 << 20),
-        messages.Join("0" * 32, "b", "0" * 32, "gloo"),
+        nccl_messages.NcclGrant(1, 72_000, 1 << 20),
+        nccl_messages.Join("0" * 32, "b", "0" * 32, "gloo"),
     ],
     ids=str,
 )
@@ -220,7 +220,7 @@ async def test_who_is_nobody_s_receiver_is_sent_nothing(first_message: Any) -> N
                     stranger.sendall(first_message)
                     stranger.shutdown(socket.SHUT_WR)
             else:
-                messages.send(stranger, first_message)
+                nccl_messages.send(stranger, first_message)
             with contextlib.suppress(ConnectionResetError):
                 assert await asyncio.to_thread(stranger.recv, 1) == b""
         assert (await both.carry(np.arange(9000)))[-1] == 8999

@@ -18,7 +18,7 @@ import torch
 from stage_runtime.errors import ConfigurationError, TransferError
 from stage_runtime.relays.context import RelaySettings
 from stage_runtime.relays.dispatch import Relays
-from stage_runtime.relays.nixl import agent, environment, messages
+from stage_runtime.relays.nixl import agent, environment, nixl_messages
 from stage_runtime.relays.nixl.agent import Agent
 from tests.relays.near_end import (
     END_S,
@@ -230,12 +230,12 @@ async def test_metadata_that_nixl_does_not_know_fails_the_transfer_alone() -> No
 
 def notices(token: bytes, transfer: int) -> list[bytes]:
     kinds = [
-        messages.NixlGrant(token, transfer, 1, 0, 72_000),
-        messages.Cancel(token, transfer, 1),
-        messages.Written(token, transfer, 1, 72_000),
-        messages.TransferStopped(token, transfer, 1, True, "because"),
+        nixl_messages.NixlGrant(token, transfer, 1, 0, 72_000),
+        nixl_messages.Cancel(token, transfer, 1),
+        nixl_messages.Written(token, transfer, 1, 72_000),
+        nixl_messages.TransferStopped(token, transfer, 1, True, "because"),
     ]
-    return [messages.encode(kind) for kind in kinds]
+    return [nixl_messages.encode(kind) for kind in kinds]
 
 
 async def test_what_anybody_may_notify_is_counted_and_changes_nothing() -> None:
@@ -267,16 +267,16 @@ async def test_memory_that_no_receiver_has_is_not_written_to(offset: int, nbytes
         assert (await fetching.wait_for_completion(PATIENCE_S)).nbytes == 72_000
         _, second = both.put(np.ones(9000))
         route = relay._connections["a"]
-        stopped: list[messages.TransferStopped] = []
+        stopped: list[nixl_messages.TransferStopped] = []
         receiving = relay._receiving.stopped
 
-        def heard(peer: str, notice: messages.TransferStopped) -> bool:
+        def heard(peer: str, notice: nixl_messages.TransferStopped) -> bool:
             stopped.append(notice)
             return bool(receiving(peer, notice))
 
         relay._receiving.stopped = heard
         relay._worker.post(
-            relay._worker.notify, route, messages.NixlGrant(route.token, second.transfer, 99, offset, nbytes)
+            relay._worker.notify, route, nixl_messages.NixlGrant(route.token, second.transfer, 99, offset, nbytes)
         )
         await both.until(lambda: bool(stopped))
         assert reason in stopped[0].reason

@@ -11,7 +11,7 @@ from stage_runtime.relays.base import Peer
 from stage_runtime.relays.mooncake import reading
 from stage_runtime.relays.moving import pace
 from stage_runtime.relays.moving.pace import Pace
-from stage_runtime.relays.nccl import messages
+from stage_runtime.relays.nccl import nccl_messages
 from stage_runtime.relays.nixl import worker
 from stage_runtime.transfers.receiving import STALLED_S
 
@@ -31,7 +31,7 @@ def test_a_peer_of_unknown_speed_is_asked_for_a_little_and_a_fast_one_for_much()
 @pytest.mark.parametrize("per_s", [30_000, 100_000, 1_000_000, 5 * MIB, 100 * MIB])
 @pytest.mark.parametrize(
     ("most", "late_s"),
-    [(reading.MOST_NBYTES, reading.LATE_S), (messages.MOST_NBYTES, STALLED_S), (worker.MOST_NBYTES, STALLED_S)],
+    [(reading.MOST_NBYTES, reading.LATE_S), (nccl_messages.MOST_NBYTES, STALLED_S), (worker.MOST_NBYTES, STALLED_S)],
 )
 def test_a_peer_that_is_slow_all_the_time_is_late_once_at_most(per_s: int, most: int, late_s: float) -> None:
     peer, late = Pace(most), 0

@@ -16,8 +16,8 @@ import websockets
 
 from stage_runtime.errors import RequestError
 from stage_runtime.web.settings import WebSettings
-from stage_runtime.web.spoken.messages import InputDone, InputText, SpeechConfig
 from stage_runtime.web.spoken.script import MAX_CHARS, MAX_UTTERANCES, Script, Sentence
+from stage_runtime.web.spoken.spoken_messages import InputDone, InputText, SpeechConfig
 from stage_runtime.wire.values import Audio
 from tests.web import scripted_manager
 from tests.web.running import ALL, PATIENCE_S, Running, start

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from typing import Any, Final, Protocol
 
 from stage_runtime.errors import ConfigurationError
-from stage_runtime.relays.cuda_ipc import messages
-from stage_runtime.relays.cuda_ipc.messages import ChunkHandle
+from stage_runtime.relays.cuda_ipc import cuda_ipc_messages
+from stage_runtime.relays.cuda_ipc.cuda_ipc_messages import ChunkHandle
 
 CUDA_RUNTIMES: Final = ("libcudart.so.13", "libcudart.so.12")  # as torch loads them
 RELAXED: Final = 2  # cudaStreamCaptureModeRelaxed
@@ -106,11 +106,11 @@ class CudaMemory:
         except RuntimeError as error:
             raise Unshared(str(error)) from error
         _, handle, nbytes, offset, counter, counter_offset, event, event_sync = shared
-        return messages.encode(ChunkHandle(handle, nbytes, offset, counter, counter_offset, event, event_sync))
+        return cuda_ipc_messages.encode(ChunkHandle(handle, nbytes, offset, counter, counter_offset, event, event_sync))
 
     def open(self, handle: bytes, device: str, nbytes: int) -> Any:
         torch = self._torch
-        checked = messages.handle_of(handle, nbytes)
+        checked = cuda_ipc_messages.handle_of(handle, nbytes)
         try:
             storage = torch.UntypedStorage._new_shared_cuda(
                 torch.device(device).index,

@@ -28,10 +28,10 @@ from stage_runtime.payloads.pack import Arrived, Pack
 from stage_runtime.relays.abstract import AbstractRelay
 from stage_runtime.relays.base import Peer, RelayOperation, TransferId, TransferKey
 from stage_runtime.relays.context import RelayContext
-from stage_runtime.relays.cuda_ipc import messages
+from stage_runtime.relays.cuda_ipc import cuda_ipc_messages
 from stage_runtime.relays.cuda_ipc.chunks import ChunkPool, GpuPlace
+from stage_runtime.relays.cuda_ipc.cuda_ipc_messages import CudaIpcFacts, CudaIpcMetadata, GpuProbe, OnGpu
 from stage_runtime.relays.cuda_ipc.memory import CudaMemory, DeviceLost, DeviceMemory, Unshared
-from stage_runtime.relays.cuda_ipc.messages import CudaIpcFacts, CudaIpcMetadata, GpuProbe, OnGpu
 from stage_runtime.relays.memory import peer_arenas
 from stage_runtime.relays.memory.arena import Arena
 from stage_runtime.relays.memory.placing import Placed
@@ -89,7 +89,7 @@ class CudaIpcRelay(AbstractRelay[CudaIpcRoute, CudaIpcMetadata]):
         self._devices = {self._memory.uuid(gpu): f"cuda:{gpu}" for gpu in context.settings.gpus}
         self._chunks = ChunkPool(self._memory, context.settings.gpu_bytes, self._devices.values())
         self._uuids = {device: uuid for uuid, device in self._devices.items()}
-        self._token = secrets.token_bytes(messages.TOKEN_NBYTES)
+        self._token = secrets.token_bytes(cuda_ipc_messages.TOKEN_NBYTES)
         self._kept: list[Any] = []  #: The memory of the probes.
         self._probes = dict(self._marked())
         self._looked_at: dict[TransferKey, str] = {}  #: Transfers here that lie on a GPU, and on which.
@@ -180,7 +180,7 @@ class CudaIpcRelay(AbstractRelay[CudaIpcRoute, CudaIpcMetadata]):
         """
         for uuid, device in self._devices.items():
             try:
-                memory = self._memory.allocate(device, messages.PROBE_NBYTES)
+                memory = self._memory.allocate(device, cuda_ipc_messages.PROBE_NBYTES)
                 self._memory.write(memory, [(0, tensors.flat_bytes(self._token))])
                 handle = self._memory.share(memory)
             except Unshared as error:
@@ -192,8 +192,8 @@ class CudaIpcRelay(AbstractRelay[CudaIpcRoute, CudaIpcMetadata]):
     def _reaches(self, peer: Peer, gpu: str, probe: GpuProbe) -> bool:
         """Whether memory of a peer's can be opened here, and is that peer's."""
         try:
-            memory = self._memory.open(probe.handle, self._devices[gpu], messages.PROBE_NBYTES)
-            found = self._memory.read(memory, 0, messages.TOKEN_NBYTES)
+            memory = self._memory.open(probe.handle, self._devices[gpu], cuda_ipc_messages.PROBE_NBYTES)
+            found = self._memory.read(memory, 0, cuda_ipc_messages.TOKEN_NBYTES)
             if hmac.compare_digest(found, bytes.fromhex(probe.token)):
                 return True
             log.info("cuda_ipc relay: memory of %s on %s has another token", peer, gpu)

@@ -24,7 +24,7 @@ from stage_runtime.relays.memory import arena
 from stage_runtime.relays.memory.arena import Arena
 from stage_runtime.relays.memory.pins import Pins
 from stage_runtime.relays.mooncake.engine import ReadId, ReadState, TransferEngine
-from stage_runtime.relays.mooncake.messages import MooncakeFacts, MooncakeMetadata, address_of
+from stage_runtime.relays.mooncake.mooncake_messages import MooncakeFacts, MooncakeMetadata, address_of
 from stage_runtime.relays.mooncake.turns import STALL_S, Turns
 from stage_runtime.relays.moving.gets import Get, Gets
 from stage_runtime.relays.moving.operations import GetOperation

@@ -20,7 +20,7 @@ from stage_runtime.relays.choice.choosing import Medium
 from stage_runtime.relays.context import RelayContext, RelaySettings
 from stage_runtime.relays.memory.arena import Arena
 from stage_runtime.relays.mooncake.engine import TransferEngine
-from stage_runtime.relays.mooncake.messages import MooncakeFacts, MooncakeMemory, MooncakeMetadata, address_of
+from stage_runtime.relays.mooncake.mooncake_messages import MooncakeFacts, MooncakeMemory, MooncakeMetadata, address_of
 from stage_runtime.relays.mooncake.reading import MooncakeGet, MooncakeReader, MooncakeRoute
 from stage_runtime.relays.moving.operations import GetOperation, PutOperation, TransferCompletion
 

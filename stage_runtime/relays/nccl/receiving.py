@@ -25,8 +25,8 @@ from stage_runtime.relays.memory.pins import Pins
 from stage_runtime.relays.moving.gets import Get, Gets
 from stage_runtime.relays.moving.operations import GetOperation
 from stage_runtime.relays.moving.pace import Pace
-from stage_runtime.relays.nccl import messages, worlds
-from stage_runtime.relays.nccl.messages import Join, Joining, NcclFacts, NcclGrant, NcclMetadata, Withdrawn
+from stage_runtime.relays.nccl import nccl_messages, worlds
+from stage_runtime.relays.nccl.nccl_messages import Join, Joining, NcclFacts, NcclGrant, NcclMetadata, Withdrawn
 from stage_runtime.relays.nccl.worlds import Broken, CollectiveBackend, World
 
 GRANTED: Final = 4  # transfers that a sender knows it is to send next
@@ -62,7 +62,7 @@ class NcclRoute:
         self.backend = backend
         self.gone = False
         self.moved_at = 0.0  #: When something last came from it, on `time.monotonic`.
-        self.pace = Pace(messages.MOST_NBYTES)
+        self.pace = Pace(nccl_messages.MOST_NBYTES)
         self.due: queue.SimpleQueue[NcclGet | None] = queue.SimpleQueue()
         self.thread: threading.Thread | None = None
         self._own = own
@@ -91,10 +91,10 @@ class NcclRoute:
             name = secrets.token_hex(16)
             where = (self.facts.host, self.facts.orders)
             self._connection = socket.create_connection(where, timeout=CONNECT_S)
-            messages.keep_alive(self._connection)
-            messages.send(self._connection, Join(self.facts.token, self._own_name, name, self.backend))
+            nccl_messages.keep_alive(self._connection)
+            nccl_messages.send(self._connection, Join(self.facts.token, self._own_name, name, self.backend))
             # A sender that has forgotten us closes the connection. The library would wait `worlds.JOIN_S` for it.
-            if not isinstance(messages.decode_answer(messages.receive(self._connection)), Joining):
+            if not isinstance(nccl_messages.decode_answer(nccl_messages.receive(self._connection)), Joining):
                 raise Broken("it does not join")
             store = (self.facts.host, self.facts.store)
             self._world = World.join(
@@ -235,13 +235,13 @@ class NcclReceiver:
             granted.append(found)
             connection, _ = route.connected()
             found.piece_nbytes = route.pace.next_nbytes()
-            messages.send(connection, NcclGrant(found.metadata.transfer, found.nbytes, found.piece_nbytes))
+            nccl_messages.send(connection, NcclGrant(found.metadata.transfer, found.nbytes, found.piece_nbytes))
         return granted[0]
 
     def _receive(self, route: NcclRoute, incoming: NcclGet) -> str | None:
         """Returns: why it does not come; None when it is here."""
         connection, world = route.connected()
-        answer = messages.decode_answer(messages.receive(connection))
+        answer = nccl_messages.decode_answer(nccl_messages.receive(connection))
         if isinstance(answer, Joining) or answer.transfer != incoming.metadata.transfer:
             raise Broken(f"it sends {answer} for {incoming.metadata.transfer}")
         if isinstance(answer, Withdrawn):

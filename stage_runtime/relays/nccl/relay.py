@@ -25,7 +25,7 @@ from stage_runtime.relays.context import RelayContext, RelaySettings
 from stage_runtime.relays.memory.arena import Arena
 from stage_runtime.relays.moving.operations import GetOperation, PutOperation, TransferCompletion
 from stage_runtime.relays.nccl import worlds
-from stage_runtime.relays.nccl.messages import NcclFacts, NcclMetadata
+from stage_runtime.relays.nccl.nccl_messages import NcclFacts, NcclMetadata
 from stage_runtime.relays.nccl.receiving import NcclGet, NcclReceiver, NcclRoute
 from stage_runtime.relays.nccl.sending import NcclPut, NcclSender
 

@@ -17,8 +17,8 @@ import msgspec
 
 from stage_runtime.relays.base import Peer
 from stage_runtime.relays.memory.placing import Placed
-from stage_runtime.relays.nccl import messages, worlds
-from stage_runtime.relays.nccl.messages import Join, Joining, NcclGrant, Next, Withdrawn
+from stage_runtime.relays.nccl import nccl_messages, worlds
+from stage_runtime.relays.nccl.nccl_messages import Join, Joining, NcclGrant, Next, Withdrawn
 from stage_runtime.relays.nccl.worlds import Broken, World
 
 log = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ class NcclSender:
     def __init__(
         self,
         sent: Any,
-        facts: messages.NcclFacts,
+        facts: nccl_messages.NcclFacts,
         listening: socket.socket,
         free: Callable[[NcclPut], None],
         device: str = "cpu",
@@ -143,14 +143,14 @@ class NcclSender:
             if join is None:
                 self.strays += 1
                 return
-            messages.send(session.connection, Joining())
+            nccl_messages.send(session.connection, Joining())
             store = (self._facts.host, self._facts.store)
             session.world = World.join(
                 join.world, join.backend, worlds.SENDER, host=self._facts.host, store=store, device=self._device
             )
             session.connection.settimeout(None)
             while not session.is_over:
-                order = messages.decode_order(messages.receive(session.connection))
+                order = nccl_messages.decode_order(nccl_messages.receive(session.connection))
                 if not isinstance(order, NcclGrant):
                     return
                 self._send(session, order)
@@ -169,7 +169,7 @@ class NcclSender:
     def _joined(self, session: _ReceiverSession) -> Join | None:
         """The peer that has connected; None when that one was not opened."""
         session.connection.settimeout(JOIN_S)
-        join = messages.decode_order(messages.receive(session.connection))
+        join = nccl_messages.decode_order(nccl_messages.receive(session.connection))
         if not isinstance(join, Join) or not hmac.compare_digest(join.token.encode(), self._facts.token.encode()):
             return None
         if not self._known(Peer(join.receiver)):
@@ -186,10 +186,10 @@ class NcclSender:
                 outgoing.is_moving = True
                 self._moving.add(outgoing)
         if outgoing is None or refusal is not None:
-            messages.send(session.connection, Withdrawn(grant.transfer, refusal or ""))
+            nccl_messages.send(session.connection, Withdrawn(grant.transfer, refusal or ""))
             return
         try:
-            messages.send(session.connection, Next(grant.transfer))
+            nccl_messages.send(session.connection, Next(grant.transfer))
             start = outgoing.placed[1]
             sent = self._sent[start : start + outgoing.nbytes]
             for _ in session.world.send(sent, session.connection, grant.piece_nbytes):
@@ -207,7 +207,7 @@ class _ReceiverSession:
     """One connection of a receiver, and the world that it has joined."""
 
     def __init__(self, sending: NcclSender, connection: socket.socket) -> None:
-        messages.keep_alive(connection)
+        nccl_messages.keep_alive(connection)
         self.connection = connection
         self.peer = Peer("")
         self.world: World | None = None

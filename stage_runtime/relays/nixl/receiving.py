@@ -23,7 +23,14 @@ from stage_runtime.relays.memory.arena import HEADER, PAGE, Arena
 from stage_runtime.relays.memory.pins import Pins
 from stage_runtime.relays.moving.gets import Get, Gets
 from stage_runtime.relays.moving.operations import GetOperation
-from stage_runtime.relays.nixl.messages import Cancel, NixlGrant, NixlMemory, NixlMetadata, TransferStopped, Written
+from stage_runtime.relays.nixl.nixl_messages import (
+    Cancel,
+    NixlGrant,
+    NixlMemory,
+    NixlMetadata,
+    TransferStopped,
+    Written,
+)
 from stage_runtime.relays.nixl.worker import Move, NixlRoute, Worker
 
 ASK_S: Final = 1.0  # how often a peer is asked whether it still writes into quarantined memory

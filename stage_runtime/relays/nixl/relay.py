@@ -29,7 +29,7 @@ from stage_runtime.relays.memory.placing import Placed
 from stage_runtime.relays.moving.operations import GetOperation, PutOperation, TransferCompletion
 from stage_runtime.relays.nixl import environment
 from stage_runtime.relays.nixl.agent import Agent
-from stage_runtime.relays.nixl.messages import (
+from stage_runtime.relays.nixl.nixl_messages import (
     Cancel,
     NixlFacts,
     NixlGrant,

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from stage_runtime.relays.base import Peer
 from stage_runtime.relays.memory.placing import Placed
-from stage_runtime.relays.nixl.messages import Cancel, NixlGrant, TransferStopped, Written, encode
+from stage_runtime.relays.nixl.nixl_messages import Cancel, NixlGrant, TransferStopped, Written, encode
 from stage_runtime.relays.nixl.worker import Move, NixlRoute, Worker
 
 

@@ -19,9 +19,9 @@ import msgspec
 from stage_runtime.relays.base import Peer
 from stage_runtime.relays.memory.filling import Filling
 from stage_runtime.relays.moving.pace import Pace
-from stage_runtime.relays.nixl import messages
+from stage_runtime.relays.nixl import nixl_messages
 from stage_runtime.relays.nixl.agent import Agent, Handle, Unreachable
-from stage_runtime.relays.nixl.messages import NixlFacts, Notice
+from stage_runtime.relays.nixl.nixl_messages import NixlFacts, Notice
 
 log = logging.getLogger(__name__)
 
@@ -161,7 +161,7 @@ class Worker:
 
     def notify(self, route: NixlRoute, notice: Notice) -> bool:
         """Notify a peer; on a new connection when the last one is broken. False: it cannot be reached."""
-        message = messages.encode(notice)
+        message = nixl_messages.encode(notice)
         for _ in range(2):
             try:
                 self._load(route)
@@ -282,7 +282,7 @@ class Worker:
 
 def _decoded(message: bytes) -> Notice | None:
     try:
-        notice: Notice = messages.decode(message)
+        notice: Notice = nixl_messages.decode(message)
         return notice
     except msgspec.MsgspecError:
         return None

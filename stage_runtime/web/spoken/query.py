@@ -11,7 +11,7 @@ from stage_runtime.errors import InvalidRequest
 from stage_runtime.web.exchanges.errors import RequestRefused
 from stage_runtime.web.reading import schemas
 from stage_runtime.web.sound import formats
-from stage_runtime.web.spoken.messages import SpeechConfig
+from stage_runtime.web.spoken.spoken_messages import SpeechConfig
 
 TEXT: Final = "text/plain"
 _MAX_FIELDS: Final = 64

@@ -21,7 +21,7 @@ from stage_runtime.web.exchanges import web_sockets
 from stage_runtime.web.exchanges.exchange import Exchange
 from stage_runtime.web.exchanges.web_sockets import SocketClosed, WebSocket
 from stage_runtime.web.sound import formats
-from stage_runtime.web.spoken import messages
+from stage_runtime.web.spoken import spoken_messages
 from stage_runtime.web.spoken.asking import sentence_events, spoken_body
 from stage_runtime.web.spoken.pieces import sound_pieces
 from stage_runtime.web.spoken.script import Script, Sentence, UtteranceEnd
@@ -79,9 +79,9 @@ class Room:
         reservation = self._socket.exchange.reservation
         try:
             reservation.expect(self._script.waiting_chars + len(raw))
-            self._script.take(messages.read(raw))
+            self._script.take(spoken_messages.read(raw))
         except RequestError as error:
-            await self._send(messages.error_shown(error))
+            await self._send(spoken_messages.error_shown(error))
         reservation.keep(self._script.waiting_chars)
         self._more.set()
 
@@ -129,7 +129,7 @@ class Room:
                     await self._send(piece)
         except RequestError as error:
             failed = True
-            await self._send(messages.error_shown(error, **place))
+            await self._send(spoken_messages.error_shown(error, **place))
         await self._send({"type": "audio.done", **place, "total_bytes": nbytes, "error": failed})
 
     async def _sound(self, sentence: Sentence, request_id: str) -> AsyncGenerator[bytes, None]:

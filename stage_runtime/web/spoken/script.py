@@ -15,7 +15,7 @@ from stage_runtime.errors import InvalidRequest, RequestError
 from stage_runtime.rules import sentences
 from stage_runtime.rules.sentences import Splitter
 from stage_runtime.web.sound import formats
-from stage_runtime.web.spoken.messages import ClientMessage, InputDone, InputText, SessionClose, SpeechConfig
+from stage_runtime.web.spoken.spoken_messages import ClientMessage, InputDone, InputText, SessionClose, SpeechConfig
 
 MAX_CHARS: Final = 64 << 10  # that wait to be spoken: an hour of speech
 MAX_UTTERANCES: Final = 256  # that wait
