@@ -1,7 +1,7 @@
 """The types of settings, checked when the stage is made: YAML's ``"no"`` is a text, and would count as true.
 
-Here: fields of one number, truth or text. Not here: which values are allowed, and fields of several values
-(`autoregressive.loading.loader`, `encoding`). Called by `loading`.
+Here: fields of one number, truth or text, and how many threads there may be. Not here: which other values are allowed,
+and fields of several values (`autoregressive.loading.loader`, `encoding`). Called by `loading`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import msgspec
 
 from stage_runtime.errors import ConfigurationError
 
+MOST_THREADS: Final = 1024  # torch ends the process where the machine cannot start so many
 _PLAIN: Final = frozenset({bool, int, float, str, type(None)})
 
 
@@ -31,6 +32,8 @@ def check(made: msgspec.Struct) -> None:
             raise _refused(made, name, value, str(error).replace("Expected", "expected").replace("`", "")) from None
         if isinstance(given, float) and math.isnan(given):
             raise _refused(made, name, value, "expected a number")
+        if name == "threads" and given is not None and not 1 <= given <= MOST_THREADS:
+            raise _refused(made, name, value, f"None, or from 1 to {MOST_THREADS}")
 
 
 def _refused(made: msgspec.Struct, name: str, value: Any, why: str) -> ConfigurationError:

@@ -17,7 +17,14 @@ from stage_runtime.engines.autoregressive.expert_parallel import experts as expe
 from stage_runtime.engines.autoregressive.expert_parallel.experts import ExpertRunner
 from stage_runtime.engines.autoregressive.expert_parallel.meetings import ExpertRanks
 from stage_runtime.engines.autoregressive.kernels import attention_pages, linears
-from stage_runtime.engines.autoregressive.loading import adapting, compiling, decoders, draft_models, preparing
+from stage_runtime.engines.autoregressive.loading import (
+    adapting,
+    compiling,
+    decoders,
+    draft_models,
+    preparing,
+    setting_forms,
+)
 from stage_runtime.engines.autoregressive.lora import settings as lora_settings
 from stage_runtime.engines.autoregressive.lora.registry import Adapters
 from stage_runtime.engines.autoregressive.model import digests, dtypes
@@ -303,6 +310,7 @@ def check(spec: Autoregressive) -> None:
     for name in ("max_requests", "max_batched_tokens", "max_chunk", "block_size"):
         if getattr(spec, name) < 1:
             raise ConfigurationError(f"omni.Autoregressive({name}={getattr(spec, name)}): at least 1")
+    setting_forms.check(spec)
     digits = spec.number_digits
     if digits is not None and not 1 <= digits <= bounded_numbers.MOST_DIGITS:
         raise ConfigurationError(

@@ -15,7 +15,7 @@ from msgspec import Meta
 
 from stage_runtime.engines.autoregressive.text.structured_output.grammar_texts import Grammar
 from stage_runtime.engines.autoregressive.text.tool_calls import call_forms
-from stage_runtime.errors import InvalidRequest
+from stage_runtime.errors import ConfigurationError, InvalidRequest
 
 MAX_LOGPROBS: Final = 20  # OpenAI's bound of top_logprobs
 MAX_STOPS: Final = 16
@@ -127,6 +127,16 @@ _FLAGS: Final = tuple(name for name, one in _READINGS.items() if one.flag)
 def fields_of(engine: str) -> frozenset[str]:
     """The fields that another engine takes under the same name, in the same meaning."""
     return frozenset(name for name, one in _READINGS.items() if engine in one.engines)
+
+
+def of_stage(params: Mapping[str, Any]) -> SamplingParams:
+    """The defaults of a stage's requests. Raises: ConfigurationError: a value of the wrong type or range."""
+    others = {name: value for name, value in params.items() if name != "max_tokens"}
+    try:
+        longest = _number(params.get("max_tokens", SamplingParams().max_tokens), "max_tokens")
+        return from_params(others, SamplingParams(max_tokens=int(longest)))
+    except InvalidRequest as error:
+        raise ConfigurationError(f"omni.Autoregressive(params=…): {error}") from error
 
 
 def from_params(

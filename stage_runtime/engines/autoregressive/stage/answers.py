@@ -106,10 +106,7 @@ class GenerationAnswers:
         unsaid = prompting.default_prompt if spec.stream is None else prompting.no_prompt
         self._prompt = spec.prompt or unsaid
         self._deliver = spec.deliver or prompting.default_deliver
-        self._defaults = parameters.from_params(
-            {key: value for key, value in spec.params.items() if key != "max_tokens"},
-            parameters.SamplingParams(max_tokens=int(spec.params.get("max_tokens", 256))),
-        )
+        self._defaults = parameters.of_stage(spec.params)
         self._hidden_rows = spec.hidden_rows
         self._adapts = lora_settings.checked(spec) is not None
         self._model = spec.model
