@@ -18,6 +18,7 @@ from stage_runtime.coordinator.coordinator import Coordinator
 from stage_runtime.errors import RequestError
 from stage_runtime.processes import collecting
 from stage_runtime.sockets.channels import Channels
+from stage_runtime.sockets.connections.dismissals import DEFAULT_BOUNDS, DismissalBounds
 from stage_runtime.wire.messages import Message
 from stage_runtime.wire.values import OmniRequest
 
@@ -27,7 +28,9 @@ PLAN = CoordinatorPlan(pipeline=PIPELINE, model=PIPELINE, max_in_flight=1_000_00
 class Coordinating:
     """The orders of such a process."""
 
-    def __init__(self, folder: str, name: str, dead_after_s: float) -> None:
+    def __init__(
+        self, folder: str, name: str, dead_after_s: float, *, dismissals: DismissalBounds = DEFAULT_BOUNDS
+    ) -> None:
         loop = asyncio.get_running_loop()
         incarnation = secrets.token_hex(8)
         self._coordinator = Coordinator(PLAN, incarnation=incarnation, loop=loop)
@@ -39,7 +42,9 @@ class Coordinating:
             received(sender, message)
 
         self._coordinator.received = counted  # type: ignore[method-assign]
-        channels = Channels(self._coordinator, incarnation=incarnation, loop=loop, dead_after_s=dead_after_s)
+        channels = Channels(
+            self._coordinator, incarnation=incarnation, loop=loop, dead_after_s=dead_after_s, dismissals=dismissals
+        )
         self._channels = channels
         relays: Any = NoRelays()
         publisher = channels.bind_publisher(f"ipc://{folder}/{name}.publish")

@@ -27,7 +27,7 @@ from stage_runtime.sockets.connections import detours
 from stage_runtime.sockets.connections.accepting import Accepting
 from stage_runtime.sockets.connections.connecting import Connecting
 from stage_runtime.sockets.connections.dialing import Dialers
-from stage_runtime.sockets.connections.dismissals import Dismissals
+from stage_runtime.sockets.connections.dismissals import DEFAULT_BOUNDS, DismissalBounds, Dismissals
 from stage_runtime.sockets.connections.links import Link
 from stage_runtime.sockets.endpoints import limits
 from stage_runtime.sockets.endpoints.addresses import CurveSecurity
@@ -56,6 +56,8 @@ class Channels:
         security: CurveSecurity | None = None,
         dead_after_s: float = 3.0,
         idle_after_s: float | None = None,
+        dismissals: DismissalBounds = DEFAULT_BOUNDS,
+        given_up_kept: int = GIVEN_UP_KEPT,
     ) -> None:
         """idle_after_s: the connection of a link that was not used for so long is closed, and made again when it is;
         None: never. Then others must report a peer that dies.
@@ -92,7 +94,9 @@ class Channels:
             loop, self.counters, self._dialers.turn, flushed=lambda link: self._dismissals.flushed(link)
         )
         # Asleep: it may use what is kept free at a limit.
-        self._dismissals = Dismissals(loop, lambda peer, endpoint: self.connect(peer, endpoint, asleep=True), self.drop)
+        self._dismissals = Dismissals(
+            loop, lambda peer, endpoint: self.connect(peer, endpoint, asleep=True), self.drop, bounds=dismissals
+        )
         self._connecting = Connecting(
             loop,
             self._dialers,
@@ -118,6 +122,7 @@ class Channels:
         #: The peers, if any, that pass the first frames of a new link on: the coordinators, which know both ends.
         self.detours: Callable[[], Iterable[str]] = lambda: ()
         self._in_detour = False
+        self._given_up_kept = given_up_kept
         self._closed = False
         self._idle_after_s = idle_after_s
         self._idle_timer: asyncio.TimerHandle | None = None
@@ -294,7 +299,7 @@ class Channels:
             self.interrupted.discard(peer)
             self._given_up.pop(peer, None)
             self._given_up[peer] = link.incoming
-            if len(self._given_up) > GIVEN_UP_KEPT:
+            if len(self._given_up) > self._given_up_kept:
                 del self._given_up[next(iter(self._given_up))]
 
     def drop_unnamed(self, endpoint: str) -> None:

@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from threading import Event, Lock, Thread
+from typing import Any
 
 from stage_runtime.sockets.channels import Channels
 from stage_runtime.sockets.endpoints.addresses import CurveSecurity
@@ -75,6 +76,7 @@ class End:
     """One process's worth of control plane, in this one.
 
     dead_after_s: long, so that a busy machine loses no peer. Tests of a death that only time shows give a short one.
+    bounds: others of `Channels`.
     """
 
     def __init__(
@@ -86,6 +88,7 @@ class End:
         dead_after_s: float = 60.0,
         idle_after_s: float | None = None,
         listener: Listener | None = None,
+        **bounds: Any,
     ) -> None:
         self.name = name
         self.listener = listener or Listener()
@@ -96,6 +99,7 @@ class End:
             security=security,
             dead_after_s=dead_after_s,
             idle_after_s=idle_after_s,
+            **bounds,
         )
         self.listener.channels = self.channels
         self.endpoint = self.channels.bind(endpoint)

@@ -19,7 +19,7 @@ import pytest
 import zmq
 
 from stage_runtime.errors import ConfigurationError, LimitReached, ValueRefused
-from stage_runtime.sockets import broadcasts, channels
+from stage_runtime.sockets import broadcasts
 from stage_runtime.sockets.connections import connecting
 from stage_runtime.sockets.endpoints import limits, opening
 from stage_runtime.sockets.endpoints.addresses import CurveSecurity, check, resolve
@@ -350,9 +350,8 @@ async def test_frames_of_the_link_before_are_not_delivered_again_on_the_next_one
         assert a.listener.lost_peers == []
 
 
-async def test_links_of_long_ago_are_forgotten(short_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(channels, "GIVEN_UP_KEPT", 3)
-    a = End("aa", place("ipc", short_path, "a"))
+async def test_links_of_long_ago_are_forgotten(short_path: Path) -> None:
+    a = End("aa", place("ipc", short_path, "a"), given_up_kept=3)
     async with ends(a):
         for number in range(10):
             a.channels.connect(f"p{number}", f"ipc://{short_path}/{number}")

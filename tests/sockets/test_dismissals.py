@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.scalelab.coordinating import Coordinating
 from benchmarks.scalelab.fakes import GROUPS, LightInstance
-from stage_runtime.sockets.connections import dismissals
+from stage_runtime.sockets.connections.dismissals import DismissalBounds
 from stage_runtime.wire.messages import Rejected
 from tests.sockets.peers import PATIENCE_S, End, ends
 
@@ -27,13 +27,10 @@ def folder() -> Iterator[str]:
 
 
 @pytest.mark.proves("hundreds-refused")
-async def test_a_hundred_that_are_declared_dead_at_once_all_learn_it_and_come_back(
-    folder: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_hundred_that_are_declared_dead_at_once_all_learn_it_and_come_back(folder: str) -> None:
     """A place is free when the message is sent: by time alone, it would take for ever here."""
-    monkeypatch.setattr(dismissals, "DISMISS_S", 10 * PATIENCE_S)
     loop = asyncio.get_running_loop()
-    coordinator = Coordinating(folder, "c0", 60.0)
+    coordinator = Coordinating(folder, "c0", 60.0, dismissals=DismissalBounds(connect_s=10 * PATIENCE_S))
     instances: list[LightInstance] = []
     fenced: dict[str, asyncio.Task[None]] = {}
 
@@ -68,13 +65,9 @@ async def test_a_hundred_that_are_declared_dead_at_once_all_learn_it_and_come_ba
 
 
 @pytest.mark.proves("hundreds-refused")
-async def test_who_cannot_be_reached_keeps_no_place_longer_than_its_time(
-    folder: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(dismissals, "DISMISS_S", 0.2)
-    monkeypatch.setattr(dismissals, "AT_ONCE", 2)
-    monkeypatch.setattr(dismissals, "AT_ONCE_MOST", 2)
-    hub = End("hub", f"ipc://{folder}/hub")
+async def test_who_cannot_be_reached_keeps_no_place_longer_than_its_time(folder: str) -> None:
+    few = DismissalBounds(connect_s=0.2, at_once=2, at_once_most=2)
+    hub = End("hub", f"ipc://{folder}/hub", dismissals=few)
     leaf = End("leaf", f"ipc://{folder}/leaf")
     async with ends(hub, leaf):
         for number in range(4):
@@ -86,12 +79,9 @@ async def test_who_cannot_be_reached_keeps_no_place_longer_than_its_time(
         assert leaf.listener.strangers[0] == "hub"
 
 
-async def test_who_is_admitted_while_its_refusal_waits_is_not_sent_it(
-    folder: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(dismissals, "AT_ONCE", 1)
-    monkeypatch.setattr(dismissals, "AT_ONCE_MOST", 1)
-    hub, first, second = (End(name, f"ipc://{folder}/{name}") for name in ("hub", "first", "second"))
+async def test_who_is_admitted_while_its_refusal_waits_is_not_sent_it(folder: str) -> None:
+    hub = End("hub", f"ipc://{folder}/hub", dismissals=DismissalBounds(at_once=1, at_once_most=1))
+    first, second = (End(name, f"ipc://{folder}/{name}") for name in ("first", "second"))
     async with ends(hub, first, second):
         for end in (first, second):
             hub.channels.dismiss(end.name, end.endpoint, Rejected(end.name, "no room"))
@@ -103,11 +93,11 @@ async def test_who_is_admitted_while_its_refusal_waits_is_not_sent_it(
         assert not any(isinstance(message, Rejected) for _, message in second.listener.messages)
 
 
-async def test_whoever_waits_is_forgotten_beyond_a_bound(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dismissals, "WAITING_MOST", 3)
-    hub = End("hub", f"ipc://{folder}/hub")
+async def test_whoever_waits_is_forgotten_beyond_a_bound(folder: str) -> None:
+    bounds = DismissalBounds(waiting_most=3)
+    hub = End("hub", f"ipc://{folder}/hub", dismissals=bounds)
     async with ends(hub):
-        for number in range(2 * dismissals.AT_ONCE_MOST):
+        for number in range(2 * bounds.at_once_most):
             hub.channels.dismiss(f"p{number}", f"ipc://{folder}/{number}", Rejected(f"p{number}", "no room"))
-        assert len(hub.channels.peers) <= dismissals.AT_ONCE_MOST
+        assert len(hub.channels.peers) <= bounds.at_once_most
         assert len(hub.channels._dismissals._waiting) <= 3

@@ -8,17 +8,24 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Final
+from typing import Final, NamedTuple
 
 from stage_runtime.sockets.connections.dialing import LINGER_S
 from stage_runtime.sockets.connections.links import Link
 from stage_runtime.sockets.endpoints import limits
 from stage_runtime.wire.messages import Message
 
-DISMISS_S: Final = 5.0  # to connect; a process that cannot be reached must not keep a place
-AT_ONCE: Final = 24  # open or lingering, at a limit too: there it is a third of what is kept free
-AT_ONCE_MOST: Final = 128  # where descriptors are left: of those, an eighth
-WAITING_MOST: Final = 10_000  # processes; beyond it the one that has waited longest asks again
+
+class DismissalBounds(NamedTuple):
+    """How long and how many. The defaults are those of every program."""
+
+    connect_s: float = 5.0  #: A process that cannot be reached must not keep a place.
+    at_once: int = 24  #: Open or lingering, at a limit too: there it is a third of what is kept free.
+    at_once_most: int = 128  #: Where descriptors are left: of those, an eighth.
+    waiting_most: int = 10_000  #: Processes; beyond it the one that has waited longest asks again.
+
+
+DEFAULT_BOUNDS: Final = DismissalBounds()
 
 
 class Dismissals:
@@ -29,11 +36,14 @@ class Dismissals:
         loop: asyncio.AbstractEventLoop,
         open_link: Callable[[str, str], Link],
         drop: Callable[[str], None],
+        *,
+        bounds: DismissalBounds,
     ) -> None:
         """open_link: to a peer at an endpoint. drop: close the link to a peer, and call `closed`."""
         self._loop = loop
         self._open_link = open_link
         self._drop = drop
+        self._bounds = bounds
         self._links: dict[Link, asyncio.TimerHandle] = {}  #: Open, with the time at which each is given up.
         self._lingering = 0  #: Links that are closed and whose connections are not.
         #: Peer -> endpoint, message, and when it asked last; who has waited longest first.
@@ -46,7 +56,7 @@ class Dismissals:
     def add(self, peer: str, endpoint: str, message: Message) -> None:
         """Send ``message`` to a peer without a link, now or when there is a place."""
         self._waiting[peer] = endpoint, message, self._loop.time()  # instead of what it was to be sent before
-        if len(self._waiting) > WAITING_MOST:
+        if len(self._waiting) > self._bounds.waiting_most:
             del self._waiting[next(iter(self._waiting))]
         self._advance()
 
@@ -86,15 +96,16 @@ class Dismissals:
         while self._waiting and not self._closed and self._has_place():
             peer = next(iter(self._waiting))
             endpoint, message, asked_at = self._waiting.pop(peer)
-            if asked_at < self._loop.time() - DISMISS_S:
+            if asked_at < self._loop.time() - self._bounds.connect_s:
                 continue  # it would have asked again
             link = self._open_link(peer, endpoint)
-            self._links[link] = self._loop.call_later(DISMISS_S, self._give_up, link)
+            self._links[link] = self._loop.call_later(self._bounds.connect_s, self._give_up, link)
             link.send(message)
 
     def _has_place(self) -> bool:
         taken = len(self._links) + self._lingering
-        return taken < AT_ONCE or taken < min(AT_ONCE_MOST, limits.descriptors()[1] // 8)
+        most = min(self._bounds.at_once_most, limits.descriptors()[1] // 8)
+        return taken < self._bounds.at_once or taken < most
 
     def _give_up(self, link: Link) -> None:
         if link in self._links:
