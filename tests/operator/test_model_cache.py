@@ -20,7 +20,7 @@ from omnipipeline_operator.cluster.status_client import FetchStatus
 from omnipipeline_operator.controller.observing import model_cache
 from omnipipeline_operator.controller.observing.snapshots import Snapshot
 from omnipipeline_operator.desired import naming
-from omnipipeline_operator.desired.storage import FETCH
+from omnipipeline_operator.desired.pod_templates.fetching import FETCH
 from omnipipeline_operator.kinds import CLAIM, JOB, PIPELINE, POD
 from tests.cluster.hub import MODEL, serving
 from tests.cluster_kit import REPOSITORY
