@@ -356,11 +356,14 @@ class DataPlane(Spec, frozen=True, kw_only=True):
 class Prefetch(Spec, frozen=True, kw_only=True):
     """Filling the model cache before pods start."""
 
-    enabled: Annotated[bool, doc("Run one download Job per model and revision.")] = False
+    enabled: Annotated[
+        bool,
+        doc("Run one download Job per model and revision; with type Node, pods fetch."),
+    ] = False
     secret_name: Annotated[
         ResourceName | None,
         doc(
-            "Secret whose keys are variables of the Job alone: AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, "
+            "Secret whose keys are variables of the download alone: AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, "
             "AWS_ENDPOINT_URL, AWS_REGION of an object store."
         ),
     ] = None
@@ -370,10 +373,11 @@ class ModelCache(Spec, frozen=True, kw_only=True):
     """Where weights are kept between pods."""
 
     type: Annotated[
-        Literal["None", "EmptyDir", "PersistentVolumeClaim", "Image"],
+        Literal["None", "EmptyDir", "PersistentVolumeClaim", "Image", "Node"],
         doc(
             "None: each container downloads. EmptyDir: shared within a pod. PersistentVolumeClaim: outlives pods. "
-            "Image: an OCI image or artifact, mounted read-only at /models."
+            "Image: an OCI image or artifact, mounted read-only at /models. Node: a directory of each node, filled by "
+            "its first pod."
         ),
     ] = "None"
     image: Annotated[ShortText | None, doc("OCI reference of the weights; nodes share what they have pulled.")] = None

@@ -15,6 +15,7 @@ import msgspec
 
 from omnipipeline_operator.errors import ConfigurationError
 from omnipipeline_spec.cluster import Resources
+from omnipipeline_spec.types import quantities
 from omnipipeline_spec.types.pods import PROBE_PORT
 
 
@@ -68,6 +69,13 @@ class PodUsers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 OWN_USER: Final = PodUsers(run_as_user=USER, run_as_group=USER, fs_group=USER)
 
 
+class NodeModels(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The directory of each node for pipelines with ``modelCache.type: Node``."""
+
+    path: str
+    bound: str = ""  #: Of all models of object stores there; empty: none.
+
+
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """One operator process."""
 
@@ -79,6 +87,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     allow_privileged: bool = False  #: Whether podTemplate may ask for hostNetwork, hostPID, hostIPC, privileged.
     default_resources: DefaultResources = DefaultResources()
     pod_users: PodUsers = OWN_USER
+    node_models: NodeModels | None = None  #: None: pipelines may not keep models on nodes.
     scrapers: tuple[dict[str, Any], ...] = ()  #: NetworkPolicy peers that may reach the pods' probe and metrics port.
     log_format: Literal["text", "json"] = "json"
     workers: int = 16  # more than are likely to wait for coordinators that do not answer
@@ -110,6 +119,7 @@ def read(environ: Mapping[str, str], *, hostname: str) -> Settings:
         allow_privileged=_flag(environ, "OMNI_OPERATOR_ALLOW_PRIVILEGED", False),
         default_resources=_resources(environ, "OMNI_OPERATOR_DEFAULT_RESOURCES"),
         pod_users=_users(environ, "OMNI_OPERATOR_POD_SECURITY_CONTEXT"),
+        node_models=_node_models(environ, "OMNI_OPERATOR_NODE_MODELS"),
         scrapers=_peers(environ, "OMNI_OPERATOR_SCRAPERS"),
         log_format=_choice(environ, "OMNI_OPERATOR_LOG_FORMAT"),
         workers=int(_number(environ, "OMNI_OPERATOR_WORKERS", 16)),
@@ -185,6 +195,20 @@ def _users(environ: Mapping[str, str], name: str) -> PodUsers:
         return msgspec.json.decode(text, type=PodUsers) if text else OWN_USER
     except msgspec.MsgspecError as error:
         raise ConfigurationError(f"{name}: {error}") from error
+
+
+def _node_models(environ: Mapping[str, str], name: str) -> NodeModels | None:
+    """A JSON map; without a path there is none."""
+    text = environ.get(name)
+    try:
+        given = msgspec.json.decode(text, type=NodeModels) if text else NodeModels(path="")
+        if given.bound:
+            quantities.parse_bytes(given.bound)
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise ConfigurationError(f"{name}: {error}") from error
+    if given.path and (not given.path.startswith("/") or given.path.strip("/") == "" or ".." in given.path.split("/")):
+        raise ConfigurationError(f"{name}: {given.path!r} is not the absolute path of a directory for models alone")
+    return given if given.path else None
 
 
 def _peers(environ: Mapping[str, str], name: str) -> tuple[dict[str, Any], ...]:

@@ -68,7 +68,10 @@ def local(model_path: str | None, environ: Mapping[str, str]) -> str | None:
     if model_path is None or not stores.is_address(model_path):
         return model_path
     at = link(root(environ), model_path)
-    cure = "`omni prefetch` fetches it; on a cluster, delete the prefetch Job, which the operator then makes again"
+    cure = (
+        "`omni prefetch` fetches it; on a cluster, delete the prefetch Job, which the operator then makes again, "
+        "or the pod where modelCache.type is Node"
+    )
     if not at.exists():
         raise ConfigurationError(f"{model_path} has not been fetched: {at} does not exist; {cure}")
     folder = at.resolve()

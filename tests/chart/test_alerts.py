@@ -192,8 +192,6 @@ def test_an_operator_that_mostly_does_not_lead_rings(leads: str, tmp_path: Path)
 def test_each_reason_of_a_unit_rings_one_alert_also_when_it_comes_and_goes(tmp_path: Path) -> None:
     cases = []
     for reason in diagnostics._SEVERITY:
-        if reason == "PrefetchFailed":  # of no unit
-            continue
         full = f"{reason}cpu" if reason == "OutOf" else reason
         ringing = [_expected("count(ALERTS{alertstate='firing'})", 13, 1)]
         comes_and_goes = {unit(full): "1 1 stale " * 5} | LEADS

@@ -278,9 +278,13 @@ CASES: dict[tuple[str, str], tuple[Document, Document]] = {
         pair(modelCache={"type": "EmptyDir", "size": "1Gi"}),
         pair(modelCache={"type": "EmptyDir", "claimName": "mine"}),
     ),
-    ("ModelCache", "prefetch needs type PersistentVolumeClaim"): (
+    ("ModelCache", "prefetch needs type PersistentVolumeClaim or Node"): (
         pair(modelPath="some/model", modelCache={"type": "EmptyDir", "prefetch": {"enabled": False}}),
         pair(modelPath="some/model", modelCache={"type": "EmptyDir", "prefetch": {"enabled": True}}),
+    ),
+    ("ModelCache", "type Node needs prefetch.enabled: true, and must not have size"): (
+        pair(modelPath="some/model", modelCache={"type": "Node", "prefetch": {"enabled": True}}),
+        pair(modelPath="some/model", modelCache={"type": "Node", "prefetch": {"enabled": False}}),
     ),
     ("Prefetch", "secretName needs enabled: true"): (
         pair(modelPath="s3://b/m", modelCache={**_CLAIM, "prefetch": {"enabled": True, "secretName": "keys"}}),

@@ -707,7 +707,15 @@ CASES: dict[str, tuple[Document, list[str]]] = {
         pair(modelPath="m", modelCache={"claimName": "c", "prefetch": {"enabled": True}}),
         [
             "modelCache: of type None must not have claimName or storageClassName",
-            "modelCache.prefetch: needs type PersistentVolumeClaim; None keeps nothing between pods",
+            "modelCache.prefetch: needs type PersistentVolumeClaim or Node; None keeps nothing between pods",
+        ],
+    ),
+    "models on nodes with the settings of others": (
+        pair(modelPath="some/model", modelCache={"type": "Node", "size": "1Gi", "claimName": "c"}),
+        [
+            "modelCache: of type Node must not have claimName or storageClassName",
+            "modelCache.size: the operator's chart bounds the directories of nodes",
+            "modelCache.prefetch: type Node needs enabled: true: stages cannot write there",
         ],
     ),
     "an image without a reference": (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,7 +16,7 @@ from omnipipeline_operator.desired.naming import Owner
 from omnipipeline_operator.desired.pod_templates import pods, podsecurity, templates
 from omnipipeline_operator.desired.pod_templates.pods import PodFacts
 from omnipipeline_operator.errors import NotAllowed
-from omnipipeline_operator.settings import OWN_USER, PodUsers
+from omnipipeline_operator.settings import OWN_USER, NodeModels, PodUsers
 from omnipipeline_spec import loading, planning
 from omnipipeline_spec.pipeline import PipelineConfig
 from omnipipeline_spec.types.resource import API_VERSION, KIND
@@ -751,3 +752,70 @@ def test_a_model_of_a_store_is_fetched_with_the_keys_of_a_secret_that_no_stage_s
     assert variables(stage)["OMNI_MODELS_DIR"] == "/models"
     assert "store" not in str(stage)
     assert "OMNI_MODELS_DIR" not in variables(pod_of(desired(**FETCHED), "mouth"))
+
+
+NODE: dict[str, Any] = {"type": "Node", "prefetch": {"enabled": True, "secretName": "store"}}
+HELD = msgspec.structs.replace(FACTS, node_models=NodeModels(path="/var/lib/models", bound="200Gi"))
+
+
+def test_a_pod_fetches_the_model_to_its_node_before_its_stages_which_only_read_it() -> None:
+    made = desired(HELD, modelPath="s3://models/mine", modelCache=NODE, envFrom=[{"configMapRef": {"name": "all"}}])
+    assert made.created == (), "neither a claim nor a Job"
+    pod = pod_of(made, "mouth")
+    [volume] = [each for each in pod["volumes"] if each["name"] == "models"]
+    assert volume == {"name": "models", "hostPath": {"path": "/var/lib/models", "type": "DirectoryOrCreate"}}
+    [fetch], [stage] = pod["initContainers"], pod["containers"]
+    assert fetch["command"] == ["python3", "-m", "stage_runtime", "prefetch", "--quick", "--bound", "200Gi"]
+    assert fetch["envFrom"] == [{"configMapRef": {"name": "all"}}, {"secretRef": {"name": "store"}}]
+    assert fetch["volumeMounts"] == [
+        {"name": "tmp", "mountPath": "/tmp"},
+        {"name": "models", "mountPath": "/models"},
+    ]
+    assert fetch["image"] == stage["image"] and fetch["securityContext"] == stage["securityContext"]
+    variables_of_fetch = {each["name"]: each.get("value") for each in fetch["env"]}
+    assert variables_of_fetch["OMNI_MODEL_PATH"] == "s3://models/mine"
+    assert variables_of_fetch["OMNI_MODELS_DIR"] == "/models"
+    assert {"name": "models", "mountPath": "/models", "readOnly": True} in stage["volumeMounts"]
+    assert stage["envFrom"] == [{"configMapRef": {"name": "all"}}]
+    assert variables(pod)["OMNI_MODELS_DIR"] == "/models" and "HF_HUB_CACHE" not in variables(pod)
+    assert "initContainers" not in pod_of(made, "coordinator")
+    assert "models" not in {each["name"] for each in pod_of(made, "coordinator")["volumes"]}
+
+
+def test_a_hubs_model_on_a_node_is_read_where_it_was_fetched_and_the_hub_is_not_asked() -> None:
+    cache = {"type": "Node", "prefetch": {"enabled": True}}
+    pod = pod_of(desired(HELD, modelPath="some/model", modelRevision="abc", modelCache=cache), "mouth")
+    read = variables(pod)
+    assert (read["HF_HUB_CACHE"], read["HF_HUB_OFFLINE"]) == ("/models/huggingface/hub", "1")
+    assert "HF_HOME" not in read
+    [fetch] = pod["initContainers"]
+    fetched = {each["name"]: each.get("value") for each in fetch["env"]}
+    assert (fetched["HF_HOME"], fetched["OMNI_MODEL_REVISION"]) == ("/models/huggingface", "abc")
+    assert fetch["command"][:2] == ["python3", "-c"]
+
+
+def test_models_on_nodes_need_the_operators_leave() -> None:
+    with pytest.raises(NotAllowed, match=r"modelCache\.type: Node: this operator has no directory on nodes"):
+        desired(modelPath="some/model", modelCache=NODE)
+
+
+@pytest.mark.parametrize(
+    "volume",
+    [
+        {"name": "models", "hostPath": {"path": "/var/lib/models/..", "type": "DirectoryOrCreate"}},
+        {"name": "models", "hostPath": {"path": "/"}},
+        {"name": "more", "hostPath": {"path": "/var/lib/models", "type": "DirectoryOrCreate"}},
+    ],
+)
+def test_the_directory_of_models_gives_an_author_no_other_one_of_the_node(volume: dict[str, Any]) -> None:
+    patch = {"spec": {"volumes": [volume]}}
+    groups = [{"name": "mouth", "podTemplate": patch}]
+    with pytest.raises(NotAllowed, match=r"hostPath: is a kind of volume that the standard forbids"):
+        desired(HELD, modelPath="s3://models/mine", modelCache=NODE, processGroups=groups)
+
+
+def test_an_authors_init_containers_run_after_the_model_is_there() -> None:
+    patch = {"spec": {"initContainers": [{"name": "converts", "image": "x:1"}]}}
+    groups = [{"name": "mouth", "podTemplate": patch}]
+    pod = pod_of(desired(HELD, modelPath="s3://models/mine", modelCache=NODE, processGroups=groups), "mouth")
+    assert [each["name"] for each in pod["initContainers"]] == ["prefetch", "converts"]

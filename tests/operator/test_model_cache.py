@@ -13,6 +13,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any, Literal, cast
 
+import msgspec
 import pytest
 
 from omnipipeline_operator import errors
@@ -21,12 +22,13 @@ from omnipipeline_operator.controller.observing import model_cache
 from omnipipeline_operator.controller.observing.snapshots import Snapshot
 from omnipipeline_operator.desired import naming
 from omnipipeline_operator.desired.pod_templates.fetching import FETCH
-from omnipipeline_operator.kinds import CLAIM, JOB, PIPELINE, POD
+from omnipipeline_operator.kinds import CLAIM, DEPLOYMENT, JOB, PIPELINE, POD
+from omnipipeline_operator.settings import NodeModels
 from tests.cluster.hub import MODEL, serving
 from tests.cluster_kit import REPOSITORY
 from tests.operator.fake_api_server import Write
 from tests.operator.running import eventually
-from tests.operator.test_reconcile_snapshots import Operator
+from tests.operator.test_reconcile_snapshots import SETTINGS, Operator
 from tests.patience import patience
 from tests.ports import free_port
 
@@ -339,3 +341,36 @@ def test_the_job_shows_each_ten_per_cent_of_its_download_as_a_line(tmp_path: Pat
     assert percents and percents[-1] == 100, ran.stdout
     assert percents == sorted(set(percents)) and all(each % 10 == 0 for each in percents)
     assert "fetched to" in ran.stdout and "%|" not in ran.stderr
+
+
+async def test_the_status_says_how_much_a_pod_has_fetched_to_its_node_and_why_it_cannot() -> None:
+    cache = {"type": "Node", "prefetch": {"enabled": True}}
+    operator = Operator(settings=msgspec.structs.replace(SETTINGS, node_models=NodeModels(path="/var/lib/models")))
+    operator.edit(operator.live(PIPELINE, "duo"), modelPath="s3://models/mine", modelCache=cache)
+    await operator.reconcile()
+    deployments = [made for (kind, _, _), made in operator.server.objects.items() if kind == DEPLOYMENT.name]
+    [labels] = [
+        each["spec"]["template"]["metadata"]["labels"]
+        for each in deployments
+        if "initContainers" in each["spec"]["template"]["spec"]
+    ][:1]
+    head = {"name": "front-x", "namespace": "space", "uid": "x", "labels": labels}
+
+    async def ready(state: dict[str, Any]) -> tuple[str, str]:
+        own = {"podIP": "10.0.0.9", "phase": "Pending", "initContainerStatuses": [{"name": "prefetch", **state}]}
+        operator.watch({"kind": POD.name, "metadata": head, "spec": {"nodeName": "n"}, "status": own})
+        operator.now += 10
+        await operator.reconcile()
+        [found] = [one for one in operator.live(PIPELINE, "duo")["status"]["conditions"] if one["type"] == "Ready"]
+        return str(found["reason"]), str(found["message"])
+
+    runs = {"state": {"running": {"startedAt": "2026-01-01T00:00:00Z"}}}
+    assert await ready(runs) == ("Prefetching", "pod front-x fetches s3://models/mine to its node")
+    operator.coordinators.fetches = {"10.0.0.9": FetchStatus(bytes_done=30, bytes_total=60)}
+    reason, message = await ready(runs)
+    assert (reason, message[-17:]) == ("Prefetching", "node: 50 % of 0.0 MB"[-17:])
+    assert operator.again_s is not None and operator.again_s <= 10
+    ended = {"exitCode": 1, "reason": "Error", "message": "cannot fetch s3://models/mine: it does not exist"}
+    reason, message = await ready({"state": {"terminated": ended}})
+    assert reason == "PrefetchFailed"
+    assert message.endswith("pod front-x: container prefetch: cannot fetch s3://models/mine: it does not exist")

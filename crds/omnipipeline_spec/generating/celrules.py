@@ -308,9 +308,14 @@ RULES: Final[Mapping[type[msgspec.Struct], tuple[Rule, ...]]] = {
             message="claimName and storageClassName need type PersistentVolumeClaim",
         ),
         Rule(
-            rule="self.type == 'PersistentVolumeClaim' || !has(self.prefetch) || !has(self.prefetch.enabled) || "
-            "!self.prefetch.enabled",
-            message="prefetch needs type PersistentVolumeClaim",
+            rule="self.type in ['PersistentVolumeClaim', 'Node'] || !has(self.prefetch) || "
+            "!has(self.prefetch.enabled) || !self.prefetch.enabled",
+            message="prefetch needs type PersistentVolumeClaim or Node",
+        ),
+        Rule(
+            rule="self.type != 'Node' || (has(self.prefetch) && has(self.prefetch.enabled) && self.prefetch.enabled && "
+            "!has(self.size))",
+            message="type Node needs prefetch.enabled: true, and must not have size",
         ),
     ),
     cluster.Prefetch: (

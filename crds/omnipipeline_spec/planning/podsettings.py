@@ -89,6 +89,8 @@ def _cache(spec: PipelineConfig) -> dict[str, Any]:
             return {"type": cache.type, "size": cache.size}
         case "Image":
             return {"type": cache.type, "image": cache.image, "pullPolicy": cache.pull_policy}
+        case "Node":
+            return {"type": cache.type, "secretName": cache.prefetch.secret_name}
         case _:
             return {"type": cache.type, "claimName": cache.claim_name}
 

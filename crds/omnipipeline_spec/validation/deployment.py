@@ -156,6 +156,11 @@ def _model_cache(spec: PipelineConfig) -> Iterator[Fault]:
         yield Fault(path="modelCache.pullPolicy", message="needs type Image")
     if image and cache.size:
         yield Fault(path="modelCache.size", message="an image has its own size")
+    node = cache.type == "Node"
+    if node and cache.size:
+        yield Fault(path="modelCache.size", message="the operator's chart bounds the directories of nodes")
+    if node and not cache.prefetch.enabled:
+        yield Fault(path="modelCache.prefetch", message="type Node needs enabled: true: stages cannot write there")
     if image and spec.model_path and not spec.model_path.startswith(MODELS):
         message = f"{spec.model_path!r} must begin with {MODELS}, where the image of modelCache is mounted"
         yield Fault(path="modelPath", message=message)
@@ -165,8 +170,8 @@ def _model_cache(spec: PipelineConfig) -> Iterator[Fault]:
     if claim and cache.claim_name and cache.storage_class_name:
         message = "applies to a claim made from size; claimName names an existing claim"
         yield Fault(path="modelCache.storageClassName", message=message)
-    if not claim and cache.prefetch.enabled:
-        message = f"needs type PersistentVolumeClaim; {cache.type} keeps nothing between pods"
+    if not (claim or node) and cache.prefetch.enabled:
+        message = f"needs type PersistentVolumeClaim or Node; {cache.type} keeps nothing between pods"
         yield Fault(path="modelCache.prefetch", message=message)
     if cache.prefetch.secret_name and not cache.prefetch.enabled:
         yield Fault(path="modelCache.prefetch.secretName", message="needs enabled: true")

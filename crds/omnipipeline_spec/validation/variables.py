@@ -60,6 +60,8 @@ def taken(name: str, spec: PipelineConfig) -> str | None:
         return "is set for each rank of a stage with tpSize > 1"
     if name == "HF_HOME" and spec.model_cache.type in ("EmptyDir", "PersistentVolumeClaim"):
         return "is set by modelCache"
+    if name == "HF_HUB_CACHE" and spec.model_cache.type == "Node":
+        return "is set by modelCache"
     tracing = spec.observability.tracing
     if name in TRACING and tracing is not None and tracing.endpoint:
         return "is set by observability.tracing"

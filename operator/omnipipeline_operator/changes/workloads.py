@@ -14,7 +14,7 @@ from typing import Any, Final
 import msgspec
 
 from omnipipeline_operator.desired import naming
-from omnipipeline_operator.desired.pod_templates import pods
+from omnipipeline_operator.desired.pod_templates import fetching, pods
 from omnipipeline_spec import crashes
 from omnipipeline_spec.types.pods import COORDINATOR
 
@@ -55,8 +55,8 @@ class ObservedPod(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def starting_since(self) -> float | None:
-        """Since when it has been starting; None: it is or was ready, or it has ended."""
-        started = self.ready or self.was_ready or self.finished or self.terminating
+        """Since when it has been starting; None: it is or was ready, has ended, or fetches its model first."""
+        started = self.ready or self.was_ready or self.finished or self.terminating or self.fetches
         return None if started else max(self.created_at, self.started_at) or None
 
     leaving_since: float | None = None  #: When it was told to end; None: it was not.
@@ -65,6 +65,7 @@ class ObservedPod(msgspec.Struct, frozen=True, kw_only=True):
     waits_for_volumes: bool = False  #: It has a node, and none of its containers has been created.
     started: bool = False  #: The generated container is running or has run.
     admitted: bool = False  #: Its kubelet has accepted it.
+    fetches: bool = False  #: Its model is being fetched to its node: no container of its stages runs.
 
 
 class Workload(msgspec.Struct, frozen=True, kw_only=True):
@@ -184,6 +185,7 @@ def read_pod(manifest: Mapping[str, Any], *, now: float = 0.0) -> ObservedPod:
         waits_for_volumes=_waits_for_volumes(manifest),
         started=ready or any(map(_has_run, _generated(manifest))),
         admitted=any(status.get(kind) for kind in _CONTAINERS),
+        fetches=_fetches(manifest),
         restarts=sum(each.get("restartCount", 0) for each in status.get("containerStatuses", ())),
     )
 
@@ -220,6 +222,11 @@ def _waits_for_volumes(manifest: Mapping[str, Any]) -> bool:
     return waits and "deletionTimestamp" not in manifest["metadata"]
 
 
+def _fetches(manifest: Mapping[str, Any]) -> bool:
+    own = [each for each in manifest.get("status", {}).get(_CONTAINERS[0], ()) if each.get("name") == fetching.NAME]
+    return any("running" in each.get("state", {}) for each in own)
+
+
 def _has_run(container: Mapping[str, Any]) -> bool:
     """Whether it runs, or has ended."""
     states = (container.get("state", {}), container.get("lastState", {}))
@@ -242,6 +249,7 @@ def _refusal(deployment: Mapping[str, Any]) -> Mapping[str, Any] | None:
 #: Reasons of a waiting container that pass within seconds, or that follow from its previous end.
 _UNMADE: Final = ("ContainerCreating", "PodInitializing")
 _PASSING: Final = (*_UNMADE, "CrashLoopBackOff", "RunContainerError")
+_CRASHED: Final = "CrashLoopBackOff"
 _OUT_OF_MEMORY: Final = "needs more memory than resources.limits.memory; shared memory counts towards it"
 _UNSTARTABLE: Final = ("StartError", "ContainerCannotRun")  # of containerd and of other runtimes
 #: The kubelet alternates between the two; only the first is sure to have the cause.
@@ -270,6 +278,8 @@ def _pod_diagnostic(manifest: Mapping[str, Any], conditions: Mapping[str, Mappin
         for container in status.get(kind, ()):
             found = _container_diagnostic(container, unready_since, may_end=kind == _CONTAINERS[0])
             if found is not None:
+                if kind == _CONTAINERS[0] and container["name"] == fetching.NAME and found.reason == _CRASHED:
+                    found = msgspec.structs.replace(found, reason="PrefetchFailed")
                 return msgspec.structs.replace(found, message=f"container {container['name']}: {found.message}")
     if _is_node_lost(conditions):
         node = manifest.get("spec", {}).get("nodeName")
@@ -342,4 +352,4 @@ def _crash(ended: Mapping[str, Any]) -> _PodDiagnostic:
         return _PodDiagnostic(reason=_UNSTARTABLE[0], message=cause or "cannot be started")
     if code == crashes.EXIT_HUNG and cause:
         return _PodDiagnostic(reason="StartupDeadlineExceeded", message=cause)
-    return _PodDiagnostic(reason="CrashLoopBackOff", message=cause or f"ended with exit code {code} and no output")
+    return _PodDiagnostic(reason=_CRASHED, message=cause or f"ended with exit code {code} and no output")

@@ -151,6 +151,7 @@ class Reconciler:
             allow_privileged=self._settings.allow_privileged,
             default_resources=self._settings.default_resources,
             users=self._settings.pod_users,
+            node_models=self._settings.node_models,
             queue=resource["metadata"].get("labels", {}).get(naming.QUEUE_LABEL, ""),
         )
         desired = self._manifests.of(spec, plan, inputs)

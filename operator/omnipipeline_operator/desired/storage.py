@@ -62,7 +62,7 @@ def prefetch(spec: PipelineConfig, plan: PipelinePlan, facts: PodFacts) -> Manif
     and of labels and annotations. Volumes and resources are its own. An annotation of the Job is a hash of the pod.
     """
     cache = spec.model_cache
-    if not cache.prefetch.enabled or spec.model_path is None:
+    if not cache.prefetch.enabled or cache.type != "PersistentVolumeClaim" or spec.model_path is None:
         return None
     owner = facts.owner
     named = naming.prefetch(owner.name, spec.model_path, spec.model_revision or "")

@@ -132,6 +132,11 @@ def of_prefetch(
     return Diagnostic(unit="", reason="Prefetching", message=f"Job {job} fetches {model}{share}{before}")
 
 
+def of_fetching_pod(pod: str, model: str, *, done: tuple[int, int] | None = None) -> Diagnostic:
+    """Why units are still waiting for pods that fetch their model first. done: as in `of_prefetch`."""
+    return Diagnostic(unit="", reason="Prefetching", message=f"pod {pod} fetches {model} to its node{_share(done)}")
+
+
 def _share(done: tuple[int, int] | None) -> str:
     """The share in steps, since each other message is a write of the status."""
     if done is None or not done[1]:

@@ -1,4 +1,4 @@
-"""The Job that fetches a pipeline's model and the claim that keeps it, as the status reports them.
+"""What fetches a pipeline's model (a Job, or pods of its units) and the claim that keeps it, as the status has them.
 
 Here: reading both from a snapshot. Not here: their manifests (`desired.storage`). Called by `reporting`.
 """
@@ -12,6 +12,7 @@ from omnipipeline_operator import kinds
 from omnipipeline_operator.changes import workloads
 from omnipipeline_operator.changes.reporting import diagnostics
 from omnipipeline_operator.changes.reporting.diagnostics import Diagnostic
+from omnipipeline_operator.changes.workloads import ObservedPod
 from omnipipeline_operator.cluster.status_client import StatusClient
 from omnipipeline_operator.controller.observing.snapshots import Snapshot
 from omnipipeline_operator.desired import naming
@@ -19,6 +20,7 @@ from omnipipeline_operator.kinds import Manifest
 from omnipipeline_spec.types import quantities
 
 JOB_NAME: Final = "batch.kubernetes.io/job-name"  # on the pods of a Job
+MOST_ASKED: Final = 4  # of pods that fetch at the same time, for the share in the status
 JOB_UID: Final = "batch.kubernetes.io/controller-uid"  # there, too: a Job that was replaced had the same name
 
 
@@ -26,6 +28,11 @@ async def progress(
     status_client: StatusClient, snapshot: Snapshot, created: Sequence[Manifest]
 ) -> tuple[bool, tuple[int, int] | None]:
     """Whether a pod fetches the model now, and (bytes that are there, bytes of the model) if it says so."""
+    addresses = [each.ip for each in _fetching_pods(snapshot) if each.ip]
+    if addresses:
+        told = [await status_client.fetch(each) for each in addresses[:MOST_ASKED]]
+        most = max((each for each in told if each is not None), key=lambda each: each.bytes_total, default=None)
+        return True, None if most is None else (most.bytes_done, most.bytes_total)
     for desired in created:
         live = snapshot.child(kinds.JOB, desired["metadata"]["name"]) if desired["kind"] == kinds.JOB.name else None
         if live is None or live.get("status", {}).get("succeeded"):
@@ -41,7 +48,10 @@ async def progress(
 def fetching(
     snapshot: Snapshot, created: Sequence[Manifest], model: str, done: tuple[int, int] | None = None
 ) -> Diagnostic | None:
-    """Why units are waiting for the Job that fetches their model; None: there is no Job, or it has succeeded."""
+    """Why units are waiting for their model; None: no pod of theirs fetches it, and no Job has to."""
+    pods = _fetching_pods(snapshot)
+    if pods:
+        return diagnostics.of_fetching_pod(pods[0].name, model, done=done)
     for desired in created:
         if desired["kind"] != kinds.JOB.name:
             continue
@@ -54,6 +64,12 @@ def fetching(
         ended = {each["type"] for each in status.get("conditions", ()) if each["status"] == "True"}
         return diagnostics.of_prefetch(name, model, map(workloads.read_pod, own), gave_up="Failed" in ended, done=done)
     return None
+
+
+def _fetching_pods(snapshot: Snapshot) -> list[ObservedPod]:
+    """Pods of units that fetch the model to their node, the oldest first: one of a node fetches, others wait for it."""
+    found = [pod for each in snapshot.workloads for pod in each.pods if pod.fetches and not pod.terminating]
+    return sorted(found, key=lambda each: (each.created_at, each.name))
 
 
 def podless_job(snapshot: Snapshot, created: Sequence[Manifest]) -> Manifest | None:

@@ -1,11 +1,12 @@
 """The container that fetches a pipeline's model into its cache.
 
-Here: its command, environment and mounts. Not here: the pod around it (`storage`). Called by that.
+Here: its command, environment and mounts. Not here: the pod around it. Called by `storage` for a Job, by
+`pods` for the model cache of a node, where it is an init container.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from omnipipeline_operator.desired.pod_templates import volumes
@@ -13,6 +14,7 @@ from omnipipeline_operator.kinds import Manifest
 from omnipipeline_spec.types import stores
 from omnipipeline_spec.types.pods import PROBE_PORT
 
+NAME: Final = "prefetch"  # of the container
 FETCH: Final = """\
 import contextlib, os, signal, sys, traceback
 LOG = "/dev/termination-log"
@@ -54,12 +56,19 @@ except Exception as error:
 
 
 def container(
-    like: Mapping[str, Any], model_path: str, model_revision: str | None, *, secret: str | None, resources: Manifest
+    like: Mapping[str, Any],
+    model_path: str,
+    model_revision: str | None,
+    *,
+    secret: str | None,
+    resources: Manifest,
+    options: Sequence[str] = (),
 ) -> Manifest:
     """The container.
 
     like:   the container whose image, variables and rights it has; not those variables that are ours.
     secret: its keys are variables of this container alone.
+    options: of `omni prefetch`, for a model of an object store.
     """
     is_stored = stores.is_address(model_path)
     place = {"name": "OMNI_MODELS_DIR", "value": volumes.MODELS_DIR} if is_stored else None
@@ -71,8 +80,8 @@ def container(
     ]
     made = {key: like[key] for key in ("image", "imagePullPolicy", "envFrom", "securityContext") if key in like}
     made |= {
-        "name": "prefetch",
-        "command": ["python3", "-m", "stage_runtime", "prefetch"] if is_stored else ["python3", "-c", FETCH],
+        "name": NAME,
+        "command": ["python3", "-m", "stage_runtime", "prefetch", *options] if is_stored else ["python3", "-c", FETCH],
         "env": [*(each for each in like["env"] if not each["name"].startswith("OMNI_")), *model],
         "resources": resources,
         "volumeMounts": [

@@ -17,9 +17,18 @@ import msgspec
 from omnipipeline_operator import kinds
 from omnipipeline_operator.desired import naming
 from omnipipeline_operator.desired.naming import Owner
-from omnipipeline_operator.desired.pod_templates import affinity, devices, podsecurity, probes, templates, volumes
+from omnipipeline_operator.desired.pod_templates import (
+    affinity,
+    devices,
+    fetching,
+    podsecurity,
+    probes,
+    templates,
+    volumes,
+)
+from omnipipeline_operator.errors import NotAllowed
 from omnipipeline_operator.kinds import Manifest
-from omnipipeline_operator.settings import OWN_USER, DefaultResources, PodUsers
+from omnipipeline_operator.settings import OWN_USER, DefaultResources, NodeModels, PodUsers
 from omnipipeline_spec.cluster import Resources
 from omnipipeline_spec.types import quantities, stores
 from omnipipeline_spec.types.plan import CoordinatorPlan, UnitPlan
@@ -43,6 +52,7 @@ class PodFacts(msgspec.Struct, frozen=True, kw_only=True):
     allow_privileged: bool = False
     default_resources: DefaultResources = DefaultResources()
     users: PodUsers = OWN_USER
+    node_models: NodeModels | None = None  #: None: not allowed.
     queue: str = ""  #: Kueue's, for the units' pods.
 
 
@@ -55,8 +65,15 @@ def unit_deployment(unit: UnitPlan, facts: PodFacts) -> Manifest:
     ]
     container = _container(STAGE, ["supervisor"], unit.pod, facts, environment, groups=len(unit.groups))
     container["ports"] = [_port("probes", PROBE_PORT), *ports]
-    shared_memory, deadline_s = unit.pod.get("sharedMemory"), unit.startup_deadline_s
-    return _deployment(unit, unit.name, container, facts, shared_memory=shared_memory, startup_deadline_s=deadline_s)
+    return _deployment(
+        unit,
+        unit.name,
+        container,
+        facts,
+        shared_memory=unit.pod.get("sharedMemory"),
+        startup_deadline_s=unit.startup_deadline_s,
+        before=_fetch(unit, container, facts),
+    )
 
 
 def coordinator_deployment(plan: CoordinatorPlan, facts: PodFacts) -> Manifest:
@@ -128,6 +145,7 @@ def _deployment(
     shared_memory: str | None,
     startup_deadline_s: float,
     more_volumes: Sequence[Manifest] = (),
+    before: Sequence[Manifest] = (),
 ) -> Manifest:
     owner, settings = facts.owner, plan.pod
     named = naming.unit(owner.name, unit, plan.revision)
@@ -140,8 +158,16 @@ def _deployment(
     ours = affinity.of(placement, owner.name)
     if ours:
         placement = {**placement, "affinity": {**placement.get("affinity", {}), **ours}}
-    own = volumes.volumes(plan, unit, owner=owner, control_secret=facts.control_secret, shared_memory=shared_memory)
+    own = volumes.volumes(
+        plan,
+        unit,
+        owner=owner,
+        control_secret=facts.control_secret,
+        shared_memory=shared_memory,
+        node_models=facts.node_models.path if facts.node_models else "",
+    )
     pod: Manifest = {
+        **({"initContainers": [*before]} if before else {}),
         "containers": [container],
         "volumes": [*own, *more_volumes],
         "securityContext": _pod_security(facts.users),
@@ -197,8 +223,40 @@ def _merged(template: Manifest, patch: Mapping[str, Any], unit: str, facts: PodF
             if (kind, container["name"]) != ("containers", generated):
                 own = container.get("securityContext", {})
                 container["securityContext"] = templates.merge(podsecurity.ADDED_CONTAINER, own)
-    podsecurity.refuse(merged, path, generated=generated)
+    checked = {**merged, "spec": {**merged["spec"], "volumes": _without_node_models(merged, facts)}}
+    podsecurity.refuse(checked, path, generated=generated)
     return merged
+
+
+def _without_node_models(template: Manifest, facts: PodFacts) -> Any:
+    """Its volumes but the directory of nodes, which the operator's settings allow as it is."""
+    given, allowed = template["spec"].get("volumes"), facts.node_models
+    if allowed is None or not isinstance(given, list):
+        return given
+    own = volumes.models({"type": "Node"}, facts.owner, allowed.path)
+    return [each for each in given if each != own]
+
+
+def _fetch(unit: UnitPlan, container: Manifest, facts: PodFacts) -> list[Manifest]:
+    """What fetches the model to the node before the stages start.
+
+    Raises: NotAllowed: the operator has no directory on nodes.
+    """
+    cache = unit.pod.get("modelCache", {})
+    if cache.get("type") != "Node" or not unit.model_path:
+        return []
+    if facts.node_models is None:
+        raise NotAllowed("modelCache.type", "Node: this operator has no directory on nodes (nodeModels.path)")
+    bound = ["--bound", facts.node_models.bound] if facts.node_models.bound else []
+    made = fetching.container(
+        container,
+        unit.model_path,
+        unit.model_revision,
+        secret=cache.get("secretName"),
+        resources=default_resources(facts.default_resources.coordinator),
+        options=["--quick", *bound],
+    )
+    return [made]
 
 
 _PLACEMENT: Final = {
@@ -264,7 +322,13 @@ def _common_environment(plan: UnitPlan | CoordinatorPlan) -> list[Manifest]:
         environment.append(_variable(JOINED, volumes.CODE_DIR))
     if plan.security == "Curve":
         environment.append(_variable("OMNI_CONTROL_KEY_FILE", f"{volumes.CONTROL_DIR}/key"))
-    if settings.get("modelCache", {}).get("type", "Image") != "Image":  # nothing is downloaded beside an image
+    cache = settings.get("modelCache", {}).get("type", "Image")
+    if cache == "Node" and isinstance(plan, UnitPlan) and not stores.is_address(plan.model_path):
+        # HF_HOME stays in /tmp, since libraries write there: code of a model, a token.
+        environment += [_variable("HF_HUB_CACHE", f"{volumes.HUB_DIR}/hub"), _variable("HF_HUB_OFFLINE", "1")]
+    elif cache == "Node":
+        environment.append(_variable("OMNI_MODELS_DIR", volumes.MODELS_DIR))
+    elif cache != "Image":  # nothing is downloaded beside an image
         environment.append(_variable("HF_HOME", volumes.HUB_DIR))
         if isinstance(plan, UnitPlan) and stores.is_address(plan.model_path):
             environment.append(_variable("OMNI_MODELS_DIR", volumes.MODELS_DIR))

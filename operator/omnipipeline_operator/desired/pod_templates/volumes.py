@@ -40,15 +40,21 @@ def mounts(settings: Mapping[str, Any], environment: list[Manifest]) -> list[Man
         "shm": ("shm", "/dev/shm", False),
         "tmp": ("tmp", "/tmp", False),
         "profiles": ("profiles", PROFILES_DIR, False),
-        "models": ("models", MODELS_DIR, _is_image(settings)) if "modelCache" in settings else None,
+        "models": ("models", MODELS_DIR, _is_read_only(settings)) if "modelCache" in settings else None,
     }
     return [mount(name, path, read_only=read_only) for name, path, read_only in filter(None, mounts.values())]
 
 
 def volumes(
-    plan: UnitPlan | CoordinatorPlan, unit: str, *, owner: Owner, control_secret: str, shared_memory: str | None
+    plan: UnitPlan | CoordinatorPlan,
+    unit: str,
+    *,
+    owner: Owner,
+    control_secret: str,
+    shared_memory: str | None,
+    node_models: str,
 ) -> list[Manifest]:
-    """The volumes of a pod of ``unit``. shared_memory: the limit of /dev/shm."""
+    """The volumes of a pod of ``unit``. shared_memory: the limit of /dev/shm; node_models: the directory of nodes."""
     named = naming.plan(owner.name, unit, plan.revision)
     made: list[Manifest] = [{"name": "plan", "configMap": {"name": named}}]
     if plan.security == "Curve":
@@ -71,7 +77,7 @@ def volumes(
         {"name": "profiles", **_profiles(plan.pod.get("profilingStorage", {}))},
     ]
     if "modelCache" in plan.pod:
-        made.append(models(plan.pod["modelCache"], owner))
+        made.append(models(plan.pod["modelCache"], owner, node_models))
     return made
 
 
@@ -92,8 +98,10 @@ def temporary() -> Manifest:
     return {"name": "tmp", "emptyDir": {"sizeLimit": TMP_SIZE}}
 
 
-def models(cache: Mapping[str, Any], owner: Owner) -> Manifest:
+def models(cache: Mapping[str, Any], owner: Owner, node_models: str = "") -> Manifest:
     """The volume of the model cache."""
+    if cache["type"] == "Node":
+        return {"name": "models", "hostPath": {"path": node_models, "type": "DirectoryOrCreate"}}
     if cache["type"] == "EmptyDir":
         return {"name": "models", "emptyDir": {"sizeLimit": cache["size"]} if cache.get("size") else {}}
     if cache["type"] == "Image":
@@ -103,8 +111,8 @@ def models(cache: Mapping[str, Any], owner: Owner) -> Manifest:
     return {"name": "models", "persistentVolumeClaim": {"claimName": claim}}
 
 
-def _is_image(settings: Mapping[str, Any]) -> bool:
-    return bool(settings["modelCache"]["type"] == "Image")
+def _is_read_only(settings: Mapping[str, Any]) -> bool:
+    return settings["modelCache"]["type"] in ("Image", "Node")
 
 
 def mount(name: str, path: str, *, read_only: bool) -> Manifest:
