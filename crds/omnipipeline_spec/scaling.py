@@ -77,6 +77,12 @@ def most(plan: PipelinePlan, unit: str) -> int:
     return plan.replicas[unit] if limits is None else limits.most
 
 
+def least(plan: PipelinePlan, unit: str) -> int:
+    """How many instances of a unit there always are."""
+    limits = plan.autoscaling.get(unit)
+    return plan.replicas[unit] if limits is None else limits.least
+
+
 def on_demand(plan: PipelinePlan) -> list[str]:
     """The groups that may have no instance until a request needs one."""
     asleep = {unit for unit, limits in plan.autoscaling.items() if not limits.least}

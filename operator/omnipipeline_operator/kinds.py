@@ -53,6 +53,7 @@ ROUTE: Final = Kind(name="HTTPRoute", group="gateway.networking.k8s.io", version
 DEVICES: Final = Kind(
     name="ResourceClaimTemplate", group="resource.k8s.io", version="v1", plural="resourceclaimtemplates"
 )
+POD_GROUP: Final = Kind(name="PodGroup", group="scheduling.x-k8s.io", version="v1alpha1", plural="podgroups")
 JOB: Final = Kind(name="Job", group="batch", version="v1", plural="jobs")
 #: It belongs to no namespace.
 DEFINITION: Final = Kind(
@@ -61,11 +62,11 @@ DEFINITION: Final = Kind(
 LEASE: Final = Kind(name="Lease", group="coordination.k8s.io", version="v1", plural="leases")
 
 #: Children that are watched by label. Secrets are not: the operator may create them and may not read them.
-WATCHED: Final = (DEPLOYMENT, POD, CONFIG_MAP, SERVICE, CLAIM, BUDGET, POLICY, INGRESS, JOB, ROUTE, DEVICES)
+WATCHED: Final = (DEPLOYMENT, POD, CONFIG_MAP, SERVICE, CLAIM, BUDGET, POLICY, INGRESS, JOB, ROUTE, DEVICES, POD_GROUP)
 #: A cluster may lack these of them; they are watched while it has them.
-OPTIONAL: Final = (ROUTE, DEVICES)
+OPTIONAL: Final = (ROUTE, DEVICES, POD_GROUP)
 #: Children that are kept as the plan has them, and deleted when it no longer has them.
-APPLIED: Final = (SERVICE, INGRESS, ROUTE, POLICY, BUDGET)
+APPLIED: Final = (SERVICE, INGRESS, ROUTE, POLICY, BUDGET, POD_GROUP)
 
 _BY_NAME: Final = {each.name: each for each in (PIPELINE, SECRET, EVENT, LEASE, CONTROLLER_REVISION, *WATCHED)}
 

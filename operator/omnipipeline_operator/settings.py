@@ -88,6 +88,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     default_resources: DefaultResources = DefaultResources()
     pod_users: PodUsers = OWN_USER
     node_models: NodeModels | None = None  #: None: pipelines may not keep models on nodes.
+    group_scheduler: str = ""  #: The scheduler that places the pods of a PodGroup together; empty: none.
     scrapers: tuple[dict[str, Any], ...] = ()  #: NetworkPolicy peers that may reach the pods' probe and metrics port.
     log_format: Literal["text", "json"] = "json"
     workers: int = 16  # more than are likely to wait for coordinators that do not answer
@@ -120,6 +121,7 @@ def read(environ: Mapping[str, str], *, hostname: str) -> Settings:
         default_resources=_resources(environ, "OMNI_OPERATOR_DEFAULT_RESOURCES"),
         pod_users=_users(environ, "OMNI_OPERATOR_POD_SECURITY_CONTEXT"),
         node_models=_node_models(environ, "OMNI_OPERATOR_NODE_MODELS"),
+        group_scheduler=environ.get("OMNI_OPERATOR_POD_GROUP_SCHEDULER", ""),
         scrapers=_peers(environ, "OMNI_OPERATOR_SCRAPERS"),
         log_format=_choice(environ, "OMNI_OPERATOR_LOG_FORMAT"),
         workers=int(_number(environ, "OMNI_OPERATOR_WORKERS", 16)),

@@ -27,6 +27,7 @@ COMBINATIONS: dict[str, list[str]] = {
     "open": ["networkPolicy.enabled=false", "allowPrivileged=true", "logFormat=text"],
     "users by admission": ["podSecurityContext=null", "pipelinePodSecurityContext=null"],
     "models on nodes": ["nodeModels.path=/var/lib/omnipipeline/models", "nodeModels.bound=200Gi"],
+    "gangs": ["podGroupScheduler=scheduler-plugins-scheduler"],
     "by digest": [f"image.digest=sha256:{'0' * 64}", f"stageImage.digest=sha256:{'1' * 64}"],
     "placed": ["nodeSelector.pool=system", "tolerations[0].operator=Exists", "imagePullSecrets[0].name=registry"],
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import msgspec
@@ -21,7 +21,7 @@ from omnipipeline_spec.types.pods import COORDINATOR
 from tests.operator.fake_api_server import ApiServer, Write
 
 KEY = ("space", "duo")
-STAGES = [
+STAGES: list[dict[str, Any]] = [
     {"name": "first", "process": "first", "factory": "m:first", "next": ["last"]},
     {"name": "last", "process": "last", "factory": "m:last", "terminal": True},
 ]
@@ -49,13 +49,21 @@ class Coordinators:
 class Operator:
     """The store, a reconciler, and the API server that both see."""
 
-    def __init__(self, settings: Settings = SETTINGS) -> None:
+    def __init__(
+        self, settings: Settings = SETTINGS, *, lacking: Callable[[], Mapping[str, errors.ClusterError]] = dict
+    ) -> None:
         self.server, self.store = ApiServer(), Store()
         self.coordinators, self.now = Coordinators(), 1_800_000_000.0
         client, status_client = cast(Client, self.server), cast(StatusClient, self.coordinators)
         self.woken: list[PipelineKey] = []
         self._reconciler = Reconciler(
-            client, self.store, status_client, settings, clock=lambda: self.now, wake=self.woken.append
+            client,
+            self.store,
+            status_client,
+            settings,
+            clock=lambda: self.now,
+            wake=self.woken.append,
+            lacking=lacking,
         )
         metadata: dict[str, Any] = {"name": KEY[1], "namespace": KEY[0], "uid": "u", "generation": 1}
         self.edit({"apiVersion": PIPELINE.api_version, "kind": PIPELINE.name, "metadata": metadata})

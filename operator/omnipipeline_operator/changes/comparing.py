@@ -80,7 +80,7 @@ def is_orphan(live: Mapping[str, Any], owner: Owner) -> bool:
             return stamped and name == naming.revisions(pipeline)
         case kinds.SERVICE.name:
             return stamped and name in (naming.service(pipeline), naming.peers(pipeline))
-        case kinds.INGRESS.name | kinds.ROUTE.name:
+        case kinds.INGRESS.name | kinds.ROUTE.name | kinds.POD_GROUP.name:
             return stamped and name == pipeline
         case kinds.POLICY.name:
             return stamped and name in (naming.pods_policy(pipeline), naming.http_policy(pipeline))

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import msgspec
 
-from omnipipeline_operator.desired import naming
+from omnipipeline_operator.desired import naming, podgroups
 from omnipipeline_operator.desired.pod_templates import fetching, pods
 from omnipipeline_spec import crashes
 from omnipipeline_spec.types.pods import COORDINATOR
@@ -82,6 +82,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
     image: str = ""  #: The image pinned when it was made; a spec or a podTemplate may name another one.
     control_secret: str | None = None
     drifted: bool = False  #: Its template was edited by hand; the operator never edits one.
+    grouped: bool = False  #: Its pods are members of the PodGroup.
     refused: str | None = None  #: Why the API server refuses its pods: a quota, pod security.
     refused_since: float = 0.0
     tried_at: float = 0.0  #: When a retry was last requested.
@@ -146,6 +147,7 @@ def read_workload(
         gpus=pods.gpus(deployment),
         image=annotations.get(naming.IMAGE_PIN) or template["spec"]["containers"][0].get("image", ""),
         control_secret=secrets[0] if secrets else None,
+        grouped=podgroups.LABEL in template.get("metadata", {}).get("labels", {}),
         drifted=annotations.get(TEMPLATE_REVISION, "1") != "1",
         refused=None if refusal is None else str(refusal.get("message") or refusal.get("reason") or "pods are refused"),
         refused_since=timestamp((refusal or {}).get("lastTransitionTime")),
@@ -187,6 +189,23 @@ def read_pod(manifest: Mapping[str, Any], *, now: float = 0.0) -> ObservedPod:
         admitted=any(status.get(kind) for kind in _CONTAINERS),
         fetches=_fetches(manifest),
         restarts=sum(each.get("restartCount", 0) for each in status.get("containerStatuses", ())),
+    )
+
+
+def grouped(observed: Iterable[Workload], desired: Mapping[str, str], *, wanted: bool) -> podgroups.Grouped:
+    """The units whose pods have the label of the PodGroup.
+
+    desired: unit -> its desired revision.
+    wanted:  new ones get it. Otherwise, and without any pod that has it, nobody asks who lacks it.
+    """
+    live = list(observed)
+    if not wanted and not any(each.grouped for each in live):
+        return podgroups.Grouped()
+    own = [each for each in live if desired.get(each.unit) == each.revision]
+    return podgroups.Grouped(
+        units=frozenset(each.unit for each in own if each.grouped),
+        others=frozenset(each.unit for each in own if not each.grouped),
+        any=any(each.grouped and not each.idle for each in live),
     )
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from omnipipeline_operator import errors
-from omnipipeline_operator.changes import conditions
+from omnipipeline_operator.changes import conditions, workloads
 from omnipipeline_operator.changes.deciding import nearness, rollout
 from omnipipeline_operator.changes.deciding import scaling as changes_scaling
 from omnipipeline_operator.changes.reporting import assessment
@@ -35,10 +35,10 @@ from omnipipeline_operator.controller.revisions import canaries, pinning, revisi
 from omnipipeline_operator.controller.revisions.plan_cache import ManifestCache, PlanCache
 from omnipipeline_operator.controller.revisions.planned import Planned, rollout_goal
 from omnipipeline_operator.controller.writing import ChildError, ChildWriter, DesiredState
-from omnipipeline_operator.desired import config, naming
+from omnipipeline_operator.desired import config, naming, podgroups
 from omnipipeline_operator.desired.naming import Owner
 from omnipipeline_operator.desired.pod_templates.pods import PodFacts
-from omnipipeline_operator.kinds import PIPELINE, Manifest
+from omnipipeline_operator.kinds import PIPELINE, POD_GROUP, Manifest
 from omnipipeline_operator.settings import Settings
 from omnipipeline_spec import scaling
 from omnipipeline_spec.scaling import Seen
@@ -144,6 +144,8 @@ class Reconciler:
             random_id=secrets.token_hex(5),
             asked_rotation=_asked_rotation(resource),
         )
+        lacking = {kind: error.message for kind, error in self._lacking().items()}
+        scheduler = "" if POD_GROUP.name in lacking else self._settings.group_scheduler
         inputs = PodFacts(
             owner=snapshot.owner,
             image=pins.image,
@@ -152,14 +154,16 @@ class Reconciler:
             default_resources=self._settings.default_resources,
             users=self._settings.pod_users,
             node_models=self._settings.node_models,
+            group_scheduler=scheduler,
+            grouped=workloads.grouped(snapshot.workloads, plan.current.units, wanted=bool(scheduler)),
             queue=resource["metadata"].get("labels", {}).get(naming.QUEUE_LABEL, ""),
         )
         desired = self._manifests.of(spec, plan, inputs)
-        lacking = {kind: error.message for kind, error in self._lacking().items()}
         applied = tuple(each for each in desired.applied if each["kind"] not in lacking)
         desired = msgspec.structs.replace(desired, applied=applied)
         goal = rollout_goal(spec, plan)
-        return Planned(spec=spec, plan=plan, goal=goal, pins=pins, desired=desired, lacking=lacking)
+        note = podgroups.remark(plan, self._settings.group_scheduler, lacking.get(POD_GROUP.name))
+        return Planned(spec=spec, plan=plan, goal=goal, pins=pins, desired=desired, lacking=lacking, note=note)
 
     async def _apply(self, resource: Manifest, planned: Planned, snapshot: Snapshot, applier: Applier) -> float | None:
         observed = snapshot.workloads

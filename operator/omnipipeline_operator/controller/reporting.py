@@ -64,6 +64,7 @@ def inputs(
         model_cache.shared_claim(snapshot, created, pods, surge=surge if planned.goal.strategy == "Coherent" else 0),
         model_cache.other_claim(snapshot, created, claim_refusal),
         gpus.note,
+        planned.note,
         kept_key,
     ]
     return StatusInputs(

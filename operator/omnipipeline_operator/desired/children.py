@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import msgspec
 
-from omnipipeline_operator.desired import config, policies, services, storage
+from omnipipeline_operator.desired import config, podgroups, policies, services, storage
 from omnipipeline_operator.desired.pod_templates import devices, pods
 from omnipipeline_operator.desired.pod_templates.pods import PodFacts
 from omnipipeline_operator.kinds import Manifest
@@ -77,6 +77,7 @@ def children(
             plan=config.plan(plan.coordinator, COORDINATOR, owner),
         )
     )
+    together = podgroups.group(plan, owner, facts.grouped, wanted=bool(facts.group_scheduler) and not facts.queue)
     doors = (services.ingress(spec, owner), services.route(spec, owner))
     return Children(
         workloads=tuple(workloads),
@@ -84,6 +85,7 @@ def children(
             services.http(spec, owner),
             services.peers(owner),
             *(each for each in doors if each is not None),
+            *([together] if together else []),
             *policies.network(spec, owner, scrapers),
             *policies.budgets(spec, plan, owner, coordinators=coordinators(spec)),
         ),

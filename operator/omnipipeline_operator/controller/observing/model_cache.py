@@ -1,4 +1,4 @@
-"""What fetches a pipeline's model (a Job, or pods of its units) and the claim that keeps it, as the status has them.
+"""The fetch of a model (by a Job, or by pods of units) and the claim that keeps it, as the status reports them.
 
 Here: reading both from a snapshot. Not here: their manifests (`desired.storage`). Called by `reporting`.
 """

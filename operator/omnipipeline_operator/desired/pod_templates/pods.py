@@ -15,7 +15,7 @@ from typing import Any, Final
 import msgspec
 
 from omnipipeline_operator import kinds
-from omnipipeline_operator.desired import naming
+from omnipipeline_operator.desired import naming, podgroups
 from omnipipeline_operator.desired.naming import Owner
 from omnipipeline_operator.desired.pod_templates import (
     affinity,
@@ -53,6 +53,8 @@ class PodFacts(msgspec.Struct, frozen=True, kw_only=True):
     default_resources: DefaultResources = DefaultResources()
     users: PodUsers = OWN_USER
     node_models: NodeModels | None = None  #: None: not allowed.
+    group_scheduler: str = ""  #: Of PodGroups; empty: none.
+    grouped: podgroups.Grouped = podgroups.Grouped()
     queue: str = ""  #: Kueue's, for the units' pods.
 
 
@@ -192,6 +194,9 @@ def _deployment(
         annotations[CLAIMED_GPUS] = str(settings["gpus"])
     elif settings.get("gpus"):
         annotations[GPU_RESOURCE] = settings["gpuResourceName"]
+    if facts.group_scheduler and not facts.queue and unit != COORDINATOR and podgroups.is_member(settings):
+        labels = {**labels, podgroups.LABEL: owner.name}
+        pod["schedulerName"] = facts.group_scheduler
     queue = {naming.QUEUE_LABEL: facts.queue} if facts.queue and unit != COORDINATOR else {}
     template: Manifest = {"metadata": {"labels": queue | labels, "annotations": annotations}, "spec": pod}
     template = _merged(template, settings.get("podTemplate", {}), unit, facts)
@@ -238,7 +243,7 @@ def _without_node_models(template: Manifest, facts: PodFacts) -> Any:
 
 
 def _fetch(unit: UnitPlan, container: Manifest, facts: PodFacts) -> list[Manifest]:
-    """What fetches the model to the node before the stages start.
+    """The container that fetches the model to the node before the stages start.
 
     Raises: NotAllowed: the operator has no directory on nodes.
     """
