@@ -50,6 +50,7 @@ def folder(installed: Installed, tmp_path: Path) -> Iterator[Path]:
     options = ["--namespace", SYSTEM, "--reuse-values", "--wait", "--timeout", "120s"]
     try:
         given = ["--set", f"nodeModels.path={folder}", "--set", "nodeModels.bound=20Mi"]
+        given += ["--set", "nodeModels.nodeSelector.kubernetes\\.io/hostname=" + node_name(installed)]
         helm(cluster, "upgrade", RELEASE, str(CHART), *options, *given)
         owner = wait_for("the directory is there", lambda: folder.exists() and folder.stat(), timeout_s=60)
         wait_for("it is the pods'", lambda: folder.stat().st_uid == 65532, timeout_s=60)
@@ -58,6 +59,12 @@ def folder(installed: Installed, tmp_path: Path) -> Iterator[Path]:
     finally:
         helm(cluster, "upgrade", RELEASE, str(CHART), *options, "--set", "nodeModels.path=")
         cluster.kubectl("label", "--overwrite", "namespace", SYSTEM, f"{ENFORCE}=restricted")
+
+
+def node_name(installed: Installed) -> str:
+    """The node that runs pods: simulated ones have no directories."""
+    [name] = [each["metadata"]["name"] for each in installed.all("nodes") if "fake" not in each["metadata"]["labels"]]
+    return str(name)
 
 
 @pytest.fixture
