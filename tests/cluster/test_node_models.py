@@ -84,8 +84,10 @@ def s3(installed: Installed, near: Installed) -> Iterator[S3]:
             s3.put(f"mine/{path}", content)
         secret = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "store"}}
         variables = s3.environment(node_address(installed))
-        near.kubectl("apply", "-f", "-", stdin=json.dumps({**secret, "stringData": variables}))
+        for each in (near, installed):
+            each.kubectl("apply", "-f", "-", stdin=json.dumps({**secret, "stringData": variables}))
         yield s3
+        installed.kubectl("delete", "secret", "store")
 
 
 def desired(name: str, replicas: int) -> dict[str, Any]:

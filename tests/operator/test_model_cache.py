@@ -16,7 +16,7 @@ from typing import Any, Literal, cast
 import msgspec
 import pytest
 
-from omnipipeline_operator import errors
+from omnipipeline_operator import errors, settings
 from omnipipeline_operator.cluster.status_client import FetchStatus
 from omnipipeline_operator.controller.observing import model_cache
 from omnipipeline_operator.controller.observing.snapshots import Snapshot
@@ -374,3 +374,25 @@ async def test_the_status_says_how_much_a_pod_has_fetched_to_its_node_and_why_it
     reason, message = await ready({"state": {"terminated": ended}})
     assert reason == "PrefetchFailed"
     assert message.endswith("pod front-x: container prefetch: cannot fetch s3://models/mine: it does not exist")
+
+
+@pytest.mark.parametrize(
+    "text, found",
+    [
+        ("", None),
+        ('{"path": "", "bound": ""}', None),
+        ('{"path": "/var/lib/models", "bound": "200Gi"}', NodeModels(path="/var/lib/models", bound="200Gi")),
+        ('{"path": "/", "bound": ""}', "'/' is not the absolute path of a directory for models alone"),
+        ('{"path": "models"}', "'models' is not the absolute path"),
+        ('{"path": "/var/lib/models/../.."}', "is not the absolute path"),
+        ('{"path": "/var/lib/models", "bound": "much"}', "OMNI_OPERATOR_NODE_MODELS: 'much'"),
+        ('{"path": 1}', "OMNI_OPERATOR_NODE_MODELS: Expected `str`"),
+    ],
+)
+def test_the_directory_of_nodes_is_one_for_models_alone(text: str, found: NodeModels | str | None) -> None:
+    environ = {"OMNI_OPERATOR_STAGE_IMAGE": "stage:1", "OMNI_OPERATOR_NODE_MODELS": text}
+    if isinstance(found, str):
+        with pytest.raises(errors.ConfigurationError, match=re.escape(found)):
+            settings.read(environ, hostname="h")
+    else:
+        assert settings.read(environ, hostname="h").node_models == found
