@@ -250,3 +250,26 @@ def test_two_versions_convert_both_ways_while_the_operator_reconciles(
     assert pods(kube) == running_pods
     assert audit.writes() and not [each for each in audit.writes() if each[1] in ("deployments", "pods")]
     assert "Traceback" not in converting.log.read_text()
+
+
+def test_a_version_that_the_operator_does_not_convert_is_refused_with_a_reason(
+    kube: Kube, converting: OperatorProcess, prepared: tuple[Cluster, Path]
+) -> None:
+    """The released operator beside a CRD of the next release."""
+    cluster, _ = prepared
+    converting.program = ("-m", "omnipipeline_operator")
+    converting.start().managing()
+    eventually(lambda: kube.get("crd", CRD)["spec"]["conversion"]["strategy"] == "Webhook", what="the webhook is known")
+    kube.apply(pipeline("duo"))
+    kube.wait_ready("duo")
+    define(cluster)
+
+    def refused() -> bool:
+        shown = cluster.kubectl(
+            "-n", kube.namespace, "get", f"omnipipelines.{NAME}.omnipipeline.dev", "duo", check=False
+        )
+        return f"request.objects[0]: version '{NAME}' is not among {HUB} (of {kube.namespace}/duo)" in shown.stderr
+
+    eventually(refused, what="the refusal names the object")
+    assert read(kube, "duo", HUB)["metadata"]["name"] == "duo"
+    kube("delete", "omnipipeline.v1alpha1.omnipipeline.dev", "duo")
