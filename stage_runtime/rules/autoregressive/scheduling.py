@@ -3,7 +3,11 @@
 `schedule` fills a token budget: rows that decode first, then prompts in chunks, in the order of the policy. A request
 that finds no block takes those of the newest one, which is computed again later. A request whose next block is being
 computed for another one waits for it. `update_from_output` appends the sampled tokens and ends requests. Called by the
-engine core alone, in its thread. What it gives is in `steps`.
+engine core alone, in its thread. The plan of a step is in `steps`.
+
+One module, because choosing rows, giving blocks and ending requests all change the same queue and pool, and each must
+leave both consistent. What stands apart: the order of the queue (`waiting_queue`), the pool (`blocks`), blocks that
+come from elsewhere (`filling`, `rules.kv.handover`), drafts (`drafts`).
 """
 
 from __future__ import annotations
