@@ -25,7 +25,7 @@ from stage_runtime.rules.flow.links import LinkReceiver
 from stage_runtime.sockets.broadcasts import Broadcasts
 from stage_runtime.sockets.connections import detours
 from stage_runtime.sockets.connections.accepting import Accepting
-from stage_runtime.sockets.connections.connecting import Connecting
+from stage_runtime.sockets.connections.connecting import RECONNECT_GRACE_S, Connecting
 from stage_runtime.sockets.connections.dialing import Dialers
 from stage_runtime.sockets.connections.dismissals import DEFAULT_BOUNDS, DismissalBounds, Dismissals
 from stage_runtime.sockets.connections.links import Link
@@ -56,6 +56,7 @@ class Channels:
         security: CurveSecurity | None = None,
         dead_after_s: float = 3.0,
         idle_after_s: float | None = None,
+        reconnect_grace_s: float = RECONNECT_GRACE_S,
         dismissals: DismissalBounds = DEFAULT_BOUNDS,
         given_up_kept: int = GIVEN_UP_KEPT,
     ) -> None:
@@ -102,6 +103,7 @@ class Channels:
             self._dialers,
             self.counters,
             dead_after_s=dead_after_s,
+            reconnect_grace_s=reconnect_grace_s,
             current=lambda link: not self._closed and self._links.get(link.peer) is link,
             connected=self._connected,
             flush=self._resending.flush,

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 import zmq
 
 from stage_runtime.rules.flow.links import ACK_EVERY
-from stage_runtime.sockets.connections import connecting
 from stage_runtime.sockets.connections.links import Link
 from stage_runtime.sockets.endpoints.addresses import CurveSecurity
 from stage_runtime.sockets.frames import resending
@@ -54,11 +54,9 @@ async def test_who_has_only_received_opens_a_connection_when_it_sends() -> None:
 
 
 @pytest.mark.proves("receives-only")
-async def test_what_a_broken_connection_has_lost_is_sent_and_acknowledged_on_the_next_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(connecting, "RECONNECT_GRACE_S", PATIENCE_S)  # on a busy machine it is back late
-    a, b = End("aa", TCP), End("bb", TCP)
+async def test_what_a_broken_connection_has_lost_is_sent_and_acknowledged_on_the_next_one() -> None:
+    late: dict[str, Any] = {"reconnect_grace_s": PATIENCE_S}  # on a busy machine it is back late
+    a, b = End("aa", TCP, **late), End("bb", TCP, **late)
     proxy = Proxy(b.endpoint)
     async with ends(a, b):
         one_way(a, b, via=proxy.endpoint)

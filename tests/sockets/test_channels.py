@@ -20,7 +20,6 @@ import zmq
 
 from stage_runtime.errors import ConfigurationError, LimitReached, ValueRefused
 from stage_runtime.sockets import broadcasts
-from stage_runtime.sockets.connections import connecting
 from stage_runtime.sockets.endpoints import limits, opening
 from stage_runtime.sockets.endpoints.addresses import CurveSecurity, check, resolve
 from stage_runtime.wire import codec
@@ -206,12 +205,10 @@ async def talk_through_cuts(proxy: Proxy, send: Callable[[str], None]) -> None:
 
 @pytest.mark.proves("connection-breaks")
 @pytest.mark.parametrize("secure", [False, True], ids=["plain", "curve"])
-async def test_nothing_is_lost_or_doubled_when_the_connection_is_cut_under_load(
-    secure: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(connecting, "RECONNECT_GRACE_S", PATIENCE_S)  # on a busy machine it is back late
+async def test_nothing_is_lost_or_doubled_when_the_connection_is_cut_under_load(secure: bool) -> None:
+    late: dict[str, Any] = {"reconnect_grace_s": PATIENCE_S}  # on a busy machine it is back late
     keys = security("curve" if secure else "tcp")
-    a, b = End("aa", "tcp://127.0.0.1:*", security=keys), End("bb", "tcp://127.0.0.1:*", security=keys)
+    a, b = (End(name, "tcp://127.0.0.1:*", security=keys, **late) for name in ("aa", "bb"))
     async with ends(a, b):
         with contextlib.closing(Proxy(b.endpoint)) as proxy:
             introduce(a, b, via=proxy.endpoint)

@@ -36,6 +36,7 @@ class Connecting:
         counters: Counter[str],
         *,
         dead_after_s: float,
+        reconnect_grace_s: float,
         current: Callable[[Link], bool],
         connected: Callable[[Link], None],
         flush: Callable[[Link], None],
@@ -49,6 +50,7 @@ class Connecting:
         self._dialers = dialers
         self._counters = counters
         self._dead_after_s = dead_after_s
+        self._reconnect_grace_s = reconnect_grace_s
         self._current = current
         self._connected = connected
         self._flush = flush
@@ -96,7 +98,7 @@ class Connecting:
             return
         self.interrupted.add(link.peer)
         self._counters["disconnected"] += 1
-        self._loop.call_later(RECONNECT_GRACE_S, self._must_be_connected, link, connection, connection.breaks)
+        self._loop.call_later(self._reconnect_grace_s, self._must_be_connected, link, connection, connection.breaks)
         if not link.keep_awake:  # a coordinator counts connections that end at once as those of another protocol
             for after_s in ASK_AFTER_S:
                 self._loop.call_later(after_s, self._ask, link, connection, connection.breaks)
@@ -119,7 +121,7 @@ class Connecting:
         if not self._is_down(link, connection, since):
             return
         if connection.reached and again:
-            self._loop.call_later(RECONNECT_GRACE_S, self._must_be_connected, link, connection, since, False)
+            self._loop.call_later(self._reconnect_grace_s, self._must_be_connected, link, connection, since, False)
             return
         self._gone(link)
 
