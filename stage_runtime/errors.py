@@ -48,6 +48,9 @@ CODES: Final[dict[str, int]] = {
 
 #: Words of an engine's error, by which a coordinator tells a missing folder of an adapter from a wrong one.
 NO_FOLDER: Final = "this folder does not exist"
+ENGINES_CHANGE: Final = "engines are being started or ended"
+#: Words in errors of an operation that the same engine, or the next one in its place, may carry out later.
+ENGINE_AWAY: Final = ("EngineDeadError: ", "the engine crashed: ", "no answer within ", ENGINES_CHANGE)
 TEXT_LIMIT: Final = 2000  # characters of an error's text: a longer one helps no reader and fits into no message
 TRACEBACK_LIMIT: Final = 48_000
 

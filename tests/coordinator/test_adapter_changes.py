@@ -153,6 +153,50 @@ async def test_adapters_are_refused_while_there_is_no_instance_that_takes_them()
         assert gone.value.code == "unavailable"
 
 
+AWAY = pytest.mark.parametrize(
+    "error",
+    [
+        "EngineDeadError: engine 0 has ended",
+        "the engine crashed: EngineDeadError: gone",
+        "RequestError: load_adapter: engines are being started or ended",
+    ],
+)
+
+
+@AWAY
+async def test_nothing_is_loaded_while_an_engine_cannot_say_what_it_has(error: str) -> None:
+    async with coordinator_harness() as made:
+        made.join("f2", "front")
+        loading = asyncio.create_task(made.coordinator.adapters.load("sql", "/a/sql", timeout_s=PATIENCE_S))
+        await answered(made, "f1", 0, {})
+        await answered(made, "f2", 0, None, error)
+        for number in range(2):
+            await answered(made, "v1", number, None, "this stage takes no operations")
+        with pytest.raises(RequestError) as away:
+            await loading
+        assert (away.value.code, away.value.message) == ("unavailable", f"stage split: {error}")
+        assert len(calls(made, "f1")) == 1 and not made.coordinator.adapters.due(["split"])
+
+
+@AWAY
+async def test_an_engine_that_ends_while_it_loads_or_drops_is_not_the_clients_fault(error: str) -> None:
+    async with coordinator_harness() as made:
+        adapters, second = made.coordinator.adapters, 0
+        for change in (
+            adapters.load("two", "/a/two", timeout_s=PATIENCE_S),
+            adapters.unload("sql", timeout_s=PATIENCE_S),
+        ):
+            changing = asyncio.create_task(change)
+            await answered(made, "f1", second, {"sql": "/a/sql"})
+            for number in (second, second + 1):
+                await answered(made, "v1", number, None, "this stage takes no operations")
+            await answered(made, "f1", second + 1, None, error)
+            with pytest.raises(RequestError) as away:
+                await changing
+            assert (away.value.code, away.value.message) == ("unavailable", error)
+            second += 2
+
+
 async def test_only_instances_that_lack_an_adapter_are_asked_to_load_it() -> None:
     async with coordinator_harness() as made:
         made.join("f2", "front")

@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple, TypeAlias
 
 from stage_runtime.coordinator.questions.operations import OperationResults, Operations
-from stage_runtime.errors import NO_FOLDER, OmniError, RequestError, describe
+from stage_runtime.errors import ENGINE_AWAY, NO_FOLDER, OmniError, RequestError, describe
 from stage_runtime.rules.members.adapters import LIST, LOAD, MOST_CHANGES, UNLOAD
 
 log = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ class AdapterChanges:
 
         Raises: RequestError: not_found: no stage takes any, or an instance does not find the folder;
             duplicate_request: all have one of this name, or it is being loaded or unloaded; invalid_request: an engine
-            refuses it.
+            refuses it; unavailable: one has just ended.
         """
         async with self._change(name, timeout_s) as held:
             lacking = [one for one, names in held.items() if name not in names]
@@ -73,6 +73,8 @@ class AdapterChanges:
             if failed is not None:
                 loaded = [one for one, problem in zip(lacking, problems, strict=True) if problem is None]
                 await self._ask_each(loaded, UNLOAD, {"name": name}, timeout_s)
+                if _is_away(failed):
+                    raise RequestError("unavailable", failed)
                 code = "not_found" if NO_FOLDER in failed else "invalid_request"
                 raise RequestError(code, failed, param="lora_path" if path in failed else "lora_name")
             self._remember({one.stage for one in held}, name, arguments)
@@ -80,7 +82,7 @@ class AdapterChanges:
     async def unload(self, name: str, *, timeout_s: float) -> None:
         """Have all stages drop an adapter. Requests under way keep it to their ends.
 
-        Raises: RequestError: not_found: no instance has it; duplicate_request: as of `load`; invalid_request.
+        Raises: RequestError: not_found: no instance has it; invalid_request; the others as of `load`.
         """
         async with self._change(name, timeout_s) as held:
             having = [one for one, names in held.items() if name in names]
@@ -88,6 +90,8 @@ class AdapterChanges:
                 raise RequestError("not_found", f"no adapter {name!r} is loaded", param="lora_name")
             problems = await self._ask_each(having, UNLOAD, {"name": name}, timeout_s)
             failed = next((one for one in problems if one is not None), None)
+            if failed is not None and _is_away(failed):
+                raise RequestError("unavailable", failed)
             if failed is not None:
                 raise RequestError("invalid_request", failed, param="lora_name")
             self._remember({one.stage for one in having}, name, None)
@@ -110,6 +114,9 @@ class AdapterChanges:
         if not stages:
             raise RequestError("unavailable", "no stage has an instance now")
         answer = await self._operations.ask(LIST, stages, {}, timeout_s=timeout_s, noted=False)
+        for one in answer.results:
+            if one.error is not None and _is_away(one.error):  # it may take adapters, and have some
+                raise RequestError("unavailable", f"stage {one.stage}: {one.error}")
         found: dict[_Engine, Mapping[str, Any]] = {
             _Engine(one.instance, one.stage): one.value
             for one in answer.results
@@ -192,3 +199,8 @@ class AdapterChanges:
         except OmniError as error:
             return describe(error)
         return next((one.error for one in answer.results if one.error is not None), None)
+
+
+def _is_away(error: str) -> bool:
+    """Whether the engine, or the next one in its place, may carry the operation out later."""
+    return any(words in error for words in ENGINE_AWAY)

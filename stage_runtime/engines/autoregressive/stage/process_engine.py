@@ -29,7 +29,7 @@ from stage_runtime.engines.autoregressive.stage.traces import EngineTraces
 from stage_runtime.engines.autoregressive.text.prompts.prompt_rows import Extension
 from stage_runtime.engines.base import Inbox, Outbox, Work
 from stage_runtime.engines.simple import TakesNoChunks
-from stage_runtime.errors import EngineDeadError, InvalidRequest, RequestError, describe
+from stage_runtime.errors import ENGINES_CHANGE, EngineDeadError, InvalidRequest, RequestError, describe
 from stage_runtime.kv_transfer.interface import KVTransport
 from stage_runtime.profiler.recording.children import children
 from stage_runtime.rules.members.adapters import LOAD, UNLOAD
@@ -241,7 +241,7 @@ class ProcessEngine:
         if self._adapters is None:
             raise InvalidRequest(f"{event.operation}: adapters are for engine='own'")
         if self._busy:
-            raise RequestError("unavailable", f"{event.operation}: engines are being started or ended")
+            raise RequestError("unavailable", f"{event.operation}: {ENGINES_CHANGE}")
         return await self._adapters.carry_out(event.operation, arguments)
 
     async def _scale(self, arguments: dict[str, Any]) -> int:
@@ -252,7 +252,7 @@ class ProcessEngine:
         if set(arguments) != {"engines"} or type(engines) is not int or not 1 <= engines <= MOST_ENGINES:
             raise InvalidRequest(f"{SCALE}: expected engines, from 1 to {MOST_ENGINES}, got {arguments!r:.80}")
         if self._busy:
-            raise RequestError("unavailable", f"{SCALE}: engines are being started or ended")
+            raise RequestError("unavailable", f"{SCALE}: {ENGINES_CHANGE}")
         async with self._scaling:
             await client.scale_async(engines)
             if self._adapters is not None:
