@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 
 from omnipipeline_spec.types import pods
-from stage_runtime import diagnostics, errors, settings
+from stage_runtime import diagnostics, errors, imports, settings
 from stage_runtime.engines.threads import ending
 from stage_runtime.errors import ConfigurationError
 from stage_runtime.processes.containers import termination
@@ -73,7 +73,8 @@ def _stage() -> int:
     loaded = settings.stage(os.environ)
     settings.prepare(os.environ, loaded)
     codefiles.put_on_path(loaded.plan.code, loaded.code_dir)
-    from stage_runtime.processes.stages import stage_process  # after the environment is set: it may import torch
+    with imports.uncollected():
+        from stage_runtime.processes.stages import stage_process  # after the environment is set: it may import torch
 
     return stage_process.run(loaded)
 
@@ -82,7 +83,8 @@ def _coordinator() -> int:
     loaded = settings.coordinator(os.environ)
     settings.prepare(os.environ, loaded)
     codefiles.put_on_path(loaded.plan.code, loaded.code_dir)
-    from stage_runtime.processes import coordinator_process
+    with imports.uncollected():
+        from stage_runtime.processes import coordinator_process
 
     return coordinator_process.run(loaded)
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from stage_runtime import imports
 from stage_runtime.api import Encoder
 from stage_runtime.engines.autoregressive.text.prompts.controls import TextEncoder
 from stage_runtime.errors import ConfigurationError, ContextLengthExceeded, InvalidRequest
@@ -27,8 +28,9 @@ def load(spec: Encoder, *, device: str = "cpu", progress: Callable[[str], None] 
     if spec.pooling not in POOLINGS:
         raise ConfigurationError(f"omni.Encoder(pooling={spec.pooling!r}): expected one of {', '.join(POOLINGS)}")
     try:
-        import torch
-        import transformers as untyped
+        with imports.uncollected():
+            import torch
+            import transformers as untyped
     except ImportError as error:
         raise ConfigurationError(f"omni.Encoder needs the extra 'engine': {error}") from error
     transformers: Any = untyped

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Set
 from typing import Any, Final
 
 from omnipipeline_spec.types.plan import StagePlan
+from stage_runtime import imports
 from stage_runtime.api import Autoregressive, Batched, Encoder, Simple, StageContext, Streaming
 from stage_runtime.engines.base import Engine
 from stage_runtime.engines.batched import BatchedEngine
@@ -184,7 +185,8 @@ def _custom(made: Any, run: Callable[..., Any], blame: str) -> Engine:
 
 def _autoregressive(made: Autoregressive, context: StageContext | None, sources: tuple[str, ...]) -> Engine:
     """Load its model. Imports torch and transformers, which other stages do not need."""
-    from stage_runtime.engines.autoregressive.stage import factory
+    with imports.uncollected():
+        from stage_runtime.engines.autoregressive.stage import factory
 
     return factory.make(made, context, sources)
 

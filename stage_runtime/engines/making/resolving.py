@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
 from omnipipeline_spec.validation import shapes
+from stage_runtime import imports
 from stage_runtime.engines.simple import is_async, is_generator
 from stage_runtime.errors import ConfigurationError
 
@@ -41,7 +42,8 @@ def resolve(name: str, *, field: str) -> Callable[..., Any]:
     if not module_name or module_name.startswith(".") or not attribute:
         raise ConfigurationError(f"{field}: {name!r} is not a pkg.mod:function")
     try:
-        found: Any = importlib.import_module(module_name)
+        with imports.uncollected():
+            found: Any = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name and (module_name == error.name or module_name.startswith(error.name + ".")):
             raise ConfigurationError(f"{field}: {_no_module(error.name, name)}") from error

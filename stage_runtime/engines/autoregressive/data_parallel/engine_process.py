@@ -5,10 +5,13 @@ An engine process among several of one instance.
 
 from __future__ import annotations
 
-from stage_runtime.engines.autoregressive.data_parallel.dp_engine import DataParallelProc, DPEngineCoreProc
-from stage_runtime.engines.autoregressive.process import program
-from stage_runtime.engines.autoregressive.process.messages.engine_messages import Init
-from stage_runtime.engines.autoregressive.process.proc import EngineCoreProc
+from stage_runtime import imports
+
+with imports.uncollected():
+    from stage_runtime.engines.autoregressive.data_parallel.dp_engine import DataParallelProc, DPEngineCoreProc
+    from stage_runtime.engines.autoregressive.process import program
+    from stage_runtime.engines.autoregressive.process.messages.engine_messages import Init
+    from stage_runtime.engines.autoregressive.process.proc import EngineCoreProc
 
 
 def kind(init: Init) -> type[EngineCoreProc]:

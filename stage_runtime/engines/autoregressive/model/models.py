@@ -16,6 +16,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
+from stage_runtime import imports
 from stage_runtime.api import NextRows, Step
 from stage_runtime.engines.autoregressive.model import adapted, refusals, states
 from stage_runtime.engines.autoregressive.model.adapted import AdapterLayers, AdapterTokens
@@ -133,14 +134,17 @@ def transformers() -> Any:
     Raises: ConfigurationError: it is not installed.
     """
     try:
-        import transformers as package
-        from transformers.masking_utils import AttentionMaskInterface
+        with imports.uncollected():
+            import transformers as package
+            from transformers.masking_utils import AttentionMaskInterface
+
+            interface = package.AttentionInterface  # which imports what models have in common
     except ImportError as error:
         raise ConfigurationError(
             f"omni.Autoregressive needs transformers, which cannot be imported ({error}): "
             "pip install 'omnipipeline[engine]'"
         ) from error
-    package.AttentionInterface.register(ATTENTION, _attention)
+    interface.register(ATTENTION, _attention)
     AttentionMaskInterface.register(ATTENTION, lambda *_args, **_kwargs: None)
     return package
 

@@ -1,0 +1,73 @@
+"""The garbage collector while modules are imported."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from stage_runtime import imports
+from stage_runtime.engines.making import resolving
+
+
+@pytest.fixture(autouse=True)
+def _collector() -> None:
+    assert gc.isenabled()
+
+
+def test_nothing_is_collected_until_the_last_of_nested_imports_has_ended() -> None:
+    with imports.uncollected():
+        with imports.uncollected():
+            pass
+        assert not gc.isenabled()
+    assert gc.isenabled()
+
+
+def test_an_import_that_ends_does_not_start_the_collector_of_another_threads_import() -> None:
+    begun, end = threading.Event(), threading.Event()
+
+    def other() -> None:
+        with imports.uncollected():
+            begun.set()
+            end.wait()
+
+    thread = threading.Thread(target=other)
+    with imports.uncollected():
+        thread.start()
+        begun.wait()
+    assert not gc.isenabled()
+    end.set()
+    thread.join()
+    assert gc.isenabled()
+
+
+def test_a_collector_that_an_author_has_stopped_stays_stopped() -> None:
+    gc.disable()
+    try:
+        with imports.uncollected():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+
+
+def test_an_import_that_fails_starts_the_collector_again() -> None:
+    with pytest.raises(ModuleNotFoundError), imports.uncollected():
+        importlib.import_module("a_module_that_nobody_has")
+    assert gc.isenabled()
+
+
+def test_an_authors_module_is_imported_without_the_collector(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Path(tmp_path, "watches_the_collector.py").write_text(
+        "import gc\nFOUND = gc.isenabled()\ndef fn():\n    return FOUND, gc.isenabled()\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    try:
+        made = resolving.resolve("watches_the_collector:fn", field="factory")
+        assert made() == (False, True)
+    finally:
+        sys.modules.pop("watches_the_collector", None)
