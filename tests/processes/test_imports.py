@@ -1,9 +1,10 @@
-"""The garbage collector while modules are imported."""
+"""Packages that a process imports, and the garbage collector meanwhile."""
 
 from __future__ import annotations
 
 import gc
 import importlib
+import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -71,3 +72,17 @@ def test_an_authors_module_is_imported_without_the_collector(tmp_path: Path, mon
         assert made() == (False, True)
     finally:
         sys.modules.pop("watches_the_collector", None)
+
+
+@pytest.mark.parametrize(
+    ("process", "absent"),
+    [
+        ("stages.stage_process", {"torch", "transformers", "fastapi", "pydantic", "uvicorn", "httpx", "click", "rich"}),
+        ("coordinator_process", {"torch", "transformers", "httpx", "rich"}),
+        ("containers.pod", {"torch", "numpy", "zmq", "fastapi", "httpx", "click", "rich"}),
+    ],
+)
+def test_a_process_imports_no_package_that_only_others_need(process: str, absent: set[str]) -> None:
+    program = f"import sys, stage_runtime.processes.{process}; print(*sys.modules)"
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert absent & set(ran.stdout.split()) == set()

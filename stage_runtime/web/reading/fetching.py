@@ -13,14 +13,15 @@ import socket
 import ssl
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from typing import Final
-
-import httpx
+from typing import TYPE_CHECKING, Final
 
 from stage_runtime.errors import InvalidRequest
 from stage_runtime.web.settings import WebSettings
 from stage_runtime.web.translating.media import MediaUrl
 from stage_runtime.wire.values import Media
+
+if TYPE_CHECKING:
+    import httpx
 
 MAX_REDIRECTS: Final = 3
 MAX_MEDIA: Final = 32  # URLs of one request
@@ -39,6 +40,8 @@ class Fetcher:
         self._turn = asyncio.Semaphore(MAX_FETCHES)
         self._tls: ssl.SSLContext | None = None  #: Of all clients. Reading the certificates takes 40 ms.
         self._making_tls = asyncio.Lock()
+        if self._hosts:  # it takes a tenth of a coordinator's start, and most pipelines fetch nothing
+            import httpx as httpx
 
     async def fetch(self, places: Iterable[MediaUrl], hold: Callable[[int], None]) -> dict[str, Media]:
         """URL -> what it holds, all fetched at once; when one fails the others end.
@@ -61,6 +64,8 @@ class Fetcher:
         return {url: task.result() for url, task in zip(wanted, found, strict=True)}
 
     async def _bounded(self, place: MediaUrl, got: _Sum) -> Media:
+        import httpx
+
         try:
             url = httpx.URL(place.url)
             self._check_host(url, place)
@@ -78,6 +83,8 @@ class Fetcher:
 
     async def _follow(self, url: httpx.URL, place: MediaUrl, got: _Sum, tls: ssl.SSLContext) -> Media:
         """url: of a host that is allowed."""
+        import httpx
+
         # trust_env: a proxy would look the name up by itself, after our check
         async with httpx.AsyncClient(
             trust_env=False, follow_redirects=False, timeout=self._timeout_s, verify=tls
@@ -104,6 +111,8 @@ class Fetcher:
         raise _refused(place, f"more than {MAX_REDIRECTS} redirects")
 
     async def _tls_context(self) -> ssl.SSLContext:
+        import httpx
+
         async with self._making_tls:
             if self._tls is None:
                 self._tls = await asyncio.to_thread(httpx.create_ssl_context, trust_env=False)
