@@ -405,11 +405,12 @@ class StageInput:
             self._inbox.put(events.NoPayload(work.request_id, work))
 
     def _report_complete(self, work: RequestWork) -> None:
-        """Report, once, that all input is here. The client's comes from the owner itself."""
+        """Report, once, that all input is here, also of a request that the engine has ended meanwhile. The client's
+        input comes from the owner itself."""
         if not work.streamed or self._plan.entry:
             return
         with self._lock:
-            report = work.expecting.complete and not work.reported_complete and not work.dead
+            report = work.expecting.complete and not work.reported_complete and not work.aborted
             work.reported_complete |= report
         if report:
             self._complete(work)
