@@ -1,4 +1,4 @@
-"""Importing large packages without the garbage collector, which finds nothing then and takes a seventh of the time.
+"""Importing large packages without the garbage collector, which finds little then and takes a part of the time.
 
 Here: the pause. Called around the imports of a process's role, of authors' modules and of torch and transformers; not
 around loading, which leaves garbage.
