@@ -226,8 +226,9 @@ class _Guided:
 
     def take(self, token: int) -> bool:
         """Raises: GrammarRefused: the library gives up at what must follow the token, which is allowed."""
+        over = self._matcher.is_stopped()  # it allows nothing more, and calls the next token an error of its own
         taken = bool(self._matcher.consume_token(token))
-        if not taken and self._matcher.is_error() and FORBIDDEN not in self._matcher.get_error():
+        if not taken and not over and self._matcher.is_error() and FORBIDDEN not in self._matcher.get_error():
             raise GrammarRefused(self._place, _problem(self._matcher))
         return taken
 
