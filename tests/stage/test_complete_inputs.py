@@ -18,7 +18,7 @@ HEADER = Header("r", 1, "c", {}, None, streamed=True)
 
 
 class QuickInbox(Inbox):
-    """What is put into it happens to the request at once, as on a thread that overtakes this one."""
+    """An inbox whose engine is done with each item at once, as on a thread that overtakes this one."""
 
     def __init__(self, happens: Callable[[RequestWork], object]) -> None:
         super().__init__(lambda work, error: None)
