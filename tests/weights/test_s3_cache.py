@@ -427,3 +427,10 @@ def test_what_a_server_repeats_of_credentials_is_not_shown(s3: S3) -> None:
     with pytest.raises(Interrupted, match=r"refused: \*\*\*") as caught:
         source.text("config.json", 10)
     assert not [each for each in ("AKIAPUBLIC", "hidden", "token-of-a-role") if each in str(caught.value)]
+
+
+def test_a_bound_that_is_not_a_quantity_is_named(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "stage_runtime", "prefetch", URL, "--folder", str(tmp_path), "--bound", "NaN"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=patience(60))
+    cause = "--bound: 'NaN' is not a quantity: write a number with an optional unit, such as 500m, 12Gi or 8"
+    assert (ended.returncode, ended.stderr.splitlines()) == (1, [f"cannot fetch {URL}: {cause}"])

@@ -44,13 +44,21 @@ def command(url: str, folder: Path | None, quick: bool, bound: str | None) -> No
     log = settings.termination_log(os.environ)
     try:
         root = folder or folders.root(os.environ)
-        limit = quantities.parse_bytes(bound) if bound else None
+        limit = _limit(bound)
         progress = Progress(terminal.echo)
         with fetching.serving(lambda: (progress.report.bytes_done, progress.report.bytes_total), os.environ):
             fetch = Fetch(Source(url, os.environ), root, progress, say=terminal.echo, bound=limit)
             done = fetch.ensure(thorough=not quick)
-    except (ConfigurationError, Interrupted, OSError, ValueError) as error:
+    except (ConfigurationError, Interrupted, OSError) as error:
         termination.write(log, f"cannot fetch {url}: {error}")
         terminal.echo(f"cannot fetch {url}: {error}", err=True)
         sys.exit(options.EXIT_FAULT)
     terminal.echo(f"{url} is whole in {done} ({time.monotonic() - began:.1f} s)")
+
+
+def _limit(bound: str | None) -> int | None:
+    """Raises: ConfigurationError: it is not a quantity of bytes."""
+    try:
+        return quantities.parse_bytes(bound) if bound else None
+    except ValueError as error:
+        raise ConfigurationError(f"--bound: {error}") from error
