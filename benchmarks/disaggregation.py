@@ -13,11 +13,11 @@ apart2    one engine decodes, two compute prompts: more processes than this mach
 
 Each engine's thread is pinned to a processor of its own, as far as there are some.
 
-Before it, in the same run: bytes a second of blocks from cache to cache, beside a copy of as many bytes (memcpy), and
-from process to process, beside raw TCP and memcpy (`kv_rate`), and over links with a bandwidth, beside raw TCP over the
-same link (`kv_link`; where network namespaces are allowed). The share of bytes that came before prefill had computed
-the last chunk of a prompt, of prompts of 2, 4 and 8 chunks, one at a time. And what long prompts of one decode instance
-wait while another one, which has asked prefill for some, is stopped and takes nothing.
+The same run measures before it: bytes a second of blocks from cache to cache, beside a copy of as many bytes (memcpy),
+and from process to process, beside raw TCP and memcpy (`kv_rate`), and over links with a bandwidth, beside raw TCP over
+the same link (`kv_link`; where network namespaces are allowed). The share of bytes that came before prefill had
+computed the last chunk of a prompt, of prompts of 2, 4 and 8 chunks, one at a time. And what long prompts of one decode
+instance wait while another one, which has asked prefill for some, is stopped and takes nothing.
 """
 
 from __future__ import annotations

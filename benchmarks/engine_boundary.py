@@ -1,8 +1,8 @@
 """The cost of the boundary between client and engine process: ``python -m benchmarks.engine_boundary [--json FILE]``.
 
 The model is left out (the next token is the last one plus one), so what is measured is the scheduler, the loop and the
-boundary: all that the client uses, and all that the engine's process uses outside the thread of its loop. Beside it the
-same requests without a boundary, in this process, round by round.
+boundary: all that the client uses, and all that the engine's process uses outside the thread of its loop. The same
+requests run beside it without a boundary, in this process, round by round.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ Half of the requests stream. The client retries nothing and writes down each req
     python -m benchmarks.faults --relay nixl|mooncake|nccl [--transfers 10000] [--json FILE]
 
 One relay between two pods: a peer killed, frozen, cut off, gone without a word and restarted on the way, then gets that
-are given up, with quarantine (no byte may be wrong) and without (some must be). Of a kill, "closed" is when the kernel
+are given up, with quarantine (no byte may be wrong) and without (some must be). A kill is "closed" when the kernel
 had closed the killed process's connections; it is to be noticed within 0.1 s of that.
 Exit code 1: a promise was broken; each is listed below its row.
 """

@@ -8,7 +8,7 @@ depends on who else uses the machine. Waits are voluntary context switches: how 
 be woken. A hop's wall time is (time of 4 stages - time of 1) / 3. `hoplab.prototype` is the limit: the same path with
 nothing around it. Ratios are medians over interleaved rounds.
 
-After the visits: answers per second of 2 stages with 64 requests under way, at the request manager and over HTTP. Then,
+Answers per second of 2 stages with 64 requests under way, at the request manager and over HTTP. Then,
 unless --quick: hops beside memcpy, raw TCP and one ZeroMQ message, and what CURVE costs (alone with --curve), on
 hops whose tensors go by the tcp relay as between two pods.
 """

@@ -3,7 +3,7 @@ benchmarks.kv_link [--gbit 2.5 10] [--relays tcp nixl mooncake] [--rounds N]`. A
 
 The stages of `kv_rate` run in network namespaces of their own. All that prefill sends leaves by a link that lets
 ``--gbit`` through (tc's tbf). Raw TCP: a socket of prefill's namespace into decode's, as `kv_rate` has it. They take
-turns. Nothing is encrypted, as raw TCP is not. Over loopback both are bound by copies in memory, which no network is.
+turns. Nothing is encrypted, as raw TCP is not. Both are bound by copies in memory over loopback, which no network is.
 
 Needs root, `ip`, `tc` and `nsenter`; without them it says so and measures nothing.
 """

@@ -3,14 +3,14 @@
     python -m benchmarks.omni [--users 1,8,16,32] [--every 6] [--requests 8] [--closed 1,16] [--model FOLDER]
         [--set PATH=VALUE]... [--json]
 
-For each number of users, each of them asks every so many seconds (``--every``), answered or not, so arrivals have a
+Each of a number of users asks every so many seconds (``--every``), answered or not, so arrivals have a
 fixed rate; with ``--closed``, so many ask at once, again and again, until all requests are answered. Answers are
 streamed. Printed in the field's words: time to the first text and to the first sound, the real-time factor (seconds of
 computing for a second of sound), underruns of a player that starts with the first sound and the longest one, the share
-of time in which each stage computed, and what lies between two steps of the talker. Beside them, in the same run and on
-the same cores, transformers' ``generate`` of the whole model in a process of its own, one request after the other. With
-a tiny checkpoint the ratios say what the stages and the engine cost, not what a large model takes. ``--set`` places
-stages on a GPU, ``--model`` names a checkpoint.
+of time in which each stage computed, and what lies between two steps of the talker. The same run measures on the same
+cores transformers' ``generate`` of the whole model in a process of its own, one request after the other. The ratios of
+a tiny checkpoint say what the stages and the engine cost, not what a large model takes. ``--set`` places stages on a
+GPU, ``--model`` names a checkpoint.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     python benchmarks/operator_size.py [--pipelines 500] [--foreign 5000] [--edits 200] [--idle-s 320] [--json FILE]
     python benchmarks/operator_size.py --pipelines 5 --foreign 0 --edits 0 --idle-minutes 30
 
-With `--replay` the same writes are sent once more without the operator, which shows what the API server alone needs.
+The same writes are sent once more without the operator with `--replay`, which shows what the API server alone needs.
 
 Needs root and the kit beside the checkout ($OMNI_CLUSTER_KIT): it starts the control plane and simulated nodes. API
 server, controllers and operator share the machine. Each figure stands beside what is promised; beyond it, exit 1.

@@ -5,11 +5,12 @@
 Three sides: ``without`` is a copy of the runtime whose hooks are cut out of the source; ``off`` is the runtime as it
 is, with nothing recorded; ``on`` is the same while events are recorded. ``off`` and ``on`` are the same processes,
 switched by signals, since two processes of one program differ by a percent or so; for ``without`` each generation
-starts all processes anew. In a block the two that are compared serve one after the other, in random order, for a short
+starts all processes anew. The two that are compared serve one after the other in a block, in random order, for a short
 time: how fast a machine is changes from second to second. So a side's processor time is also taken relative to what
 the client took for the same requests at the same moment. A result is the mean of the paired differences without the
-outermost tenths, with a 95 % interval by a bootstrap that draws generations, then blocks within them. What a writer
-wrote after a block's last request belongs to the block's processor time."""
+outermost tenths, with a 95 % interval by a bootstrap that draws generations, then blocks within them. Bytes that a
+writer wrote after a block's last request belong to the block's processor time.
+"""
 
 from __future__ import annotations
 
@@ -121,7 +122,7 @@ class Connection(asyncio.Protocol):
             self._end(None)
 
     def _end(self, error: BaseException | None) -> None:
-        """End the block. Between two blocks the server may close a connection: it is made anew."""
+        """End the block. The server may close a connection between two blocks: it is made anew."""
         ended, self._ended = self._ended, None
         if ended is None:
             return
@@ -138,7 +139,7 @@ class Pipeline:
         self.url = url
         self.pids = pids
         self._connections: list[Connection] = []
-        self._asked = 0  #: On connections that were closed meanwhile.
+        self._asked = 0  #: Requests on connections that were closed meanwhile.
 
     async def connect(self) -> None:
         """Have all connections."""
@@ -263,7 +264,7 @@ def difference(
 ) -> tuple[float, float, float]:
     """How much more ``other`` has, in percent of ``base``: trimmed mean, and its 95 % interval (bootstrap).
 
-    Of logarithms, so that both directions weigh the same.
+    Logarithms are compared, so that both directions weigh the same.
     """
     changes = [
         [100 * math.log(value(block[other]) / value(block[base])) for block in blocks if {base, other} <= block.keys()]

@@ -164,7 +164,7 @@ class Took(NamedTuple):
     """Seconds for one payload."""
 
     wall: float
-    processor: float  #: Of both processes.
+    processor: float  #: Processor time of both processes.
 
 
 def measure(

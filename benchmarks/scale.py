@@ -33,7 +33,7 @@ BASE = 10  # instances: what a request's cost is compared with
 JOIN_S, LINK_BYTES, LINK_DESCRIPTORS, COST, WORST, STREAM_BYTES = 60.0, 64 << 10, 3.0, 1.2, 1.3, 100 << 10
 BALANCE_S = 15.0
 BEAT_US, IDLE, IDLE_INSTANCES, ROUND_TRIPS = 20.0, 0.05, 1000, 2.0
-#: Times the first byte without idle streams. Caches may cost a part of that. To look at each of 10,000 streams for a
+#: Times the first byte without idle streams. Caches may cost a part of that. A look at each of 10,000 streams for a
 #: request would take a millisecond or more: longer than the first byte itself.
 FIRST_BYTE = 1.5
 
@@ -41,7 +41,7 @@ FIRST_BYTE = 1.5
 class Simulated(msgspec.Struct, frozen=True):
     """The load of the worst instance over time, divided by the mean."""
 
-    instances: int  #: Of one group.
+    instances: int  #: Instances of one group.
     coordinators: int
     worst: float
 

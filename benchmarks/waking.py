@@ -1,5 +1,5 @@
-"""Where the time of a pod's wake-up goes until its weights are in memory, by where they lie:
-`python -m benchmarks.waking [--mib N] [--rounds N]`.
+"""The time of a pod's wake-up until its weights are in memory, by where they lie: `python -m benchmarks.waking [--mib
+N] [--rounds N]`.
 
 A model of random safetensors in a real S3 server on this machine. Steps are processes, as in a pod: the fetch that the
 node lacks; the same fetch where the node has the model (``--quick``, an init container's); a Job's thorough look. Then

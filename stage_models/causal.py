@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 
 class CausalModel(nn.Module):
-    base_model_prefix = "decoder"  #: As of transformers: where the layers are, for tensor parallelism.
+    base_model_prefix = "decoder"  #: The name that transformers gives: where the layers are, for tensor parallelism.
 
     def __init__(self, decoder: Any, head: Any, embedding: Any, config: Any, *, end_id: int | None) -> None:
         """decoder: takes ``inputs_embeds`` and ``position_ids``. end_id: of the token that ends an answer, if any."""

@@ -181,9 +181,9 @@ class Feed(msgspec.Struct, frozen=True, kw_only=True):
     """Rows for tokens that an `Autoregressive` stage is yet to generate: ``stream`` returns them for a chunk.
 
     The input of each generated token is the row that the decoder's `after_step` gave and the next one of these. A
-    request waits without steps while none is there. With its first `Feed` a request's prompt is whole.
-    rows: floats ``[n, hidden]``; None: none yet. end: ``[hidden]``, added once after the last row. pad: ``[hidden]``,
-    added at every token after that. Both are given once. When all streams have ended, no row is waited for.
+    request waits without steps while none is there. A request's prompt is whole with its first `Feed`. rows: floats
+    ``[n, hidden]``; None: none yet. end: ``[hidden]``, added once after the last row. pad: ``[hidden]``, added at every
+    token after that. Both are given once. When all streams have ended, no row is waited for.
     """
 
     rows: Any = None
@@ -247,27 +247,27 @@ class Autoregressive(msgspec.Struct, frozen=True, kw_only=True):
     reasoning: the form in which the model thinks before it answers: ``think`` (``<think>…</think>``), ``none`` (what it
     writes is the answer); ``auto`` takes ``think`` where the chat template or the vocabulary has ``</think>``. The
     thinking of answers to messages is not part of their text: see `Generation.reasoning`.
-    control_strings: control strings in texts of clients, such as ``<|im_end|>``, become control tokens. By default they
-    are ordinary text, and only those that the chat template writes count.
+    control_strings: control strings in texts of clients, such as ``<|im_end|>``, become control tokens. They are
+    ordinary text by default, and only those that the chat template writes count.
     number_digits: the most digits before the point of a number that an answer's JSON schema sets no bound to; after it
     at most 9. None: no bound.
     max_requests: the most requests computed at once. max_batched_tokens: the most tokens of one step. max_chunk: the
     most prompt tokens of one request in a step; small ones keep the gaps between tokens of the other requests small.
-    kv_cache_bytes: None takes what the device offers, at most what ``max_requests`` of full length need. What a model
-    keeps beside attention for ``max_requests`` requests is a part of it. policy:
-    ``fcfs``, ``priority``, or ``shortest``: short prompts before long ones that came somewhat earlier.
+    kv_cache_bytes: None takes what the device offers, at most what ``max_requests`` of full length need. A part of it
+    holds the state that a model keeps beside attention for ``max_requests`` requests. policy: ``fcfs``, ``priority``,
+    or ``shortest``: short prompts before long ones that came somewhat earlier.
     stream: what a chunk of an upstream stage adds to the prompt: ``stream(chunk)`` returns token ids, a float tensor
     ``[tokens, hidden]``, a `Prompt` of parts (with positions and added rows), a `Feed`, a list of these, or None.
     A request begins with its first chunk, when ``prompt`` gets a payload without data; what comes is computed
-    at once, and the answer begins with the first `Feed`, or when all streams have ended. Without ``prompt`` there is
-    nothing before the stream. Where nothing streams into the stage, it is not called.
-    dtype: of weights and cache: ``float32``, ``bfloat16``, ``float16``; ``auto`` takes bfloat16 where the device has
-    instructions for it, else float32. A CPU without them refuses ``bfloat16``.
+    at once, and the answer begins with the first `Feed`, or when all streams have ended. Nothing comes before the
+    stream without ``prompt``. It is not called where nothing streams into the stage. dtype: of weights and cache:
+    ``float32``, ``bfloat16``, ``float16``; ``auto`` takes bfloat16 where the device has instructions for it, else
+    float32. A CPU without them refuses ``bfloat16``.
     linears: the form of the weights on a CPU: ``auto`` measures, or ``plain``, ``onednn``, ``mkl``, ``numba`` (products
     compiled for the processor: float32, where weights that bfloat16 holds exactly take half the memory, and bfloat16
     with avx512_bf16).
     kernels: on a CPU, ``numba`` compiles attention for the processor (extra ``numba``) and ``torch`` takes torch's
-    operators; ``auto`` takes numba where it is installed. On a GPU ``auto`` is ``torch``; ``flash-attn`` and
+    operators; ``auto`` takes numba where it is installed. ``auto`` is ``torch`` on a GPU; ``flash-attn`` and
     ``flashinfer`` take the kernels of those projects (extras of these names; not tried on a GPU so far).
     compile: compile the parts of layers beside attention by torch when the stage is loaded; where that fails, they are
     computed as they are without it.

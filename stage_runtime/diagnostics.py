@@ -15,7 +15,7 @@ import os
 
 @functools.cache
 def descriptor() -> int:
-    """Not inherited by programs that the process starts. To be called first before any author's code runs."""
+    """Not inherited by programs that the process starts. It is called first, before any author's code runs."""
     try:
         return os.dup(2)
     except OSError:  # started without one

@@ -236,7 +236,9 @@ def _quote(report: tracebacks.TracebackException | None, quoted: Callable[[str],
 
 
 def _drop_runtime_frames(report: tracebacks.TracebackException | None) -> None:
-    """Drop the frames that lead to the author's code, in every exception of the chain. What has none keeps all."""
+    """Drop the frames that lead to the author's code, in every exception of the chain. An exception that has none keeps
+    all.
+    """
     if report is None:
         return
     foreign = [at for at, frame in enumerate(report.stack) if not is_ours(frame.filename)]

@@ -37,8 +37,9 @@ class ProcessSettings(msgspec.Struct, frozen=True, kw_only=True):
     log_level: str = "info"  #: One of `LOG_LEVELS`.
     arena_bytes: int | None = None  #: Size of the relay's arena; None: derived from the plan.
     status_fd: int | None = None  #: Write end of the pipe to the supervisor; None: started by hand.
-    pod_uid: str = ""  #: Of Kubernetes; a fact by which a relay is chosen.
-    code_dir: Path | None = None  #: Where the supervisor has put ``code.inline`` already (it is on PYTHONPATH).
+    pod_uid: str = ""  #: The uid of Kubernetes; a fact by which a relay is chosen.
+    #: The folder where the supervisor has put ``code.inline`` already (it is on PYTHONPATH).
+    code_dir: Path | None = None
 
 
 class StageSettings(ProcessSettings, frozen=True, kw_only=True):
@@ -90,8 +91,9 @@ class CoordinatorSettings(ProcessSettings, frozen=True, kw_only=True):
     #: Files of the HTTP server's certificate and its key, read again when they change; None: it serves plain HTTP.
     certificate: tuple[Path, Path] | None = None
     http_hosts: tuple[str, ...] = ()  #: Names, beside those of the loopback, allowed in Host and Origin headers.
-    bodies_nbytes: int | None = None  #: Of bodies and media of all requests in flight; None: derived from the memory.
-    answers_nbytes: int | None = None  #: Of answers that are not read yet; None: derived from the memory.
+    #: Bytes of bodies and media of all requests in flight; None: derived from the memory.
+    bodies_nbytes: int | None = None
+    answers_nbytes: int | None = None  #: Bytes of answers that are not read yet; None: derived from the memory.
     http_quiet_s: int = HTTP_QUIET_S  #: While it drains, a client's connection that rests for so long is closed.
 
 
@@ -102,7 +104,7 @@ class SupervisorSettings(msgspec.Struct, frozen=True, kw_only=True):
     plan_file: Path
     coordinators: str  #: Passed on as it is.
     address: str  #: The pod's IP address, which is advertised to peers.
-    control_port: int = CONTROL_PORT  #: Of the first group.
+    control_port: int = CONTROL_PORT  #: The port of the first group.
     probe_host: str = "*"  #: Every address of the pod.
     probe_port: int = PROBE_PORT
     termination_log: Path | None = None  #: None: no kubelet reads it.
@@ -332,10 +334,10 @@ SOCKET_FOLDER_MOST = 60  # bytes: a socket in a folder in it has 40 more, and a 
 
 
 def socket_folders(environ: Mapping[str, str]) -> tuple[str, str]:
-    """Where a process makes folders for sockets of its own, and how their names begin.
+    """The folder where a process makes folders for sockets of its own, and how their names begin.
 
-    In the run's folder, where it has room for a socket's path: it goes with the run. The name has the process's life,
-    so that its supervisor deletes what a killed one has left (`processes.supervision.reaper`).
+    It is in the run's folder, where it has room for a socket's path: it goes with the run. The name has the process's
+    life, so that its supervisor deletes what a killed one has left (`processes.supervision.reaper`).
     """
     run, life = environ.get("OMNI_RUN", ""), environ.get("OMNI_LIFE", "")
     where = run if 0 < len(run.encode()) <= SOCKET_FOLDER_MOST and Path(run).is_dir() else tempfile.gettempdir()
@@ -343,7 +345,7 @@ def socket_folders(environ: Mapping[str, str]) -> tuple[str, str]:
 
 
 def default_profile_root() -> str:
-    """Where profiles are written by default."""
+    """The folder where profiles are written by default."""
     return str(Path(tempfile.gettempdir()) / "profiles")
 
 

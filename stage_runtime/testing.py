@@ -3,7 +3,7 @@
 The factory is called and its function run by the same engines as in a pipeline, and values are checked as on every
 transport, so a tuple in a result fails here as it would there. A stage that writes into what it received, or into what
 it gave, fails here too; in a pipeline it is wrong on some placements. Not here: routes, joins, targets of chunks; those
-are the pipeline's, which `run_pipeline` and `chat` run as a whole. For authors; nothing of ours imports it.
+are the pipeline's, which `run_pipeline` and `chat` run as a whole. It is for authors; nothing of ours imports it.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Emitted(msgspec.Struct):
     """The outputs of the stage for one request."""
 
     request_id: str
-    chunks: list[Chunk] = []  #: In order, as the next stage would see them.
+    chunks: list[Chunk] = []  #: Chunks in order, as the next stage would see them.
     error: BaseException | None = None  #: Why the request failed; None: it did not.
     has_result: bool = False  #: False of a generator that yielded no Result.
     given: Any = None
@@ -91,8 +91,8 @@ def run_stage(
         its data. Its ``source`` is its own, or ``"source"``; all sources have ended when the payload comes.
     Returns:  one `Emitted` per payload. Its ``error`` is `WroteShared` where the stage wrote into what it shares.
     Raises:   ConfigurationError: the arguments do not fit, or the factory returned nothing runnable. ValueRefused:
-        a payload or chunk could not travel. TimeoutError: a request was not through after ``patience_s``. What the
-        factory itself raises passes through.
+        a payload or chunk could not travel. TimeoutError: a request was not through after ``patience_s``. An exception
+        of the factory itself passes through.
     """
     given = [_payload(index, one) for index, one in enumerate(payloads)]
     before = _before(given, chunks)

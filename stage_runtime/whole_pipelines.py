@@ -1,7 +1,7 @@
 """A whole pipeline in an author's test: `omni.testing.run_pipeline` and `omni.testing.chat`.
 
 The pipeline runs as `omni up` runs it, as processes of this machine, and is asked over HTTP. Its event loop has its own
-thread, so that tests need not be async. For authors, by way of `testing`; nothing of ours imports it.
+thread, so that tests need not be async. It is for authors, by way of `testing`; nothing of ours imports it.
 """
 
 from __future__ import annotations
@@ -102,6 +102,6 @@ def run_pipeline(
 
 
 def chat(file: str | os.PathLike[str], messages: str | Sequence[Mapping[str, Any]], **parameters: Any) -> Answer:
-    """Run a pipeline for one chat. As `run_pipeline` and `RunningPipeline.chat`."""
+    """Run a pipeline for one chat. The same as `run_pipeline` and `RunningPipeline.chat`."""
     with run_pipeline(file) as running:
         return running.chat(messages, **parameters)

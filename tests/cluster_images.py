@@ -3,7 +3,7 @@
 Here: their names, and the commands that build them. The kit keeps layers, so an image that is built twice is built
 once; it loads an image into the cluster when the cluster runs. Not here: the cluster (`cluster_kit`).
 
-As a program (``make images``) it builds all of them, so that .ci/run can do so beside other work. Standard library
+It builds all of them as a program (``make images``), so that .ci/run can do so beside other work. Standard library
 only: it runs before there is a virtual environment.
 """
 

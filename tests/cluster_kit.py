@@ -1,7 +1,7 @@
 """A real API server for tests marked ``cluster``: the one KUBECONFIG names, else the kit beside the checkout.
 
 Here: session fixtures ``api_server`` (control plane is enough) and ``node_cluster`` (pods run). Not here: what is
-tested. Used through tests/conftest.py. In CI a missing cluster is a failure, never a skip: a test that silently does
+tested. Used through tests/conftest.py. A missing cluster is a failure in CI, never a skip: a test that silently does
 not run proves nothing. The kit: ``$OMNI_CLUSTER_KIT``, else ../shared/cluster/cluster; a cluster that was up before
 is left up, and one that a killed test run left behind is removed.
 """

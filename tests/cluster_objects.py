@@ -25,7 +25,7 @@ class Objects:
         self._api: Any = config.new_client_from_config(str(kubeconfig))
         self._paths: dict[
             str, tuple[str, bool, str, str]
-        ] = {}  #: Of each name of a kind: path, namespaced, version, kind.
+        ] = {}  #: Entries by name of a kind: path, namespaced, version, kind.
 
     def get(self, kind: str, name: str, namespace: str = "") -> Object | None:
         """One object; None where there is none."""

@@ -65,7 +65,9 @@ def _begun(share: Sequence[Path], state: Path) -> subprocess.Popen[bytes]:
 
 
 def _side_by_side(folder: Path, beside: Sequence[Sequence[Path]]) -> int:
-    """The first exit code that is not 0. What the parts beside the one with pods print is shown when all have ended."""
+    """The first exit code that is not 0. The output of the parts beside the one with pods is shown when all have
+    ended.
+    """
     states = [folder / str(number) for number in range(len(beside))]
     running = [_begun(share, state) for share, state in zip(beside, states, strict=True)]
     try:

@@ -16,7 +16,7 @@ from tests.thoroughness import THOROUGH, examples
 hypothesis.settings.register_profile(
     "tests",
     max_examples=examples(40),
-    # In CI the same examples every time: a change fails for what it changed. New ones are looked for at night.
+    # CI draws the same examples every time: a change fails for what it changed. New ones are looked for at night.
     derandomize=bool(os.environ.get("CI")) and not THOROUGH,
     deadline=None,  # no limits of time: machines are shared
     suppress_health_check=[hypothesis.HealthCheck.too_slow],

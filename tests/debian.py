@@ -1,7 +1,8 @@
 """The Debian packages that some tests need: which they are, whether they are here, how to install them.
 
-A test names its packages by the mark ``debian``; one that is run for the relay `mooncake` needs that relay's. Where one
-is missing, `conftest` skips the test with the line that installs it, or fails it under CI: there nothing is skipped.
+A test names its packages by the mark ``debian``; one that is run for the relay `mooncake` needs that relay's.
+`conftest` skips the test where one is missing, with the line that installs it, or fails it under CI: there nothing is
+skipped.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ WANTED: Final = (
     "huggingface-hub prometheus-client psutil safetensors llguidance pillow pytest pytest-asyncio pytest-timeout "
     "hypothesis kopf jinja2"
 ).split()
-#: On every machine with torch and transformers, and large.
+#: Packages that are on every machine with torch and transformers, and large.
 THERE: Final = {"numpy", "torch", "transformers", "tokenizers"}
 PLATFORMS: Final = ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
 

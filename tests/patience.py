@@ -1,6 +1,6 @@
 """How long tests wait before they fail: no test is measured by it.
 
-Under ``nice`` other programs go first, and a test gets a small part of the processors; so it waits longer there, with
+Other programs go first under ``nice``, and a test gets a small part of the processors; so it waits longer there, with
 its limit of time (``timeout``), too.
 """
 

@@ -30,7 +30,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     wall_s: float
     cpu_s: float
     first_s: list[float] = []
-    late_s: list[float] = []  #: As ``first_s``, of the requests that came while others were answered.
+    late_s: list[float] = []  #: The same as ``first_s``, of the requests that came while others were answered.
     gaps_s: list[float] = []
     answers: list[list[int]] = []
 

@@ -50,12 +50,12 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     retried: int
     failed: dict[str, int]  #: Code -> how many requests.
     unstreamed_failed: int
-    lost: int  #: Without an end within their deadline.
-    wrong: int  #: With another's content, torn, or with more or fewer than one end.
+    lost: int  #: Requests without an end within their deadline.
+    wrong: int  #: Answers with another's content, torn, or with more or fewer than one end.
     seconds_to_healthy: float
     faults: list[str]  #: Each of the lost and wrong.
     left: list[str]  #: Holdings that were there only before or only after.
-    served: list[int] = []  #: By each instance of a group that was scaled.
+    served: list[int] = []  #: Answers by each instance of a group that was scaled.
 
     def broken(self, *, healthy_within_s: float | None = SERVES_WITHIN_S) -> list[str]:
         """The promises that did not hold. healthy_within_s: None where a machine is too busy to be timed."""

@@ -29,7 +29,7 @@ AT_REST = (
 class Held(msgspec.Struct, frozen=True):
     """The kernel's objects of one process, whoever it has links to."""
 
-    descriptors: int  #: Without those that links and relays need.
+    descriptors: int  #: Descriptors beside those that links and relays need.
     threads: int
 
 

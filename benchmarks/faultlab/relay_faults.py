@@ -22,8 +22,8 @@ Fault = Literal["kill", "freeze", "link", "vanish", "restart"]
 RELAYS: Final = ("nixl", "mooncake", "nccl")
 FAULTS: Final[tuple[Fault, ...]] = ("kill", "freeze", "link", "vanish", "restart")
 NOTICED_S: Final[dict[str, float]] = {"kill": 0.1, "freeze": 4.0, "link": 5.0, "vanish": 5.0, "restart": 0.1}
-#: Without progress, of a get whose sender is hurt: this driver's own, as a member's heartbeats. A stage waits longer
-#: (`transfers.receiving.STALLED_S`), for a slow sender is not a dead one.
+#: Seconds without progress, of a get whose sender is hurt: this driver's own, as a member's heartbeats. A stage waits
+#: longer (`transfers.receiving.STALLED_S`), for a slow sender is not a dead one.
 DEADLINE_S: Final = 3.0
 LATE: Final = 32 << 20  # given up on its way
 KEPT: Final = 8  # transfers beside it
@@ -39,12 +39,13 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     relay: str
     fault: str
     transfers: int  #: Checked byte by byte.
-    noticed_s: float  #: Until who waited knew; of a kill, since the signal.
+    noticed_s: float  #: Time until the waiting side knew; of a kill, since the signal.
     reason: str
     wrong: int  #: Bytes that were somebody else's.
     held: dict[str, int]  #: Memory that a survivor did not get back.
     exits: dict[str, int]  #: Exit codes of those that were not killed.
-    closed_s: float = 0.0  #: Until the kernel had closed the connections of who was killed: nobody can know before.
+    #: Time until the kernel had closed the connections of the killed process: nobody can know before.
+    closed_s: float = 0.0
 
     def broken(self, *, noticed: bool = True, slack_s: float = 0.0) -> list[str]:
         """The promises that do not hold. noticed: also how fast, with so much more time."""

@@ -41,7 +41,8 @@ class End:
         self.name = name
         self.process = process
         self.pid = 0
-        self.connection: socket.socket | None = None  #: Of the control plane. It breaks when the process ends.
+        #: The connection of the control plane. It breaks when the process ends.
+        self.connection: socket.socket | None = None
         self.dead = asyncio.Event()
         self.ends: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self.released: Callable[[str, int], None] = lambda peer, transfer: None

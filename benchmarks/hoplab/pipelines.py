@@ -54,7 +54,7 @@ class Running:
 
     def __init__(self, coordinator: Coordinator, pids: list[int]) -> None:
         self.manager = coordinator.manager
-        self.pids = pids  #: Of the stages.
+        self.pids = pids  #: Process ids of the stages.
 
     async def once(self, inputs: object) -> None:
         handle = self.manager.admit(OmniRequest(id=secrets.token_hex(8), inputs=inputs))

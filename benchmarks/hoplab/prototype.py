@@ -1,9 +1,9 @@
 """The limit for a hop of this design: the same path with nothing around it.
 
-What it has in common with the runtime: processes connected by ZeroMQ over TCP, read by descriptor on a uvloop thread;
+It has this in common with the runtime: processes connected by ZeroMQ over TCP, read by descriptor on a uvloop thread;
 control messages of msgspec array-like structs with a header and bindings; one worker thread per stage, which sends its
 result itself; payloads up to 72 KiB in the message, larger ones in a shared-memory arena that peers map once, read
-where they lie and give back by one message. What it lacks: checks of values, acknowledgements, retries, credits,
+where they lie and give back by one message. It lacks checks of values, acknowledgements, retries, credits,
 aborts, streams, timings, metrics, fan-in, tracing, heartbeats and every error path.
 
 `Pipeline` starts the processes and is the request manager of one. Run as a program, this file is one stage.

@@ -50,7 +50,7 @@ class Unbounded:
 
 
 class Ground(msgspec.Struct, frozen=True):
-    """Where the cluster is, and who administers it."""
+    """The address of the cluster, and who administers it."""
 
     kubeconfig: Path
     environment: dict[str, str]
@@ -91,7 +91,9 @@ def processor_s(process: int) -> float:
 
 @asynccontextmanager
 async def ready() -> AsyncIterator[Ground]:
-    """The kit's cluster, its control plane only; one that was up is left up. With the CRD and the operator's rights."""
+    """The kit's cluster, its control plane only; one that was up is left up. It has the CRD and the operator's
+    rights.
+    """
     kit = Path(os.environ.get("OMNI_CLUSTER_KIT", REPOSITORY.parent / "shared" / "cluster" / "cluster"))
     state = Path(os.environ.get("CLUSTER_DIR", "/run/omni-cluster"))
     was_up = "apiserver  up" in subprocess.run([kit, "status"], stdout=subprocess.PIPE, text=True).stdout

@@ -16,7 +16,7 @@ from benchmarks.scalelab.fakes import GROUPS
 from stage_runtime.rules.members import beats
 
 MOST_IN_A_PROCESS: Final = 500
-#: Above it, heartbeats have 60 s: thousands of instances that share a few processors start and answer late.
+#: Heartbeats of more instances have 60 s: thousands of instances that share a few processors start and answer late.
 MOST_ALIVE: Final = 1000
 IDLE_S: Final = beats.LONGEST_S
 BEATS: Final = 20_000
@@ -42,9 +42,9 @@ class Fleet(msgspec.Struct):
 class Joined(msgspec.Struct, frozen=True):
     instances: int
     coordinators: int
-    join_s: float  #: Until all are ready at each coordinator.
-    join_processor_s: float  #: Of one coordinator, meanwhile.
-    messages_per_join: float  #: Of the membership, to and from all processes.
+    join_s: float  #: Time until all are ready at each coordinator.
+    join_processor_s: float  #: Processor time of one coordinator, meanwhile.
+    messages_per_join: float  #: Messages of the membership, to and from all processes.
     coordinator_bytes_per_peer: float
     coordinator_descriptors_per_peer: float
     fenced: int = 0  #: Instances that were declared dead meanwhile and joined again: the machine was too busy.
@@ -54,15 +54,16 @@ class Served(msgspec.Struct, frozen=True):
     """Costs of a fleet, beside those of a fleet of ten instances that served the same in turns."""
 
     instances: int
-    processor_us: float  #: Of the coordinator for one request, without what it spends when there is none.
-    base_processor_us: float  #: With ten instances.
+    #: Processor time of the coordinator for one request, without what it spends when there is none.
+    processor_us: float
+    base_processor_us: float  #: Processor time with ten instances.
     idle_processor: float  #: Part of a core that the coordinator spends on beats and heartbeats.
     p50_ms: float
     p99_ms: float
     base_p99_ms: float
     links: int  #: Open at all instances together.
-    most_links: int  #: At one instance.
-    bytes_per_link: float  #: Of the instances' processes, for each link that the requests opened.
+    most_links: int  #: The most links at one instance.
+    bytes_per_link: float  #: Bytes of the instances' processes, for each link that the requests opened.
     descriptors_per_link: float
     failed: int
     beat_us: float = 0.0  #: Processor time of the coordinator for a beat, where many come together.
@@ -78,7 +79,7 @@ class SideBySide(msgspec.Struct, frozen=True):
 
     instances: int
     coordinators: int
-    processor_us: float  #: Of all coordinators together, for one request.
+    processor_us: float  #: Processor time of all coordinators together, for one request.
     worst: float  #: Requests in flight at the busiest instance of a group, over time, divided by the group's mean.
 
 
@@ -98,8 +99,8 @@ class Restarted(msgspec.Struct, frozen=True):
     """A coordinator was killed, and another one started in its place at once."""
 
     instances: int
-    serves_s: float  #: Until it has answered a request.
-    joined_s: float  #: Until all instances are ready at it.
+    serves_s: float  #: Time until it has answered a request.
+    joined_s: float  #: Time until all instances are ready at it.
 
 
 async def start(instances: int, coordinators: int) -> tuple[Fleet, Joined]:

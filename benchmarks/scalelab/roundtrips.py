@@ -28,7 +28,7 @@ class FirstMessage(msgspec.Struct, frozen=True):
 
     curve: bool
     round_trips: float
-    detour: bool = False  #: By a coordinator, as between instances; else by the link's own connection alone.
+    detour: bool = False  #: Frames go by a coordinator, as between instances; else by the link's own connection alone.
 
 
 class Flights:
@@ -92,7 +92,7 @@ class _End:
 
     def __init__(self, name: str, security: CurveSecurity | None) -> None:
         self.words: asyncio.Queue[str] = asyncio.Queue()
-        # Without heartbeats in the time that this takes: they would be flights.
+        # Heartbeats are off in the time that this takes: they would be flights.
         self.channels = Channels(
             self, incarnation=name, loop=asyncio.get_running_loop(), security=security, dead_after_s=3 * PATIENCE_S
         )

@@ -40,13 +40,13 @@ REVISION: Final = PipelineRevision(
 class Fleet(msgspec.Struct, frozen=True, kw_only=True):
     """The simulated load. Each request spends no time at the entry and its length at the other group."""
 
-    instances: int  #: Of either group.
+    instances: int  #: Instances of either group.
     coordinators: int = 4
     concurrency: int = 8  #: Requests that an instance computes at the same time.
     busy: float = 0.8  #: Part of all places that requests take on average.
     beat_s: float = 1.0
     lengths: str = "mixed"
-    shares: tuple[float, ...] = ()  #: Of the requests, by coordinator; empty: equal ones.
+    shares: tuple[float, ...] = ()  #: Shares of the requests, by coordinator; empty: equal ones.
     slow: float = 1.0  #: Every second instance takes so many times as long.
     seconds: float = 30.0  #: The last two thirds are measured.
     seed: int = 1
@@ -58,7 +58,7 @@ class Outcome(msgspec.Struct, frozen=True):
     mean: float
     worst_average: float  #: The load of the worst instance, averaged over time, divided by the mean.
     worst_moment: float  #: The largest load at one moment, divided by the mean then, averaged over moments.
-    worst_partners: int  #: Of the entry instances: to how many instances its requests went.
+    worst_partners: int  #: The worst of the entry instances: to how many instances its requests went.
 
 
 class Simulation:

@@ -48,13 +48,13 @@ class Streams(msgspec.Struct, frozen=True):
     streams: int
     bytes_per_stream: float
     idle_processor: float  #: Part of a core, with all of them open.
-    request_processor_us: float  #: Of a short streamed request, one at a time, without idle streams.
-    first_byte_ms: float  #: Of a request, without idle streams; median.
-    first_byte_idle_ms: float  #: With all of them open.
-    first_byte_slow_ms: float  #: With `SLOW` clients that do not read.
+    request_processor_us: float  #: Processor time of a short streamed request, one at a time, without idle streams.
+    first_byte_ms: float  #: Time to the first byte of a request, without idle streams; median.
+    first_byte_idle_ms: float  #: The same with all of them open.
+    first_byte_slow_ms: float  #: The same with `SLOW` clients that do not read.
     bytes_per_slow_reader: float
     slow_reader_bound: float  #: The window of its stream, and as much again for the answer's text.
-    first_byte_p99_ms: float = 0.0  #: As ``first_byte_ms``, 99 %; 0: not measured.
+    first_byte_p99_ms: float = 0.0  #: The same as ``first_byte_ms``, 99 %; 0: not measured.
     first_byte_idle_p99_ms: float = 0.0
 
 

@@ -80,7 +80,7 @@ class EnvVar(Spec, frozen=True, kw_only=True):
 
     name: Annotated[EnvName, doc("Name of the variable.")]
     value: Annotated[EnvValue | None, doc("Its value.")] = None
-    value_from: Annotated[EnvSource | None, doc("Where its value comes from, instead of `value`.")] = None
+    value_from: Annotated[EnvSource | None, doc("The source of its value, instead of `value`.")] = None
 
 
 class EnvReference(Spec, frozen=True, kw_only=True):
@@ -222,7 +222,7 @@ class ProcessGroup(Spec, frozen=True, kw_only=True):
     ] = None
     local_gpus: Annotated[
         Annotated[Sequence[Annotated[Sequence[GpuId], Meta(max_length=16)]], Meta(max_length=64)],
-        doc("For `omni up`: the device ids of each local replica, one list per replica."),
+        doc("The device ids of each local replica of `omni up`, one list per replica."),
     ] = ()
     shared_memory: Annotated[Quantity | None, doc("Size of /dev/shm; those of the groups in one pod are added.")] = None
     startup: Annotated[Startup | None, doc("How long loading may take.")] = None
@@ -231,9 +231,7 @@ class ProcessGroup(Spec, frozen=True, kw_only=True):
     )
     stuck_after_seconds: Annotated[
         WholeSeconds | None,
-        doc(
-            "A process with work and no progress for this long is restarted; unset is 300. Per pod the longest applies."
-        ),
+        doc("A process with work and no progress for this long is restarted; unset is 300. A pod's longest applies."),
     ] = None
     placement: Annotated[Placement | None, doc("The nodes on which the pods may run.")] = None
     pod_template: Annotated[
@@ -331,7 +329,7 @@ class Control(Spec, frozen=True, kw_only=True):
 
     heartbeat_seconds: Annotated[Seconds, doc("Interval of load and progress reports.")] = 1
     dead_after_seconds: Annotated[Seconds, doc("Silence on a connection after which the peer is considered dead.")] = 3
-    security: Annotated[Security, doc("Who may connect to the stages.")] = field(default_factory=Security)
+    security: Annotated[Security, doc("The rules of who may connect to the stages.")] = field(default_factory=Security)
 
 
 class Rdma(Spec, frozen=True, kw_only=True):
@@ -349,7 +347,8 @@ class DataPlane(Spec, frozen=True, kw_only=True):
         bool, doc("Whether tensors between stages may use TCP; false: refused where no faster way works.")
     ] = field(name="allowTCP", default=True)
     mooncake_protocol: Annotated[
-        Literal["tcp", "rdma"] | None, doc("Of relayBackend mooncake; unset: rdma in pods with RDMA devices, else tcp.")
+        Literal["tcp", "rdma"] | None,
+        doc("The protocol of relayBackend mooncake; unset: rdma in pods with RDMA devices, else tcp."),
     ] = None
 
 
@@ -370,7 +369,7 @@ class Prefetch(Spec, frozen=True, kw_only=True):
 
 
 class ModelCache(Spec, frozen=True, kw_only=True):
-    """Where weights are kept between pods."""
+    """The place where weights are kept between pods."""
 
     type: Annotated[
         Literal["None", "EmptyDir", "PersistentVolumeClaim", "Image", "Node"],
@@ -383,7 +382,7 @@ class ModelCache(Spec, frozen=True, kw_only=True):
     image: Annotated[ShortText | None, doc("OCI reference of the weights; nodes share what they have pulled.")] = None
     pull_policy: Annotated[
         Literal["Always", "IfNotPresent", "Never"] | None,
-        doc("Of that image; unset: Always for the tag latest, else IfNotPresent."),
+        doc("The pull policy of that image; unset: Always for the tag latest, else IfNotPresent."),
     ] = None
     claim_name: Annotated[ResourceName | None, doc("An existing claim to use.")] = None
     size: Annotated[
@@ -469,7 +468,7 @@ class Canary(Spec, frozen=True, kw_only=True):
 
     weight: Annotated[
         Annotated[int, Meta(ge=1, le=99)],
-        doc("Per cent of the requests that go to the new revision; each step adds as much."),
+        doc("Share of the requests that go to the new revision, in percent; each step adds as much."),
     ] = 10
     step_seconds: Annotated[WholeSeconds, doc("How long a step takes, from when the revision gets its share.")] = 60
     abort_on: Annotated[AbortOn, doc("When the new revision is taken back.")] = field(default_factory=AbortOn)
@@ -492,8 +491,8 @@ class Rollout(Spec, frozen=True, kw_only=True):
     max_unavailable: Annotated[
         Annotated[int, Meta(ge=0, le=100)],
         doc(
-            "Instances of a unit that may be missing during a roll; one of several always stays. For rolls without "
-            "spare GPUs: maxSurge: 0, maxUnavailable: 1."
+            "Instances of a unit that may be missing during a roll; one of several always stays. Rolls without "
+            "spare GPUs need maxSurge: 0, maxUnavailable: 1."
         ),
     ] = 0
     canary: Annotated[
@@ -556,7 +555,7 @@ class EmptyDir(Spec, frozen=True, kw_only=True):
 
 
 class ProfilingStorage(Spec, frozen=True, kw_only=True):
-    """Where event files are written: exactly one field. Part of the revision of every unit."""
+    """The place where event files are written: exactly one field. Part of the revision of every unit."""
 
     empty_dir: Annotated[EmptyDir | None, doc("A volume of the pod.")] = None
     claim_name: Annotated[ResourceName | None, doc("A claim that all pods can write.")] = None
@@ -566,7 +565,9 @@ class Profiling(Spec, frozen=True, kw_only=True):
     """The request-level profiler."""
 
     enabled: Annotated[bool, doc("Whether profiles may be started.")] = True
-    storage: Annotated[ProfilingStorage | None, doc("Where event files are written; unset is an emptyDir.")] = None
+    storage: Annotated[
+        ProfilingStorage | None, doc("The place where event files are written; unset is an emptyDir.")
+    ] = None
     max_seconds: Annotated[
         WholeSeconds, doc("A profile with a torch trace that is not stopped ends after this time.")
     ] = 600

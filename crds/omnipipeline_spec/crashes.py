@@ -39,7 +39,7 @@ def message(cause: str, details: str = "") -> bytes:
 def cause(text: str) -> str:
     """The line of a termination message or log with the cause of the program's end.
 
-    With several crashes in a log it is the last one: the program survived the others. Empty for an empty text.
+    The last crash in a log counts: the program survived the others. Empty for an empty text.
     """
     first, _, rest = text.partition("\n")
     if rest.partition("\n")[0] == RULE:

@@ -90,7 +90,8 @@ class RelayConfig(Spec, frozen=True, kw_only=True):
         Annotated[int, Meta(ge=1, le=65536)] | None, doc("Size of that NCCL world; local runs only.")
     ] = None
     device: Annotated[
-        Literal["cpu", "cuda"] | None, doc("Where tensors arrive at this stage; unset: on its gpu, or cpu without one.")
+        Literal["cpu", "cuda"] | None,
+        doc("The device where tensors arrive at this stage; unset: on its gpu, or cpu without one."),
     ] = None
 
 
@@ -103,15 +104,17 @@ class GpuMemory(Spec, frozen=True, kw_only=True):
 
 GpuIds = Annotated[
     Annotated[Sequence[GpuId], Meta(max_length=MAX_GPUS_PER_STAGE)] | int,
-    Meta(description="As of a stage.", extra=SCALAR_OR_LIST | {"unique": True}),
+    Meta(description="The same as of a stage.", extra=SCALAR_OR_LIST | {"unique": True}),
 ]
-Ranks = Annotated[Annotated[int, Meta(ge=1, le=MAX_GPUS_PER_STAGE)], doc("As of a stage.")]
+Ranks = Annotated[Annotated[int, Meta(ge=1, le=MAX_GPUS_PER_STAGE)], doc("The same as of a stage.")]
 
 
 class DecodePlacement(Spec, frozen=True, kw_only=True):
-    """Where a disaggregated stage decodes. The stage's own fields of these names say the same, or are unset."""
+    """The group where a disaggregated stage decodes. The stage's own fields of these names say the same, or are
+    unset.
+    """
 
-    process: Annotated[Name | None, doc("As of a stage.")] = None
+    process: Annotated[Name | None, doc("The same as of a stage.")] = None
     gpu: GpuIds = ()
     tp_size: Ranks = 1
 
@@ -122,7 +125,7 @@ class DecodePlacement(Spec, frozen=True, kw_only=True):
 
 
 class PrefillPlacement(Spec, frozen=True, kw_only=True):
-    """Where the prompts of a disaggregated stage are computed. The stage's gpuMemory applies there, too."""
+    """The group where the prompts of a disaggregated stage are computed. The stage's gpuMemory applies there, too."""
 
     process: Annotated[Name, doc("A process of its own, so that it scales apart.")]
     gpu: GpuIds = ()
@@ -286,7 +289,7 @@ class PipelineConfig(Spec, frozen=True, kw_only=True):
     config_cls: Annotated[
         str | None,
         Meta(
-            description="Class with the defaults of a plain file, as pkg.mod:Class. For a Python value, its class.",
+            description="Class with the defaults of a plain file, as pkg.mod:Class. A Python value has its class here.",
             extra=OUTSIDE_RESOURCE,
         ),
     ] = None
@@ -317,11 +320,15 @@ class PipelineConfig(Spec, frozen=True, kw_only=True):
     )
     control: Annotated[Control, doc("The control plane.")] = field(default_factory=Control)
     data_plane: Annotated[DataPlane, doc("Transport of tensors between pods.")] = field(default_factory=DataPlane)
-    model_cache: Annotated[ModelCache, doc("Where weights are kept between pods.")] = field(default_factory=ModelCache)
+    model_cache: Annotated[ModelCache, doc("The place where weights are kept between pods.")] = field(
+        default_factory=ModelCache
+    )
     expose: Annotated[Expose, doc("How clients reach the pipeline.")] = field(default_factory=Expose)
     rollout: Annotated[Rollout, doc("How a change reaches the pods.")] = field(default_factory=Rollout)
     disruption: Annotated[Disruption, doc("Voluntary disruptions.")] = field(default_factory=Disruption)
-    network_policy: Annotated[NetworkPolicy | None, doc("Who may reach the pods; unset is the same as {}.")] = None
+    network_policy: Annotated[
+        NetworkPolicy | None, doc("The rules of who may reach the pods; unset is the same as {}.")
+    ] = None
     observability: Annotated[Observability, doc("Telemetry.")] = field(default_factory=Observability)
     profiling: Annotated[Profiling, doc("The request-level profiler.")] = field(default_factory=Profiling)
     restarted_at: Annotated[

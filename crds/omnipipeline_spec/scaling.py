@@ -5,7 +5,7 @@ carrying a decision out. No clock: the time is passed in. `decide` is a step fun
 passes it in again.
 
 A group's offered load is its arrivals times the time that one takes: the number of requests that it would work on if
-none waited. What it is given beyond that:
+none waited. It is given these beyond that:
 
 - Room for chance: the square root of the load, less where requests may wait for longer than they take; or, where the
   author names a utilization, the load divided by it.
@@ -42,11 +42,11 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
 
     ready: int  #: Instances that take requests.
     pending: int = 0  #: Ordered, and not ready yet.
-    arrivals_per_s: float | None = None  #: Of requests, recently; None: unknown.
+    arrivals_per_s: float | None = None  #: Rate of requests, recently; None: unknown.
     service_s: float | None = None  #: Mean time at work of one; None: none has ended yet.
     running: float = 0.0  #: Requests at work.
     waiting: float = 0.0  #: Requests that wait: at instances, and at the coordinator for this group.
-    held: float = 0.0  #: Of these, at the coordinator.
+    held: float = 0.0  #: Those of them that wait at the coordinator.
     per_instance: float = 1.0  #: How many requests one instance works on at once.
     cold_start_s: float | None = None  #: Measured, from order to ready; None: none was.
 

@@ -1,6 +1,6 @@
 """The rooms of the code and who imports whom, read from the import statements.
 
-A room is a folder or a module directly in one of our packages. Of the imports only those are drawn that do not follow
+A room is a folder or a module directly in one of our packages. Only those imports are drawn that do not follow
 from others (the transitive reduction); arrows point down, from the importer.
 """
 
@@ -95,7 +95,7 @@ TIP: Final = (
 )
 
 
-# What the code says.
+# The content of the code.
 
 
 def imports_of(package: Package) -> Imports:

@@ -1,7 +1,8 @@
 """The site's source folder: the repository's Markdown at the same paths, so that links stand as they are.
 
-What a page links to that is not a page (a YAML file, a picture) is copied beside it. A link to a folder becomes one to
-its README, its pipeline or its package's first module. Zensical checks every link and anchor when it builds.
+A file that a page links to and that is not a page (a YAML file, a picture) is copied beside it. A link to a folder
+becomes one to its README, its pipeline or its package's first module. Zensical checks every link and anchor when it
+builds.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     python examples/voice/demo.py [QUESTION.wav] [--url URL] [--out answer.wav] [--once]
 
-Without ``--url`` it runs `omni up` itself, and leaves it running for more questions until ^C. It is also the smallest
+It runs `omni up` itself without ``--url``, and leaves it running for more questions until ^C. It is also the smallest
 whole client of a spoken chat: one POST, server-sent events, raw 24 kHz sound (`ask`).
 """
 

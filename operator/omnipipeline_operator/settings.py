@@ -20,7 +20,7 @@ from omnipipeline_spec.types.pods import PROBE_PORT
 
 
 class LeaseSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Leader election. After the holder's death a standby takes over within duration + retry < 20 s."""
+    """Leader election. A standby takes over after the holder's death within duration + retry < 20 s."""
 
     enabled: bool = True
     namespace: str = "default"
@@ -36,7 +36,7 @@ class ConversionSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     port: int
     namespace: str = "default"
-    name: str = "omnipipeline-operator-conversion"  #: Of its Service and of its Secret.
+    name: str = "omnipipeline-operator-conversion"  #: The name of its Service and of its Secret.
     url: str = ""  #: Instead of the Service, of an operator outside of the cluster.
 
     @property
@@ -51,7 +51,7 @@ class DefaultResources(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     A stage has no memory limit, because the size of its model is unknown.
     """
 
-    stage: Resources = Resources(requests={"cpu": "50m", "memory": "256Mi"})  #: For each process group.
+    stage: Resources = Resources(requests={"cpu": "50m", "memory": "256Mi"})  #: Resources of each process group.
     coordinator: Resources = Resources(requests={"cpu": "50m", "memory": "256Mi"}, limits={"memory": "4Gi"})
 
 
@@ -73,7 +73,7 @@ class NodeModels(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """The directory of each node for pipelines with ``modelCache.type: Node``."""
 
     path: str
-    bound: str = ""  #: Of all models of object stores there; empty: none.
+    bound: str = ""  #: The bound of all models of object stores there; empty: none.
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
@@ -191,7 +191,7 @@ def _resources(environ: Mapping[str, str], name: str) -> DefaultResources:
 
 
 def _users(environ: Mapping[str, str], name: str) -> PodUsers:
-    """A JSON map; fields that it lacks are left to admission. Without the variable: the images' user."""
+    """A JSON map; fields that it lacks are left to admission. The user is the images' without the variable."""
     text = environ.get(name)
     try:
         return msgspec.json.decode(text, type=PodUsers) if text else OWN_USER

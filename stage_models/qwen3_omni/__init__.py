@@ -1,6 +1,6 @@
 """Qwen3-Omni as stages of their own: text, pictures and sound in, text and speech out.
 
-What lives here: the stages of ``examples/qwen3_omni/pipeline.yaml`` (extras ``engine`` and ``qwen3-omni``):
+This package has the stages of ``examples/qwen3_omni/pipeline.yaml`` (extras ``engine`` and ``qwen3-omni``):
 
     values       what stages exchange                        routing     which way a request goes
     checkpoint   parts of a checkpoint, loaded strictly      tiny        a checkpoint made in code

@@ -1,6 +1,6 @@
 """Parts of a Qwen3-Omni checkpoint: each stage loads its own modules, and a missing weight is an error that names it.
 
-What lives here: which classes of transformers are the parts, and under which names their weights stand in a published
+This module says which classes of transformers are the parts, and under which names their weights stand in a published
 checkpoint (Qwen/Qwen3-Omni-30B-A3B-Instruct). Called by the factories in `stages`. transformers is imported when a part
 is loaded.
 """

@@ -24,7 +24,7 @@ class ContentCache(Generic[Rows]):
     def __init__(self, capacity: int, nbytes: Callable[[Rows], int]) -> None:
         """capacity: bytes; 0 keeps nothing."""
         self.capacity = capacity
-        self.nbytes = 0  #: Of what is kept; at most ``capacity``.
+        self.nbytes = 0  #: Bytes of what is kept; at most ``capacity``.
         self.hits = 0
         self.misses = 0
         self._nbytes = nbytes

@@ -1,4 +1,4 @@
-"""Where the rows of a prompt stand for rotary embedding: in time, height and width (mrope). Pure."""
+"""The places of a prompt's rows for rotary embedding: in time, height and width (mrope). Pure."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ SHORTEST: Final = 400  # samples of one mel frame; a shorter sound is padded wit
 
 
 class Preparer:
-    """The tokenizer and the feature extractors of one checkpoint. In any thread, one at a time."""
+    """The tokenizer and the feature extractors of one checkpoint. Any thread may use it, one at a time."""
 
     def __init__(self, model: str, config: Any, *, voice: str | None = None, revision: str | None = None) -> None:
         """voice: of requests that name none; by default the checkpoint's first."""

@@ -34,7 +34,7 @@ def after_preprocess(request_id: str, output: Parts) -> omni.Routed:
 
 
 def after_thinker(request_id: str, output: values.Thought) -> list[str]:
-    """Where the answer goes, as stream and as result: nobody speaks what is only to be read."""
+    """The targets of the answer, as stream and as result: nobody speaks what is only to be read."""
     return ["decode", "talker"] if output.spoken else ["decode"]
 
 

@@ -1,6 +1,6 @@
 """The talker's prompt and its stream of rows, from what the thinker has seen and written.
 
-What lives here: the small modules of the talker that make its inputs; its decoder is in `decoders`. Called by the
+This module has the small modules of the talker that make its inputs; its decoder is in `decoders`. Called by the
 talker's stage, in the stage's own process.
 
 Source: ``Qwen3OmniMoeForConditionalGeneration.generate`` of transformers 5.23.

@@ -25,9 +25,9 @@ from stage_runtime.profiler import span
 SAMPLE_RATE: Final = 24_000
 CACHE_MIB: Final = 256
 MOST_FRAMES: Final = 4096  # of one piece
-#: Where the checkpoint's generation config says nothing, as its class in transformers.
+#: The defaults of its class in transformers, where the checkpoint's generation config says nothing.
 THINKER_PARAMS: Final[dict[str, Any]] = {"max_tokens": 1024}
-#: As those. Where a request is greedy, the talker is, too.
+#: The same for the talker. The talker is greedy where the request is.
 TALKER_PARAMS: Final[dict[str, Any]] = {"max_tokens": 4096, "temperature": 0.9, "top_k": 50, "repetition_penalty": 1.05}
 
 

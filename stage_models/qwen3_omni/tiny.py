@@ -1,7 +1,7 @@
 """A tiny Qwen3-Omni checkpoint with random weights, made in code: the whole pipeline runs without a download.
 
 Weights are scaled by fan-in: with those of a config's own initialisation, greedy answers repeat one token and the wave
-is silent, which would prove nothing. What comes out is noise by design. Called by `checkpoint.folder_of` and by tests.
+is silent, which would prove nothing. The sound is noise by design. Called by `checkpoint.folder_of` and by tests.
 """
 
 from __future__ import annotations

@@ -23,9 +23,9 @@ class State:
     def __init__(self) -> None:
         self.frames = 0  #: Decoded so far.
         self.samples = 0  #: Given out so far.
-        self.keys: list[Tensor] = []  #: Of each attention layer, ``[heads, window - 1, dim]``; the newest last.
+        self.keys: list[Tensor] = []  #: Keys of each attention layer, ``[heads, window - 1, dim]``; the newest last.
         self.values: list[Tensor] = []
-        self.tails: list[Tensor] = []  #: Of each convolution, in order: its last inputs, ``[channels, n]``.
+        self.tails: list[Tensor] = []  #: Inputs of each convolution, in order: its last ones, ``[channels, n]``.
 
     @property
     def nbytes(self) -> int:
@@ -44,7 +44,7 @@ class Vocoder:
         self.upsample = int(model.total_upsample)  #: Samples of a frame.
         self._window = int(self._config.sliding_window)
         self._device = next(model.parameters()).device
-        #: Requests are batched on a GPU. On a CPU each is computed alone, so that its samples do not depend on others.
+        #: Requests are batched on a GPU. Each is computed alone on a CPU, so that its samples do not depend on others.
         self.batched = self._device.type != "cpu"
 
     def begin(self) -> State:
@@ -177,7 +177,7 @@ class _Convolutions:
         self._states = states
         self._first = first
         self._at = 0
-        self._tails: list[Tensor] = []  #: Of this pass, ``[requests, channels, n]``.
+        self._tails: list[Tensor] = []  #: Tails of this pass, ``[requests, channels, n]``.
 
     def causal(self, layer: Any, hidden: Tensor) -> Tensor:
         """The same as `CausalConvNet` with stride 1: as many outputs as inputs."""

@@ -1,6 +1,6 @@
 """A spoken question answered aloud, by small models that ship inside PyPI packages (the extra ``demo``).
 
-What lives here: the stages of ``examples/voice/pipeline.yaml``. Model code is apart from the glue:
+This package has the stages of ``examples/voice/pipeline.yaml``. Model code is apart from the glue:
 
     conversation    the values that stages exchange           routing      which way a request goes
     audio           bytes -> mono 16 kHz and back               detection    where somebody speaks (Silero)

@@ -1,7 +1,7 @@
 """Sound files to samples and back: decoding, resampling, limits. No models. Called by `listen` and the examples.
 
-libsndfile reads wav, flac, ogg and mp3. What phones record (m4a, webm) goes to ffmpeg's libraries, but only with the
-container named by us: left to guess, ffmpeg also takes playlists, which make it open other files and addresses.
+libsndfile reads wav, flac, ogg and mp3. Files that phones record (m4a, webm) go to ffmpeg's libraries, but only with
+the container named by us: left to guess, ffmpeg also takes playlists, which make it open other files and addresses.
 """
 
 from __future__ import annotations

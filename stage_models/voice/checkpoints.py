@@ -1,4 +1,5 @@
-"""Where the weights lie: inside installed packages. GGUF files are converted once and kept. Called by the factories.
+"""The places of the weights: inside installed packages. GGUF files are converted once and kept. Called by the
+factories.
 
 The kept copy is under ``$OMNI_CACHE``, else ``$XDG_CACHE_HOME/omnipipeline``, else ``~/.cache/omnipipeline``. It
 appears there whole or not at all, and two processes that want it at once make it once.

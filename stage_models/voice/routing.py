@@ -39,7 +39,7 @@ def after_recognise(request_id: str, output: Question) -> list[str]:
 
 
 def after_chat(request_id: str, output: Answer) -> list[str]:
-    """Where the answer goes, as stream and as result: nobody speaks what is only to be read."""
+    """The targets of the answer, as stream and as result: nobody speaks what is only to be read."""
     return ["write", "speak"] if output.aloud else ["write"]
 
 

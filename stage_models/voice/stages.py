@@ -292,7 +292,7 @@ async def _spoken_sentences(session: omni.Session) -> AsyncIterator[str]:
 async def _read(session: omni.Session, voice: Voice, sentence: str, speed: float) -> AsyncIterator[omni.Chunk]:
     if session.request.cancelled():
         return
-    # In a thread: the stage's event loop has other requests to listen to.
+    # It runs in a thread: the stage's event loop has other requests to listen to.
     stop = Stop()
     try:
         samples = await asyncio.to_thread(lambda: voice(sentence, speed=speed, stop=stop))

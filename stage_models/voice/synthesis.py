@@ -28,7 +28,7 @@ class Stop:
         import onnxruntime
 
         self.asked = False
-        self.options: Any = onnxruntime.RunOptions()  #: Of every run of the model for this synthesis.
+        self.options: Any = onnxruntime.RunOptions()  #: Options of every run of the model for this synthesis.
 
     def ask(self) -> None:
         """The run that is under way ends at its next operator, by an exception, and no other one begins."""
@@ -41,7 +41,7 @@ class _Model:
 
     def __init__(self, session: Any) -> None:
         self._session = session
-        self.options: Any = None  #: Of the synthesis that has the voice now.
+        self.options: Any = None  #: Options of the synthesis that has the voice now.
 
     def run(self, names: Any, given: Any) -> Any:
         return self._session.run(names, given, self.options)

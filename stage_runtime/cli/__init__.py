@@ -55,7 +55,7 @@ class _Commands(click.Group):
     """Finds a command's module when it is named."""
 
     def main(self, *args: Any, **more: Any) -> Any:
-        # Until a command begins (`options.errors_as_messages`) there is nothing to tidy up: ^C ends us as it ends
+        # Nothing is to be tidied up until a command begins (`options.errors_as_messages`): ^C ends us as it ends
         # `cat`, not with a traceback from the middle of an import.
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -54,7 +54,7 @@ log = logging.getLogger(__name__)
 
 
 class Coordinator:
-    """One coordinator without its sockets: `wire` brings them. On the I/O thread."""
+    """One coordinator without its sockets: `wire` brings them. This runs on the I/O thread."""
 
     membership: Membership
     manager: RequestManager

@@ -15,7 +15,7 @@ from stage_runtime.wire.values import OmniRequest
 
 
 class StageTiming(msgspec.Struct, frozen=True, kw_only=True):
-    """Where one stage's share of a request's time went."""
+    """The parts of one stage's share of a request's time."""
 
     queue_ms: float
     run_ms: float
@@ -76,7 +76,7 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     total_ms: float | None = None
     admitted_at: float = 0.0  #: Seconds since the epoch.
     stages: dict[str, StageTiming] = {}
-    hops: tuple[HopTiming, ...] = ()  #: In order of their start.
+    hops: tuple[HopTiming, ...] = ()  #: Hops in order of their start.
     usage: TokenUsage | None = None  #: So far; what was read of it, if it was cancelled. None: nothing was reported.
     error: dict[str, Any] | None = None
 

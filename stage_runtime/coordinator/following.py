@@ -14,7 +14,7 @@ from stage_runtime.wire.parts import Failure
 
 
 class Following(Protocol):
-    """The requests of one coordinator in flight. On the I/O thread."""
+    """The requests of one coordinator in flight. This runs on the I/O thread."""
 
     def find(self, request_id: str) -> RequestHandle | None:
         """A request in flight."""

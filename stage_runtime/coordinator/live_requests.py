@@ -1,8 +1,9 @@
 """The requests of one coordinator in flight, each followed to its one end. Implements `following.Following`.
 
-What may happen to a request is `rules.requests.lifecycle`'s table: `happen` feeds it and carries its instructions out.
-The methods stand in the order of a request's life: it waits or is submitted, its answer comes, an instance is lost, it
-ends. The work is done by `binding`, `submission`, `answering` and `ending`, which get this object. On the I/O thread.
+`rules.requests.lifecycle`'s table says what may happen to a request: `happen` feeds it and carries its instructions
+out. The methods stand in the order of a request's life: it waits or is submitted, its answer comes, an instance is
+lost, it ends. The work is done by `binding`, `submission`, `answering` and `ending`, which get this object. This runs
+on the I/O thread.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ class LiveRequests:
         self._send = send
         self._publish = publish
         self._ended = ended
-        self._handles: dict[str, RequestHandle] = {}  #: By id, the oldest first.
+        self._handles: dict[str, RequestHandle] = {}  #: Handles by id, the oldest first.
         #: Increases across all requests: a reused id gets a higher number than its tombstone.
         self._attempts = itertools.count(1)
         self.last_attempt = 0  #: Any that is begun later has a higher number.

@@ -36,8 +36,8 @@ from stage_runtime.wire.parts import Member
 log = logging.getLogger(__name__)
 
 READY_AFTER_S: Final = 30.0  # without a complete set, a coordinator is ready then: its 503 names a stage
-#: After an instance has named a member that this coordinator does not know: by then it has registered here, if it
-#: lives. This coordinator may have started a moment ago.
+#: Seconds after an instance has named a member that this coordinator does not know: by then it has registered here, if
+#: it lives. This coordinator may have started a moment ago.
 REGISTERED_BY_S: Final = 30.0
 FENCED_KEPT: Final = 10_000
 STANDS_LEAST_S: Final = 10.0  # a queue that stands for less is a busy one
@@ -54,7 +54,7 @@ class Joined(NamedTuple):
 
 
 class Membership:
-    """All members and the revisions they may serve. On the I/O thread."""
+    """All members and the revisions they may serve. This runs on the I/O thread."""
 
     def __init__(
         self,
@@ -84,8 +84,8 @@ class Membership:
         self._loop = loop
         self._introductions = Introductions()
         self._gone: dict[str, list[str]] = {}  #: A member to notify -> members that are gone; sent after `TICK_S`.
-        self._beat_s = 0.0  #: As last sent to members.
-        self._refusals: dict[str, str] = {}  #: As logged, by sender; oldest first.
+        self._beat_s = 0.0  #: The beat that was sent last to members.
+        self._refusals: dict[str, str] = {}  #: Refusals as logged, by sender; oldest first.
         self._beats: dict[str, Beat] = {}
         self._welcomes = Welcomes()
         #: Incarnations declared dead -> their endpoints; oldest first. Empty: another process has taken that over.

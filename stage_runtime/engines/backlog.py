@@ -1,6 +1,6 @@
 """A queue between threads whose entries can be dropped with the request that they are of.
 
-What waits for a busy reader holds memory and slots of its senders. When its request has ended, that
+Entries that wait for a busy reader hold memory and slots of its senders. When its request has ended, that
 must not stay until the reader comes to it. Used by inboxes and by the queue before a fan-in's hooks.
 """
 
@@ -122,14 +122,14 @@ class Backlog(Generic[Item]):
             return _GONE, self._closing
 
     def _append(self, of: object, own: _Entry | deque[_Entry], entry: _Entry) -> None:
-        """One more entry of a request that has some. Under the lock."""
+        """One more entry of a request that has some. The caller holds the lock."""
         if isinstance(own, _Entry):
             self._of[of] = deque((own, entry))
         else:
             own.append(entry)
 
     def _popleft(self, of: object, own: _Entry | deque[_Entry]) -> None:
-        """The first of a request's several entries is taken. Under the lock."""
+        """The first of a request's several entries is taken. The caller holds the lock."""
         assert not isinstance(own, _Entry)
         own.popleft()
         if not own:

@@ -1,7 +1,7 @@
 """The two ends between which every engine runs: an inbox that it reads, an outbox that it fills; any thread.
 
-What is put into the inbox is opened (decoded, its tensors restored) by the thread that takes it out, inside the
-request's error boundary: the I/O thread stays free, and a payload that cannot be read fails its request alone.
+Messages that are put into the inbox are opened (decoded, its tensors restored) by the thread that takes it out, inside
+the request's error boundary: the I/O thread stays free, and a payload that cannot be read fails its request alone.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ class InboxItem(Protocol):
     def work(self) -> Work: ...
 
     def open(self) -> events.Incoming:
-        """Decode it. Whatever it raises fails the request."""
+        """Decode it. An exception in it fails the request."""
 
     def discard(self) -> None:
         """It is not needed: free what it holds."""
 
 
 class Outbox(Protocol):
-    """Where results go. Every call is safe from any thread, and a no-op for a request that is over."""
+    """The place where results go. Every call is safe from any thread, and a no-op for a request that is over."""
 
     def emit(self, work: Work, chunk: Any) -> Gate | None:
         """Send a chunk. A gate: its consumer lags behind; wait for it before the next one."""
@@ -93,7 +93,7 @@ class Outbox(Protocol):
         """The engine drops what it has received, in this thread, and calls `settle` next."""
 
     def settle(self) -> None:
-        """User code goes on in this thread. What was sent without a copy, and is still in use, must not change
+        """User code goes on in this thread. A value that was sent without a copy, and is still in use, must not change
         for its receivers when it is written into. The engine itself holds nothing of it any more.
         """
 
@@ -114,7 +114,7 @@ class Engine(Protocol):
         """Grows while an event loop of its own turns, or processes of its own compute; 0 for ever without them."""
 
     def run(self, inbox: Inbox, outbox: Outbox, stop: Event) -> None:
-        """Work until the inbox closes. On the stage's scheduler thread."""
+        """Work until the inbox closes. It runs on the stage's scheduler thread."""
 
 
 class Inbox:
@@ -234,7 +234,7 @@ class Inbox:
         return opened
 
     def _record_leaving(self, event: events.Incoming) -> None:
-        """It leaves the queue. In the thread of the stage that takes it."""
+        """It leaves the queue. The thread of the stage that takes it calls this."""
         if isinstance(event, events.Start):
             if self.begins_at_once:
                 event.work.left_depth = self.depth()

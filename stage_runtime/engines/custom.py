@@ -137,8 +137,8 @@ class NamedOutbox:
     """``put(Emit | Done | Failed)``. Output for a request that is over, or unknown, is discarded.
 
     ``put`` of an `Emit` may give a gate, a ``concurrent.futures.Future``: that request's consumer lags a whole window
-    behind, and the engine does well to compute nothing more for it until the gate is done. What cannot be sent fails
-    its request, never the engine's loop, which gets an `Abort` of it.
+    behind, and the engine does well to compute nothing more for it until the gate is done. A result that cannot be sent
+    fails its request, never the engine's loop, which gets an `Abort` of it.
     """
 
     def __init__(self, inbox: NamedInbox, outbox: Outbox) -> None:

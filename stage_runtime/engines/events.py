@@ -31,7 +31,7 @@ class ChunkIn(msgspec.Struct, frozen=True):
 
 
 class StreamDone(msgspec.Struct, frozen=True):
-    """``source`` streams nothing more to this request. Of an empty stream it is the first event."""
+    """``source`` streams nothing more to this request. It is the first event of an empty stream."""
 
     request_id: str
     source: str
@@ -66,7 +66,7 @@ class Abort(msgspec.Struct, frozen=True):
 class Stalled(msgspec.Struct, frozen=True):
     """All workers of an instance of ``source`` wait for full windows, one of them for this stage's; or no longer.
 
-    For engines in which requests wait for a place while their chunks come (`streaming`).
+    Engines need it in which requests wait for a place while their chunks come (`streaming`).
     """
 
     source: str

@@ -1,4 +1,4 @@
-"""Where an engine's workers wait for others: gates of full stream windows, and the inbox.
+"""The places where an engine's workers wait for others: gates of full stream windows, and the inbox.
 
 A worker that waits here is neither stuck nor computing: the watchdog must not count it (`processes.stages.watchdog`),
 and when all of an engine's workers wait at gates, their consumers are notified (`stage.observing.stalling`).
@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 class Parking:
-    """How many workers of one engine wait, and for what. From any thread."""
+    """How many workers of one engine wait, and for what. Any thread may call this."""
 
     def __init__(self) -> None:
         self.at_gates = 0  #: Wait for a consumer that lags a whole window behind.
@@ -89,6 +89,6 @@ class Gate(Future[None]):
 
     @contextmanager
     def waited(self) -> Iterator[None]:
-        """Around a coroutine's wait for it."""
+        """The context of a coroutine's wait for it."""
         with self._parking.at_gate():
             yield

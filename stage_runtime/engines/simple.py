@@ -80,7 +80,7 @@ class AsyncEngine(LoopEngine):
     takes_chunks = False
 
     def __init__(self, fn: Callable[[StagePayload], Any], concurrency: int, *, decorated: bool = False) -> None:
-        """decorated: as of `decorates_async`. What it gives is known only then, and its own part may block."""
+        """decorated: as of `decorates_async`. The result is known only then, and its own part may block."""
         super().__init__(concurrency)
         self._fn = fn
         self._decorated = decorated

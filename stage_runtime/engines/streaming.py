@@ -27,7 +27,7 @@ class StreamingEngine(LoopEngine):
         super().__init__(concurrency)
         self._fn = fn
         self._sources = sources
-        self._sessions: dict[Work, RequestSession] = {}  #: In the order of their first messages.
+        self._sessions: dict[Work, RequestSession] = {}  #: Sessions in the order of their first messages.
         self._stalled: set[turns.Source] = set()
 
     def on_event(self, event: events.Incoming) -> None:
@@ -152,8 +152,9 @@ class RequestSession:
         self._wants_payload = 0  #: Calls of `payload` that wait.
         self._no_payload = False  #: None will come.
         self._open = set(sources)  #: Sources that may still send.
-        self._chunks: deque[Chunk] = deque()  #: In order of arrival.
-        #: Per source, the ones of ``_chunks`` that count against its window; the others were taken early, before these.
+        self._chunks: deque[Chunk] = deque()  #: Chunks in order of arrival.
+        #: Chunks of each source that are among ``_chunks`` and count against its window; the others were taken early,
+        #: before these.
         self._fresh: dict[str, deque[Chunk]] = {source: deque() for source in sources}
         self._taken_early: dict[int, int] = {}  #: id of a chunk that was taken early -> its weight
         self._changed = asyncio.Event()
@@ -205,7 +206,7 @@ class RequestSession:
         return frozenset((source, self.work.bindings.get(source, "")) for source in sources)
 
     def let_go(self) -> None:
-        """It will never begin. In any thread."""
+        """It will never begin. Any thread may call this."""
         self._payload = None
         self._chunks.clear()
 

@@ -31,7 +31,9 @@ class Piece(NamedTuple):
 
 
 class Source(msgspec.Struct, frozen=True, array_like=True):
-    """Where a request's prompt may come from. peer: the prefill instance. room: of its attempt, of generation 0."""
+    """A place from which a request's prompt may come. peer: the prefill instance. room: of its attempt, of generation
+    0.
+    """
 
     peer: str
     room: Room
@@ -69,7 +71,7 @@ class KVRooms(Protocol):
         """
 
     def attach(self, sink: KVSink) -> None:
-        """The engine is ready. What was asked before is answered by `KVSink.asked` now."""
+        """The engine is ready. Questions that came before are answered by `KVSink.asked` now."""
 
 
 class KVTransport(KVRooms, Protocol):

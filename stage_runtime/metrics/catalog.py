@@ -13,7 +13,7 @@ from typing import Final, Literal
 from omnipipeline_spec.types.metrics import Metric
 
 _OF_HTTP: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
-#: From a hop to a long generation.
+#: Bounds from a hop to a long generation.
 _OF_STAGES: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 
 HTTP_REQUESTS: Final = Metric(
@@ -25,14 +25,14 @@ HTTP_REQUESTS: Final = Metric(
 HTTP_FIRST_BYTE: Final = Metric(
     name="omnipipeline_http_first_byte_seconds",
     kind="histogram",
-    help="From the request read to the answer's first byte",
+    help="Time from the request read to the answer's first byte",
     labels=("route",),
     buckets=_OF_HTTP,
 )
 HTTP_REQUEST_TIME: Final = Metric(
     name="omnipipeline_http_request_seconds",
     kind="histogram",
-    help="From the request read to the answer's last byte",
+    help="Time from the request read to the answer's last byte",
     labels=("route",),
     buckets=_OF_HTTP,
 )
@@ -64,7 +64,7 @@ REVISION_REQUESTS: Final = Metric(
 REVISION_TIME: Final = Metric(
     name="omnipipeline_revision_request_seconds",
     kind="histogram",
-    help="From an attempt's beginning to the request's end, on a pipeline revision that is served",
+    help="Time from an attempt's beginning to the request's end, on a pipeline revision that is served",
     labels=("revision",),
     buckets=_OF_HTTP,
 )
@@ -150,21 +150,21 @@ _OF_FACTORS: Final = (0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 0.8, 0.9, 1, 1.2, 1.5, 2, 3
 TIME_TO_FIRST_TOKEN: Final = Metric(
     name="omnipipeline_time_to_first_token_seconds",
     kind="histogram",
-    help="From the request read to the first text of a streamed answer",
+    help="Time from the request read to the first text of a streamed answer",
     labels=("route",),
     buckets=_OF_FIRSTS,
 )
 TIME_TO_FIRST_AUDIO: Final = Metric(
     name="omnipipeline_time_to_first_audio_seconds",
     kind="histogram",
-    help="From the request read to the first audio of a streamed answer",
+    help="Time from the request read to the first audio of a streamed answer",
     labels=("route",),
     buckets=_OF_FIRSTS,
 )
 INTER_TOKEN_LATENCY: Final = Metric(
     name="omnipipeline_inter_token_latency_seconds",
     kind="histogram",
-    help="Between two texts of a streamed answer: two tokens, where the stage streams tokens",
+    help="Time between two texts of a streamed answer: two tokens, where the stage streams tokens",
     labels=("route",),
     buckets=_OF_GAPS,
 )
@@ -177,7 +177,7 @@ TOKENS: Final = Metric(
 REAL_TIME_FACTOR: Final = Metric(
     name="omnipipeline_real_time_factor",
     kind="histogram",
-    help="From the request read to the last audio, by the audio's length; below 1: faster than it plays",
+    help="Time from the request read to the last audio, by the audio's length; below 1: faster than it plays",
     labels=("route",),
     buckets=_OF_FACTORS,
 )
@@ -205,7 +205,7 @@ REALTIME_BARGE_INS: Final = Metric(
 REALTIME_FIRST_SOUND: Final = Metric(
     name="omnipipeline_realtime_first_sound_seconds",
     kind="histogram",
-    help="From the end of a turn of speech, as it was found or committed, to the first sound of its answer",
+    help="Time from the end of a turn of speech, as it was found or committed, to the first sound of its answer",
     buckets=_OF_FIRSTS,
 )
 
@@ -245,7 +245,7 @@ EDGE_TRANSFERS_IN_FLIGHT: Final = Metric(
 EDGE_COPIED_BYTES: Final = Metric(
     name="omnipipeline_edge_copied_bytes_total",
     kind="counter",
-    help="Of these bytes, those that the sender copied into memory that the relay reads",
+    help="Those of these bytes that the sender copied into memory that the relay reads",
     labels=_OF_EDGE,
 )
 EDGE_OLDEST_TRANSFER: Final = Metric(
@@ -350,12 +350,12 @@ ENGINE: Final[Mapping[str, Metric]] = {
     ),
     "prompt_tokens_total": _of_engine("prompt_tokens_total", "Tokens of prompts", kind="counter"),
     "prefix_hit_tokens_total": _of_engine(
-        "prefix_hit_tokens_total", "Of these, tokens found in the prefix cache", kind="counter"
+        "prefix_hit_tokens_total", "Those of these tokens that were found in the prefix cache", kind="counter"
     ),
     "generated_tokens_total": _of_engine("generated_tokens_total", "Tokens generated", kind="counter"),
 }
 
-#: As `ENGINE`, of a stage with ``speculative_config``. Names are vLLM's.
+#: The same as `ENGINE`, of a stage with ``speculative_config``. Names are vLLM's.
 SPECULATION: Final[Mapping[str, Metric]] = {
     "spec_decode_drafts_total": _of_engine(
         "spec_decode_drafts_total", "Drafts of next tokens that were verified", kind="counter"
@@ -364,11 +364,11 @@ SPECULATION: Final[Mapping[str, Metric]] = {
         "spec_decode_draft_tokens_total", "Tokens of these drafts", kind="counter"
     ),
     "spec_decode_accepted_tokens_total": _of_engine(
-        "spec_decode_accepted_tokens_total", "Of these, tokens of answers", kind="counter"
+        "spec_decode_accepted_tokens_total", "Those of these tokens that are of answers", kind="counter"
     ),
 }
 
-#: As `ENGINE`, of a stage with ``lora_modules`` or ``max_loras``.
+#: The same as `ENGINE`, of a stage with ``lora_modules`` or ``max_loras``.
 LORA: Final[Mapping[str, Metric]] = {
     "adapters": _of_engine("adapters", "LoRA adapters in memory"),
     "adapter_bytes": _of_engine("adapter_bytes", "Their bytes"),
@@ -377,7 +377,7 @@ LORA: Final[Mapping[str, Metric]] = {
     ),
 }
 
-#: As `ENGINE`, of a stage with ``disaggregation`` or ``kv_folder``.
+#: The same as `ENGINE`, of a stage with ``disaggregation`` or ``kv_folder``.
 KV: Final[Mapping[str, Metric]] = {
     "kv_loads_under_way": _of_engine("kv_loads", "Prompts that wait for blocks of a prefill instance or a folder"),
     "kv_least_tokens": _of_engine(
@@ -393,7 +393,7 @@ KV: Final[Mapping[str, Metric]] = {
     "kv_sent_bytes_total": _of_engine("kv_sent_bytes_total", "Their bytes", kind="counter"),
     "kv_hidden_bytes_total": _of_engine(
         "kv_hidden_bytes_total",
-        "Of the bytes received, those that came before prefill had computed the last block of their prompt",
+        "Those of the bytes received that came before prefill had computed the last block of their prompt",
         kind="counter",
     ),
     "kv_local_total": _of_engine(
@@ -429,7 +429,7 @@ CACHE: Final[Mapping[str, Metric]] = {
     "cache_bytes": _of_cache("bytes", "Bytes of the values in it", kind="gauge"),
 }
 
-#: As `RELAY`, of keys that only the relays nixl, mooncake, nccl and cuda_ipc have.
+#: The same as `RELAY`, of keys that only the relays nixl, mooncake, nccl and cuda_ipc have.
 NIXL: Final[Mapping[str, Metric]] = {
     "stray_notices": _of_relay("stray_notices_total", "Notices of peers that belong to no transfer"),
     "library_bytes": _of_relay(
@@ -449,7 +449,7 @@ NIXL: Final[Mapping[str, Metric]] = {
     "quarantined_receive_bytes": _of_relay("quarantined_receive_bytes", "Their bytes", kind="gauge"),
     "staged_bytes": _of_relay("staged_bytes_total", "Bytes of GPUs that cuda_ipc sent by the host's memory"),
     "gpu_bytes": _of_relay("gpu_bytes", "Bytes of GPUs that cuda_ipc sends from", kind="gauge"),
-    "gpu_bytes_in_use": _of_relay("gpu_bytes_in_use", "Of these, bytes of slots in use", kind="gauge"),
+    "gpu_bytes_in_use": _of_relay("gpu_bytes_in_use", "Those of these bytes that are of slots in use", kind="gauge"),
     "gpu_quarantined_slots": _of_relay(
         "gpu_quarantined_slots", "Slots on GPUs of aborted requests that a peer may still read", kind="gauge"
     ),
@@ -502,7 +502,7 @@ COORDINATOR: Final = (
     TRACES_SENT,
     TRACES_DROPPED,
 )
-#: Service-level metrics of voice and chat, served by coordinators. Of answers that have text, audio or usage.
+#: Service-level metrics of voice and chat, served by coordinators. They count answers that have text, audio or usage.
 SERVICE: Final = (
     TIME_TO_FIRST_TOKEN,
     TIME_TO_FIRST_AUDIO,

@@ -14,7 +14,7 @@ import msgspec
 
 from omnipipeline_spec.types.metrics import Metric
 
-Labels: TypeAlias = tuple[str, ...]  #: In the order of `Metric.labels`.
+Labels: TypeAlias = tuple[str, ...]  #: Values in the order of `Metric.labels`.
 
 
 class Buckets(msgspec.Struct, frozen=True):

@@ -38,7 +38,7 @@ CURES: Final[dict[type, str]] = {
 
 
 class CheckFailed(Exception):
-    """Inside a walk: the value at the end of the trail cannot travel."""
+    """The value at the end of the trail cannot travel; raised inside a walk."""
 
 
 class ValueWalk:

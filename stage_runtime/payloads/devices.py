@@ -1,9 +1,9 @@
 """Tensors between a GPU and the host: where a payload's tensors lie when a stage gets them.
 
 All relays but cuda_ipc move host memory, so a tensor of a GPU is copied to the host at its sender and to the receiver's
-GPU at its receiver, each way through pinned memory, from which the GPU copies by itself. By cuda_ipc, and between
-stages of one process, a tensor that is on the right device already stays where it is. Not tried on a GPU so far (the
-tests with the mark ``gpu``).
+GPU at its receiver, each way through pinned memory, from which the GPU copies by itself. A tensor that is on the right
+device already stays where it is by cuda_ipc, and between stages of one process. Not tried on a GPU so far (the tests
+with the mark ``gpu``).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from stage_runtime.payloads import tensors
 
 
 def of_stage(plan: StagePlan, rank: int = 0) -> str:
-    """Where the tensors that arrive at a stage lie: ``relay.device``, else the placement of its rank."""
+    """The device of the tensors that arrive at a stage: ``relay.device``, else the placement of its rank."""
     if plan.relay.device == "cpu" or not plan.gpus:
         return "cpu"
     return f"cuda:{plan.gpus[rank]}"

@@ -1,8 +1,8 @@
 """Values on their way: `extract` at the sender, `restore` at the receiver.
 
-A value becomes MessagePack with placeholders, and flat parts (`pack`): its tensors, arrays and long bytes. Which
-control message carries the rest is the stage layer's business. `checking` defines what may travel, here and between
-stages of one process (`isolating`) alike, so a pipeline behaves the same wherever its stages stand.
+A value becomes MessagePack with placeholders, and flat parts (`pack`): its tensors, arrays and long bytes. The stage
+layer knows which control message carries the rest. `checking` defines what may travel, here and between stages of one
+process (`isolating`) alike, so a pipeline behaves the same wherever its stages stand.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from stage_runtime.wire.tensorrefs import TensorRef
 PART: Final = 1  # data: the index of a TensorRef
 STRUCT: Final = 2  # data: MessagePack of [registered name, {field: value}]
 
-# A request goes along on every hop as the client sent it, while each stage gets containers of its own around it. What
-# is sent on is kept beside them: the bytes that it came as; else a copy that is never passed on.
+# A request goes along on every hop as the client sent it, while each stage gets containers of its own around it. A
+# value that is sent on is kept beside them: the bytes that it came as; else a copy that is never passed on.
 _ENCODED: Final = "_encoded"  #: `_EncodedRequest`
 _ORIGINAL: Final = "_original"
 
@@ -110,7 +110,7 @@ class _EncodedRequest(msgspec.Struct, eq=False):
     """A request as it came: its bytes, and its parts if it has some, which are the first of the payload's."""
 
     extension: msgspec.msgpack.Ext
-    parts: Sequence[tuple[TensorRef, memoryview]] = ()  #: Where each lies.
+    parts: Sequence[tuple[TensorRef, memoryview]] = ()  #: Parts, each with the place where it lies.
     torch: bool = True  #: Its tensors are torch's.
 
     def request(self) -> values.OmniRequest:

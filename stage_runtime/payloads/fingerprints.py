@@ -1,4 +1,4 @@
-"""Fingerprints of a value's tensors, to detect later writes into them. For ``--debug-values``."""
+"""Fingerprints of a value's tensors, to detect later writes into them. ``--debug-values`` uses them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Fingerprint(msgspec.Struct):
 
 
 def fingerprint(value: Any, *, where: str = "payload.data") -> Fingerprint:
-    """A fingerprint of all tensors and arrays in ``value`` as they are now. For the debug mode."""
+    """A fingerprint of all tensors and arrays in ``value`` as they are now. The debug mode uses it."""
     walk = _FlatParts(where)
     walk.run(value, where)
     return Fingerprint(walk.parts, {path: _digest(part) for path, part in walk.parts.items()})

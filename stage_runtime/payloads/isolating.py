@@ -35,7 +35,7 @@ class Isolation(checking.ValueWalk):
 
     def __init__(self) -> None:
         super().__init__()
-        self.nbytes = 0  #: About as many bytes as would travel to another process; tensors and arrays exactly.
+        self.nbytes = 0  #: Bytes, about as many as would travel to another process; tensors and arrays exactly.
         self.seen: dict[int, Any] = {}  #: An object that is there twice arrives as one, as from another process.
 
     def walk_list(self, value: list[Any]) -> list[Any]:

@@ -34,7 +34,7 @@ class Arrived(msgspec.Struct, frozen=True, eq=False):
 
     start: int
     flat: Any
-    handover: StreamHandover | None = None  #: Of a copy that another thread made.
+    handover: StreamHandover | None = None  #: The handover of a copy that another thread made.
 
     def copied(self, on: DeviceStreams = streams.CUDA) -> Arrived:
         """A copy in memory of this process. A thread calls `taken` of it before it reads it."""
@@ -97,7 +97,7 @@ class Extracted(msgspec.Struct):
     pack: Pack | None
     #: Operations under way with this pack, by relay: so several receivers can share one slot.
     placed: dict[str, Any] = {}
-    _on_host: Pack | None = None  #: Of a pack that lies on a GPU in part.
+    _on_host: Pack | None = None  #: The host's copy of a pack that lies on a GPU in part.
 
     @property
     def nbytes(self) -> int:

@@ -1,7 +1,7 @@
 """Tensors and arrays as flat bytes, and back: the only module that calls torch and numpy.
 
 Knows nothing of containers, paths or transports (`checking`, `payloads`). Torch is never imported to look at a value:
-a tensor can't exist in a process that has not imported it. Whatever makes one names its device: an author's code may
+a tensor can't exist in a process that has not imported it. Code that makes one names its device: an author's code may
 have set a default.
 """
 
@@ -36,8 +36,8 @@ class FlatPart(msgspec.Struct, eq=False):
     data: memoryview
     owner: Any  #: The object itself: while it lives, its id is not given to another.
     private: bool  #: ``data`` is not written any more.
-    device: str = tensorrefs.HOST  #: Where it lies.
-    on_device: Any = None  #: Of what lies on a GPU: its bytes there, as a flat tensor; ``data`` is empty.
+    device: str = tensorrefs.HOST  #: The device where it lies.
+    on_device: Any = None  #: The bytes of a part that lies on a GPU, as a flat tensor; ``data`` is empty.
 
 
 def is_tensor(value: Any) -> bool:

@@ -113,7 +113,8 @@ async def _serve(settings: CoordinatorSettings) -> int:
             serving.start("admin server", administration.ended())
         _watch(settings.revisions.with_name(PROFILING_FILE), _limits, coordinator.profiling.limit, tasks, known=b"{}")
         tasks.start("profiles", _beat(coordinator.profiling.beat))
-        # Before the list of revisions: a new one is never served without the share that it may have.
+        # The share is watched before the list of revisions: a new one is never served without the share that it may
+        # have.
         _watch(settings.revisions.with_name(CANARY_FILE), _canary, coordinator.share_requests, tasks, known=b"null")
         _watch(settings.revisions, _revisions, coordinator.update_revisions, tasks)
         if settings.api_key_file is not None:

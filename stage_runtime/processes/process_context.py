@@ -61,7 +61,9 @@ def advertised(wanted: str, bound: str) -> str:
 
 
 def rank_addresses(settings: StageSettings) -> tuple[str, str, RelaySettings]:
-    """Where rank 0 of a TP stage listens for its followers, what is advertised to them, and the relays beside it."""
+    """The addresses where rank 0 of a TP stage listens for its followers, what is advertised to them, and the relays
+    beside it.
+    """
     relays = relay_settings(settings)
     followers = settings.tp_endpoints[0]
     if followers.startswith("ipc://"):
@@ -78,7 +80,7 @@ def rank_addresses(settings: StageSettings) -> tuple[str, str, RelaySettings]:
 
 
 def relay_settings(settings: StageSettings | CoordinatorSettings) -> RelaySettings:
-    """Where the relays listen: beside the control socket, on the same interface."""
+    """The settings of relays: they listen beside the control socket, on the same interface."""
     defaults = RelaySettings()
     bind, host = defaults.bind, defaults.advertise_host
     if settings.listen.startswith("ipc://"):
@@ -125,7 +127,7 @@ def _declared(settings: StageSettings | CoordinatorSettings, of: Callable[[Relay
 
 
 def profiles(settings: StageSettings | CoordinatorSettings, incarnation: Callable[[], str]) -> ProfileSession:
-    """The process's profiles. In pods each process has a folder of its own: they may share the storage."""
+    """The process's profiles. Each process has a folder of its own in pods: they may share the storage."""
     stages = [COORDINATOR]
     rank = 0
     if isinstance(settings, StageSettings):

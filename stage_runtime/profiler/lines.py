@@ -1,6 +1,6 @@
 """A request as lines for people: one for each stage's stay, one for each hop. `omni trace` and the page draw them.
 
-Pure. Of a record of the coordinator, or of a profile's events, which are brought to the record's form first.
+Pure. It draws a record of the coordinator, or of a profile's events, which are brought to the record's form first.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Line(NamedTuple):
     """Milliseconds since the admission."""
 
     label: str
-    stage: str  #: Of a hop its source.
+    stage: str  #: The stage; of a hop its source.
     start_ms: float
     end_ms: float
     parts: tuple[tuple[str, float], ...]  #: (`QUEUE`, `FUNCTION` or `HOP`, milliseconds), one after the other.

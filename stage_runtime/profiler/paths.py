@@ -1,4 +1,4 @@
-"""Where files of a run may be: below ``OMNI_PROFILE_ROOT``, whatever a client asks for. Pure but for root and links."""
+"""The folder of a run's files: below ``OMNI_PROFILE_ROOT``, whatever a client asks for. Pure but for root and links."""
 
 from __future__ import annotations
 

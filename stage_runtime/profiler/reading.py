@@ -30,7 +30,7 @@ class Moment(NamedTuple):
     """One event of a request. ``time_ns`` is on the reference clock."""
 
     time_ns: int
-    stage: str  #: Of a TP stage's rank 1.. with its rank: ``thinker rank 1``.
+    stage: str  #: The stage, of a TP stage's rank 1.. with its rank: ``thinker rank 1``.
     name: str
     process: int  #: Index into `Events.processes`.
     raw: bytes  #: The metadata as JSON.
@@ -44,7 +44,7 @@ class Clock(msgspec.Struct, frozen=True, kw_only=True, order=True):
     """One measurement of a process's clock. The smallest uncertainty sorts first."""
 
     uncertainty_ns: int
-    offset_ns: int  #: To be added to the process's times.
+    offset_ns: int  #: Nanoseconds to be added to the process's times.
 
 
 class Process(msgspec.Struct, kw_only=True):
@@ -54,7 +54,7 @@ class Process(msgspec.Struct, kw_only=True):
     pid: int = 0
     host: str = ""
     incarnation: str = ""
-    rank: int = 0  #: Of a TP stage.
+    rank: int = 0  #: The rank in a TP stage.
     offset_ns: int = 0  #: Added to its times.
     uncertainty_ns: int = 0
     dropped: int = 0

@@ -219,7 +219,7 @@ class AbstractRelay(ABC, Generic[Connection, Metadata]):
         put = PutOperation(completion, transfer, peer, request_id, nbytes, resource, announced, copied, filling)
         if not self._ledger.add(put, most=most):
             return None
-        # In this order: `forget` takes the connection before it looks into the ledger.
+        # The order matters: `forget` takes the connection before it looks into the ledger.
         if peer not in self._connections and self._ledger.released(peer, transfer) is not None:
             error = TransferError(f"{peer} is gone")
             self._end(put, error)
@@ -227,11 +227,13 @@ class AbstractRelay(ABC, Generic[Connection, Metadata]):
         return put
 
     def _failed(self, peer: Peer, reason: str) -> None:
-        """This relay does not reach ``peer``, which may be alive: another one is used from now on. From any thread."""
+        """This relay does not reach ``peer``, which may be alive: another one is used from now on. Any thread may call
+        this.
+        """
         self._context.failed(peer, self.name, reason)
 
     def _freed(self) -> None:
-        """There may be room again, without a Release. From any thread."""
+        """There may be room again, without a Release. Any thread may call this."""
         self._ledger.wake()
         self._context.freed()
 

@@ -90,13 +90,13 @@ class Relay(Protocol):
         """The medium that the bytes to and from an open peer go through. Both ends give the same."""
 
     def prepare(self, peer: Peer) -> None:
-        """Prepare for a put to ``peer``, for example connect. From any thread."""
+        """Prepare for a put to ``peer``, for example connect. Any thread may call this."""
 
     def put(
         self, pack: Pack, *, request_id: str, peer: Peer, like: RelayOperation | None = None
     ) -> RelayOperation | None:
         """Start moving ``pack`` to ``peer``; from any thread. None when no slot is free now: try after a release.
-        What arrives is what the parts hold now, whatever is written into them later. ``pack.on_device`` is None,
+        The receiver gets what the parts hold now, whatever is written into them later. ``pack.on_device`` is None,
         unless the relay's line in `registry` has ``sends_from_gpus``.
 
         like: this relay's operation for the same pack towards another peer, which may share what it holds.
@@ -115,14 +115,14 @@ class Relay(Protocol):
 
     def refusal(self, nbytes: int, pieces: int) -> str | None:
         """Why there is never room for ``nbytes`` in so many packs that are put together; None when there may be.
-        From any thread.
+        Any thread may call this.
         """
 
     async def put_async(self, pack: Pack, *, request_id: str, peer: Peer) -> RelayOperation:
         """The same as `put`, but it waits for a slot."""
 
     async def room(self) -> None:
-        """Wait until something was released: a put that found no slot may find one. On the I/O thread."""
+        """Wait until something was released: a put that found no slot may find one. It runs on the I/O thread."""
 
     def get(self, metadata: bytes, *, request_id: str, peer: Peer, holder: str = "") -> Fetch:
         """Fetch what ``peer`` put; on the I/O thread.
@@ -149,7 +149,7 @@ class Relay(Protocol):
     def cleanup(self, request_id: str) -> None:
         """A request was aborted: drop what was put for it and never announced, and what arrived unasked for.
 
-        What was announced stays until its receiver releases it or is forgotten: it may be in use.
+        A put that was announced stays until its receiver releases it or is forgotten: it may be in use.
         """
 
     def forget(self, peer: Peer) -> None:
@@ -159,7 +159,9 @@ class Relay(Protocol):
         """Report the received buffers that this thread has dropped, as far as the loop will not do so soon anyway."""
 
     def release_now(self) -> None:
-        """Report all received buffers that are not referenced any more: their sender waits for them. In any thread."""
+        """Report all received buffers that are not referenced any more: their sender waits for them. Any thread may
+        call this.
+        """
 
     @property
     def pins(self) -> Iterable[Any]:

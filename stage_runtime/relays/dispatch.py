@@ -1,7 +1,7 @@
 """All relays of a process as one: which of them serves a peer, and the names that go with a transfer.
 
 `Relays` is what the stage layer and the coordinator hold. Metadata begins with the backend's name, so a receiver
-needs nothing else. Which relays there are is `registry`'s table.
+needs nothing else. `registry`'s table lists the relays.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ TRIM_S: Final = 5.0  # long against the gaps in a stage's load, short enough for
 
 
 class Relays:
-    """Every relay of this process. On ``loop``, except where a method names another thread."""
+    """Every relay of this process. It runs on ``loop``, except where a method names another thread."""
 
     def __init__(
         self,
@@ -148,12 +148,12 @@ class Relays:
         return choice.relay, choice.medium
 
     def prepare(self, peer: str, backend: str = "auto") -> None:
-        """A put to ``peer`` comes soon: begin what it would wait for. From any thread."""
+        """A put to ``peer`` comes soon: begin what it would wait for. Any thread may call this."""
         with contextlib.suppress(TransferError):
             self._relays[self.choose(peer, backend)].prepare(Peer(peer))
 
     def fail(self, peer: str, relay: str, reason: str, *, notify: bool = True) -> None:
-        """A relay does not reach a peer that may be alive: the next one is used. From any thread.
+        """A relay does not reach a peer that may be alive: the next one is used. Any thread may call this.
 
         notify: the peer does not know it yet.
         """
@@ -225,8 +225,8 @@ class Relays:
             raise ValueRefused(path, f"part of a payload of {nbytes} bytes, and {refusal}")
 
     def when_room(self, again: Callable[[], None]) -> None:
-        """A put found no room: call ``again`` once, on the loop, when some may have come back without a Release. From
-        any thread.
+        """A put found no room: call ``again`` once, on the loop, when some may have come back without a Release. Any
+        thread may call this.
 
         That is when a relay reports room, and after `ROOM_S`: nothing reports that an author's tensor has died.
         """
@@ -332,7 +332,7 @@ class Relays:
 
     def allocate(self, shape: tuple[int, ...], dtype: Any) -> Any:
         """A torch tensor in the arena, which relays send without a copy; in ordinary memory when there is no room.
-        From any thread.
+        Any thread may call this.
         """
         tensor = self.arena.allocate_tensor(shape, dtype)
         if tensor is None:
@@ -342,7 +342,7 @@ class Relays:
         return tensor
 
     def letting_go(self) -> None:
-        """This thread drops what it has received now, and calls `settle` next. From any thread."""
+        """This thread drops what it has received now, and calls `settle` next. Any thread may call this."""
         self._thread.lets_go = True
 
     def settle(self) -> None:
@@ -355,7 +355,7 @@ class Relays:
             relay.let_go()
 
     def release_now(self) -> None:
-        """Report what is not referenced any more: its sender waits for it. From any thread."""
+        """Report what is not referenced any more: its sender waits for it. Any thread may call this."""
         for relay in self._relays.values():
             relay.release_now()
 

@@ -1,6 +1,6 @@
 """The table of relays: their names, where they are, which of them `auto` may choose. The choice itself: `choosing`.
 
-To add a relay NAME:
+A new relay NAME has this place:
 
 1. one folder, ``stage_runtime/relays/NAME/``: a subclass of `abstract.AbstractRelay` in ``relay.py``. It imports from
    outside what it needs, modules beside this one, and nothing of another relay's folder;
@@ -43,7 +43,7 @@ class RelayEntry(msgspec.Struct, frozen=True, kw_only=True):
     """One relay."""
 
     factory: str  #: ``module:name`` of its `RelayFactory`.
-    extra: str | None = None  #: Of omnipipeline: installs what the relay imports.
+    extra: str | None = None  #: The extra of omnipipeline that installs what the relay imports.
     #: Every process opens it, and `auto` may choose it. False: opened only where a pipeline asks for it by name.
     auto: bool = True
     #: Hardware that the machine must have for `auto` to open it, and that the way to a peer must use for `auto` to

@@ -56,7 +56,9 @@ class Splitter:
         return self._clause_end() if len(self._rest) > self._max_chars else None
 
     def _clause_end(self) -> int:
-        """Where to cut a sentence that is too long: at its last comma, else at its last space, else anywhere."""
+        """The place at which to cut a sentence that is too long: at its last comma, else at its last space, else
+        anywhere.
+        """
         window = self._rest[: self._max_chars]
         for marks in (",;:", " "):
             cut = max(window.rfind(mark) for mark in marks)

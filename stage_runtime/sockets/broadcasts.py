@@ -36,7 +36,7 @@ class Broadcasts:
         self._counters = counters
         self._deliver = deliver
         self._publisher: zmq.Socket[bytes] | None = None
-        self._subscriptions: dict[str, zmq.Socket[bytes]] = {}  #: By the publisher's endpoint.
+        self._subscriptions: dict[str, zmq.Socket[bytes]] = {}  #: Sockets by the publisher's endpoint.
 
     def bind(self, endpoint: str) -> str:
         """Publish there. Returns the endpoint as bound."""

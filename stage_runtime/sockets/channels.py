@@ -86,10 +86,11 @@ class Channels:
             deliver=lambda frame: self._receiving.take_broadcast(frame),
         )
         self._sessions = itertools.count(1)
-        self._links: dict[str, Link] = {}  #: By incarnation.
-        self._unnamed: dict[str, Link] = {}  #: By endpoint: connected, not introduced yet.
+        self._links: dict[str, Link] = {}  #: Links by incarnation.
+        self._unnamed: dict[str, Link] = {}  #: Links by endpoint: connected, not introduced yet.
         self._held = threading.local()  #: ``links``: with frames that leave when `together` ends; None: outside of it.
-        self._given_up: dict[str, LinkReceiver] = {}  #: Of the last link to a peer that was dropped, the oldest first.
+        #: The receiver of the last link to a peer that was dropped, the oldest first.
+        self._given_up: dict[str, LinkReceiver] = {}
         self._acks = Acknowledging(loop, self._wake)
         self._resending = Resending(
             loop, self.counters, self._dialers.turn, flushed=lambda link: self._dismissals.flushed(link)
@@ -148,7 +149,9 @@ class Channels:
         return accepting.endpoint
 
     def allow_paced_reads(self, allowed: Callable[[], bool]) -> None:
-        """Where beats come one soon after the other, read every few ms. allowed: whether all that comes may wait so."""
+        """Beats that come one soon after the other are read every few ms. allowed: whether all that comes may wait
+        so.
+        """
         self._read_pacing.allowed = allowed
 
     def bind_publisher(self, endpoint: str) -> str:

@@ -30,7 +30,7 @@ COPY_BELOW: Final = 1 << 16  # bytes; below, libzmq's bookkeeping of a shared bu
 
 
 class FrameSocket:
-    """One socket. For one thread at a time."""
+    """One socket. One thread at a time uses it."""
 
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
         self.raw = socket
@@ -130,7 +130,7 @@ class Poller:
         self._poller.unregister(source.raw if isinstance(source, FrameSocket) else source)
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Whether one of them is readable. At once if one is already."""
+        """Whether one of them is readable. It returns at once if one is already."""
         return bool(self._poller.poll(None if timeout_s is None else max(int(timeout_s * 1000 + 0.999), 0)))
 
 

@@ -62,7 +62,7 @@ log = logging.getLogger(__name__)
 
 
 class Lifecycle(Protocol):
-    """The process's reactions to events of its life. On the I/O thread."""
+    """The process's reactions to events of its life. It runs on the I/O thread."""
 
     def loaded(self) -> None:
         """All engines are loaded, of all ranks."""

@@ -30,7 +30,8 @@ class ProcessContext:
     def __init__(self, incarnation: str, mutation_check: MutationCheck | None = None) -> None:
         self.incarnation = incarnation
         self.counters: Counter[str] = Counter()
-        self.inputs: dict[str, StageInput] = {}  #: Of all stages of the process, by name; complete before any message.
+        #: Inputs of all stages of the process, by name; complete before any message.
+        self.inputs: dict[str, StageInput] = {}
         self.mutation_check = mutation_check
 
     def wire(self, channels: Channels, relays: Relays) -> None:

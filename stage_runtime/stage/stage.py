@@ -95,7 +95,7 @@ class Stage:
 
     @property
     def busy(self) -> bool:
-        """It has work at hand. What waits at a join waits for others."""
+        """It has work at hand. A message that waits at a join waits for others."""
         return len(self.inbox) > 0 or self.running > 0
 
     @property

@@ -50,16 +50,16 @@ class RequestWork(msgspec.Struct, eq=False, kw_only=True):
     bindings: dict[str, str]
     traceparent: str | None
     members: tuple[Member, ...]  #: Brought along for the stages after this one.
-    away: tuple[str, ...]  #: As of `Header`.
-    streamed: bool  #: As of `Header`.
+    away: tuple[str, ...]  #: The same as of `Header`.
+    streamed: bool  #: The same as of `Header`.
     deadline: float | None
     merge: Merge
     expecting: Expecting
     fate: Fate
     gathering: Gathering | None = None
     parking: Parking | None = None
-    busy: Busy | None = None  #: Of the stage.
-    device: str = "cpu"  #: Where the tensors lie that the stage is given.
+    busy: Busy | None = None  #: The busy share of the stage.
+    device: str = "cpu"  #: The device where the tensors lie that the stage is given.
     lockstep: bool = False  #: The ranks of a TP stage compute it: what one begins all end, or a collective would hang.
     joined: bool = False  #: Several inputs may arrive: note when each does.
     request: OmniRequest | None = None
@@ -67,7 +67,7 @@ class RequestWork(msgspec.Struct, eq=False, kw_only=True):
     unsent_ends: list[str] = []  #: Those of them that the engine gets when something begins the request.
     notified_no_payload: bool = False
     reported_complete: bool = False  #: Its owner knows that all its input is here.
-    timings: dict[str, Timing] = {}  #: Of the stages before this one.
+    timings: dict[str, Timing] = {}  #: Timings of the stages before this one.
     aborted: bool = False  #: The request was aborted: no client waits for it.
     over: bool = False  #: Done, failed or aborted here.
     dead: bool = False  #: Aborted or over: its output is discarded.
@@ -248,7 +248,7 @@ class RequestWork(msgspec.Struct, eq=False, kw_only=True):
             self._received_at[source, stream] = time.monotonic()
 
     def began(self) -> None:
-        """The stage's function has it. After its end here, which another thread may have brought, nothing is noted."""
+        """The stage's function has it. Nothing is noted after its end here, which another thread may have brought."""
         with _lock:
             if self.began_at is None and not self.over:
                 self.began_at = time.monotonic()

@@ -21,10 +21,10 @@ _SAMPLERS: Mapping[str, float | None] = {
 
 
 class TelemetrySettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Where traces go, and of how many requests."""
+    """The address to which traces go, and of how many requests."""
 
     endpoint: str
-    ratio: float = 1.0  #: Of requests whose client has not decided.
+    ratio: float = 1.0  #: The share of requests whose client has not decided.
     headers: Mapping[str, str] = {}
     resource: Mapping[str, str] = {}
 

@@ -22,8 +22,8 @@ class TraceContext(msgspec.Struct, frozen=True, kw_only=True):
     """One request's place in a trace. Ids are lowercase hex."""
 
     trace_id: str
-    span_id: str  #: Of the request's own span.
-    parent_id: str | None  #: Of the client's span.
+    span_id: str  #: The id of the request's own span.
+    parent_id: str | None  #: The id of the client's span.
     sampled: bool
     state: str = ""  #: The client's ``tracestate``: passed on, never read.
 

@@ -1,5 +1,5 @@
-"""The bytes that each edge has sent, by the relay that carried them: for /metrics. Under the lock of
-`sending.SendQueues`.
+"""The bytes that each edge has sent, by the relay that carried them: for /metrics. The lock of `sending.SendQueues`
+guards them.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ class EdgeNumbers(msgspec.Struct):
     """One edge by one relay, to all instances of its target."""
 
     nbytes: int = 0  #: Sent, ever.
-    copied_nbytes: int = 0  #: Of these, copied into memory that the relay reads.
+    copied_nbytes: int = 0  #: Those of them that were copied into memory that the relay reads.
     failovers: int = 0  #: Times that an instance was first sent to by this relay because another one had failed.
     in_flight: int = 0
     oldest_s: float = 0.0  #: Age of the oldest transfer in flight.
-    quarantined: int = 0  #: In flight, and their requests were aborted.
+    quarantined: int = 0  #: Puts in flight whose requests were aborted.
     retries: int = 0  #: Payloads sent for a second or later attempt of their request.
 
 
@@ -29,7 +29,7 @@ class InFlightTransfer(msgspec.Struct, frozen=True):
     """A transfer in flight, as far as it counts here."""
 
     edge: Carried
-    begun_s: float  #: On `time.monotonic`.
+    begun_s: float  #: A time of `time.monotonic`.
     aborted: bool
 
 

@@ -1,4 +1,4 @@
-"""Receiving payloads: from a message's body to a buffer, at once where that is possible. On the I/O thread."""
+"""Receiving payloads: from a message's body to a buffer, at once where that is possible. It runs on the I/O thread."""
 
 from __future__ import annotations
 

@@ -20,11 +20,12 @@ class Releases:
         self._loop = loop
         self._thread = get_ident()
         self._send = send
-        self._waiting: dict[str, list[int]] = {}  #: By peer; empty unless `_flush` is scheduled.
+        self._waiting: dict[str, list[int]] = {}  #: Releases by peer; empty unless `_flush` is scheduled.
 
     def add(self, peer: str, transfer: int) -> None:
-        """The last view of what ``peer`` put has died. In any thread: a worker sends a message of its own, which costs
-        less than to wake the loop; what is reported in one turn of the loop goes in one message to each peer.
+        """The last view of what ``peer`` put has died. Any thread may call this: a worker sends a message of its own,
+        which costs less than to wake the loop; what is reported in one turn of the loop goes in one message to each
+        peer.
         """
         if get_ident() != self._thread:
             self._send(peer, Release((transfer,)))

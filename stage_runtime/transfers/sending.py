@@ -58,7 +58,7 @@ class SendOwner(Protocol):
     def attempt(self) -> int: ...
     @property
     def aborted(self) -> bool:
-        """Its request was aborted. What a stage has finished and still waits to be sent is sent."""
+        """Its request was aborted. A value that a stage has finished and still waits to be sent is sent."""
 
 
 class PendingSend(msgspec.Struct):
@@ -100,10 +100,10 @@ class Outstanding(msgspec.Struct):
     queue: SendQueue
     reservation: Reservation
     nbytes: int
-    recorded: recording.RecordedTransfer | None  #: For a profile.
+    recorded: recording.RecordedTransfer | None  #: The record for a profile.
     unreleased: int  #: Transfers of it; more than one when it went in pieces.
     request: tuple[str, str, int]  #: Its owner, id and attempt.
-    begun_s: float  #: On `time.monotonic`.
+    begun_s: float  #: A time of `time.monotonic`.
     aborted: bool = False  #: Its request was: it is in quarantine.
 
 
@@ -119,7 +119,7 @@ class SendQueues:
         self._announce = announce or send
         self._shared_nbytes = shared_nbytes
         self._queues: dict[PeerEdge, SendQueue] = {}
-        self._out: dict[tuple[str, int], Outstanding] = {}  #: By (peer, transfer).
+        self._out: dict[tuple[str, int], Outstanding] = {}  #: Puts by (peer, transfer).
         #: Send queues that found no slot, whatever their credits; the one that has waited longest first.
         self._starved: dict[PeerEdge, None] = {}
         self._accounts = Accounts()
@@ -161,7 +161,9 @@ class SendQueues:
             self._relays.prepare(peer, backend)
 
     def released(self, peer: str, transfers: tuple[int, ...]) -> None:
-        """A receiver has released transfers: copy and send the payloads that waited for that. On the I/O thread."""
+        """A receiver has released transfers: copy and send the payloads that waited for that. It runs on the I/O
+        thread.
+        """
         freed: dict[PeerEdge, SendQueue] = {}
         for transfer in transfers:
             with self._lock:
@@ -180,7 +182,7 @@ class SendQueues:
         self._go_on(freed)
 
     def cut(self, peer: str) -> None:
-        """The connection to the peer broke: nothing waits for it. What it may still look at stays as it is."""
+        """The connection to the peer broke: nothing waits for it. Memory that it may still look at stays as it is."""
         with self._lock:
             gone = [edge for edge in self._queues if edge[2] == peer]
             queues = [self._queues.pop(edge) for edge in gone]
@@ -203,7 +205,7 @@ class SendQueues:
     def abort(self, owner: str, request_id: str, attempt: int) -> None:
         """Drop what waits for this attempt or an earlier one, also of stages that have finished it.
 
-        What waited behind it goes on. On the I/O thread, as `released`.
+        Payloads that waited behind it go on. It runs on the I/O thread, as `released`.
         """
 
         def over(work: SendOwner) -> bool:
@@ -263,7 +265,7 @@ class SendQueues:
         return queue
 
     def _go_on(self, freed: Mapping[PeerEdge, SendQueue]) -> None:
-        """Room came back: advance those that found none, then those send queues. On the I/O thread."""
+        """Room came back: advance those that found none, then those send queues. It runs on the I/O thread."""
         if self._starved:
             with self._lock:
                 starved, self._starved = self._starved, {}

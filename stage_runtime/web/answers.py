@@ -20,7 +20,8 @@ TEXT: Final = "text/plain"
 class ResponseType(msgspec.Struct, frozen=True):
     """One content type that a route answers with."""
 
-    types: tuple[Any, ...] = ()  #: Of the JSON, or of an event's data: any of them; empty: text, or a file's bytes.
+    #: Types of the JSON, or of an event's data: any of them; empty: text, or a file's bytes.
+    types: tuple[Any, ...] = ()
     media: str = JSON
     status: int = 200
 
@@ -355,7 +356,7 @@ class Model(msgspec.Struct):
     object: Literal["model"]
     created: int
     owned_by: str
-    parent: str | UnsetType = UNSET  #: Of a LoRA adapter: the model.
+    parent: str | UnsetType = UNSET  #: The model of a LoRA adapter.
 
 
 class ModelList(msgspec.Struct):

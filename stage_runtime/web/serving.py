@@ -196,7 +196,7 @@ async def collect(
     timeout_s: float | None,
     add: Callable[[AnswerEvent], object],
 ) -> None:
-    """Hand every event to ``add``, up to the end. As `admitted`, without a context and a generator of its own."""
+    """Hand every event to ``add``, up to the end. It is `admitted` without a context and a generator of its own."""
     handle, times = await _admit(manager, exchange, request, timeout_s)
     events = handle.events()
     try:
@@ -219,7 +219,7 @@ async def stream(
 ) -> None:
     """Answer with server-sent events. The head goes out with the first of them, or the first comment.
 
-    Until then an error has a status.
+    An error has a status until then.
     """
     async with admitted(manager, exchange, request, timeout_s) as events:
         await send_frames(exchange, encoder.frames(events), encoder.fail, heartbeat_s)

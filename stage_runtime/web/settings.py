@@ -16,9 +16,9 @@ class WebSettings(msgspec.Struct, frozen=True, kw_only=True):
     accepts: frozenset[str] = frozenset()  #: Parameters of a chat that the pipeline honours beyond the usual ones.
     max_body_bytes: int = 64 << 20  #: A larger body is refused (413) before it is read to its end.
     media_hosts: tuple[str, ...] = ()  #: ``host`` or ``host:port`` from which ``image_url`` and the like are fetched.
-    media_timeout_s: float = 10.0  #: For one fetch, redirects included.
+    media_timeout_s: float = 10.0  #: The limit of one fetch, redirects included.
     api_keys: ApiKeys = msgspec.field(default_factory=ApiKeys)  #: Any opens ``/v1`` and admin routes.
-    max_held_bytes: int = 512 << 20  #: Of bodies and media of all requests in flight; beyond it new ones get 429.
+    max_held_bytes: int = 512 << 20  #: Bytes of bodies and media of all requests in flight; beyond it new ones get 429.
     body_grace_s: float = GRACE_S  #: A body's time, and a second more for each `memory_budget.MIN_RATE` bytes.
     text_idle_s: float = 60.0  #: A client that streams a text to speak may write nothing for so long.
     local: bool = False  #: Served at a loopback address: without keys, Host must be a name of it.

@@ -3,10 +3,10 @@
 Here: the lock, the parts of files that are not whole yet, what is fetched again, and the step that makes a model
 visible. Not here: requests (`source`), hashes (`checking`), the manifest (`folders`).
 
-Below ``ROOT/s3``: ``NAME`` is a symbolic link to ``NAME.VERSION``, a folder with all files and their manifest. While a
-version is fetched its files lie in ``NAME.VERSION.parts``, each as long as what has come of it, so a process that is
-killed loses nothing. ``NAME.lock`` is locked by who fetches; the kernel ends the lock with its process. Its time of
-change is when the model was asked for last.
+The layout below ``ROOT/s3`` is this: ``NAME`` is a symbolic link to ``NAME.VERSION``, a folder with all files and their
+manifest. While a version is fetched its files lie in ``NAME.VERSION.parts``, each as long as what has come of it, so a
+process that is killed loses nothing. ``NAME.lock`` is locked by who fetches; the kernel ends the lock with its process.
+Its time of change is when the model was asked for last.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ class Fetch:
     def ensure(self, *, thorough: bool = True) -> Path:
         """The folder of the whole model, after whatever is missing or damaged has been fetched.
 
-        thorough: hash each file that is there, also one whose size and time of change are as they were. Without it a
-                  model that is whole is enough while the store does not answer.
+        thorough: hash each file that is there, also one whose size and time of change are as they were. A model that is
+        whole is enough without it while the store does not answer.
         Raises:   ConfigurationError: it cannot be fetched: why.
                   Interrupted: the store did not answer often enough; what has come is kept.
         """

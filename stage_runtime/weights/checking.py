@@ -13,7 +13,7 @@ from typing import Final
 
 from stage_runtime.errors import ConfigurationError
 
-SUMS: Final = "SHA256SUMS"  #: Beside a model's files: what ``sha256sum * > SHA256SUMS`` writes.
+SUMS: Final = "SHA256SUMS"  #: The file beside a model's files: what ``sha256sum * > SHA256SUMS`` writes.
 MAX_SUMS_BYTES: Final = 4 << 20  # of 40,000 files
 _LINE: Final = re.compile(r"^([0-9a-f]{64}) [ *](?:\./)?(.+)$")
 _MD5: Final = re.compile(r"^[0-9a-f]{32}$")

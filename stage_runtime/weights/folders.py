@@ -1,4 +1,4 @@
-"""Where the fetched model of an ``s3://`` address lies, and whether it is as it was fetched.
+"""The folder of the fetched model of an ``s3://`` address, and whether it is as it was fetched.
 
 Here: names of folders, the manifest beside the files, and comparing both. Not here: fetching (`cache`). Called by
 `cache`, and by each stage process before its factory, so it imports nothing that takes time.
@@ -37,7 +37,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """All files of one fetched model."""
 
     url: str
-    files: dict[str, FetchedFile]  #: By path below the folder.
+    files: dict[str, FetchedFile]  #: Files by path below the folder.
 
 
 def root(environ: Mapping[str, str]) -> Path:

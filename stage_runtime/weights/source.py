@@ -1,7 +1,7 @@
 """An S3-like object store: the files below one prefix, and reading ranges of them.
 
 Here: obstore, its settings and its errors. Not here: where bytes go (`cache`), endpoint and credentials (`access`).
-Whatever the store sends is bounded before it is kept: the number of files, and the bytes of each range.
+Answers of the store are bounded before they are kept: the number of files, and the bytes of each range.
 """
 
 from __future__ import annotations

@@ -115,7 +115,7 @@ def _where_request(kind: type[msgspec.Struct]) -> Callable[[Any], RequestRef | N
     return lambda message: RequestRef(message.request_id, message.attempt)
 
 
-#: For each type of message, finds the request that fails when the receiver cannot decode it.
+#: The function for each type of message that finds the request that fails when the receiver cannot decode it.
 REQUEST_OF: dict[type, Callable[[Any], RequestRef | None]] = {kind: _where_request(kind) for kind in get_args(Message)}
 
 

@@ -62,7 +62,8 @@ class DataReady(BaseMessage, frozen=True, tag=2):
     modality: Name | None = None
     timings: tuple[Timing, ...] = ()
     weight: Count = (
-        1  #: Of a chunk: what it takes of the stream's window (`rules.flow.streams`); `Consumed` gives it back.
+        #: The weight of a chunk: what it takes of the stream's window (`rules.flow.streams`); `Consumed` gives it back.
+        1
     )
 
 
@@ -75,7 +76,7 @@ class Stream(BaseMessage, frozen=True, tag=3):
     chunk_id: Count
     body: Body
     modality: Name | None = None
-    weight: Count = 1  #: As of `DataReady`.
+    weight: Count = 1  #: The same as of `DataReady`.
 
 
 class Complete(BaseMessage, frozen=True, tag=4):
@@ -181,7 +182,8 @@ class Skip(BaseMessage, frozen=True, tag=12):
 
 class StreamStalled(BaseMessage, frozen=True, tag=13):
     """Stage → stage: all workers of ``source`` in this process wait for a full stream window, one of them for
-    ``target``'s. Until they do not any more, ``source`` begins no other request.
+    ``target``'s. ``source`` begins no other
+    request until they no longer wait.
 
     Terminal stage → coordinator, its ``target``: they do, for clients, and other requests wait for ``source``.
     """
@@ -215,15 +217,15 @@ class Welcome(BaseMessage, frozen=True, tag=21):
 class Rejected(BaseMessage, frozen=True, tag=22):
     """Coordinator → process, unordered: the registration is rejected.
 
-    ``fenced``: ``incarnation`` was declared dead, and nothing of it is bound here any more. Where another coordinator
-    holds it, it sends Hello again; else it comes back under a new one, as it does when this answers Hello. Not
+    ``fenced``: ``incarnation`` was declared dead, and nothing of it is bound here any more. It sends Hello again where
+    another coordinator holds it; else it comes back under a new one, as it does when this answers Hello. Not
     ``fenced``: ask again in a while.
     """
 
     incarnation: Name
     reason: str
     fenced: bool = False
-    via: str = ""  #: As in `Hello`, which this answers; empty: it answers another message.
+    via: str = ""  #: The same as in `Hello`, which this answers; empty: it answers another message.
 
 
 class Members(BaseMessage, frozen=True, tag=23):
@@ -235,7 +237,7 @@ class Members(BaseMessage, frozen=True, tag=23):
 
     joined: tuple[Member, ...] = ()
     gone: tuple[str, ...] = ()
-    beat_s: float | None = None  #: As in `Welcome`; None: as before.
+    beat_s: float | None = None  #: The same as in `Welcome`; None: as before.
 
 
 class Ready(BaseMessage, frozen=True, tag=24):
@@ -335,8 +337,8 @@ class ProfilerRead(BaseMessage, frozen=True, tag=45):
 
     call_id: Name
     run_id: Name
-    path: FilePath = ""  #: As in the list; empty: the list itself.
-    offset: Count = 0  #: In bytes.
+    path: FilePath = ""  #: The path in the list; empty: the list itself.
+    offset: Count = 0  #: The offset in bytes.
 
 
 class ProfilerReply(BaseMessage, frozen=True, tag=46):
@@ -351,7 +353,7 @@ class ProfilerReply(BaseMessage, frozen=True, tag=46):
     sent_ns: int
     stages: dict[str, str] = {}  #: stage -> ``started``, ``stopped``, ``not recording``, or ``failed: ...``
     files: tuple[tuple[str, int], ...] = ()  #: (path, bytes)
-    data: bytes = b""  #: Of a file, from the offset on; empty at its end.
+    data: bytes = b""  #: The bytes of a file, from the offset on; empty at its end.
     error: str | None = None
 
 
@@ -374,7 +376,7 @@ class RankWork(BaseMessage, frozen=True, tag=71):
     index: Count
     kind: Name  #: ``start``, ``chunk``, ``done``, ``failed``, ``abort``, ``admin``, ``nothing``, ``close``
     request_id: str = ""
-    owner: str = ""  #: With ``attempt``: two coordinators may use one request id at the same time.
+    owner: str = ""  #: The owner of ``attempt``: two coordinators may use one request id at the same time.
     attempt: Count = 0
     body: Body | None = None
 
@@ -415,7 +417,7 @@ class KVAsk(BaseMessage, frozen=True, tag=75):
     source: Name  #: The decode stage.
     target: Name  #: The prefill stage.
     body: Body
-    members: tuple[Member, ...] = ()  #: As of `Header`.
+    members: tuple[Member, ...] = ()  #: The same as of `Header`.
 
 
 class KVPiece(BaseMessage, frozen=True, tag=76):

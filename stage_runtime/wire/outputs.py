@@ -34,7 +34,8 @@ RATES: Final = (1_000, 192_000)  # Hz
 CHANNELS_MOST: Final = 8
 IMAGES: Final = ("image/png", "image/jpeg", "image/webp")
 TOKENS_MOST: Final = 2**53  # JSON readers in other languages are exact up to here
-#: In the metadata of a chunk for a client: tokens of the request at that stage so far, as of `Usage`. Not shown.
+#: The key in the metadata of a chunk for a client: tokens of the request at that stage so far, as of `Usage`. Not
+#: shown.
 USAGE_SO_FAR: Final = "omni.usage"
 #: Names of notes with tokens of a prompt and of a part of an answer: ``{"choice": …, "token_ids": […]}``.
 PROMPT_TOKEN_IDS: Final = "prompt_token_ids"

@@ -32,13 +32,13 @@ class Member(msgspec.Struct, frozen=True, array_like=True):
     incarnation: Name
     group: Name
     unit: Name
-    revision: str  #: Of its unit.
+    revision: str  #: The revision of its unit.
     endpoint: str
     relays: dict[str, Any]
     stages: tuple[str, ...]
     ready: bool = False
-    ranks: Count = 1  #: Of a TP stage: the processes of which this one is rank 0.
-    #: In a coordinator's Welcome: its attempts up to this one are over at the process that it welcomes.
+    ranks: Count = 1  #: The number of a TP stage's ranks: the processes of which this one is rank 0.
+    #: The number in a coordinator's Welcome: its attempts up to this one are over at the process that it welcomes.
     attempts_over: Count = 0
 
 
@@ -49,7 +49,7 @@ class Header(msgspec.Struct, frozen=True, array_like=True):
     attempt: Count
     owner: Name  #: The incarnation of the coordinator that admitted the request.
     bindings: dict[str, str]  #: stage -> incarnation of the instance that serves it for this request.
-    remaining_ms: int | None = None  #: Until the deadline, at sending. Never a wall-clock time.
+    remaining_ms: int | None = None  #: Milliseconds until the deadline, at sending. Never a wall-clock time.
     traceparent: str | None = None
     members: tuple[Member, ...] = ()  #: Bound instances that have been introduced to each other just now.
     #: Stages that a route may lead to and that had no ready instance (`rules.graph.partial_binding`).
@@ -62,7 +62,7 @@ class Room(msgspec.Struct, frozen=True, array_like=True):
 
     owner: Name  #: The incarnation of the coordinator that admitted the request.
     request_id: RequestId
-    attempt: Count  #: Of the request.
+    attempt: Count  #: The number of the request's attempt.
     generation: Count  #: A number that decode raises with each ask.
 
 
@@ -74,7 +74,7 @@ class Body(msgspec.Struct, frozen=True, array_like=True):
 
     value: bytes = b""  #: MessagePack; empty when the value itself is the last part of the buffer.
     refs: tuple[TensorRef, ...] = ()
-    inline: memoryview = memoryview(b"")  #: Where it came from a socket, it lies in the frame's bytes.
+    inline: memoryview = memoryview(b"")  #: It lies in the frame's bytes where it came from a socket.
     transfer: bytes = b""
     copy_now: bool = False  #: The sender's last credit of this edge: copy it out and release at once.
 
@@ -97,7 +97,8 @@ class Timing(msgspec.Struct, frozen=True, array_like=True):
     stage: str
     queue_us: int
     run_us: int
-    ended_us: int = 0  #: Since the epoch, by the process's own clock; 0: of a process that does not report it.
+    #: Microseconds since the epoch, by the process's own clock; 0: of a process that does not report it.
+    ended_us: int = 0
     #: (source, by stream, µs after the first input). Empty where the stage has one input.
     received: tuple[tuple[str, bool, int], ...] = ()
     streamed: tuple[tuple[str, int], ...] = ()  #: (target, µs from the first chunk sent to ``ended_us``).

@@ -255,7 +255,7 @@ class StagePayload(msgspec.Struct, kw_only=True, dict=True):
 def detached(value: Any) -> Any:
     """A copy of ``value``: its containers, tensors and arrays are its own.
 
-    What may not travel stays what it is, for the check that names it: a subclass of dict, what contains itself.
+    A part that may not travel stays what it is, for the check that names it: a subclass of dict, what contains itself.
     """
     try:
         return _detached(value)

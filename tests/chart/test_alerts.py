@@ -50,7 +50,7 @@ RESTARTS: Final = 'omnipipeline_process_restarts_total{namespace="team", pod="p"
 
 CASES: Final = [
     Case(name="all is well", series={condition("Ready", "True", "Serving"): "1x60", READY: "1x60"}, minute=50),
-    # What always fails is tried every 60 to 72 s.
+    # A pod that always fails is tried every 60 to 72 s.
     Case(
         name="a reconcile always fails",
         series={FAILING: "0+60x60"},

@@ -1,7 +1,7 @@
 """The chart's release and the pipelines that the tests of this folder share.
 
-In the order of the files: what serves, GPUs, models, a lost node, profiles, relays between pods, the release's upgrade,
-a roll to another protocol, foreign pods, and at the end what is left after deleting everything.
+They run in the order of the files: what serves, GPUs, models, a lost node, profiles, relays between pods, the release's
+upgrade, a roll to another protocol, foreign pods, and at the end what is left after deleting everything.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def images(node_cluster: Cluster) -> Images:
 def installed(request: pytest.FixtureRequest, node_cluster: Cluster, images: Images) -> Iterator[Installed]:
     """Helm install into a fresh namespace."""
     cluster, namespace = node_cluster, "omni-e2e"
-    # What the pods may do is held to Kubernetes' strictest standard.
+    # The pods are held to Kubernetes' strictest standard.
     restricted = "pod-security.kubernetes.io/enforce=restricted"
     # A fresh cluster has no definition of ours; one that other tests applied by hand is not helm's to take over.
     cluster.kubectl("delete", "crd", CRD, "--ignore-not-found", "--timeout=60s")

@@ -104,7 +104,7 @@ async def test_a_pod_taken_out_of_its_unit_gets_no_more_requests_and_goes_on_run
         status = httpx.get(f"http://{coordinator['status']['podIP']}:8081/status", timeout=10).json()
         return [each for each in status["instances"] if each["aside"]]
 
-    # With one replica the unit would be away until its successor is ready; another test leaves one.
+    # The unit would be away until its successor is ready with one replica; another test leaves one.
     installed.patch("choir", {"processGroups": [{"name": "voices", "replicas": 2}]})
     wait_for("two voices", lambda: len(installed.pods("choir", "voices")) == 2, timeout_s=60)
     await asyncio.to_thread(wait_ready, installed.cluster, installed.namespace, "choir")

@@ -182,7 +182,8 @@ async def test_answers_are_the_chat_example_s_also_while_a_pod_of_each_kind_is_k
         load = Load(address, expected)
         try:
             await load.some(2 * len(QUESTIONS))
-            # Before a pod is killed, and its numbers with it; what a pod serves is as of its process's last beat.
+            # This is read before a pod is killed, and its numbers with it; what a pod serves is as of its process's
+            # last beat.
             await asyncio.to_thread(
                 wait_for, "prompts come from prefill", lambda: crossed(installed, name, relay), timeout_s=60
             )

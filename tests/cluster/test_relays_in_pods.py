@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900, func_only=True)]
 GIB = 1 << 30
 CHUNK = 64 << 20
 SMALL = 1 << 20  #: Bytes that other relays may carry meanwhile.
-ROUNDING = 1 << 20  #: Of a log's figures.
+ROUNDING = 1 << 20  #: Rounding of a log's figures.
 CODE = f"""
 import hashlib
 
@@ -81,7 +81,7 @@ def test_a_gibibyte_between_pods_goes_by_the_relay_that_is_named(installed: Inst
         answer = httpx.post(f"{address}/v1/chat/completions", json=body, timeout=400)
         assert answer.status_code == 200, answer.text
         assert answer.json()["choices"][0]["message"]["content"] == str(GIB)
-        # What a pod serves is as of its process's last beat.
+        # A pod serves the numbers of its process's last beat.
         wait_for(
             "the receiver's count of all bytes",
             lambda: by_relay(installed, name, "b", "omnipipeline_relay_received_bytes_total").get(relay, 0) >= GIB,

@@ -1,6 +1,6 @@
 """One pipeline in every form that people write: the resource, plain files, Python values, classes with defaults.
 
-What was written is what is planned, whichever form it has, and however it is shared out between a class, a file and
+A pipeline is planned as it was written, whichever form it has, and however it is shared out between a class, a file and
 the command line.
 """
 
@@ -27,7 +27,7 @@ from omnipipeline_spec.validation import topology
 from tests import valid_specs
 from tests.thoroughness import examples
 
-#: Without shrinking: an example that fails is read as it is, and found again in seconds.
+#: Examples are not shrunk: an example that fails is read as it is, and found again in seconds.
 SETTINGS = settings(
     deadline=None,
     max_examples=examples(25),
@@ -131,7 +131,7 @@ def test_an_instance_has_its_own_values_and_its_class_s_for_the_rest(
 ) -> None:
     """The class says the fields of one pipeline and the instance those of another, any of which both may say."""
     own, of_class = said_by(of_resource(document)), said_by(of_resource(others))
-    # What depends on the stages comes from where the stages come from.
+    # A value that depends on the stages comes from where the stages come from.
     of_class = {key: of_class[key] for key in of_class if key in DEFAULTS}
     inherited = data.draw(st.sets(st.sampled_from(sorted(own))))
     defaults = {**of_class, **{key: own[key] for key in inherited}}

@@ -1,4 +1,4 @@
-"""Whatever a YAML text holds, reading it ends soon: in a document, or in one error that names the line."""
+"""Reading a YAML text ends soon, whatever it holds: in a document, or in one error that names the line."""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ def test_comments_and_layout_mean_nothing(text: str, same: str) -> None:
         ("# coding: latin-1\nx = 'é'", "x = 'é'"),  # it changes what the file's bytes mean
         ("x = '\\udc80'", "x = '\\udc81'"),
         ("x = 0x" + "f" * 9000, "x = 0x" + "f" * 8999 + "e"),
-        # What cannot be parsed is compared as text.
+        # Code that cannot be parsed is compared as text.
         ("def broken(:", "def broken(: # why"),
         ("x = '\0'", "x = '\0' # why"),
         (DEEP, DEEP + " # why"),

@@ -1,4 +1,4 @@
-"""Whatever ``--set`` is given, over whatever document, it is applied or refused with a message."""
+"""``--set`` is applied or refused with a message, whatever it is given, over whatever document."""
 
 from __future__ import annotations
 

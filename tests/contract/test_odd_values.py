@@ -1,4 +1,4 @@
-"""Whatever Python value stands anywhere in a pipeline, it is planned, or refused with its path."""
+"""A pipeline is planned, or refused with its path, whatever Python value stands anywhere in it."""
 
 from __future__ import annotations
 

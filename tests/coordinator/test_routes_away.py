@@ -67,7 +67,7 @@ async def test_what_is_away_ends_an_answer_that_has_begun() -> None:
 
 
 async def test_a_stage_that_is_not_away_is_a_failure_like_another() -> None:
-    """Whatever an instance sends, nothing is sent again without end."""
+    """Nothing is sent again without end, whatever an instance sends."""
     async with coordinator_harness(joined=False, revisions=(TALK,), hold_s=60.0) as made:
         join(made, "front", "listen", "voice")
         handle = made.manager.admit(new_request())

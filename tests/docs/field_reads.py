@@ -1,4 +1,4 @@
-"""Where each field of the spec and of the plan is read, as the type checker sees it.
+"""The places where each field of the spec and of the plan is read, as the type checker sees it.
 
 A copy of the types is checked in which every field is a deprecated property: mypy then reports each place that reads
 one, with the class it belongs to. A search for the name would find ``device`` wherever something else is called so.

@@ -44,7 +44,7 @@ class Definition:
 
 @functools.cache
 def reached() -> tuple[dict[str, str], frozenset[str]]:
-    """Where each class and function is defined, and every name that is reached."""
+    """The place where each class and function is defined, and every name that is reached."""
     known = defaultdict[str, list[Definition]](list)
     waiting: list[str] = []
     for path in (path for folder in PRODUCT for path in sorted((ROOT / folder).rglob("*.py"))):

@@ -1,6 +1,6 @@
 """Names of our code that the pages mention: something uses each, or the page says that it is for other programs.
 
-A page that lists a class or a function says that the product has what it does. Where nothing calls it, that is not so.
+A page that lists a class or a function says that the product has what it does. A page must not list what nothing calls.
 """
 
 from __future__ import annotations

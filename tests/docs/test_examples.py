@@ -28,7 +28,7 @@ def examples(heading: str) -> list[str]:
 
 @pytest.fixture
 def module() -> Iterator[types.ModuleType]:
-    """Where an example is executed."""
+    """The folder where an example is executed."""
     made = types.ModuleType("documented")
     sys.modules[made.__name__] = made
     yield made

@@ -91,7 +91,7 @@ def side(name: str) -> Any:
 
 
 def join() -> Any:
-    """Behind the fan-in. Batched, so that every kind of engine takes part."""
+    """The stage behind the fan-in. Batched, so that every kind of engine takes part."""
 
     def run(payloads: list[omni.StagePayload]) -> list[Any]:
         return [_tripped(payload.data, "join") or payload.data for payload in payloads]

@@ -228,7 +228,7 @@ def terminal_stages_fn(request: omni.OmniRequest) -> Any:
     return given("terminal_stages_fn", request.inputs, ["speak"])
 
 
-#: Where an author's value enters, whether given or raised.
+#: The places where an author's value enters, whether given or raised.
 PLACES = (
     *("enter", "left", "right", "batch", "join", "yield", "shown result"),
     *("chunk.data", "chunk.to", "chunk.modality", "chunk.metadata", "shown.data", "shown.modality", "shown.metadata"),

@@ -57,7 +57,7 @@ class Pods:
         self._environment["OMNI_CONTROL_KEY_FILE"] = str(key)
 
     def url(self, coordinator: str) -> str:
-        """Where it answers HTTP."""
+        """The address where it answers HTTP."""
         (child,) = self._coordinators[coordinator].children
         return next(event.url for event in reversed(child.events) if isinstance(event, Serving))
 

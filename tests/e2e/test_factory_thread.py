@@ -1,4 +1,4 @@
-"""Where a factory runs, and how what it has opened is released."""
+"""The thread in which a factory runs, and how what it has opened is released."""
 
 from __future__ import annotations
 

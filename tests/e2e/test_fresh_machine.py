@@ -1,6 +1,6 @@
 """README's two commands on a machine that has nothing but Debian's Python, git and make, as root and as a user.
 
-The kit builds an image in which both have run, by Debian's buildah. What comes after them is one file, so that nothing
+The kit builds an image in which both have run, by Debian's buildah. The rest is one file, so that nothing
 large is loaded into a cluster.
 """
 

@@ -62,7 +62,7 @@ def _sockets(pipeline: LocalPipeline) -> list[Path]:
 
 
 def send_frames(stranger: zmq.Context[Any], endpoint: str, *messages: list[bytes]) -> None:
-    # What each accepts: it hangs up on another type, and then messages may wait for ever.
+    # The types that each accepts: it hangs up on another type, and then messages may wait for ever.
     with stranger.socket(zmq.PUSH if endpoint.endswith(".data") else zmq.DEALER) as push:
         push.linger = 1000
         push.sndtimeo = 5000

@@ -82,7 +82,7 @@ async def refuses(client: Client) -> None:
 
 @pytest.mark.proves("written-input")
 async def test_debug_values_names_the_stage_that_wrote(base: Path) -> None:
-    """And without a writer it names nobody: the positive control. Of the two receivers, one reads shared memory."""
+    """And without a writer it names nobody: the positive control. One of the two receivers reads shared memory."""
     stages = [
         StageConfig(name="source", process="p", factory="diamond_stages:torch_source", next=["quiet", "loud"]),
         StageConfig(

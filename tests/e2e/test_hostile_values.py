@@ -1,4 +1,4 @@
-"""Whatever a client or an author says, in every field that they can set, hurts that request alone.
+"""A value of a client or an author, in every field that they can set, hurts that request alone.
 
 Real processes and sockets. Hypothesis draws a place and a value; the request fails with a code of the closed list, or
 is answered, and the next one is served by the same processes. The positive controls take out one check each.

@@ -1,7 +1,7 @@
 """Prefill, decode or their coordinator is killed, stopped or cut off while a room is at each of its states.
 
-Real processes in network namespaces, the library's own rooms, a toy for the cache. Whatever happens: the right answer,
-or, where the coordinator itself went, a clear error; no room is open afterwards, and nothing of a relay is in use.
+Real processes in network namespaces, the library's own rooms, a toy for the cache. A request gets the right answer, or,
+where the coordinator itself went, a clear error; no room is open afterwards, and nothing of a relay is in use.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ async def hurt(pipeline: NetPipeline, fault: str, member: str, noticed: asyncio.
     pid = pipeline.pids()[member]
     if fault == "SIGKILL":
         os.kill(pid, signal.SIGKILL)
-        # Until its death is noticed it counts as ready.
+        # It counts as ready until its death is noticed.
         await eventually(lambda: pipeline.pids().get(member) != pid, what=f"the death of {member} must be noticed")
         return
     if fault == "SIGSTOP":

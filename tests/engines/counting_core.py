@@ -1,6 +1,6 @@
 """A real engine core whose executor counts: the next token is the last one plus one. Imported in engine processes.
 
-It fails, waits and reports as tests ask by ``kwargs`` and utilities. Without transformers, so that it starts quickly.
+It fails, waits and reports as tests ask by ``kwargs`` and utilities. It has no transformers, so that it starts quickly.
 """
 
 from __future__ import annotations

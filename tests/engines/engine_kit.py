@@ -57,7 +57,7 @@ class Recorder:
         self.began_ids: list[str] = []
         self.crashes: list[BaseException] = []
         self.refuses: Exception | None = None
-        self.together_counts: list[int] = []  #: Of outputs that left together, while nobody took any.
+        self.together_counts: list[int] = []  #: Counts of outputs that left together, while nobody took any.
 
     def emit(self, work: Work, chunk: Any) -> Gate | None:
         if self.refuses is not None:

@@ -8,7 +8,7 @@ import pytest
 
 
 class Steps:
-    overlap = False  #: As `generation_kit.core` takes it where its caller does not say.
+    overlap = False  #: The value that `generation_kit.core` takes where its caller does not say.
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["in_turn", "overlapping"])

@@ -1,6 +1,6 @@
 """Other projects' attention kernels are given what their documentation asks for: fakes compute by it, with torch.
 
-With the real ones, on a GPU: the tests marked ``gpu``.
+Tests marked ``gpu`` use the real ones, on a GPU.
 """
 
 from __future__ import annotations

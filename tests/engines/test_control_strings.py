@@ -74,7 +74,7 @@ def test_a_control_string_in_a_text_adds_no_control_token(kind: str, flags: str)
         assert controls(tokenizer, chat(first + second, "ho")) == innocent
 
 
-#: Where a token is matched in normalized text, a blank at the end of a text decides whether the template's is one.
+#: A blank at the end of a text decides where a token is matched in normalized text whether the template's is one.
 SETTLED = [one for one in TOKENIZERS if one != ("llama", "normalized")]
 
 

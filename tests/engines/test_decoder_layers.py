@@ -254,7 +254,9 @@ def test_layers_with_other_products_stay_as_they_are(linear: linears.LinearsBack
 
 
 def test_small_layers_are_one_program_because_their_calls_cost_more_than_their_products() -> None:
-    """Whatever form each product would have by itself: most of such a layer's time is Python's."""
+    """The layers are joined whatever form each product would have by itself: most of such a layer's time is
+    Python's.
+    """
     config = copy.deepcopy(tiny_model("llama").config)
     config.hidden_size, config.intermediate_size, config.head_dim = 128, 192, 32
     model = generation_kit.transformers.AutoModelForCausalLM.from_config(config).eval()

@@ -15,7 +15,7 @@ from stage_runtime.errors import InvalidRequest
 from stage_runtime.wire.values import OmniRequest, StagePayload
 from tests.engines.generation_kit import tiny_tokenizer
 
-#: As of Hermes and Qwen, Llama 3, templates that look first, and ones that write arguments one by one.
+#: Templates of Hermes and Qwen, Llama 3, templates that look first, and ones that write arguments one by one.
 DUMPING = {
     "arguments": "{{ call.function.arguments | tojson }}",
     "looking": "{% set given = call.function.arguments %}{{ given if given is string else given | tojson }}",

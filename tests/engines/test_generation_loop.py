@@ -259,7 +259,7 @@ class OnceMasked:
 
 
 def test_a_request_that_is_aborted_before_its_step_is_computed_fails_no_step() -> None:
-    """Where steps overlap, the next one may be scheduled and not begun."""
+    """The next step may be scheduled and not begun where steps overlap."""
     engine = core()
     for name in ("aborted", "other"):
         engine.add_request(

@@ -1,7 +1,7 @@
-"""Whatever a client puts into a field of a chat request hurts that request alone.
+"""A client's value in a field of a chat request hurts that request alone.
 
-Over HTTP, against examples/chat as it stands with a tiny model: the request fails with a code of the closed list, or is
-answered; and the next one gets the answer that it gets alone, by the same processes.
+The tests run over HTTP, against examples/chat as it stands with a tiny model: the request fails with a code of the
+closed list, or is answered; and the next one gets the answer that it gets alone, by the same processes.
 """
 
 from __future__ import annotations

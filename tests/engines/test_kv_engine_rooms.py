@@ -44,7 +44,7 @@ class Engines:
         self.on_engine_end: Callable[[int], None] = lambda rank: None
         self.engines: dict[int, crossing.CrossingRooms] = {}
         self.chosen: list[int] = []
-        self.prompts: list[tuple[Any, ...]] = []  #: For which an engine was chosen.
+        self.prompts: list[tuple[Any, ...]] = []  #: Prompts for which an engine was chosen.
         self.draining = False
         for rank in range(count):
             self.start(rank)
@@ -73,7 +73,7 @@ class Stage:
     """`KVTransport` that notes what it is told."""
 
     def __init__(self) -> None:
-        self.attempt: int | None = 1  #: Of the request; None: it is not known.
+        self.attempt: int | None = 1  #: The attempt of the request; None: it is not known.
         self.asks: list[Room] = []
         self.shipped: list[tuple[Room, Piece]] = []
         self.closes: list[tuple[Room, str | None]] = []

@@ -16,7 +16,7 @@ from stage_runtime.wire.values import OmniRequest, StagePayload
 from tests.engines.tokenizer_kit import tokenizer
 
 ANY = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
-#: As Llama 2's and Qwen3.5's: one system message, at the beginning.
+#: Messages of Llama 2's and Qwen3.5's: one system message, at the beginning.
 ONE = (
     "{% for m in messages %}{% if m.role == 'system' and not loop.first %}"
     "{{ raise_exception('System message must be at the beginning.') }}{% endif %}"
@@ -27,7 +27,7 @@ SILENT = (
     "{% if messages[0].role == 'system' %}[system]{{ messages[0].content }}{% endif %}"
     "{% for m in messages if m.role != 'system' %}[{{ m.role }}]{{ m.content }}{% endfor %}"
 )
-#: As Gemma's: none, and users and assistants take turns.
+#: Messages of Gemma's: none, and users and assistants take turns.
 NONE = (
     "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
     "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"

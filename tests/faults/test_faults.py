@@ -23,7 +23,7 @@ from tests.sockets.peers import End, ends, hello
 from tests.thoroughness import rows
 
 PATIENCE_S = 300  # per test, on a machine that does much else
-#: In CI the tests that want a network of their own must run: without root or `ip` they fail there.
+#: The tests that want a network of their own must run in CI: without root or `ip` they fail there.
 needs_namespaces = pytest.mark.skipif(
     not network.possible() and not os.environ.get("CI"), reason="needs root, to make network namespaces"
 )

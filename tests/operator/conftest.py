@@ -38,7 +38,7 @@ def prepared(api_server: Cluster, tmp_path_factory: pytest.TempPathFactory) -> t
         "templates/serviceaccount.yaml",
     ]
     rendered = subprocess.run(
-        # With the right to PodGroups, which tests of the kind need.
+        # The release has the right to PodGroups, which tests of the kind need.
         ["helm", "template", "omni", chart, "-n", running.SYSTEM, "--set", "podGroupScheduler=any", *templates],
         env=api_server.environment,
         capture_output=True,

@@ -25,7 +25,7 @@ class PodRecorder:
     def __init__(self, kube: Kube, pipeline: str) -> None:
         self._kube = kube
         self._selector = f"omnipipeline.dev/pipeline={pipeline}"
-        self._events: list[dict[str, Any]] = []  #: In the API server's order; the thread appends.
+        self._events: list[dict[str, Any]] = []  #: Events in the API server's order; the thread appends.
 
     def __enter__(self) -> PodRecorder:
         self._watch = subprocess.Popen(

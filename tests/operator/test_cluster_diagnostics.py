@@ -182,7 +182,7 @@ def test_events_are_posted_for_transitions_only_and_conditions_carry_their_gener
     for each in sorted(events, key=lambda event: str(event["eventTime"])):
         for condition, status in re.findall("(Accepted|Available|Ready|Progressing) is (True|False)", each["message"]):
             by_condition.setdefault(condition, []).append((status, each["reason"]))
-    # Of the first start nothing, where pods were ready before anything could be said.
+    # The first start reports nothing, where pods were ready before anything could be said.
     assert by_condition["Ready"][-1] == ("True", "Serving") and ("False", "Suspended") in by_condition["Ready"]
     for changes in by_condition.values():
         assert all(one != following for one, following in itertools.pairwise(changes)), changes

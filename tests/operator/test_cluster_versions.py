@@ -136,7 +136,7 @@ def test_two_versions_convert_both_ways_while_the_operator_reconciles(
         what="the API server knows the webhook",
     )
 
-    # The second version comes. What was stored before is read in it, and its own objects in the first.
+    # The second version comes. Objects that were stored before are read in it, and its own objects in the first.
     define(cluster)
     there = read(kube, "old", NAME)
     assert (there["spec"]["model"], there["spec"]["rollout"]["strategy"]) == ("/models/a", "Coherent")

@@ -159,7 +159,7 @@ def test_a_new_authority_is_trusted_before_its_first_certificate_is_shown() -> N
             if after is held:
                 continue
             if after.certificate != held.certificate:
-                # What API servers knew before this renewal verifies the new certificate already.
+                # The authority that API servers knew before this renewal verifies the new certificate already.
                 leaf(after).verify_directly_issued_by(
                     next(each for each in trusted(held) if each.subject == leaf(after).issuer)
                 )

@@ -35,7 +35,7 @@ class Coordinators:
 
     def __init__(self) -> None:
         self.answers: list[CoordinatorStatus] = []
-        self.fetches: dict[str, FetchStatus] = {}  #: Of the pods of prefetch Jobs, by address.
+        self.fetches: dict[str, FetchStatus] = {}  #: Statuses of the pods of prefetch Jobs, by address.
         self.asked: Callable[[], None] = lambda: None  #: Called before each answer.
 
     async def ask(self, addresses: Any) -> list[CoordinatorStatus]:

@@ -1,4 +1,6 @@
-"""Where a payload's tensors lie when a stage gets them. ``meta`` stands for a GPU; the copies themselves need one."""
+"""The device of a payload's tensors when a stage gets them. ``meta`` stands for a GPU; the copies themselves need
+one.
+"""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ def die_sweeping(base: str) -> None:
 def sweep_and_die(base: str, at: int) -> NoReturn:
     """A sweeper that is killed before its n-th step. Exit code 0: it was through before that.
 
-    To read what ``/proc`` says of each process of the machine is not a step: it changes nothing.
+    A look at what ``/proc`` says of each process of the machine is not a step: it changes nothing.
     """
     step = 0
 

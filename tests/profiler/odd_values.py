@@ -1,4 +1,4 @@
-"""Values that no author should put into metadata, and that one does. For hypothesis."""
+"""Values that no author should put into metadata, and that one does. hypothesis draws them."""
 
 from __future__ import annotations
 

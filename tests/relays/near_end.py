@@ -103,7 +103,7 @@ async def killed_while_it_writes_to_us(near: Near) -> tuple[RelayOperation, Tran
 
 
 async def frozen_while_it_writes_to_us(near: Near, far: FarEnd) -> RelayOperation:
-    """A get of ``LARGE`` bytes whose sender is frozen on the way. On a busy machine all of them may have come first."""
+    """A get of ``LARGE`` bytes whose sender is frozen on the way. All of them may have come first on a busy machine."""
     while True:
         operation = near.fetch(far, LARGE, 1)
         while not (operation.done() or near.stat("incoming_bytes")):
@@ -168,7 +168,7 @@ def processor_s(pid: int) -> float:
 async def processor_share(pid: int, enough: float) -> float:
     """The least share of a core that a process with nothing to do takes, in windows up to the first with ``enough``.
 
-    What it was late with on a busy machine falls into the first ones.
+    Work that it was late with on a busy machine falls into the first ones.
     """
     least = 1.0
     for _ in range(WINDOWS):

@@ -1,7 +1,7 @@
 """Host memory that stands for a GPU's, for the cuda_ipc relay on machines without one.
 
 Chunks are anonymous files that other processes map, so two processes can use it; tensors on it are on the CPU, and a
-payload's parts are said to lie on a GPU (`on_gpu`). What only a GPU has is not here: streams, and copies that are late.
+payload's parts are said to lie on a GPU (`on_gpu`). It lacks what only a GPU has: streams, and copies that are late.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class StandIn:
         self.opens = True  #: Memory of other processes.
         self.opened = 0
         self._uuids = uuids
-        self._files: dict[int, int] = {}  #: By address of a chunk.
+        self._files: dict[int, int] = {}  #: Files by address of a chunk.
 
     def uuid(self, gpu: int) -> str:
         return self._uuids[gpu]

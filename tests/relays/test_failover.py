@@ -174,7 +174,7 @@ async def test_a_library_that_cannot_reach_a_living_peer_is_replaced(backend: st
         facts[backend] = NOWHERE[backend](dict(facts[backend]))
         near.open("far", facts)
         far.ask(do="open", facts=near.facts())
-        # On a busy machine the library needs seconds for its first work: that is not a peer from which nothing comes.
+        # The library needs seconds for its first work on a busy machine: that is not a peer from which nothing comes.
         fetching = Fetching(near, asyncio.get_running_loop(), stalled_s=2 * PATIENCE_S)
         over: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         metadata = base64.b64decode(far.ask(do="put", nbytes=MIB, mark=3, backend=backend))

@@ -62,7 +62,7 @@ def fetch(far: FarEnd, operation: RelayOperation, **options: Any) -> Any:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Where a relay's thread has to see first that nothing moves any more."""
+    """A relay's thread has to see first in some tests that nothing moves any more."""
     async with asyncio.timeout(PATIENCE_S):
         while not condition():
             await asyncio.sleep(0.002)

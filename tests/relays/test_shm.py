@@ -42,7 +42,7 @@ async def test_a_tensor_that_lies_in_the_arena_is_sent_without_a_copy(both: Pair
 @pytest.mark.proves("buffer-written-again")
 @pytest.mark.parametrize("count", [20, 100_000])
 async def test_an_arena_tensor_that_is_written_again_arrives_as_it_was_given(both: Pair, count: int) -> None:
-    """It lies where the receiver reads. What its author writes later must stay with the author."""
+    """It lies where the receiver reads. Bytes that its author writes later must stay with the author."""
     tensor = both.a.allocate((count,), torch.float32)
     arrived = []
     for number in range(4):

@@ -618,7 +618,7 @@ class Schedulers(RuleBasedStateMachine):
                 assert request.tokens == whole[: self.scheduler.longest]
 
     def teardown(self) -> None:
-        """Whatever happened, all that is not held comes to its end in a bounded number of steps."""
+        """All requests that are not held come to its end in a bounded number of steps."""
         while self.under_way:
             self._ended(*self.under_way.pop(0), {})
         steps = 0

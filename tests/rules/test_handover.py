@@ -140,7 +140,7 @@ class LoadsMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def refuse(self, data: st.DataObject) -> None:
-        """Whatever its blocks hold: one piece was not what it claimed to be."""
+        """It fails whatever its blocks hold: one piece was not what it claimed to be."""
         if self._loading():
             load = data.draw(st.sampled_from(self._loading()))
             for index in load.missing:

@@ -243,8 +243,8 @@ STEPS = ["renew a", "renew b", "a speaks", "b speaks", "a again", "b again"]
 def test_two_ends_that_gave_up_apart_come_together_again(
     steps: list[tuple[str, int]],
 ) -> None:
-    """Whatever happened, and whatever old words came late: a few words later both hear each other's present link, and
-    nobody gives up any more.
+    """Both ends hear each other's present link a few words later, whatever happened, and whatever old words came late,
+    and nobody gives up any more.
     """
     a, b = End(), End()
 

@@ -302,7 +302,7 @@ async def test_an_endpoint_where_nobody_listens_is_lost_after_the_declared_time(
 
 @pytest.mark.proves("connection-breaks")
 async def test_an_end_that_dropped_its_session_alone_connects_again() -> None:
-    """Both count from one again. Without sessions the other end would take every new frame for a duplicate."""
+    """Both count from one again. The other end would take every new frame for a duplicate without sessions."""
     a, b = End("aa", "tcp://127.0.0.1:*"), End("bb", "tcp://127.0.0.1:*")
     async with ends(a, b):
         introduce(a, b)

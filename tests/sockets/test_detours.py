@@ -54,7 +54,7 @@ class Three(NamedTuple):
     one: End
     other: End
     coordinator: End
-    proxy: Proxy  #: From ``one`` to ``other``. Nothing passes.
+    proxy: Proxy  #: The proxy from ``one`` to ``other``. Nothing passes.
 
 
 @contextlib.asynccontextmanager

@@ -97,7 +97,7 @@ class Hub:
         )
         self._words = 0
         assert self._process.stdout is not None
-        self.endpoint = self._process.stdout.readline().strip()  #: As bound.
+        self.endpoint = self._process.stdout.readline().strip()  #: The endpoint as bound.
 
     def descriptors(self) -> int:
         """That it has open."""

@@ -220,7 +220,7 @@ def container(folder: Path, version: int, most: int | str, current: int, inactiv
     memory.mkdir(exist_ok=True)
     (memory / "memory.limit_in_bytes").write_text(f"{2**63 - 4096 if most == 'max' else most}\n")
     (memory / "memory.usage_in_bytes").write_text(f"{current}\n")
-    # Without "total_" it is of the group alone, not of the groups in it.
+    # The value without "total_" is of the group alone, not of the groups in it.
     (memory / "memory.stat").write_text(f"inactive_file 0\ntotal_inactive_file {inactive}\n")
 
 

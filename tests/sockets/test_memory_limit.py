@@ -100,7 +100,9 @@ async def test_a_coordinator_without_memory_refuses_who_is_new_serves_and_takes_
             return int((await coordinator.ask("usage"))["ready"])
 
         async def all_are_answered() -> bool:
-            """Each of the new ones is ready or was refused. What was read of the container may be a second old."""
+            """Each of the new ones is ready or was refused. The figure that was read of the container may be a second
+            old.
+            """
             return await ready() - len(GROUPS) + await refused() >= begun
 
         while not await refused():

@@ -69,7 +69,7 @@ class Coordinator:
         self.clock, self.socket = Clock(), Socket()
         self.pacing = ReadPacing(self.clock, self.socket)  # type: ignore[arg-type]
         self.pacing.allowed = lambda: True
-        self.expected: list[bool] = []  #: Of each read: whether many frames were likely.
+        self.expected: list[bool] = []  #: One entry of each read: whether many frames were likely.
         self._arrived = (0, 0)
         self.pacing.read(self.socket, self._drain)  # type: ignore[arg-type]
 

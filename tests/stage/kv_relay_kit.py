@@ -167,7 +167,7 @@ class KVPair(World):
         self._backend: Any = backend
         self._folder = folder
         self._forge = forge
-        self.withheld: list[KVPiece] = []  #: Of each piece that was not delivered, in order.
+        self.withheld: list[KVPiece] = []  #: Pieces that were not delivered, in order.
         self.withholds = False
         self.changed: Callable[[KVPiece], KVPiece] = lambda piece: piece
         self.noted: dict[str, NotedRelays] = {}

@@ -161,7 +161,7 @@ class World:
         self.hosts: dict[str, Host] = {}
         self.relays: dict[str, WorldRelays] = {}
         self.links: dict[tuple[str, str], deque[bytes]] = {}
-        self.received: list[Message] = []  #: By coordinators, in order.
+        self.received: list[Message] = []  #: Messages received by coordinators, in order.
         self.received_by: list[tuple[str, Message]] = []  #: The same, with the coordinator's incarnation.
         self.stage_of: dict[str, str] = {}  #: stage -> incarnation
         self.away: tuple[str, ...] = ()  #: Stages that requests have no instance of.

@@ -173,7 +173,7 @@ async def test_a_payload_that_cannot_be_fetched_fails_its_request_alone() -> Non
         ask(made, "r2")
         await made.until(lambda: "r1" in made.failed() and "r2" in made.results())
         assert made.failed()["r1"].code == "transport_failed"
-        # What could not be fetched is let go of, too, or its credit would be lost for ever.
+        # A value that could not be fetched is let go of, too, or its credit would be lost for ever.
         await made.until(lambda: not any(host.process.send_queues.outstanding for host in made.hosts.values()))
 
 

@@ -159,8 +159,8 @@ async def test_pieces_that_come_after_their_blocks_were_given_to_other_prompts_a
 
 
 async def test_what_an_earlier_life_of_a_sender_has_sent_lands_nowhere(pair: KVPair, model: Path, relay: str) -> None:
-    """The next one has its incarnation, too, which no process gets by chance. Where the earlier one's reference names
-    memory of the next one's, another piece lies there: were it the piece's own, nothing would be wrong.
+    """The next one has its incarnation, too, which no process gets by chance. Another piece lies there where the
+    earlier one's reference names memory of the next one's: were it the piece's own, nothing would be wrong.
     """
     stale = await withheld(pair, 1)
     pair.end("p")

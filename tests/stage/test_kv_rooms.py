@@ -35,7 +35,7 @@ class RecordingSink:
         self.asks: list[tuple[Room, str, bytes, Sequence[Any]]] = []
         self.pieces: list[tuple[Room, bytes, Sequence[Any]]] = []
         self.ends: list[tuple[Room, str | None]] = []
-        self.lost: list[bool] = []  #: Of each end.
+        self.lost: list[bool] = []  #: The entries of each end.
         self.raises = False
 
     def asked(self, room: Room, peer: str, record: bytes, tensors: Sequence[Any]) -> None:

@@ -21,7 +21,7 @@ from stage_runtime.wire.values import OmniRequest
 from tests.stage.stage_kit import OWNER, World, plan, world
 from tests.thoroughness import examples
 
-#: Stage -> its process. What crosses from one process to another is written and read; the rest is passed on.
+#: Stage -> its process. A value that crosses from one process to another is written and read; the rest is passed on.
 PLACEMENTS = [
     dict.fromkeys("abcd", "one"),
     {name: name for name in "abcd"},

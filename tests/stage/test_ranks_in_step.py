@@ -104,7 +104,9 @@ async def test_an_aborted_function_goes_on_as_on_the_other_ranks_until_the_proce
 
 
 class Rank:
-    """One rank's engine. What it is given before `start` has come at once, as far as its function can tell."""
+    """One rank's engine. Messages that it is given before `start` have come at once, as far as its function can
+    tell.
+    """
 
     def __init__(self, function: Any, sources: tuple[str, ...] = ("s", "t")) -> None:
         self.engine = as_engine(function, sources=sources)

@@ -1,4 +1,4 @@
-"""Whatever an author's code raises or returns wrongly fails that request, tells where, and nobody else notices."""
+"""An author's code that raises or returns wrongly fails that request, tells where, and nobody else notices."""
 
 from __future__ import annotations
 

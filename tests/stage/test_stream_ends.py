@@ -126,7 +126,7 @@ async def test_a_terminal_stage_streams_to_its_client_and_to_another_stage(to: s
 @APART
 @pytest.mark.parametrize("to", [["a"], ["b"], ["a", "b"]])
 async def test_a_route_round_a_streams_source_ends_that_stream(to: list[str], apart: bool) -> None:
-    """Where nothing begins b, it is skipped, and so is what comes after it."""
+    """It is skipped where nothing begins b, and so is what comes after it."""
     plans = [
         plan("r", entry=True, next=("a", "b"), route_fn="stage_functions:routes_as_requested"),
         plan(

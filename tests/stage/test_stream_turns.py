@@ -164,7 +164,7 @@ def hold_back(gate_of: Callable[[Any], Any]) -> Any:
 @pytest.mark.proves("client-never-reads")
 @pytest.mark.parametrize("producer", [pour, hold_back(lambda gate: gate.result())], ids=["generator", "engine"])
 async def test_waiting_for_a_reader_is_not_stuck_and_computing_without_progress_is(producer: Any) -> None:
-    """Whatever waits behind it."""
+    """The result is the same whatever waits behind it."""
     go = threading.Event()
 
     async def never(session: omni.Session) -> AsyncIterator[Any]:

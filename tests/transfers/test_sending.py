@@ -102,7 +102,7 @@ class Made:
     def __init__(self, slots: int = 100, *, shared_nbytes: int = 0) -> None:
         self.relays = Relays(slots)
         self.sent: list[str] = []
-        self.copied: list[str] = []  #: Of them, those that the receiver must copy at once.
+        self.copied: list[str] = []  #: Those of them that the receiver must copy at once.
         self.lost: dict[str, BaseException] = {}
         self.refuses: Callable[[str], None] = lambda request_id: None
         self.send_queues = SendQueues(self.relays, self.send, shared_nbytes=shared_nbytes)  # type: ignore[arg-type]
@@ -261,7 +261,9 @@ def test_the_head_of_a_send_queue_never_blocks_it(error: BaseException, where: s
 
 
 def test_what_nothing_reaches_any_more_makes_room_for_the_next() -> None:
-    """Whoever says that the peer is gone ends its request, perhaps by sending it elsewhere: it is not failed here."""
+    """The caller that says that the peer is gone ends its request, perhaps by sending it elsewhere: it is not failed
+    here.
+    """
     made = Made()
     for request_id in ("first", "bad", "next"):
         made.ship(request_id)

@@ -106,7 +106,7 @@ class ScriptedManager:
         self.why_not: str | None = None  #: No request can be served.
         self.samples: Samples = {}
         self.gauges: Mapping[str, planes.Gauges] = {}
-        self.shown: Mapping[str, Any] = {}  #: By `status`, beside the count in flight.
+        self.shown: Mapping[str, Any] = {}  #: The counts that `status` shows beside the count in flight.
         self.records: Sequence[RequestRecord] = ()
         self.stages: Sequence[StageNeed] = ()
 

@@ -60,7 +60,9 @@ async def answer_of(reader: asyncio.StreamReader) -> tuple[int, dict[str, Any], 
 
 
 async def serves(running: Running) -> None:
-    """The next innocent request is answered. With `QUICK` limits, one whose head a busy machine sends late is not."""
+    """The next innocent request is answered. A request whose head a busy machine sends late is not, with `QUICK`
+    limits.
+    """
     async with httpx.AsyncClient(base_url=running.url, timeout=PATIENCE_S) as client, asyncio.timeout(PATIENCE_S):
         while True:
             with contextlib.suppress(httpx.RemoteProtocolError, httpx.ReadError):

@@ -1,4 +1,4 @@
-"""Whatever bytes a client sends: an answer of the closed list and never a fault of ours, and the next one is served.
+"""A client may send any bytes: it gets an answer of the closed list, never a fault of ours, and the next one is served.
 
 hypothesis draws requests for every route of a real server (uvicorn, httptools, uvloop's protocol of ours) and sends
 them over real sockets. `test_the_property_finds_a_fault` is the control: a route that has one is found.

@@ -1,4 +1,5 @@
-"""Behind Debian's nginx with its own configuration: the first token is not held back, a client that leaves is noticed.
+"""A chat behind Debian's nginx with its own configuration: the first token is not held back, a client that leaves is
+noticed.
 
 Missing nginx is a failure under CI and a skip elsewhere.
 """

@@ -1,4 +1,6 @@
-"""Whatever a client sends to a realtime session: an error or an effect, all that is kept is counted, and bounded."""
+"""A realtime session answers whatever a client sends: an error or an effect, all that is kept is counted, and
+bounded.
+"""
 
 from __future__ import annotations
 

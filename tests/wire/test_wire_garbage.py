@@ -1,4 +1,4 @@
-"""Whatever comes out of a socket: a frame, or a ProtocolError, and nothing else."""
+"""Bytes out of a socket are a frame, or a ProtocolError, and nothing else."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ _IDENTITY: Final = ("apiVersion", "kind", "metadata")
 class Spoke(msgspec.Struct, frozen=True, kw_only=True):
     """A version beside the hub.
 
-    Whatever a step drops or adds, a third step changes nothing more: ``from_hub(to_hub(from_hub(hub)))`` is
+    A third step changes nothing more, whatever a step drops or adds: ``from_hub(to_hub(from_hub(hub)))`` is
     ``from_hub(hub)``, and the same the other way round. Then no round trip loses anything.
     """
 

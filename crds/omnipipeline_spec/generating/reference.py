@@ -1,4 +1,4 @@
-"""The config reference, generated from the types. As a program it writes docs/config.md.
+"""The config reference, generated from the types. It writes docs/config.md as a program.
 
 Here: one table per type, in the order of the spec, and the text around them. Not here: any field. Called by ``make
 crds`` and by a test that compares.
@@ -53,7 +53,7 @@ precedence over a path to all of them). A value that is set twice is refused. `-
 A subclass of `PipelineConfig` may have defaults of its own. An instance has the values that it sets, and its class's
 for the others. A plain file names a class with `config_cls: package.module:Class`, and is merged over its defaults:
 stages, process groups and variables by name, maps by key; any other value replaces the class's. A class that is not
-found is refused with the nearest name. In a resource `configCls` is refused, and the operator imports nothing. `omni
+found is refused with the nearest name. `configCls` is refused in a resource, and the operator imports nothing. `omni
 convert` prints all values; the annotation `omnipipeline.dev/config-cls` says from which class they came.
 
 An unknown key is refused, with the nearest known one; so is a duplicate key. The API server drops unknown keys unless
@@ -159,7 +159,10 @@ def _range(kind: inspect.IntType | inspect.FloatType) -> str:
 
 def _rules() -> Iterator[str]:
     yield "## What the API server refuses\n\n"
-    yield "In addition to types and bounds, before it stores a pipeline. `omni validate` reports these and more.\n\n"
+    yield (
+        "The API server checks these in addition to types and bounds, before it stores a pipeline. `omni validate` "
+        "reports these and more.\n\n"
+    )
     for struct, rules in celrules.RULES.items():
         for rule in rules:
             where = "a stage " if rule.names_stage else ""

@@ -1,4 +1,4 @@
-"""The CRD, generated from the types. As a program it writes crds/omnipipelines.yaml.
+"""The CRD, generated from the types. It writes crds/omnipipelines.yaml as a program.
 
 Here: types -> structural OpenAPI schema, with descriptions, defaults, bounds, list types and the rules of `celrules`;
 columns, names and the status subresource. Not here: any field (`pipeline`, `cluster`, `status`). Called by ``make

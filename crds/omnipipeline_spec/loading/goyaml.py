@@ -1,9 +1,9 @@
 """YAML as ``kubectl`` reads it, so that one file means the same on a laptop and on a cluster.
 
-Here: documents from text, with the line of every value. PyYAML scans and parses. Which plain scalar is a number, a
-boolean or a string is decided as Go's sigs.k8s.io/yaml decides it (a table test compares with a real kubectl). Input
-that Kubernetes accepts silently is refused: a duplicate key, an alias that contains itself, a tag. Not here: what the
-documents mean (`loading`). Facts, each measured with kubectl:
+Here: documents from text, with the line of every value. PyYAML scans and parses. Plain scalars are numbers, booleans or
+strings as Go's sigs.k8s.io/yaml decides (a table test compares with a real kubectl). Input that Kubernetes accepts
+silently is refused: a duplicate key, an alias that contains itself, a tag. Not here: what the documents mean
+(`loading`). Facts, each measured with kubectl:
 
 - ``y yes on true`` in lower, upper and title case are booleans, ``n no off false`` too; ``~`` and ``null`` are null
 - ``0o17`` and ``017`` are 15, ``08`` is 8, ``0x1F`` 31, ``0b11`` 3, ``1_000`` 1000, ``1e3`` the integer 1000
@@ -114,7 +114,7 @@ def _integer(found: re.Match[str]) -> int:
 class _Composer(yaml.BaseLoader):
     """PyYAML's composer without its resolution of scalars: a plain one gets the tag ``?``."""
 
-    levels = 0  #: Of the node being composed.
+    levels = 0  #: The depth of the node being composed.
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         self.levels += 1

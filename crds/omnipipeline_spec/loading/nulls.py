@@ -26,7 +26,7 @@ _MESSAGE: Final = (
 def places(given: Any, kind: inspect.Type, path: str) -> Iterator[str]:
     """The path of each null entry of a map that has no fields of its own, at every depth.
 
-    given: a value of that type. Where it has another form it is looked at no further; `shapes` refuses it.
+    given: a value of that type. A value of another form is looked at no further; `shapes` refuses it.
     """
     inner = without_none(kind)
     match inner, given:

@@ -32,7 +32,7 @@ MAX_SUGGESTION_BYTES: Final = 1 << 20  # larger files are not searched for a sug
 class PythonSource(msgspec.Struct, frozen=True, kw_only=True):
     """A module, and perhaps the name in it."""
 
-    text: str  #: As it was given.
+    text: str  #: The text as it was given.
     module: str  #: Path of a file, or dotted name.
     attribute: str | None
 

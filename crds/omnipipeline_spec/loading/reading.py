@@ -37,7 +37,7 @@ class LoadedPipeline(msgspec.Struct, frozen=True, kw_only=True):
     spec: PipelineConfig
     source: str  #: The file, as it was given.
     sources: Mapping[str, str]  #: Path of each value that is set -> what set it.
-    metadata: Mapping[str, Any] = {}  #: Of a resource: labels, annotations, namespace.
+    metadata: Mapping[str, Any] = {}  #: Metadata of a resource: labels, annotations, namespace.
     beside: tuple[Mapping[str, Any], ...] = ()  #: The file's other documents: a Secret, a ConfigMap.
     dropped: tuple[Fault, ...] = ()  #: A warning for each null entry that sets nothing.
 
@@ -56,7 +56,8 @@ class _ParsedSource(msgspec.Struct, frozen=True, kw_only=True):
     document: Any
     source: str
     kind: Literal["resource", "plain", "python"]
-    folder: Path | None = None  #: Where to look for the class that a plain file names; None: it is not imported.
+    #: The folder to look in for the class that a plain file names; None: it is not imported.
+    folder: Path | None = None
     lines: Mapping[str, int] = {}  #: Path as `_folded` gives it -> line.
     name: str | None = None
     metadata: Mapping[str, Any] = {}
@@ -94,7 +95,7 @@ def loads(
 ) -> LoadedPipeline:
     """The pipeline of a YAML text; raises as `load` does.
 
-    folder: where to look first for the class that ``config_cls`` names. Without it a text that names one is refused.
+    folder: where to look first for the class that ``config_cls`` names. A text that names one is refused without it.
     """
     documents = goyaml.documents(content, source)
     document = _only(documents, source)
@@ -249,7 +250,7 @@ def _finish(read: _ParsedSource, given: Sequence[str], *, fallback: str) -> Load
 
 
 def _nulls(read: _ParsedSource) -> Iterator[Fault]:
-    """The null entries that set nothing. In Python None is a value."""
+    """The null entries that set nothing. None is a value in Python."""
     if read.kind != "python":
         for path in nulls.places(read.document, type_of(PipelineConfig), ""):
             yield nulls.dropped(path, line=_line(path, read.lines))

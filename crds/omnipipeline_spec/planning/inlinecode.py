@@ -80,7 +80,7 @@ _meaning_again = functools.lru_cache(maxsize=CACHED_FILES)(_meaning)
 
 
 def _dumped(node: Any) -> str:
-    """A tree as ASCII text. Unlike that of `ast.dump` it does not change when a version of Python adds a field."""
+    """A tree as ASCII text. It does not change, as that of `ast.dump` does, when a version of Python adds a field."""
     match node:
         case ast.Constant(value=value):
             return _constant(value)

@@ -50,7 +50,7 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, order=True):
     path: str  #: Such as ``stages[2].next``; empty for the whole spec.
     message: str
     names: tuple[str, ...] = ()  #: The stages, groups or keys involved, for tools that point at them.
-    line: int | None = None  #: In the file that was read, when there is one.
+    line: int | None = None  #: The line in the file that was read, when there is one.
 
     def __post_init__(self) -> None:
         msgspec.structs.force_setattr(self, "path", clipped(self.path))

@@ -19,7 +19,7 @@ class Metric(msgspec.Struct, frozen=True, kw_only=True):
     kind: Literal["counter", "gauge", "histogram"]
     help: str
     labels: tuple[str, ...] = ()
-    buckets: tuple[float, ...] = ()  #: Of a histogram.
+    buckets: tuple[float, ...] = ()  #: Bounds of a histogram's buckets.
 
 
 #: Suffix of each series of a family -> the label that it has beside the family's own.

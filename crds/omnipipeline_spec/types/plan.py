@@ -24,8 +24,8 @@ class RelayPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     backend: RelayBackend = "auto"
     slot_bytes: int = 512 << 20  #: Largest single slot; a larger payload goes in pieces, copied together on arrival.
     credits: int = 2  #: Unreleased slots allowed per edge.
-    device: str = "cpu"  #: Where tensors arrive at this stage: ``cpu`` or ``cuda``, its own device.
-    rank: int | None = None  #: Of an NCCL world that the author laid out; local runs.
+    device: str = "cpu"  #: The device where tensors arrive at this stage: ``cpu`` or ``cuda``, its own device.
+    rank: int | None = None  #: The rank in an NCCL world that the author laid out; local runs.
     world_size: int | None = None
 
 
@@ -43,7 +43,7 @@ class StagePlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     wait_for_fn: str | None = None
     merge_fn: str | None = None
     stream_to: tuple[str, ...] = ()
-    stream_at_end: tuple[str, ...] = ()  #: Among ``stream_to``.
+    stream_at_end: tuple[str, ...] = ()  #: Those among ``stream_to`` that stream at the end.
     stream_from: tuple[str, ...] = ()  #: Derived: the stages that name this one in ``streamTo``.
     inputs_from: tuple[str, ...] = ()  #: Derived: the stages that name this one in ``next``.
     entry: bool = False
@@ -54,7 +54,7 @@ class StagePlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     gpu_memory_bytes: int | None = None
     tp_size: int = 1
     relay: RelayPlan = RelayPlan()
-    kv_role: Literal["", "prefill", "decode"] = ""  #: Of a stage with disaggregation.
+    kv_role: Literal["", "prefill", "decode"] = ""  #: The role of a stage with disaggregation.
     kv_peer: str = ""  #: The stage of the other role.
 
 
@@ -64,7 +64,7 @@ class GroupPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     name: str
     unit: str
     index: int  #: Position inside its pod; the control port is 5550 + index.
-    stages: tuple[str, ...]  #: In spec order; unique.
+    stages: tuple[str, ...]  #: Names in spec order; unique.
     processes: tuple[str, ...]  #: OS process names: ``(name,)``, or ``(name_tp0, name_tp1, ...)``.
     tp_size: int = 1
 
@@ -77,14 +77,14 @@ class UnitPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     version: int = PLAN_VERSION
     pipeline: str
-    name: str  #: Of its first group.
+    name: str  #: The name of its first group.
     groups: tuple[GroupPlan, ...]
-    stages: tuple[StagePlan, ...]  #: Of all its groups, in spec order.
+    stages: tuple[StagePlan, ...]  #: Stages of all its groups, in spec order.
     gpu_ids: tuple[int, ...] = ()  #: The author's ids, ascending; the pod's devices are their positions.
     model_path: str | None = None
     model_revision: str | None = None
     env_defaults: dict[str, str] = {}
-    code: dict[str, str] = {}  #: Of ``spec.code.inline`` what these stages use: file name -> text.
+    code: dict[str, str] = {}  #: Files of ``spec.code.inline`` that these stages use: file name -> text.
     code_config_map: str | None = None
     drain_timeout_s: float = 120.0
     startup_deadline_s: float = 1800.0
@@ -94,7 +94,7 @@ class UnitPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     security: Literal["Curve", "None"] = "Curve"
     on_cpu: bool = False  #: The unit's GPU ids were taken away for a run on a machine without GPUs.
     allow_tcp: bool = True  #: Whether tensors may travel over plain TCP.
-    gpu_memory_limit: float = 0.95  #: Of a GPU's memory: what budgets of stages in bytes may sum to there.
+    gpu_memory_limit: float = 0.95  #: The share of a GPU's memory that budgets of stages in bytes may sum to there.
     mooncake_protocol: Literal["tcp", "rdma"] | None = None  #: None: what the process has a device for.
     pod: dict[str, Any] = {}  #: Values that the operator needs for the pod (image, resources, placement…), canonical.
     revision: str = ""  #: 8 hex digits, over all of the above.
@@ -178,7 +178,7 @@ class PipelinePlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
     pipeline: str
     coordinator: CoordinatorPlan
-    units: tuple[UnitPlan, ...]  #: In order of their first stage in the spec.
+    units: tuple[UnitPlan, ...]  #: Units in order of their first stage in the spec.
     edges: tuple[EdgePlan, ...]
     replicas: dict[str, int]  #: unit -> replicas; of one that is scaled by its load, the least. Never in a revision.
     autoscaling: dict[str, Limits] = {}  #: Units whose replicas follow their load. Never part of a revision.

@@ -45,7 +45,7 @@ class OpenAIRoute(msgspec.Struct, frozen=True, kw_only=True):
     sound: bool = False  #: Its requests or answers are sound.
 
 
-#: In the order in which `omni up` prefers their examples.
+#: Routes in the order in which `omni up` prefers their examples.
 ROUTES: tuple[OpenAIRoute, ...] = (
     OpenAIRoute(
         path="/v1/chat/completions",
@@ -163,7 +163,7 @@ class SocketRoute(msgspec.Struct, frozen=True, kw_only=True):
     """A path that is opened as a WebSocket."""
 
     path: str
-    serves: Served  #: As of `OpenAIRoute`.
+    serves: Served  #: The same as of `OpenAIRoute`.
     summary: str
 
 

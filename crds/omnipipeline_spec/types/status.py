@@ -65,10 +65,10 @@ class CanaryStatus(Spec, frozen=True, kw_only=True):
     """A revision that is tried with a share of the requests, or was, and was taken back."""
 
     revision: Annotated[ShortText, doc("The revision that is tried.")]
-    weight: Annotated[Annotated[int, Meta(ge=0, le=100)], doc("Per cent of the requests that go to it.")] = 0
+    weight: Annotated[Annotated[int, Meta(ge=0, le=100)], doc("Share of the requests that go to it, in percent.")] = 0
     since: Annotated[
         Annotated[str, Meta(max_length=64, extra={"format": "date-time"})] | None,
-        doc("Since when it gets that share; unset: its pods are not ready yet."),
+        doc("The time since which it gets that share; unset: its pods are not ready yet."),
     ] = None
     aborted: Annotated[bool, doc("Whether it was taken back; another edit is tried anew.")] = False
     message: Annotated[Text | None, doc("Why the last step was taken, with the numbers of both revisions.")] = None

@@ -75,7 +75,7 @@ def is_optional(kind: inspect.Type) -> bool:
 def without_none(kind: inspect.Type) -> inspect.Type:
     """A field's type without None. (``gpu`` is the only union of two types.)
 
-    For a field that accepts a single value or a list this is the list, as in the resource.
+    The type of a field that accepts a single value or a list is the list, as in the resource.
     """
     kind, _ = unwrap(kind)
     if not isinstance(kind, inspect.UnionType):

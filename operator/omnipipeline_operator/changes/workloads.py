@@ -41,7 +41,7 @@ class ObservedPod(msgspec.Struct, frozen=True, kw_only=True):
     lost: bool = False
     lost_at: float | None = None  #: When a terminating pod counts as lost, if it still exists.
     node: str | None = None
-    priority: int = 0  #: Of its PriorityClass, as admission has found it.
+    priority: int = 0  #: The value of its PriorityClass, as admission has found it.
     preempts: bool = False  #: Whether the scheduler ends other pods for it.
     finished: bool = False  #: It has ended and will not run again; it is not counted.
     created_at: float = 0.0
@@ -51,11 +51,13 @@ class ObservedPod(msgspec.Struct, frozen=True, kw_only=True):
     #: When the reason is too old: it is of the container's previous run, or of a pod that has failed. None: never.
     reason_until: float | None = None
     started_at: float = 0.0  #: When the generated container was started, if it runs.
-    was_ready: bool = False  #: Since then.
+    was_ready: bool = False  #: It was ready since then.
 
     @property
     def starting_since(self) -> float | None:
-        """Since when it has been starting; None: it is or was ready, has ended, or fetches its model first."""
+        """The time since which it has been starting; None: it is or was ready, has ended, or fetches its model
+        first.
+        """
         started = self.ready or self.was_ready or self.finished or self.terminating or self.fetches
         return None if started else max(self.created_at, self.started_at) or None
 
@@ -75,10 +77,10 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
     revision: str
     name: str
     uid: str
-    replicas: int  #: Of its spec.
+    replicas: int  #: The number in its spec.
     created_at: float = 0.0
     pods: tuple[ObservedPod, ...] = ()
-    gpus: int = 0  #: Per pod.
+    gpus: int = 0  #: GPUs per pod.
     image: str = ""  #: The image pinned when it was made; a spec or a podTemplate may name another one.
     control_secret: str | None = None
     drifted: bool = False  #: Its template was edited by hand; the operator never edits one.

@@ -30,8 +30,8 @@ TIMEOUT_S: Final = 10.0
 LIST_TIMEOUT_S: Final = 60.0
 STATUS_TIMEOUT_S: Final = 30.0  # the API server evaluates all rules of the spec again: 4 s for the largest one
 PAGE: Final = 500
-#: With the charset, which the API server drops: the kubernetes client would encode a body of the bare type itself, with
-#: escapes that no YAML reader takes.
+#: The type with the charset, which the API server drops: the kubernetes client would encode a body of the bare type
+#: itself, with escapes that no YAML reader takes.
 APPLY: Final = "application/apply-patch+yaml; charset=utf-8"
 MERGE: Final = "application/merge-patch+json"
 JSON: Final = "application/json"

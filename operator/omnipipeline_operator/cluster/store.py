@@ -66,7 +66,7 @@ class Store:
     def drop(self, manifest: Mapping[str, Any]) -> set[PipelineKey]:
         """Remove a deleted object, unless a newer version or a successor is known; the pipelines to reconcile.
 
-        Without a resourceVersion the deletion is final: the uid does not return.
+        The deletion is final without a resourceVersion: the uid does not return.
         """
         address, version = address_of(manifest), _version(manifest) or math.inf
         self._deletions.pop(_uid(manifest), None)

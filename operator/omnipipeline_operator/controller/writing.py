@@ -46,7 +46,7 @@ class DesiredState(msgspec.Struct, frozen=True, kw_only=True):
     retried: Sequence[Workload] = ()  #: Workloads whose refused pods are due for a retry.
     profiling: Profiling = Profiling()
     canary: CanaryShare | None = None  #: The share of the requests that a revision gets.
-    image: str  #: Of the newest of ``entries``.
+    image: str  #: The image of the newest of ``entries``.
     on_demand: Sequence[str] = ()  #: Groups that requests wait for, however long they have had no instance.
     curve: bool
     now: float
@@ -62,7 +62,7 @@ class ChildWriter:
         self._snapshot = snapshot
         self._apply = applier
         self.claim_refusal: str | None = None  #: Why the model cache's claim cannot grow.
-        self.refused: list[ChildError] = []  #: Of children that were not written; all others were.
+        self.refused: list[ChildError] = []  #: Errors of children that were not written; all others were.
         self._ensure_exists = ensure_exists  #: Called before the first creation; raises when the resource is deleted.
         self._exists = False
 

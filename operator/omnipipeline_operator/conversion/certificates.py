@@ -29,7 +29,7 @@ class Held(msgspec.Struct, frozen=True, kw_only=True):
     """The entries of the Secret, all of them PEM."""
 
     authorities: bytes  #: Newest first; the API server trusts all of them.
-    authority_key: bytes  #: Of the newest.
+    authority_key: bytes  #: The key of the newest.
     certificate: bytes
     key: bytes
 

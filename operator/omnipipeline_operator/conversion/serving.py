@@ -36,7 +36,7 @@ class Server:
         self._versions = versions
         self._tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         self._tls.minimum_version = ssl.TLSVersion.TLSv1_2
-        self._nbytes = 0  #: Of the reviews that are being read. At most `ALL_NBYTES`.
+        self._nbytes = 0  #: Bytes of the reviews that are being read. The bound is `ALL_NBYTES`.
         self._held: Held | None = None
 
     @property

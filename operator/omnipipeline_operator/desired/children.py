@@ -31,7 +31,7 @@ class DesiredWorkload(msgspec.Struct, frozen=True, kw_only=True):
     unit: str
     revision: str
     replicas: int  #: Desired when no roll-out is in progress.
-    deployment: Manifest  #: Without replicas.
+    deployment: Manifest  #: The Deployment without replicas.
     plan: Manifest  #: The ConfigMap that its pods mount.
     devices: Manifest | None = None  #: The ResourceClaimTemplate of its pods' GPUs, where they come by a claim.
 

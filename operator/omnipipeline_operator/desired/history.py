@@ -16,7 +16,8 @@ from omnipipeline_operator.kinds import Manifest
 from omnipipeline_spec.types import canonical
 from omnipipeline_spec.types.plan import PipelinePlan
 
-#: On the revisions ConfigMap: name of the last recorded entry, so that a reconcile without changes writes nothing.
+#: Annotation of the revisions ConfigMap: name of the last recorded entry, so that a reconcile without changes writes
+#: nothing.
 RECORDED: Final = "omnipipeline.dev/recorded"
 
 

@@ -20,26 +20,28 @@ PIPELINE_LABEL: Final = "omnipipeline.dev/pipeline"
 UNIT_LABEL: Final = "omnipipeline.dev/unit"
 INSTANCE_LABEL: Final = "app.kubernetes.io/instance"
 REVISION_LABEL: Final = "omnipipeline.dev/revision"
-#: On the resource and on the pods of its units: Kueue decides when they get nodes.
+#: Label of the resource and of the pods of its units: Kueue decides when they get nodes.
 QUEUE_LABEL: Final = "kueue.x-k8s.io/queue-name"
-#: On the revisions ConfigMap: what was chosen once and must not change while the pipeline runs: the image of the newest
-#: pipeline revision, those of the others where they differ (JSON), the key. On a Deployment: the image that was pinned
-#: when it was made.
+#: Annotation of the revisions ConfigMap: what was chosen once and must not change while the pipeline runs: the image of
+#: the newest pipeline revision, those of the others where they differ (JSON), the key. Annotation of a Deployment:
+#: the image that was pinned when it was made.
 IMAGES_PIN: Final = "omnipipeline.dev/images"
 IMAGE_PIN: Final = "omnipipeline.dev/image"
 SECRET_PIN: Final = "omnipipeline.dev/control-secret"
 #: There too: id of the last forced restart (a lost Secret, mixed images). Part of every unit's revision.
 REKEYED_PIN: Final = "omnipipeline.dev/rekeyed"
-#: On the resource: a new value (`kubectl omni rotate-key`) asks for a new key. On the revisions ConfigMap: the value
-#: that the present key was made for.
+#: Annotation of the resource: a new value (`kubectl omni rotate-key`) asks for a new key. Annotation of the revisions
+#: ConfigMap: the value that the present key was made for.
 KEY_ROTATION: Final = "omnipipeline.dev/key-rotation"
-#: On a Deployment whose pods are refused: when a retry was last requested.
+#: Annotation of a Deployment whose pods are refused: when a retry was last requested.
 RETRIED_AT: Final = "omnipipeline.dev/tried"
-#: On every mutable child: hash of what was applied; it changes when a field leaves the manifest.
+#: Annotation of every mutable child: hash of what was applied; it changes when a field leaves the manifest.
 APPLIED: Final = "omnipipeline.dev/applied"
-#: On the Job that fetches the model: hash of its pod template. One that differs is replaced until it has succeeded.
+#: Annotation of the Job that fetches the model: hash of its pod template. One that differs is replaced until it has
+#: succeeded.
 TEMPLATE: Final = "omnipipeline.dev/template"
-#: On the coordinator's pods: a change makes the kubelet update the mounted file at once (0.7 s, else up to 64 s).
+#: Annotation of the coordinator's pods: a change makes the kubelet update the mounted file at once (0.7 s, else up to
+#: 64 s).
 REVISIONS_DIGEST: Final = "omnipipeline.dev/revisions"
 MAX_NAME: Final = 63  # a Deployment's name becomes a label and the start of a host name
 

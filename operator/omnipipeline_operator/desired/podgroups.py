@@ -32,8 +32,8 @@ def is_member(settings: Mapping[str, Any]) -> bool:
 class Grouped(msgspec.Struct, frozen=True, kw_only=True):
     """The units whose pods have the group's label already: switching groups on or off changes none."""
 
-    units: frozenset[str] = frozenset()  #: Of the desired revision, with it.
-    others: frozenset[str] = frozenset()  #: Of the desired revision, made without it.
+    units: frozenset[str] = frozenset()  #: Units of the desired revision, with it.
+    others: frozenset[str] = frozenset()  #: Units of the desired revision, made without it.
     any: bool = False  #: Whether pods of any revision have it; the scheduler places none of these without the group.
 
 

@@ -81,7 +81,7 @@ class Operator:
         )
         self._listed_at: float | None = None  #: Monotonic time at which the last complete list ended…
         self._listed_from = -math.inf  #: …and at which it began: the store is not older than that.
-        self._readable: tuple[str, ...] | None = None  #: Of the watched namespaces; None: not known yet.
+        self._readable: tuple[str, ...] | None = None  #: Readable ones of the watched namespaces; None: not known yet.
         self._lacking: Mapping[str, errors.ClusterError] = {}  #: Optional kinds that were not there at the first list.
         self._relist_now = asyncio.Event()
         self._leads = False
@@ -135,7 +135,8 @@ class Operator:
         await kopf.operator(
             registry=self._watcher.registry(),
             standalone=True,
-            # For peering, which is off. Without it kopf looks up the user's name, which an arbitrary uid does not have.
+            # The identity is for peering, which is off. kopf looks up the user's name without it, which an arbitrary
+            # uid does not have.
             identity=cast(Any, self._settings.lease.identity),
             clusterwide=not self._settings.namespaces,
             namespaces=self._readable or (),

@@ -1,7 +1,7 @@
 """Feeds the store and the work queue: kopf's watches of pipelines and of their labelled children, and re-lists.
 
 Here: which kinds are watched and how, and the periodic list that drops deleted objects. Not here: what a change means
-(`controller.reconciling`). Called by `lifecycle`. Of kopf only the watches are used: its bookmarks, chunked lists,
+(`controller.reconciling`). Called by `lifecycle`. Only kopf's watches are used: its bookmarks, chunked lists,
 reconnects and timeouts were measured and work; its indices, daemons, finalizers and peering are not used.
 """
 

@@ -113,7 +113,7 @@ def validate(file: str, overrides: tuple[str, ...]) -> None:
 def manifests(kubectl: Kubectl, file: str, overrides: tuple[str, ...], image: str, with_key: bool) -> None:
     """Every object that the operator would make of a file, as YAML, for review. Needs no cluster.
 
-    The same file gives the same text. With --with-key it runs without an operator: pipe it into kubectl apply -f -.
+    The same file gives the same text. It runs without an operator with --with-key: pipe it into kubectl apply -f -.
     """
     with errors_as_messages():
         loaded, planned = offline.read(file, overrides)
@@ -199,7 +199,7 @@ def profile(
 ) -> None:
     """Record where requests spend their time, and show it. Nothing is restarted.
 
-    With --out DIR also report.html, report.json, perfetto.json (for ui.perfetto.dev) and all files of all processes.
+    --out DIR gives also report.html, report.json, perfetto.json (for ui.perfetto.dev) and all files of all processes.
     """
     with errors_as_messages():
         with admin_routes.forwarded(kubectl, name, api_key, pod=pod, any_one=False) as admin:
@@ -299,7 +299,7 @@ def history(kubectl: Kubectl, name: str, number: int | None) -> None:
 def undo(kubectl: Kubectl, name: str, number: int | None, wait: bool, timeout: str) -> None:
     """Give a pipeline the spec of an earlier revision that has served; no request is lost.
 
-    What was scaled, suspended or paused since then stays so. A file that is applied again wins over it.
+    Fields that were scaled, suspended or paused since then stay so. A file that is applied again wins over it.
     """
     with errors_as_messages():
         entry = past.chosen(past.entries(kubectl, name), number)

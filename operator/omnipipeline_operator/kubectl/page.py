@@ -46,8 +46,8 @@ def show(
 
 @contextmanager
 def _address(url: str, key: str | None) -> Iterator[str]:
-    """The address that a browser opens. With a key it is a file that leads to the page, for its owner alone: all users
-    of a machine see the arguments of its programs. The page's fragment has the key, which is sent to no server.
+    """The address that a browser opens. It is a file that leads to the page if there is a key, for its owner alone: all
+    users of a machine see the arguments of its programs. The page's fragment has the key, which is sent to no server.
     """
     if key is None:
         yield f"{url}/"

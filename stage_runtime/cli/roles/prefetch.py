@@ -27,8 +27,8 @@ from stage_runtime.errors import ConfigurationError
 def command(url: str, folder: Path | None, quick: bool, bound: str | None) -> None:
     """Fetch the model below URL (s3://BUCKET/PREFIX) into a folder, or check the one that is there.
 
-    What was fetched before is not fetched again, a damaged file is. Credentials and the endpoint are in the variables
-    of AWS' tools (AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID, ...). FOLDER is OMNI_MODELS_DIR by default, else
+    A file that was fetched before is not fetched again, a damaged file is. Credentials and the endpoint are in the
+    variables of AWS' tools (AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID, ...). FOLDER is OMNI_MODELS_DIR by default, else
     ~/.cache/omnipipeline/models.
     """
     from stage_runtime.processes.containers import fetching, termination
@@ -37,8 +37,8 @@ def command(url: str, folder: Path | None, quick: bool, bound: str | None) -> No
     from stage_runtime.weights.progress import Progress
     from stage_runtime.weights.source import Interrupted, Source
 
-    # What has come is on the disk. PID 1 of a container ignores a SIGTERM that it does not handle: the kubelet, and the
-    # drain of a node with it, would wait for the whole grace period.
+    # Bytes that have come are on the disk. PID 1 of a container ignores a SIGTERM that it does not handle: the kubelet,
+    # and the drain of a node with it, would wait for the whole grace period.
     signal.signal(signal.SIGTERM, lambda *_: os._exit(128 + signal.SIGTERM))
     began = time.monotonic()
     log = settings.termination_log(os.environ)

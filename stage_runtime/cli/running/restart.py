@@ -16,8 +16,8 @@ from stage_runtime.processes.one_machine import admin
 def command(group: str, pipeline: str | None, pid: int | None, base_path: str | None) -> None:
     """Replace every instance of a process group of a running `omni up` by a new one, one after another.
 
-    On CPU a new instance is ready before the old one finishes what is bound to it and goes: no request is lost.
-    On a GPU there is no room for both; the old one goes first.
+    A new instance is ready on CPU before the old one finishes what is bound to it and goes: no request is lost.
+    There is no room for both on a GPU; the old one goes first.
     """
     with options.errors_as_messages():
         runs.order(admin.Restart(group=group), pipeline=pipeline, pid=pid, base_path=base_path)

@@ -39,7 +39,7 @@ def order(what: admin.Scale | admin.Restart, *, pipeline: str | None, pid: int |
 
 
 def url(*, pipeline: str | None, pid: int | None, base_path: str | None) -> tuple[str, Path | None]:
-    """Where the one run that is meant serves HTTP, and the certificate that it shows, if it has one.
+    """The address where the one run that is meant serves HTTP, and the certificate that it shows, if it has one.
 
     Raises: ConfigurationError: none or several are meant.
     """

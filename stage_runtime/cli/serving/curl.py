@@ -39,7 +39,7 @@ def _example(route: OpenAIRoute, url: str, key: str, model: str, folder: Path) -
         sound = shlex.quote(f'file=@"{write_sound(folder)}"')  # in quotes: a comma or semicolon would end the name
         return f"{_curl(url)}{key} --form-string {shlex.quote(f'model={model}')} -F {sound}"
     line = _post(url, key, {"model": model, **shown.body})
-    # Without -f an error would be saved as sound.
+    # An error would be saved as sound without -f.
     return f"{line} -f -o {shown.saved_as}" if shown.saved_as else line
 
 

@@ -1,7 +1,7 @@
 """Standard output as `omni up` writes to it: a thread writes, so that a reader who pauses stops nothing else.
 
-``| less``, a terminal after ^S and a program that does not read its pipe make a write wait. On the event loop it would
-keep everything waiting: the children's output, and so the children, and ^C.
+``| less``, a terminal after ^S and a program that does not read its pipe make a write wait. It would keep everything
+waiting on the event loop: the children's output, and so the children, and ^C.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class Output:
         self._held_nbytes = held_nbytes
         self._changed = threading.Condition()
         self._waiting: deque[bytes] = deque()
-        self._nbytes = 0  #: Of what waits and of what is being written.
+        self._nbytes = 0  #: Bytes of what waits and of what is being written.
         self._left_out = 0  #: Lines, since the last notice of them.
-        self._leaving_out = False  #: Until half of the room is free.
+        self._leaving_out = False  #: It leaves text out until half of the room is free.
         self._error: OSError | None = None
         self._on_error: Callable[[], object] | None = None
         threading.Thread(target=self._run, name="output", daemon=True).start()
@@ -42,7 +42,7 @@ class Output:
         return self._error
 
     def when_broken(self, act: Callable[[], object]) -> None:
-        """Call ``act`` once when writing fails: now, if it has. In any thread."""
+        """Call ``act`` once when writing fails: now, if it has. Any thread may call this."""
         with self._changed:
             if self._error is None:
                 self._on_error = act

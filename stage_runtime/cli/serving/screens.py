@@ -73,7 +73,7 @@ class Screen(Protocol):
         """Why nothing can be shown any more."""
 
     def when_broken(self, act: Callable[[], object]) -> None:
-        """Call ``act`` once when that happens: now, if it has. In any thread."""
+        """Call ``act`` once when that happens: now, if it has. Any thread may call this."""
 
 
 class LineScreen:

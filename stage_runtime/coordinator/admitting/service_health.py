@@ -23,7 +23,7 @@ class ServiceHealth:
         self._membership = membership
         self._loop = loop
         self._chosen = chosen
-        self._known: PipelineRevision | None = None  #: Of which ``_certain`` is.
+        self._known: PipelineRevision | None = None  #: The pipeline revision of which ``_certain`` is.
         self._certain: frozenset[str] = frozenset()
 
     def problem(self) -> str | None:

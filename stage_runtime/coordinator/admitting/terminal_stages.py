@@ -1,6 +1,6 @@
 """Asking the author's `terminalStagesFn` on threads of its own: one that blocks holds up its own request alone.
 
-Called by the request manager before a request is admitted. What the answer means is `admission`'s.
+Called by the request manager before a request is admitted. The meaning of the answer is `admission`'s.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class TerminalStagesResult(msgspec.Struct, frozen=True):
 
 
 class TerminalStagesCaller:
-    """Calls one function, for many requests at once. To be made inside the running loop."""
+    """Calls one function, for many requests at once. It is made inside the running loop."""
 
     def __init__(self, function: Callable[[OmniRequest], Any]) -> None:
         self._function = function

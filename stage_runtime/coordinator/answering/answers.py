@@ -1,6 +1,6 @@
-"""The outputs of terminal stages for a request: fetched, put in order, turned into events. On the I/O thread.
+"""The outputs of terminal stages for a request: fetched, put in order, turned into events. This runs on the I/O thread.
 
-What an event leads to is decided by `rules.requests.lifecycle` and carried out by `live_requests`, which calls this.
+`rules.requests.lifecycle` decides what an event leads to, and `live_requests`, which calls this, carries it out.
 """
 
 from __future__ import annotations

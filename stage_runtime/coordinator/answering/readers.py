@@ -1,4 +1,6 @@
-"""Prevents slow clients from blocking a stage that others need (`rules.requests.readers`). On the I/O thread."""
+"""Prevents slow clients from blocking a stage that others need (`rules.requests.readers`). This runs on the I/O
+thread.
+"""
 
 from __future__ import annotations
 

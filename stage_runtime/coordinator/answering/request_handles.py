@@ -36,7 +36,7 @@ class Streamed(msgspec.Struct):
     modality: str | None
     fetched: Fetched
     weight: int
-    nbytes: int  #: As `UnreadBytes` counts it.
+    nbytes: int  #: Bytes as `UnreadBytes` counts them.
     taken: bool = False  #: Its producer counts it as taken, though it was not read.
 
 
@@ -45,7 +45,7 @@ class Resulted(msgspec.Struct):
 
     stage: str
     fetched: Fetched | None
-    nbytes: int  #: As `UnreadBytes` counts it.
+    nbytes: int  #: Bytes as `UnreadBytes` counts them.
 
 
 class UnreadBytes:
@@ -89,7 +89,7 @@ class RequestHandle:
     ) -> None:
         self.tracked = tracked
         self.kind = request.kind
-        self.prompt = prompt  #: For the choice of instances, of every attempt.
+        self.prompt = prompt  #: The prompt's hashes, for the choice of instances of every attempt.
         self.extracted: Extracted | None = extracted  #: Kept while a retry is possible.
         self.owner = owner
         self.sending = BodyOwner(owner, request.id, tracked.attempt)
@@ -99,7 +99,7 @@ class RequestHandle:
         self.required: set[str] = set()  #: Such stages of earlier attempts, to which the route has led.
         self.traceparent = traceparent
         self.trace_context = trace_context
-        self.deadline = deadline  #: On the loop's clock.
+        self.deadline = deadline  #: A time of the loop's clock.
         self.timings: dict[str, Timing] = {}
         self.observed = Observed(admitted_us=time.time_ns() // 1000, clocks_us=clocks_us)
         self.avoid: set[str] = set()  #: Instances that an earlier attempt lost.
@@ -107,14 +107,14 @@ class RequestHandle:
         #: loop's clock.
         self.unreachable: dict[str, float] = {}
         self.unreached: dict[str, str] = {}  #: The same instances -> the stage that they served for it.
-        self.attempt_began_at = 0.0  #: On the loop's clock.
+        self.attempt_began_at = 0.0  #: A time of the loop's clock.
         self.judged_attempt = 0  #: Counted as a failure of its revision already.
-        self.edges: tuple[tuple[str, str, str], ...] = ()  #: Of the attempt's revision.
+        self.edges: tuple[tuple[str, str, str], ...] = ()  #: Edges of the attempt's revision.
         self.begun: set[str] = set()  #: Terminal stages that have streamed something in this attempt.
         self.supplied: set[str] = set()  #: Stages that have all their input of this attempt.
         self.streams: dict[str, Inbound[Streamed]] = {}
-        self.undelivered: dict[str, Resulted] = {}  #: By stage: results that wait for chunks.
-        self.unread_nbytes = 0  #: Of what is here of its answer: out of order, undelivered, or not read.
+        self.undelivered: dict[str, Resulted] = {}  #: Results that wait for chunks, by stage.
+        self.unread_nbytes = 0  #: Bytes of its answer that are here: out of order, undelivered, or not read.
         self.whole = whole  #: The reader gets everything at the end, or nothing.
         self.admitted_at = time.monotonic()
         self.first_event_at: float | None = None
@@ -126,7 +126,7 @@ class RequestHandle:
         self._consumed = consumed
         self._unread_bytes = unread_bytes
         self._events: deque[Streamed | Resulted] = deque()
-        self._tokens = TokenCounts()  #: Of what was read.
+        self._tokens = TokenCounts()  #: Counts of what was read.
         self._failure: Failure | None = None
         self._retry_after_s: float | None = None
         self._finished = False

@@ -11,7 +11,7 @@ from stage_runtime.coordinator.events import AnswerEvent, ChunkEvent, TokenUsage
 from stage_runtime.wire.outputs import USAGE_SO_FAR
 from stage_runtime.wire.values import Usage
 
-#: In the order of the fields of `Usage`; chunks carry the first three.
+#: Counts in the order of the fields of `Usage`; chunks carry the first three.
 Counts: TypeAlias = tuple[int, ...]
 _CARRIED: Final = 3
 _NONE: Final[Counts] = (0,) * len(Usage.__struct_fields__)
@@ -21,8 +21,8 @@ class TokenCounts:
     """Takes a request's events in order. Nothing in them is trusted: an author may write the same metadata."""
 
     def __init__(self) -> None:
-        self._carried: dict[str, list[int]] = {}  #: By stage: the last `_CARRIED` counts that a chunk has carried.
-        self._reported: dict[str, Counts] = {}  #: By stage: the sum of what it has reported.
+        self._carried: dict[str, list[int]] = {}  #: The last `_CARRIED` counts that a chunk has carried, by stage.
+        self._reported: dict[str, Counts] = {}  #: The sum of what each stage has reported.
 
     def take(self, event: AnswerEvent) -> None:
         """`note`, and `add` for each value."""

@@ -1,4 +1,5 @@
-"""Bounds what a coordinator keeps of unread answers (`rules.requests.readers.first_to_end`). On the I/O thread.
+"""Bounds what a coordinator keeps of unread answers (`rules.requests.readers.first_to_end`). This runs on the I/O
+thread.
 
 A stream's window bounds its own chunks, not the sum of all streams. An answer that is not streamed has no window: it is
 kept until it is complete. Called by `answers` with all that comes.
@@ -25,7 +26,7 @@ EVENT_NBYTES: Final = 1024  # of a chunk or result beside its value: its objects
 class AnswerLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes of answers that are here and unread."""
 
-    of_one: int = 256 * MIB  #: Of one that is not streamed.
+    of_one: int = 256 * MIB  #: The bound of one answer that is not streamed.
     of_all: int = 1024 * MIB
 
 
@@ -47,7 +48,7 @@ class UnreadAnswers:
         self._holders: WeakSet[RequestHandle] = WeakSet()
 
     def came(self, handle: RequestHandle, stage: str, nbytes: int) -> None:
-        """A chunk or result of the request is here. What takes too much ends: this request, or others."""
+        """A chunk or result of the request is here. A request that takes too much ends: this request, or others."""
         handle.hold(nbytes)
         if handle.unread_nbytes == nbytes:
             self._holders.add(handle)

@@ -23,7 +23,7 @@ class Observed(msgspec.Struct, kw_only=True):
     admitted_us: int
     submitted_us: int = 0  #: The current attempt was sent to its entry stage.
     entry: str = ""
-    edges: Sequence[EdgeKey] = ()  #: Of the attempt's revision, without kv edges.
+    edges: Sequence[EdgeKey] = ()  #: Edges of the attempt's revision, without kv edges.
     received_us: dict[tuple[str, bool], int] = {}  #: (terminal, by stream) -> its first chunk, or its result
     clocks_us: Mapping[str, int] = {}  #: instance -> to be added to its times
 
@@ -33,7 +33,7 @@ class Observed(msgspec.Struct, kw_only=True):
         self.received_us = {}
 
     def received(self, stage: str, now_us: int, *, stream: bool) -> None:
-        """A terminal's chunk or result can be given to the client. Of a stream the first chunk counts."""
+        """A terminal's chunk or result can be given to the client. The first chunk of a stream counts."""
         if (stage, stream) not in self.received_us:
             self.received_us[stage, stream] = now_us
 

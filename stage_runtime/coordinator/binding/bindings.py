@@ -1,6 +1,6 @@
 """The bindings of requests to instances: the one place that binds and unbinds. Called by `live_requests`.
 
-Who may be bound is decided by `rules.binding.membership`. A request without a binding waits for an instance in
+`rules.binding.membership` decides who may be bound. A request without a binding waits for an instance in
 `waiting`.
 """
 
@@ -106,8 +106,8 @@ class Bindings:
         return hurt
 
     def spare(self, incarnation: str) -> None:
-        """The instance drains: requests that have it as a prefill instance only are bound to it no longer. What it
-        prefills now it finishes; what decode has not asked it for, decode computes itself.
+        """The instance drains: requests that have it as a prefill instance only are bound to it no longer. It finishes
+        the requests that it prefills now; what decode has not asked it for, decode computes itself.
         """
         for handle in self.on(incarnation):
             if kvpairs.prefills_alone(handle.edges, handle.bindings, incarnation):

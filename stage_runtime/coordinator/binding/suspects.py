@@ -20,8 +20,9 @@ from stage_runtime.rules.requests.suspicion import COMMON_CAUSE_S, Blame
 
 log = logging.getLogger(__name__)
 
-#: After a stage has reported that it has no connection to an instance: by then a death is declared, or the stage has
-#: connected again, which it does 1.5 s after the connection broke (`stage.control.stage_membership.MEET_AGAIN_S`).
+#: Seconds after a stage has reported that it has no connection to an instance: by then a death is declared, or the
+#: stage has connected again, which it does 1.5 s after the connection broke
+#: (`stage.control.stage_membership.MEET_AGAIN_S`).
 UNREACHABLE_S: Final = 2.0
 NAMED_MOST: Final = 10  # requests in a log line
 

@@ -56,7 +56,7 @@ class Waiting:
         self._limits = HoldLimits(requests=plan.hold_requests, nbytes=plan.hold_bytes)
         self._suspects = suspects
         self._since: dict[RequestHandle, float] = {}  #: Those that wait, and since when.
-        self._nbytes = 0  #: Of these.
+        self._nbytes = 0  #: Bytes of these.
         #: New requests that might not wait, by reason.
         self._refused: Counter[tuple[str, ...]] = Counter(
             {(one.value,): 0 for one in Verdict if one is not Verdict.WAIT}

@@ -1,6 +1,6 @@
 """Forwards aborts of requests that another coordinator owns: in a roll, a DELETE may reach the wrong coordinator.
 
-Instances know all coordinators and pass the abort on (`rules.requests.forwarding`). On the I/O thread.
+Instances know all coordinators and pass the abort on (`rules.requests.forwarding`). This runs on the I/O thread.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class AbortForwarding:
     def __init__(self, me: str, send: Callable[[str, Message], bool]) -> None:
         self._me = me
         self._send = send
-        self._open: dict[str, tuple[Inquiry, asyncio.Event]] = {}  #: By request id.
+        self._open: dict[str, tuple[Inquiry, asyncio.Event]] = {}  #: Inquiries by request id.
 
     async def abort(self, request_id: str, reason: str, instances: Iterable[str]) -> bool:
         """Have another coordinator abort it. False: none has it in flight, or none answers in time."""

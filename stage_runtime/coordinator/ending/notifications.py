@@ -1,4 +1,6 @@
-"""Batched notifications to instances: requests that ended, chunks that clients consumed. On the I/O thread."""
+"""Batched notifications to instances: requests that ended, chunks that clients consumed. This runs on the I/O
+thread.
+"""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 Here: the changes by stage, those that went through this coordinator and those that instances report: they know what
 they hold, so a coordinator that starts again learns it from them. Not here: what an adapter is; the engine that takes
-the operation knows. On the I/O thread.
+the operation knows. This runs on the I/O thread.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ log = logging.getLogger(__name__)
 GIVEN_WITHIN_S: Final = 60.0  # of all adapters together: an instance takes requests then, whatever it lacks
 
 
-#: Stage -> adapter -> the folder from which it was loaded; None: it was dropped. As of `wire.messages.Ready`.
+#: Stage -> adapter -> the folder from which it was loaded; None: it was dropped. The form is that of
+#: `wire.messages.Ready`.
 Reported: TypeAlias = Mapping[str, Mapping[str, str | None]]
 
 

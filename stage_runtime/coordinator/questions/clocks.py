@@ -18,7 +18,7 @@ KEPT: Final = 10_000  # instances; records of requests outlive those that served
 class Distance(msgspec.Struct, frozen=True, kw_only=True):
     """The distance of one process's clock, in nanoseconds."""
 
-    offset_ns: int  #: To be added to the process's times; 0 when the way there and back can explain it.
+    offset_ns: int  #: Nanoseconds to be added to the process's times; 0 when the way there and back can explain it.
     uncertainty_ns: int
     measured_at: float  #: Monotonic.
 

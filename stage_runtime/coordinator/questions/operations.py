@@ -1,7 +1,7 @@
 """Operations of stages' own engines: asked of every rank of every instance of a stage, answers collected.
 
 Here: calls, their answers, what is made of none. Not here: what an operation does; the engine that takes it knows
-(`engines.events.Admin`). On the I/O thread.
+(`engines.events.Admin`). This runs on the I/O thread.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class OperationResult(msgspec.Struct, frozen=True, kw_only=True):
     stage: str
     group: str
     instance: str
-    rank: int = 0  #: Of a TP stage's processes.
+    rank: int = 0  #: The rank, among a TP stage's processes.
     value: Any = None
     error: str | None = None  #: Why there is no value; None: there is one.
 

@@ -1,6 +1,6 @@
 """The questions of a coordinator to processes about profiles, and their answers. Each answer also measures a clock.
 
-Here: calls, their answers, what is made of none. Not here: what a run is (`profiling`). On the I/O thread.
+Here: calls, their answers, what is made of none. Not here: what a run is (`profiling`). This runs on the I/O thread.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class StageState(msgspec.Struct, frozen=True, kw_only=True):
     instance: str
     state: str  #: ``started``, ``stopped``, ``not recording``, ``failed``, ``no answer``
     error: str | None = None
-    rank: int = 0  #: Of a TP stage's processes.
+    rank: int = 0  #: The rank, among a TP stage's processes.
 
 
 class AskedProcess(NamedTuple):

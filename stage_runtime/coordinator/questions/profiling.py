@@ -1,8 +1,8 @@
 """Profiles of a whole pipeline: every process is asked to record, its answer is awaited, its files are fetched.
 
 Here: runs, their files, their ends. Not here: HTTP (`web.handlers.administration.profiling`), writing events
-(`profiler`), the messages (`profile_questions`). On the I/O thread. A process that dies, is silent or refuses is named
-in the answer; serving goes on.
+(`profiler`), the messages (`profile_questions`). This runs on the I/O thread. A process that dies, is silent or refuses
+is named in the answer; serving goes on.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class ProfileLimits(msgspec.Struct, frozen=True, kw_only=True, rename="camel", f
     """``profiling`` of the pipeline's resource, which changes without a restart."""
 
     enabled: bool = True
-    max_seconds: int = 600  #: Of a torch trace that is not stopped.
+    max_seconds: int = 600  #: The limit of a torch trace that is not stopped.
 
 
 class Run(msgspec.Struct, kw_only=True):
@@ -109,8 +109,8 @@ class PipelineProfiling:
         self._measuring: asyncio.Task[Any] | None = None
         self._measured_at = loop.time()
         self._runs: dict[str, Run] = {}
-        self._settings: ProfileSettings | None = None  #: Of the run that is recorded or is being started.
-        self._ends_at: float | None = None  #: By the loop's time. When the time of that run is over.
+        self._settings: ProfileSettings | None = None  #: Settings of the run that is recorded or is being started.
+        self._ends_at: float | None = None  #: A time of the loop's clock. When the time of that run is over.
         self._changing = asyncio.Lock()  #: Held while a run is started or stopped.
 
     # --- what a client asks for ---------------------------------------------------------------------------------

@@ -40,8 +40,8 @@ def create(
 
     model_path, model_revision, gpu_id: None where the pipeline does not set them; then the factory's own default
     applies. on_cpu: this run has no GPUs, so ``gpu_id`` is None whatever the factory's default.
-    Raises: ConfigurationError: the factory's arguments do not fit, or it returned nothing runnable. What the factory
-        itself raises passes through.
+    Raises: ConfigurationError: the factory's arguments do not fit, or it returned nothing runnable. An exception of the
+    factory itself passes through.
     """
     factory = resolve(stage.factory, field=f"stages.{stage.name}.factory")
     return call(

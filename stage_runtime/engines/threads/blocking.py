@@ -43,9 +43,9 @@ class ClockReading(NamedTuple):
 def is_blocked(before: ClockReading, last: ClockReading, turned: float, *, held_s: float, turn_s: float) -> bool:
     """Whether code on the loop's thread blocks the loop, by the last two looks and the time of its last turn.
 
-    Who could not look in time was held up as well: by the loop's thread, if it is that which computed (and kept the
-    GIL); otherwise the process was frozen, or another thread of it computed. A thread that does not compute although
-    it could run waits for a processor: a busy machine holds it up, and no call.
+    A thread that could not look in time was held up as well: by the loop's thread, if it is that which computed (and
+    kept the GIL); otherwise the process was frozen, or another thread of it computed. A thread that does not compute
+    although it could run waits for a processor: a busy machine holds it up, and no call.
     """
     waited = last.now - before.now
     late = waited > 2 * turn_s
@@ -70,7 +70,7 @@ class LoopWatch:
         self._over = threading.Event()
 
     def turned(self) -> None:
-        """The loop turns. On its thread, every ``turn_s``."""
+        """The loop turns. It runs on the loop's thread, every ``turn_s``."""
         self._turned = time.monotonic()
 
     @contextmanager

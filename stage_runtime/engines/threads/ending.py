@@ -17,7 +17,8 @@ from stage_runtime import diagnostics
 
 DRAINED_S: Final = 5.0  # for threads of authors to finish what they write, after a role that ended in order
 FAILED_S: Final = 1.0  # after one that failed: people wait for the reason
-#: Without the GIL, which a thread may hold, and whatever holds the lock of an output. The exit code is then 1.
+#: The deadline without the GIL, which a thread may hold, and whatever holds the lock of an output. The exit code is
+#: then 1.
 FORCED_S: Final = 10.0
 
 

@@ -33,7 +33,7 @@ class LoopEngine:
     takes_chunks = False
     takes_admin = False
     outbox: Outbox
-    #: A rank of a TP stage. What one rank begins all begin, in the order of the events, and all end; else a collective
+    #: A rank of a TP stage. All ranks begin what one begins, in the order of the events, and all end; else a collective
     #: would wait for ever. So nothing is cancelled, and what an aborted request gives is discarded.
     lockstep = False
     cancel_s = CANCEL_S  #: A coroutine that still runs so long after its cancellation is named in the log.
@@ -45,7 +45,7 @@ class LoopEngine:
         #: Begun when there is a place. Entries of aborted requests are taken out in other threads.
         self._waiting: OrderedDict[Work, Callable[[], Coroutine[Any, Any, None]]] = OrderedDict()
         self._cancelled: dict[Work, float] = {}  #: Running, and when they were cancelled; until they are named.
-        self._aborted: set[Work] = set()  #: In lockstep: at this engine, and not cancelled.
+        self._aborted: set[Work] = set()  #: Works of an engine in lockstep: aborted at this engine, and not cancelled.
         self._arrived: asyncio.Event
         self._watch: LoopWatch
 
@@ -64,7 +64,9 @@ class LoopEngine:
         """A request was aborted. Its task is being cancelled; in lockstep, it goes on."""
 
     def on_forget(self, work: Work) -> None:
-        """An aborted request has not begun: let go of what has come for it. In any thread; `on_abort` follows."""
+        """An aborted request has not begun: let go of what has come for it. Any thread may call this; `on_abort`
+        follows.
+        """
 
     def on_ended(self, work: Work) -> None:
         """A request's task has ended; another one may have begun in its place."""
@@ -205,7 +207,7 @@ class LoopEngine:
         self.on_ended(work)
 
     def _forget(self, work: Work) -> None:
-        """A request was aborted before it began: release what has arrived for it. In any thread."""
+        """A request was aborted before it began: release what has arrived for it. Any thread may call this."""
         if work.cancelled and self._waiting.pop(work, None) is not None:
             self.on_forget(work)
 

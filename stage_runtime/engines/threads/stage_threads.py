@@ -13,7 +13,7 @@ from stage_runtime.engines.gpus import gpudevice
 def start(name: str, target: Callable[..., Any], *args: Any, crashed: Callable[[BaseException], None]) -> Thread:
     """Run ``target(*args)`` on a thread, in a copy of the caller's context: its events belong to the caller's stage.
 
-    Whatever it raises, `SystemExit` too, goes to ``crashed``, on that thread.
+    An exception in it, `SystemExit` too, goes to ``crashed``, on that thread.
     """
     context = contextvars.copy_context()
 

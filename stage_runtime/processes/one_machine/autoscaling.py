@@ -48,7 +48,7 @@ class Autoscaler:
         self._pipeline = pipeline
         self._edges = scaling.unit_edges(plan)
         self._seen: dict[str, Seen] = {}
-        self._cold_start_s: dict[str, float] = {}  #: As last measured, by unit.
+        self._cold_start_s: dict[str, float] = {}  #: Seconds as last measured, by unit.
         self._failures: dict[str, int] = {}  #: Starts in a row that failed.
         self._rests_until: dict[str, float] = {}
         self._last: dict[str, str] = {}  #: Why the replicas were changed last, by unit.

@@ -56,8 +56,8 @@ class Fleet:
         #: Group -> the instances that it should have.
         self._wanted = {group.name: plan.replicas[unit.name] for unit in plan.units for group in unit.groups}
         self._autoscaler = autoscaling.Autoscaler(plan, self)
-        self._orders: set[asyncio.Task[None]] = set()  #: Of the autoscaler, under way.
-        self._version = 0  #: Of the plan; see `update`.
+        self._orders: set[asyncio.Task[None]] = set()  #: Orders of the autoscaler, under way.
+        self._version = 0  #: The version of the plan; see `update`.
         self._dir: RunDir
         self._launcher: Launcher
 
@@ -107,7 +107,7 @@ class Fleet:
     async def restart(self, group: str) -> None:
         """Replace every instance of ``group`` by a new one, one after another, and start those that are missing.
 
-        On CPU the new one is ready before the old one drains. A GPU has no room for both: there the old one goes first.
+        The new one is ready before the old one drains on CPU. A GPU has no room for both: there the old one goes first.
         Raises: ConfigurationError: no such group, or the pipeline is stopping. StartupFailed: a new instance did not
             get ready and is gone again; the old ones that it was not the turn of go on.
         """
@@ -127,9 +127,9 @@ class Fleet:
     async def update(self, changed: set[Path]) -> str:
         """Read the file again; what differs from what runs gets new instances, and the old ones finish their requests.
 
-        changed: files of its folder that were written. On a GPU the old instances go first. Returns: what was done.
-        Raises: SpecError, ConfigurationError: the file is wrong. StartupFailed: a new instance did not get ready. What
-            ran goes on.
+        changed: files of its folder that were written. The old instances go first on a GPU. Returns: what was done.
+        Raises: SpecError, ConfigurationError: the file is wrong. StartupFailed: a new instance did not get ready.
+        Instances that ran go on.
         """
         fresh = self.prepared.again()
         wanted = updating.change(self.prepared.plan, fresh.plan, changed, self.prepared.author_folder)

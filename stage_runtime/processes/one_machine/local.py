@@ -64,7 +64,7 @@ class LocalPipeline:
         #: Bearer tokens, one of which clients must send. They stay as they were at the start.
         self._api_keys = prepared.api_keys
         self._on_line = on_line or _drop
-        self._kept: KeptOutput | None = None  #: As long as the run lives.
+        self._kept: KeptOutput | None = None  #: The output is kept as long as the run lives.
         self._on_change = on_change or _ignore
         self._url: str | None = None
         self._dir: rundir.RunDir | None = None
@@ -89,7 +89,7 @@ class LocalPipeline:
 
     @property
     def url(self) -> str:
-        """Where the coordinator answers."""
+        """The address where the coordinator answers."""
         if self._url is None:
             raise RuntimeError("the pipeline is not up")
         return self._url

@@ -24,7 +24,7 @@ def fresh() -> Incarnation:
 
 
 class Incarnations:
-    """Runs until ``over`` is done. To be made inside the running loop."""
+    """Runs until ``over`` is done. It is made inside the running loop."""
 
     def __init__(self, over: asyncio.Future[int]) -> None:
         self.current = fresh()

@@ -53,7 +53,8 @@ class RankProcess:
         self._settings = settings
         self._over = asyncio.get_running_loop().create_future()
         self._loaded = False
-        self._shares: dict[str, tuple[float, float, str]] = {}  #: By stage, what it reported last while it loaded.
+        #: Shares by stage, what it reported last while it loaded.
+        self._shares: dict[str, tuple[float, float, str]] = {}
 
     def _listen(
         self,

@@ -1,6 +1,6 @@
-"""Wiring of a stage process: sockets, relays, stages, and what happens to it. Of a TP stage, its rank 0.
+"""Wiring of a stage process: sockets, relays, stages, and what happens to it. It is rank 0 of a TP stage.
 
-What it does about it has modules of its own: `incarnations`, `draining`, `watchdog`.
+Reactions to that have modules of its own: `incarnations`, `draining`, `watchdog`.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def _meet_ranks(settings: StageSettings) -> None:
 class StageProcess(RankProcess):
     """One process of a group, from its start to its exit code. `stage.host.Lifecycle`."""
 
-    _registration: Registration  #: Of the current incarnation.
+    _registration: Registration  #: The registration of the current incarnation.
 
     def __init__(self, settings: StageSettings) -> None:
         super().__init__(settings)

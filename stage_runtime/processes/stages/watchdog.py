@@ -1,6 +1,6 @@
 """Ends a stage process whose loop makes no progress though it has work. Long computing counts as progress.
 
-What counts as progress is `stage.Stage.steps`. Called by `processes.stages.stage_process`.
+`stage.Stage.steps` defines progress. Called by `processes.stages.stage_process`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ class Watchdog:
     async def run(self) -> None:
         """Returns when a stage is stuck, after the log got the stacks of all threads.
 
-        Where something keeps the GIL for so long that this loop cannot run, C code prints them and ends the process.
+        C code prints the stacks and ends the process where something keeps the GIL for so long that this loop cannot
+        run.
         """
         seen: dict[str, tuple[int, float]] = {}  # stage -> (steps, since when)
         try:

@@ -44,11 +44,11 @@ _SERVING = frozenset({statuspipe.Serving})
 
 
 class Addresses(msgspec.Struct, frozen=True, kw_only=True):
-    """Where one life of an instance can be reached."""
+    """The addresses of one life of an instance."""
 
     listen: str
     advertise: str
-    followers: tuple[str, ...] = ()  #: Of ranks 1..n-1.
+    followers: tuple[str, ...] = ()  #: Addresses of ranks 1..n-1.
 
 
 class StageLaunch(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,7 +59,7 @@ class StageLaunch(msgspec.Struct, frozen=True, kw_only=True):
     plan_file: Path
     replica: int
     coordinators: str
-    environment: Mapping[str, str]  #: As `environment` made it.
+    environment: Mapping[str, str]  #: Variables that `environment` made.
     addresses: Callable[[], Addresses]  #: Called for each life.
     gpus: tuple[str, ...] | None = None
     terminal: tuple[int, int] | None = None  #: Our descriptors of the terminal where its breakpoints stop.

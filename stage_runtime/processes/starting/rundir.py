@@ -147,7 +147,9 @@ def _field(base: str | None) -> str:
 
 
 def _parent(base: str | None) -> Path:
-    """Where the folders of runs lie. Without links: what one of them leads to could be changed later."""
+    """The folder that holds the folders of runs. Its path has no links: what one of them leads to could be changed
+    later.
+    """
     if base:
         return Path(base).resolve()
     try:

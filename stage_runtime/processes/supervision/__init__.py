@@ -1,1 +1,3 @@
-"""Keeping processes running: children, instances of process groups, a supervisor of several. For `omni up` and pods."""
+"""Keeping processes running: children, instances of process groups, a supervisor of several. It serves `omni up` and
+pods.
+"""

@@ -35,7 +35,7 @@ MAX_LAST_WORDS = 16 << 20  # read from a dead child's pipes at most: another pro
 class Command(msgspec.Struct, frozen=True, kw_only=True):
     """A process to start, and the events that it must send before it counts as ready."""
 
-    name: str  #: Of the process, for people: ``voice``, ``voice.1`` (a replica), ``talker_tp1``.
+    name: str  #: The name of the process, for people: ``voice``, ``voice.1`` (a replica), ``talker_tp1``.
     argv: tuple[str, ...]
     env: dict[str, str]
     awaits: frozenset[type[statuspipe.StatusEvent]] = frozenset({statuspipe.Loaded})
@@ -50,12 +50,13 @@ class Child:
     ) -> None:
         self.command = command
         self.tail: deque[str] = deque(maxlen=TAIL_LINES)
-        self._printed_at: deque[float] = deque(maxlen=TAIL_LINES)  #: Of each line of `tail`.
-        self._fatal: list[str] = []  #: From where a crash begins: stacks of many threads are longer than the tail.
+        self._printed_at: deque[float] = deque(maxlen=TAIL_LINES)  #: The time of each line of `tail`.
+        #: Lines from which a crash begins: stacks of many threads are longer than the tail.
+        self._fatal: list[str] = []
         self.events: list[statuspipe.Status] = []  #: Newest last; of `Loading` only the newest is kept.
         self.failure: statuspipe.StartFailed | None = None
         self.failed_at = math.inf  #: Monotonic time of `failure`.
-        self.gauges: dict[str, float] = {}  #: Of its last `statuspipe.Stats`.
+        self.gauges: dict[str, float] = {}  #: The gauges of its last `statuspipe.Stats`.
         self.last_sign = time.monotonic()  #: When it last sent an event or printed a line.
         self._on_event, self._on_line = on_event, on_line
         self._loop = asyncio.get_running_loop()

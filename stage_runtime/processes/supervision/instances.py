@@ -44,8 +44,8 @@ class ProcessView(msgspec.Struct, frozen=True, kw_only=True):
     message: str = ""
     pid: int | None = None
     restarts: int = 0
-    gauges: dict[str, float] = {}  #: Of its planes (`metrics.planes`).
-    share: LoadedShare | None = None  #: Of what ``message`` is about, while it loads.
+    gauges: dict[str, float] = {}  #: Gauges of its planes (`metrics.planes`).
+    share: LoadedShare | None = None  #: The share of what ``message`` is about, while it loads.
 
     @property
     def detail(self) -> str:
@@ -56,9 +56,9 @@ class ProcessView(msgspec.Struct, frozen=True, kw_only=True):
 class RestartPolicy(msgspec.Struct, frozen=True, kw_only=True):
     """How long things may take."""
 
-    startup_s: float  #: Without progress, not of wall time.
-    grace_s: float  #: From SIGTERM to SIGKILL.
-    exit_s: float = EXIT_S  #: From the report of a failure to SIGKILL.
+    startup_s: float  #: Seconds without progress, not of wall time.
+    grace_s: float  #: Seconds from SIGTERM to SIGKILL.
+    exit_s: float = EXIT_S  #: Seconds from the report of a failure to SIGKILL.
     give_up_after: int | None = None  #: Deaths before ready, in a row, of one that had been ready. None: never.
 
 
@@ -88,8 +88,8 @@ class SupervisedInstance:
         self.policy = policy
         self.children: tuple[Child, ...] = ()
         self.restarts = 0
-        self.was_ready = False  #: In any of its lives.
-        self.fragile = True  #: Until what it was started for is done (`Supervisor.settle`) no death is forgiven.
+        self.was_ready = False  #: It was ready in any of its lives.
+        self.fragile = True  #: No death is forgiven until what it was started for is done (`Supervisor.settle`).
         self._resting: str | None = None  #: Why nothing runs now.
         self._death: StartupFailed | None = None  #: The error that ended the latest life.
         self._end: ProcessState | None = None
@@ -119,7 +119,7 @@ class SupervisedInstance:
 
         Raises: StartupFailed: it ended before it was ready, and is not started again.
         """
-        # For each death since the last long life, oldest first: whether it had been ready.
+        # Deaths since the last long life, oldest first: whether it had been ready.
         deaths: deque[bool] = deque(maxlen=64)
         try:
             while not self._stopping.is_set():

@@ -1,9 +1,9 @@
 """Ends a process with its parent: ``python -I -S parent_death.py PARENT COMMAND…`` runs a command that dies with its
 starter.
 
-Here: the two requests to Linux about it. What happens between fork and the real program is in a program of its own,
-not in a `preexec_fn`: after a fork of a process with threads only exec is safe. Not here: anything that needs an import
-beyond the standard library (this file is run without site-packages, in about 10 ms). Called by `children` and `pod`.
+Here: the two requests to Linux about it. A program of its own runs between fork and the real program, not in a
+`preexec_fn`: after a fork of a process with threads only exec is safe. Not here: anything that needs an import beyond
+the standard library (this file is run without site-packages, in about 10 ms). Called by `children` and `pod`.
 """
 
 import ctypes

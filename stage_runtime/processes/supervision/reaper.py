@@ -1,7 +1,7 @@
 """Ends what processes of a run have left behind: ``python -I -S reaper.py FD RUN`` waits until the run is over.
 
 A process dies with its parent if it asked the kernel for that (`parent_death`), and then its own children go on: a
-loader's workers, ffmpeg, whatever an author has started, perhaps in a session of its own. What all of them have is the
+loader's workers, ffmpeg, whatever an author has started, perhaps in a session of its own. All of them have the
 environment that they began with. So each process of ours is given ``OMNI_RUN`` (the run's folder) and ``OMNI_LIFE``
 (new for every process), and a process that has one of these is ended with the run, or with that process.
 
@@ -27,7 +27,7 @@ AGAIN_S = 0.02
 def end(name: str, value: str, *, looks: int = 2, within_s: float = 10.0) -> None:
     """Kill every process of this user whose environment began with ``name=value``, but this one.
 
-    Until none was found so many times: a killed process may have started another one just before.
+    It repeats until none was found so many times: a killed process may have started another one just before.
     """
     marker = f"{name}={value}".encode()
     until, quiet = time.monotonic() + within_s, 0

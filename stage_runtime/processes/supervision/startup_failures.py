@@ -30,7 +30,7 @@ class StartupFailed(Exception):
         self.process = process
         self.problem = problem
         self.stage = stage
-        self.traceback = traceback  #: As the child reported it; empty when the problem is enough.
+        self.traceback = traceback  #: The traceback as the child reported it; empty when the problem is enough.
         self.reported = reported  #: Whether the child reported its failure.
         self.tail = tuple(tail)  #: The end of its output, which was shown already.
         self.hung = hung  #: It did nothing until its time was up.
@@ -78,7 +78,7 @@ def failure_of(child: Child) -> StartupFailed:
 def _problem(child: Child) -> str:
     """The reason why a process ended, in one line.
 
-    What a process printed while it loaded says how far it came. One that served was killed by a signal: its last words
+    The output of a process while it loaded says how far it came. One that served was killed by a signal: its last words
     count if they are of a crash, and it can print nothing about SIGKILL.
     """
     if child.failure is not None:

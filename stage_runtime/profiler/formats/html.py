@@ -30,7 +30,7 @@ def page(found: Events) -> str:
     here = resources.files(__package__)
     template = here.joinpath("page.html").read_text().replace(_DRAWING, here.joinpath("drawing.js").read_text())
     data = msgspec.json.encode(_data(found)).decode()
-    # Within a script element, "</script" would end it, and "<!--" would change how it is read.
+    # "</script" would end a script element, and "<!--" would change how it is read.
     return template.replace(_MARK, data.replace("<", "\\u003c"))
 
 

@@ -53,10 +53,10 @@ class Recorder:
 
     def __init__(self) -> None:
         self.active = False  #: A run is recorded; hot paths ask this before they gather metadata.
-        self.traces: Traces | None = None  #: Where the process sends authors' spans, recorded or not.
-        self.missing = ""  #: Of the run that was stopped last: what the disk did not take, and why.
+        self.traces: Traces | None = None  #: The place where the process sends authors' spans, recorded or not.
+        self.missing = ""  #: The loss of the run that was stopped last: what the disk did not take, and why.
         self._run: RunWriter | None = None
-        self._notes: deque[TemplateNote] = deque(maxlen=0)  #: Of the run; without one it keeps nothing.
+        self._notes: deque[TemplateNote] = deque(maxlen=0)  #: Notes of the run; without one it keeps nothing.
         self._lock = threading.Lock()  #: Held to start and stop only.
 
     @property
@@ -206,7 +206,7 @@ def emit(event: str, request_id: str, /, stage: str | None = None, **metadata: A
 
 @contextmanager
 def span(name: str, request_id: str, /, stage: str | None = None, **metadata: Any) -> Iterator[None]:
-    """Record ``<name>_start`` and ``<name>_end`` around a block. With OpenTelemetry, a span of the request's trace."""
+    """Record ``<name>_start`` and ``<name>_end`` around a block. OpenTelemetry adds a span of the request's trace."""
     if not recorder.active and recorder.traces is None:
         yield
         return

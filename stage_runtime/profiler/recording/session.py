@@ -76,7 +76,7 @@ class ProfileSession:
         self._trace: TorchTrace | None = None
         self._traced_run = ""
         self._files: dict[str, list[Path]] = {}  #: run id -> files of this process
-        self._settings: ProfileSettings | None = None  #: Of the latest run.
+        self._settings: ProfileSettings | None = None  #: Settings of the latest run.
         self._ends_at: float | None = None  #: Monotonic. When the run has lasted long enough.
 
     @property

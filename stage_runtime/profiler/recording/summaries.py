@@ -52,7 +52,7 @@ def text(value: str) -> str:
 
 
 def _summary(value: Any, depth: int) -> Any:
-    """Scalars stay scalars. What subclasses of them make of themselves is not asked."""
+    """Scalars stay scalars. The conversions that their subclasses define are not called."""
     try:
         match value:
             case None | bool():

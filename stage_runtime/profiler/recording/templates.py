@@ -22,7 +22,8 @@ _SIZE_OF_REST: Final = 90  # bytes of a line beside its template's: the request'
 
 _lock: Final = threading.Lock()
 _encode = msgspec.json.Encoder().encode
-_templates: Final[list[Template]] = []  #: Of this process, by number. A few for each stage; notes name them by number.
+#: Templates of this process, by number. A few for each stage; notes name them by number.
+_templates: Final[list[Template]] = []
 
 
 class Template:
@@ -95,8 +96,8 @@ class Definition(msgspec.Struct, frozen=True):
         return tuple(pairs), self.attempts, separator + _encode(self.number) + b":", self.numbered
 
 
-#: For each event, what is between the request's id and the time, and between the time and the attempt, as JSON; whether
-#: there is an attempt; what is between it and the further number, and in which event.
+#: The pieces of each event: what is between the request's id and the time, and between the time and the attempt, as
+#: JSON; whether there is an attempt; what is between it and the further number, and in which event.
 _Pieces = tuple[tuple[tuple[bytes, bytes], ...], bool, bytes | None, int]
 
 _decode = msgspec.json.Decoder(TemplateNote | Definition).decode

@@ -3,7 +3,7 @@
 Here: lines of events (`events_<stage>_<pid>.jsonl`), while a run is recorded the notes of templates beside them
 (`*.notes.jsonl`), and the one file of lines that is made of both when it stops. Making lines costs more processor time
 than all the rest of a recording, so notes stay notes while requests are served. Not here: what is recorded
-(`recorder`). Beside the file of a process that was killed its notes stay; `reading` takes them as they are. No failure
+(`recorder`). The notes of a process that was killed stay beside its file; `reading` takes them as they are. No failure
 here reaches who records.
 """
 
@@ -59,7 +59,7 @@ class EventLine(msgspec.Struct, gc=False):
 
 
 class AppendedFile:
-    """A file that grows by lines. What a full disk cuts is ended before the next line begins."""
+    """A file that grows by lines. A line that a full disk cuts is ended before the next line begins."""
 
     def __init__(self, path: Path, count: Callable[[bytes], int], file: BinaryIO | None = None) -> None:
         """count: the events in some lines of it."""
@@ -74,7 +74,7 @@ class AppendedFile:
         return self._file is not None
 
     def append(self, lines: bytes) -> None:
-        """Makes the file. Raises: OSError: not all was written. What was not is counted."""
+        """Makes the file. Raises: OSError: not all was written. The rest is counted."""
         if not lines:
             return
         data, done = b"\n" + lines if self.cut else lines, 0
@@ -90,7 +90,7 @@ class AppendedFile:
         self.cut = False
 
     def end(self, make: Callable[[], bytes]) -> None:
-        """Append the last line. On a full disk it takes the place of the lines before it, which count as lost.
+        """Append the last line. It takes the place of the lines before it on a full disk, which count as lost.
 
         make: gives the line, with what is lost by then.
         Raises: OSError: the file has no room for it, either.

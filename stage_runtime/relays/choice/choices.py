@@ -25,7 +25,7 @@ class _Known(msgspec.Struct):
 
     facts: ProcessFacts
     reached: tuple[Reached, ...]
-    choices: dict[str, RelayChoice]  #: By the relay that is wanted.
+    choices: dict[str, RelayChoice]  #: Choices by the relay that is wanted.
 
 
 class Choices:
@@ -36,7 +36,8 @@ class Choices:
         self._allow_tcp = allow_tcp
         self._peers: dict[Peer, _Known] = {}
         self._lock = threading.Lock()
-        self.failovers: Counter[str] = Counter()  #: By relay: peers to which it has failed and another one took over.
+        #: Failovers by relay: peers to which it has failed and another one took over.
+        self.failovers: Counter[str] = Counter()
 
     def known(self, peer: Peer) -> tuple[str, ...] | None:
         """The relays that reach it, best first; None: its facts are not known."""

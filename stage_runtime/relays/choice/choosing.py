@@ -34,7 +34,7 @@ class ProcessFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     rdma: tuple[str, ...] = ()  #: Devices.
     started: tuple[str, ...] = ()  #: Relays that really started, best first.
     refused: dict[str, str] = {}  #: Relays that were to be opened and did not start -> why.
-    rank: int | None = None  #: In the world of ``world_size`` that the pipeline's author laid out.
+    rank: int | None = None  #: The rank in the world of ``world_size`` that the pipeline's author laid out.
     world_size: int | None = None
     coordinator: bool = False  #: A pipeline names a relay for its stages; a coordinator uses it where it can.
 
@@ -73,7 +73,7 @@ def choose(
 
     wanted: ``auto``, or the relay that the pipeline names. That one is used or refused, except to and from a
     coordinator, where it is a preference: large bodies of clients travel there, and ``shm`` never crosses pods.
-    After a failure of the one that was used, the next one follows, and ``tcp`` is the last.
+    The next one follows after a failure of the one that was used, and ``tcp`` is the last.
     allow_tcp: of the pipeline, for its stages: what clients send travels over TCP anyway.
     Raises: RelayRefused: names why each relay is not used.
     """

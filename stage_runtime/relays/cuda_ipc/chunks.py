@@ -1,7 +1,7 @@
 """This process's memory on GPUs, out of which it sends: chunks, each shared with a peer once, and their slots.
 
-As `arena` for the host: slots have the states of `slots`, and what was aborted is quarantined until its receivers are
-through.
+It is to GPUs what `arena` is to the host: slots have the states of `slots`, and what was aborted is quarantined until
+its receivers are through.
 The first chunk of a GPU is allocated at the start, further ones when they are needed; all are kept: their peers have
 them open.
 """
@@ -20,8 +20,8 @@ from stage_runtime.relays.cuda_ipc.memory import DeviceMemory, Unshared
 from stage_runtime.relays.memory.slots import Extents, Slot, SlotEvent, SlotState
 
 CHUNK_NBYTES: Final = 64 << 20  # the least: peers open few handles, and small payloads share one
-#: After the GPU had no room for a chunk. Each try takes long: torch's allocator gives all that it keeps back first,
-#: which the stages miss.
+#: Seconds after the GPU had no room for a chunk. Each try takes long: torch's allocator gives all that it keeps back
+#: first, which the stages miss.
 RETRY_S: Final = 30.0
 UNIT: Final = 512  # what CUDA's own allocations are aligned to
 
@@ -67,7 +67,7 @@ class ChunkPool:
         self._in_use = 0
         self._quarantined = 0
         self._clock = clock
-        self._full_since: dict[str, float] = {}  #: By GPU: when it last had no room for a chunk.
+        self._full_since: dict[str, float] = {}  #: The time at which each GPU last had no room for a chunk.
         for device in devices:
             try:
                 self._grow(device, 0)

@@ -14,7 +14,7 @@ from stage_runtime.relays.memory.peer_arenas import ArenaFacts
 
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
 
-#: CUDA's handles have 64 bytes, and torch adds one in front. With its expandable segments, a handle has one of CUDA's
+#: CUDA's handles have 64 bytes, and torch adds one in front. A handle of its expandable segments has one of CUDA's
 #: for each 20 MiB.
 HANDLE_NBYTES: Final = 4096
 PROBE_NBYTES: Final = 512  # as `chunks.UNIT`
@@ -41,7 +41,7 @@ class CudaIpcFacts(msgspec.Struct, frozen=True):
 
 
 class OnGpu(msgspec.Struct, frozen=True, array_like=True):
-    """Where the end of a transfer lies: ``nbytes`` at ``offset`` of a chunk, which is opened with ``handle``, once."""
+    """The place of a transfer's end: ``nbytes`` at ``offset`` of a chunk, which is opened with ``handle``, once."""
 
     gpu: str
     chunk: int

@@ -1,4 +1,4 @@
-"""Memory of GPUs as this relay uses it: allocated, shared with other processes, opened, viewed. By torch.
+"""Memory of GPUs as this relay uses it: allocated, shared with other processes, opened, viewed. It uses torch.
 
 `DeviceMemory` is what the relay needs; tests pass one of host memory. `CudaMemory` has not run on a GPU so far.
 """
@@ -42,7 +42,7 @@ class DeviceLost(Exception):
 
 
 class DeviceMemory(Protocol):
-    """Chunks are flat tensors of ``uint8``. From any thread."""
+    """Chunks are flat tensors of ``uint8``. Any thread may call this."""
 
     def uuid(self, gpu: int) -> str:
         """The UUID of the GPU with that number in this process."""
@@ -68,7 +68,7 @@ class DeviceMemory(Protocol):
     def wait(self, device: str) -> None:
         """Waits until the GPU has done all that this process has asked of it so far.
 
-        Raises: DeviceLost: the GPU never will. After any other error, it is unknown whether it has.
+        Raises: DeviceLost: the GPU never will. It is unknown after any other error whether it has.
         """
 
     def enter_thread(self) -> None:

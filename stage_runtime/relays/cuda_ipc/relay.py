@@ -1,9 +1,9 @@
 """The relay between processes that compute on the same GPU: what lies there is copied once, on the GPU, and read there.
 
 The copy goes into memory of this relay's, which every peer opens once (CUDA IPC, by torch); what of a payload lies in
-the host's memory goes by the arena, as by shm. What a peer cannot reach (another GPU), or has no room on the GPU, is
-copied to the host and goes by the arena, too. A receiver releases a transfer when its GPU has done all that it was
-asked while views of it lived: their deaths show that no more is asked, not that all was done.
+the host's memory goes by the arena, as by shm. A part that a peer cannot reach (another GPU), or for which the GPU has
+no room, is copied to the host and goes by the arena, too. A receiver releases a transfer when its GPU has done all that
+it was asked while views of it lived: their deaths show that no more is asked, not that all was done.
 
 Not tried on a GPU so far: its tests use host memory as `memory.DeviceMemory`; those with the mark ``gpu`` use CUDA's.
 """
@@ -48,7 +48,7 @@ class CudaIpcRoute(NamedTuple):
 
     mapping: mmap.mmap
     gpus: frozenset[str]  #: UUIDs of those that both use.
-    chunks: dict[int, tuple[str, Any]]  #: Of the peer's, those that are open here: their GPU and memory.
+    chunks: dict[int, tuple[str, Any]]  #: Chunks of the peer that are open here: their GPU and memory.
 
 
 class Resource(NamedTuple):
@@ -245,7 +245,7 @@ class CudaIpcRelay(AbstractRelay[CudaIpcRoute, CudaIpcMetadata]):
         return Resource(host, near.nbytes, there)
 
     def _announced(self, resource: Resource, peer: Peer) -> OnGpu | None:
-        """Where the part on the GPU lies, for ``peer``. Raises: Unshared."""
+        """The place of the part on the GPU, for ``peer``. Raises: Unshared."""
         if resource.there is None:
             return None
         chunk, slot = resource.there
@@ -284,7 +284,7 @@ class CudaIpcRelay(AbstractRelay[CudaIpcRoute, CudaIpcMetadata]):
         return self._memory.view(known[1], there.offset, there.nbytes, held)
 
     def _let_go_of(self, peer: Peer, transfer: TransferId) -> None:
-        """No view is left. In any thread."""
+        """No view is left. Any thread may call this."""
         device = self._looked_at.pop((peer, transfer), None)
         if device is None:
             self._report(peer, transfer)
@@ -300,7 +300,9 @@ class CudaIpcRelay(AbstractRelay[CudaIpcRoute, CudaIpcMetadata]):
                 self._thread.start()
 
     def _settle(self) -> None:
-        """The thread: release what the GPU reads no more. What could not be waited for is kept and waited for again."""
+        """The thread: release what the GPU reads no more. A part that could not be waited for is kept and waited for
+        again.
+        """
         self._memory.enter_thread()
         kept: list[tuple[str, TransferKey]] = []
         is_logged = False

@@ -63,10 +63,10 @@ class Arena:
         self._lock = threading.Lock()
         self._extents = Extents(PAGE, self.nbytes, PAGE)
         self._generations = itertools.count(1)
-        self._slots: dict[int, Slot] = {}  #: By start: all that are not FREE.
+        self._slots: dict[int, Slot] = {}  #: Slots by start: all that are not FREE.
         self._in_use = 0
         self._peak = PAGE  #: Highest end in use since the last `trim`.
-        self._touched = self._kept  #: Above, no page of the file exists.
+        self._touched = self._kept  #: The size above which no page of the file exists.
         #: Slots whose author's tensor died. Weak references fill it: at any moment, in any thread, without the lock.
         self._orphans: collections.deque[Slot] = collections.deque()
         self._unread: collections.deque[tuple[int, Slot]] = collections.deque()  #: The same for views of `read_region`.
@@ -86,7 +86,7 @@ class Arena:
 
     @property
     def address(self) -> int:
-        """Where this process has mapped it."""
+        """The address where this process has mapped it."""
         return self._address
 
     @property
@@ -98,7 +98,7 @@ class Arena:
 
     def map_again(self) -> mmap.mmap:
         """A second mapping: it shows what peers that map the file see, also where `settle` gave an author pages of his
-        own. For transports that read by address.
+        own. Transports that read by address use it.
         """
         return mmap.mmap(self.fd, self.nbytes)
 
@@ -230,7 +230,7 @@ class Arena:
         self, nbytes: int, *, tail_nbytes: int = 0, source: memoryview | None = None
     ) -> np.ndarray[Any, Any] | None:
         """A slot as an array of bytes, whose last view's death frees it, once no receiver has it. None when there is
-        no room. What is sent of it is not copied. source: as of `allocate`.
+        no room. Parts of it that are sent are not copied. source: as of `allocate`.
         """
         slot = self.allocate(nbytes, tail_nbytes=tail_nbytes, source=source)
         if slot is None:
@@ -298,7 +298,7 @@ class Arena:
             return first
 
     def trim(self, most_nbytes: int = 256 << 20) -> int:
-        """Give back pages above all recent use, at most ``most_nbytes`` at once, for it holds the GIL. To be called
+        """Give back pages above all recent use, at most ``most_nbytes`` at once, for it holds the GIL. It is called
         every few seconds. Returns: bytes given back.
         """
         with self._lock:
@@ -330,8 +330,9 @@ class Arena:
             self.fd = -1
 
     def _shift(self, source: memoryview | None) -> int:
-        """Where in a page to begin, so that a copy from ``source`` goes half a page beside it: a store that shares the
-        low 12 bits of its address with loads soon to come stalls them, and such copies take four times as long.
+        """The offset in a page at which to begin, so that a copy from ``source`` goes half a page beside it: a store
+        that shares the low 12 bits of its address with loads soon to come stalls them, and such copies take four times
+        as long.
         """
         if source is None or len(source) < buffers.LARGE_NBYTES:
             return 0
@@ -355,7 +356,7 @@ class Arena:
         return True
 
     def _reap(self) -> None:
-        """Drop what authors have let go of, and what was read. Under the lock."""
+        """Drop what authors have let go of, and what was read. The caller holds the lock."""
         while self._orphans:
             slot = self._orphans.popleft()
             slot.owned = False
@@ -366,7 +367,7 @@ class Arena:
             self._released(slot)
 
     def _released(self, slot: Slot) -> bool:
-        """One receiver less. True when the slot is free now. Under the lock."""
+        """One receiver less. True when the slot is free now. The caller holds the lock."""
         slot.receivers -= 1
         if slot.receivers:
             return False

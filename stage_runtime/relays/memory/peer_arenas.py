@@ -35,7 +35,7 @@ class ArenaFacts(msgspec.Struct, frozen=True):
 
 
 class ArenaPlace(Protocol):
-    """Where a transfer lies in its sender's arena; the slot at ``start`` must still be of that generation."""
+    """The place of a transfer in its sender's arena; the slot at ``start`` must still be of that generation."""
 
     @property
     def transfer(self) -> int: ...

@@ -1,8 +1,8 @@
 """Received buffers that are still referenced, and how their ends are noticed. Shared by the relays.
 
-To wake the loop costs as much as to send a message, and so does the release that follows. So a small buffer's end is
-noticed when the loop wakes anyway: at a later arrival, or by a timer that an arrival has set. A large one's is noticed
-at once, by the thread that lets go of it if that thread has announced that it will look (`Relays.letting_go`).
+A wake-up of the loop costs as much as to send a message, and so does the release that follows. So a small buffer's end
+is noticed when the loop wakes anyway: at a later arrival, or by a timer that an arrival has set. A large one's is
+noticed at once, by the thread that lets go of it if that thread has announced that it will look (`Relays.letting_go`).
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Pins:
         return key in self._pins
 
     def add(self, region: Any, peer: Peer, transfer: TransferId, *, request_id: str, holder: str, nbytes: int) -> None:
-        """Watch ``region``, whose memory all views keep alive. On the loop.
+        """Watch ``region``, whose memory all views keep alive. It runs on the loop.
 
         Raises: TransferError: that transfer is here already.
         """
@@ -106,12 +106,12 @@ class Pins:
             self._pins.pop(key, None)
 
     def let_go(self) -> None:
-        """Release what has died, as far as it is not to wait for the loop. In any thread."""
+        """Release what has died, as far as it is not to wait for the loop. Any thread may call this."""
         if self.dead and not self._may_wait():
             self.flush()
 
     def flush(self) -> None:
-        """Release what has died. In any thread."""
+        """Release what has died. Any thread may call this."""
         self._urgent = False  # before the dead ones are read: one that dies meanwhile sets it again
         while self.dead:
             try:

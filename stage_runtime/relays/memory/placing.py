@@ -1,4 +1,4 @@
-"""Where a pack that is sent from the arena lies: in a slot of its own, or in that of its author's tensor.
+"""The place of a pack that is sent from the arena: in a slot of its own, or in that of its author's tensor.
 
 Used by the relays whose receivers are given, or are to read, what lies in the sender's arena.
 """
@@ -18,8 +18,8 @@ class Placed(NamedTuple):
     """A slot that has one receiver more."""
 
     slot: Slot
-    offset: int  #: Where in the arena the pack begins.
-    copied_nbytes: int  #: For this receiver.
+    offset: int  #: The offset in the arena at which the pack begins.
+    copied_nbytes: int  #: Bytes that were copied for this receiver.
     filling: Filling | None = None  #: It is filled later.
 
     @property
@@ -28,7 +28,7 @@ class Placed(NamedTuple):
 
 
 class Placing:
-    """Places packs in ``arena``. From any thread."""
+    """Places packs in ``arena``. Any thread may call this."""
 
     def __init__(self, arena: Arena) -> None:
         self._arena = arena

@@ -78,7 +78,7 @@ class TransferEngine:
 
     def begin(self, session: str, ours: int, theirs: int, nbytes: int) -> ReadId | None:
         """Have a peer's memory copied here, by Mooncake's own thread. The call connects to the peer and waits for that,
-        without the GIL. None: the peer is not reached. What was begun cannot be stopped.
+        without the GIL. None: the peer is not reached. A move that was begun cannot be stopped.
 
         Mooncake's reads that wait burn a core until the bytes are here.
         """

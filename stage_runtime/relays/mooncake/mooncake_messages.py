@@ -44,7 +44,7 @@ def address_of(session: str) -> tuple[str, int]:
 
 
 class MooncakeMetadata(msgspec.Struct, frozen=True, array_like=True):
-    """Where a transfer lies in the sender's arena; the slot at ``start`` must still be of that generation."""
+    """The place of a transfer in the sender's arena; the slot at ``start`` must still be of that generation."""
 
     transfer: int
     start: Count

@@ -3,7 +3,7 @@
 A read cannot be cancelled: the bytes of one that was given up come when the frozen peer goes on. Its memory is not used
 again before they have, or Mooncake has closed the connection, or the peer's process is gone. All memory lies in an
 arena of its own, as the nixl relay's; above half of it, what has come is copied out, so that transfers never wait for
-authors. On the loop, except where a method says otherwise.
+authors. It runs on the loop, except where a method says otherwise.
 """
 
 from __future__ import annotations
@@ -97,7 +97,8 @@ class MooncakeReader:
         self._turns: Turns[MooncakeRoute, MooncakeGet] = Turns(moving=THREADS, most=MOST_THREADS)
         self._beginning: asyncio.TimerHandle | None = None  #: Looks for stalled peers while gets wait for a thread.
         self._asking: asyncio.TimerHandle | None = None
-        self._looked_for: set[MooncakeRoute] = set()  #: By `_lookers`, now or when those before were: one look each.
+        #: Routes that `_lookers` look for, now or when those before were: one look each.
+        self._looked_for: set[MooncakeRoute] = set()
         self._gets: Gets[MooncakeRoute, MooncakeGet] = Gets(
             loop, memory, pins, on_release, room_nbytes=3 * arena.PAGE, begin=self._begun
         )
@@ -110,7 +111,9 @@ class MooncakeReader:
         return not self._gets.in_progress and not self._gets.quarantined
 
     def last_moved(self, route: MooncakeRoute, key: TransferKey) -> float:
-        """When something last came from that peer. What waits here, for memory or a thread, does not wait for it."""
+        """When something last came from that peer. A get that waits here, for memory or a
+        thread, does not wait for the peer.
+        """
         awaited = key in self._gets.in_progress and self._turns.reads(route)
         return route.moved_at if awaited else time.monotonic()
 
@@ -277,7 +280,8 @@ class MooncakeReader:
 def _listens(session: str) -> bool:
     """Whether some process listens there, frozen or not; True when that is unknown.
 
-    What does not answer may be frozen, with a full backlog, or cut off for a while: its bytes come when it goes on.
+    A peer that does not answer may be frozen, with a full backlog, or cut off for a while: its bytes come when it goes
+    on.
     """
     try:
         socket.create_connection(address_of(session), timeout=1.0).close()

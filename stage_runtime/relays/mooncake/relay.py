@@ -1,7 +1,7 @@
 """The relay by Mooncake's Transfer Engine: a receiver reads what lies in the sender's arena.
 
-By TCP; by RDMA where there is a device, which has not been tried. The sender does nothing after a put but hold the slot
-until its release.
+It uses TCP, and RDMA where there is a device, which has not been tried. The sender does nothing after a put but hold
+the slot until its release.
 """
 
 from __future__ import annotations

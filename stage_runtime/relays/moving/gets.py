@@ -1,7 +1,7 @@
 """Gets under way at a receiver that chooses where bytes land: each waits for memory, comes, or is quarantined.
 
 Used by the relays that receive into an arena of their own. How the bytes come is theirs: ``begin``.
-On the loop, except where a method says otherwise.
+It runs on the loop, except where a method says otherwise.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Gets(Generic[W, G]):
         self._begin = begin
         self._looking: asyncio.TimerHandle | None = None
         self._counts = dict.fromkeys(("received_transfers", "received_bytes", "copied_out_bytes"), 0)
-        self.waiting: collections.deque[tuple[W, G]] = collections.deque()  #: For memory.
+        self.waiting: collections.deque[tuple[W, G]] = collections.deque()  #: Gets that wait for memory.
         self.in_progress: dict[TransferKey, tuple[W, G]] = {}
         self.quarantined: dict[TransferKey, tuple[W, G]] = {}  #: Given up; bytes may still come.
 

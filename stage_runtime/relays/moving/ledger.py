@@ -11,7 +11,7 @@ from stage_runtime.relays.moving.operations import PutOperation
 
 
 class Ledger:
-    """The values that this process has put and not got back, and who waits for room. From any thread."""
+    """The values that this process has put and not got back, and who waits for room. Any thread may call this."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -19,7 +19,7 @@ class Ledger:
         self._puts: dict[TransferId, PutOperation] = {}
         self._by_request: dict[str, set[TransferId]] = {}
         self._waiting: collections.deque[asyncio.Future[None]] = collections.deque()
-        self._nbytes = 0  #: Of all puts in here, and what is reserved.
+        self._nbytes = 0  #: Bytes of all puts in here, and what is reserved.
         self._sent = 0  #: Ever added, as `_sent_nbytes`.
         self._sent_nbytes = 0
 
@@ -77,7 +77,7 @@ class Ledger:
             return [self._pop(put) for put in list(self._puts.values())]
 
     async def room(self) -> None:
-        """Wait until something was released. On the loop."""
+        """Wait until something was released. It runs on the loop."""
         future: asyncio.Future[None] = self._loop.create_future()
         self._waiting.append(future)
         try:

@@ -88,7 +88,7 @@ class PutOperation(msgspec.Struct, eq=False):
     resource: Any  #: A slot or buffers, which the backend frees when the operation is over.
     _metadata: bytes
     copied_nbytes: int = 0
-    _filling: Filling | None = None  #: Of `base.Relay.put_early`.
+    _filling: Filling | None = None  #: The filling of `base.Relay.put_early`.
     announced: bool = False  #: `metadata` was read, so the receiver may know of it.
 
     @property

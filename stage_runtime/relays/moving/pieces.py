@@ -15,7 +15,7 @@ from stage_runtime.payloads.pack import Arrived, Pack
 from stage_runtime.relays.base import Peer, Relay, RelayOperation, TransferId
 from stage_runtime.relays.memory import pages
 
-MARK: Final = b"+"  #: Behind a relay's name: what follows is `PiecesAnnouncement`.
+MARK: Final = b"+"  #: The mark behind a relay's name: what follows is `PiecesAnnouncement`.
 
 
 class PiecesAnnouncement(msgspec.Struct, frozen=True, array_like=True):

@@ -1,7 +1,7 @@
 """The nccl relay's receiving side: memory for each transfer, a thread and a world for each sender.
 
 A transfer that was given up keeps its memory until its thread has received it, or has ended the world: then the library
-has let go of it, and nothing can be written there. On the loop, except where a method says otherwise.
+has let go of it, and nothing can be written there. It runs on the loop, except where a method says otherwise.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class NcclGet(Get):
     def __init__(self, operation: GetOperation, metadata: NcclMetadata, request_id: str, holder: str) -> None:
         super().__init__(operation, metadata.nbytes, request_id, holder)
         self.metadata = metadata
-        self.piece_nbytes = 0  #: As granted.
+        self.piece_nbytes = 0  #: The size as granted.
 
 
 class NcclRoute:
@@ -72,7 +72,7 @@ class NcclRoute:
         self._world: World | None = None
 
     def end(self) -> None:
-        """Its thread's waits fail, and it ends the world. From any thread."""
+        """Its thread's waits fail, and it ends the world. Any thread may call this."""
         connection = self._connection
         if connection is not None:
             try:
@@ -131,13 +131,15 @@ class NcclReceiver:
         self.stats = self._gets.stats
 
     def last_moved(self, route: NcclRoute, key: TransferKey) -> float:
-        """When something last came from that peer, on `time.monotonic`. What waits for memory here does not wait for
-        its peer.
+        """When something last came from that peer, on `time.monotonic`. A get that waits for memory here
+        does not wait for its peer.
         """
         return route.moved_at if key in self._gets.in_progress else time.monotonic()
 
     def cleanup(self, request_id: str) -> None:
-        """A request was aborted: what is to come for it is dropped. What comes already is received to its end."""
+        """A request was aborted: what is to come for it is dropped. A value that comes already is received to its
+        end.
+        """
         self._give_up(lambda _, incoming: incoming.request_id == request_id, "its request was aborted")
 
     def forget(self, route: NcclRoute) -> None:

@@ -1,9 +1,9 @@
 """The relay by torch.distributed: NCCL between GPUs, gloo between CPUs, the same code.
 
-Who is who: for each direction of a pair of processes there is a world of two, rank 0 the receiver, rank 1 the sender.
-The receiver makes it by its first get, in the sender's TCPStore under a random name. A process that restarts is a peer
-with another incarnation, other ports and other worlds; the old ones end with their connection. The pipeline's rank and
-world size are not used: no world has more than these two.
+The ranks are these: for each direction of a pair of processes there is a world of two, rank 0 the receiver, rank 1 the
+sender. The receiver makes it by its first get, in the sender's TCPStore under a random name. A process that restarts is
+a peer with another incarnation, other ports and other worlds; the old ones end with their connection. The pipeline's
+rank and world size are not used: no world has more than these two.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ class NcclRelay(AbstractRelay[NcclRoute, NcclMetadata]):
         self._arena.aborted(put.resource.placed[0])
 
     def _unused(self, outgoing: NcclPut) -> None:
-        """Nothing reads that slot any more. In any thread."""
+        """Nothing reads that slot any more. Any thread may call this."""
         self._arena.released(outgoing.placed[0])
         self._freed()
 
@@ -156,7 +156,7 @@ class NcclRelay(AbstractRelay[NcclRoute, NcclMetadata]):
 
 
 def _hosts(settings: RelaySettings) -> tuple[str, str]:
-    """Where to listen, and the address that peers receive: the tcp relay's."""
+    """The address at which to listen, and the one that peers receive: the tcp relay's."""
     if not settings.bind.startswith("tcp://"):
         return "127.0.0.1", "127.0.0.1"
     host = settings.bind.removeprefix("tcp://").rpartition(":")[0].strip("[]")

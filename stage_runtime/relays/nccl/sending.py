@@ -42,7 +42,7 @@ class NcclPut:
 
 
 class NcclSender:
-    """Puts by peer and transfer, and the connections of those that receive them. From any thread."""
+    """Puts by peer and transfer, and the connections of those that receive them. Any thread may call this."""
 
     def __init__(
         self,
@@ -215,7 +215,7 @@ class _ReceiverSession:
         self.thread = worlds.caller("send", sending.serve, self)
 
     def end(self) -> None:
-        """Its thread's waits fail, and it ends the world. From any thread."""
+        """Its thread's waits fail, and it ends the world. Any thread may call this."""
         self.is_over = True
         try:
             self.connection.shutdown(socket.SHUT_RDWR)

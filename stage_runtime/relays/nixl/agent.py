@@ -1,7 +1,7 @@
 """NIXL's agent as this relay uses it: one per process, memory registered once, flat transfers.
 
 Called through the bindings: the Python class above them fixes ``pthrDelay`` at 0, which makes its progress thread burn
-a core while nothing happens. To be revisited when ``nixl_agent_config`` has that option. Not thread-safe: after the
+a core while nothing happens. This is revisited when ``nixl_agent_config`` has that option. Not thread-safe: after the
 start, only the relay's own thread calls it (`worker`).
 """
 
@@ -59,7 +59,7 @@ class Agent:
         config.useListenThread = False
         config.pthrDelay = PROGRESS_DELAY_US
         config.captureTelemetry = True
-        self.moved_nbytes = 0  #: By NIXL's own count, of the complete transfers that this agent began.
+        self.moved_nbytes = 0  #: Bytes by NIXL's own count, of the complete transfers that this agent began.
         try:
             self._agent = nixl.nixlAgent(name, config)
             self._agent.createBackend("UCX", {})

@@ -30,9 +30,11 @@ TUNED: Final = {
     "UCX_WARN_UNUSED_ENV_VARS": "n",
     "UCX_LOG_LEVEL": "fatal",  # a peer's death is reported by this relay
 }
-#: Without RDMA. The module ib brings a second libnl, whose destructor ends the interpreter with a segmentation fault.
+#: The environment without RDMA. The module ib brings a second libnl, whose destructor ends the interpreter with a
+#: segmentation fault.
 ONLY_TCP: Final = {"UCX_TLS": "tcp", "UCX_MODULES": "^ib"}
-#: With RDMA, where no TCP is allowed: UCX would use it for a device that does not work, without a report.
+#: The environment with RDMA, where no TCP is allowed: UCX would use it for a device that does not work, without a
+#: report.
 NO_TCP: Final = {"UCX_TLS": "^tcp"}
 
 Way: TypeAlias = Literal["rdma", "memory", "tcp"]

@@ -1,12 +1,12 @@
 """The nixl relay's receiving side: memory for each transfer, given back when nothing can be written there any more.
 
 All memory lies in an arena of its own, so that what is to be sent never takes the room of what is to come: two
-processes that send to each other would wait for each other. What is received stays there while its views live; above
-half of the arena it is copied out, so that transfers never wait for authors.
+processes that send to each other would wait for each other. A value that was received stays there while its views live;
+above half of the arena it is copied out, so that transfers never wait for authors.
 
 A transfer that was given up (an abort, a peer that is gone) may still be written into its memory: a frozen peer does
 so when it goes on. That memory is quarantined until the peer reports that nothing moves, or its connection is broken.
-On the loop, except where a method says otherwise.
+It runs on the loop, except where a method says otherwise.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ class NixlGet(Get):
         super().__init__(operation, metadata.nbytes, request_id, holder)
         self.metadata = metadata
         self.generation = 0
-        self.move: Move | None = None  #: Of a transfer that is read.
+        self.move: Move | None = None  #: The move of a transfer that is read.
 
 
 def _header_at(incoming: NixlGet) -> int:
-    """Where in its memory the header of its slot is read to."""
+    """The address in its memory to which the header of its slot is read."""
     return incoming.nbytes + -incoming.nbytes % ALIGNMENT
 
 
@@ -78,12 +78,12 @@ class NixlReceiver:
 
     @property
     def expects(self) -> bool:
-        """Whether some peer is to notify this process. From any thread."""
+        """Whether some peer is to notify this process. Any thread may call this."""
         return bool(self._gets.in_progress or self._gets.quarantined)
 
     def last_moved(self, route: NixlRoute, key: TransferKey) -> float:
-        """When something last came from that peer, on `time.monotonic`. What waits for memory here does not wait for
-        its peer.
+        """When something last came from that peer, on `time.monotonic`. A get that waits for memory here
+        does not wait for its peer.
         """
         return route.moved_at if key in self._gets.in_progress else time.monotonic()
 

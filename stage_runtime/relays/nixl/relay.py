@@ -1,8 +1,8 @@
 """The relay by NIXL: between pods over TCP, by RDMA where both have it. One agent a process, named by its incarnation.
 
 The receiver asks: it grants memory by a NIXL notification, the sender's thread writes there, and NIXL notifies the
-receiver behind the bytes. Nothing arrives that was not asked for, so the receiver bounds its memory. Where both ends
-share memory or have RDMA, the receiver reads instead: over TCP, UCX only emulates that.
+receiver behind the bytes. Nothing arrives that was not asked for, so the receiver bounds its memory. The receiver reads
+instead where both ends share memory or have RDMA: over TCP, UCX only emulates that.
 """
 
 from __future__ import annotations
@@ -200,7 +200,7 @@ class NixlRelay(AbstractRelay[NixlRoute, NixlMetadata]):
         self._arena.aborted(put.resource.placed[0])
 
     def _unused(self, outgoing: NixlPut) -> None:
-        """Nothing reads that slot any more. In any thread."""
+        """Nothing reads that slot any more. Any thread may call this."""
         self._arena.released(outgoing.placed[0])
         self._freed()
 

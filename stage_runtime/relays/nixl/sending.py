@@ -40,7 +40,7 @@ class NixlSender:
         self._free = free
         self._lock = threading.Lock()
         self._puts: dict[tuple[Peer, int], NixlPut] = {}
-        self._ungranted = 0  #: Of ``_puts``.
+        self._ungranted = 0  #: The count of ``_puts`` that are not granted.
         self._moving: dict[tuple[Peer, int], tuple[NixlPut, Move]] = {}
 
     def add(self, outgoing: NixlPut) -> None:

@@ -44,14 +44,14 @@ class NixlRoute:
         self.token = token
         self.reads = reads  #: The receiver reads, instead of being written to.
         self.loaded = False
-        self.leaving = False  #: To be unloaded when nothing moves on it.
+        self.leaving = False  #: It is unloaded when nothing moves on it.
         self.gone = False  #: The peer was forgotten: it is not connected to again.
         self.moved_at = 0.0  #: When something last came from it, on `time.monotonic`.
-        self.pace = Pace(MOST_NBYTES)  #: Of what is moved from here.
+        self.pace = Pace(MOST_NBYTES)  #: The pace of what is moved from here.
 
 
 class Move:
-    """Bytes on their way between an address here and one at a peer, in pieces. Of the worker's thread."""
+    """Bytes on their way between an address here and one at a peer, in pieces. The worker's thread owns them."""
 
     __slots__ = (
         "broken",
@@ -137,12 +137,12 @@ class Worker:
         atexit.register(self.close)  # the interpreter ends a daemon's thread within a call of NIXL's: C++ aborts then
 
     def post(self, call: Callable[..., object], *arguments: Any) -> None:
-        """Have it called in the thread. From any thread."""
+        """Have it called in the thread. Any thread may call this."""
         self._posted.append((call, arguments))
         self._awake.set()
 
     def wake(self) -> None:
-        """Ask at the short interval from now on, because a notice is expected. From any thread."""
+        """Ask at the short interval from now on, because a notice is expected. Any thread may call this."""
         self._awake.set()
 
     def close(self) -> None:

@@ -55,11 +55,11 @@ class _IncomingTransfer:
         self.request_id = request_id
         self.nbytes = nbytes
         self.region: Any = None  #: The buffer: the frame itself when it came whole.
-        self.since = time.monotonic()  #: Of its last piece.
-        self.end = 0  #: Where the next piece belongs. They come in order, for they come over one connection.
+        self.since = time.monotonic()  #: The time of its last piece.
+        self.end = 0  #: The place where the next piece belongs. They come in order, for they come over one connection.
 
     def take(self, header: FrameHeader, body: memoryview) -> bool:
-        """Is it the next piece? Between parts there may be the gap that aligns the next one."""
+        """Is it the next piece? A gap that aligns the next part may lie between parts."""
         gap = header.offset - self.end
         if header.nbytes != self.nbytes or not 0 <= gap < ALIGNMENT:
             return False
@@ -159,7 +159,7 @@ class Arrivals:
             self._deliver(key, claim, here)
 
     def disconnected(self, peers: Iterable[Peer]) -> None:
-        """Their connections broke: what was under way may be lost, without notice. In the receiving thread."""
+        """Their connections broke: what was under way may be lost, without notice. It runs in the receiving thread."""
         with self._lock:
             self._broke_at.update(dict.fromkeys(peers, time.monotonic()))
 
@@ -234,7 +234,7 @@ class Arrivals:
         return header if fits and not gone and hmac.compare_digest(header.token, self._token) else None
 
     def _wanted(self, key: TransferKey, header: FrameHeader, body: memoryview) -> _IncomingTransfer | None:
-        """The transfer whose next piece this is. Under the lock."""
+        """The transfer whose next piece this is. The caller holds the lock."""
         if key in self._lost:
             return None
         transfer = self._in_progress.get(key)
@@ -263,7 +263,7 @@ class Arrivals:
         return pages.fresh(header.nbytes) if region is None else region
 
     def _complete(self, key: TransferKey, transfer: _IncomingTransfer) -> None:
-        """All is here. In the receiving thread."""
+        """All is here. It runs in the receiving thread."""
         with self._lock:
             if self._in_progress.pop(key, None) is None:
                 return  # dropped meanwhile
@@ -278,7 +278,7 @@ class Arrivals:
         self._on_loop(self._deliver, key, claim, transfer)
 
     def _pass(self, key: TransferKey) -> None:
-        """A transfer has arrived. Earlier ones that have not were lost with a connection. Under the lock."""
+        """A transfer has arrived. Earlier ones that have not were lost with a connection. The caller holds the lock."""
         peer, transfer = key
         now, broke_at = time.monotonic(), self._broke_at.get(peer)
         if broke_at is None:
@@ -291,7 +291,7 @@ class Arrivals:
                 claim.passed_at = now
 
     def _deliver(self, key: TransferKey, claim: _Claim, transfer: _IncomingTransfer) -> None:
-        """Give a transfer to its claimant. On the loop."""
+        """Give a transfer to its claimant. It runs on the loop."""
         region, transfer.region = transfer.region, None
         self._pins.add(region, *key, request_id=claim.request_id, holder=claim.holder, nbytes=transfer.nbytes)
         if claim.nbytes != transfer.nbytes:
@@ -301,7 +301,7 @@ class Arrivals:
             claim.operation.arrived(buffers.view(region))
 
     def _drop(self, key: TransferKey, why: str) -> None:
-        """Forget a transfer, arrived or not. Under the lock."""
+        """Forget a transfer, arrived or not. The caller holds the lock."""
         claim = self._claims.pop(key, None)
         transfer = self._in_progress.pop(key, None) or self._here.pop(key, None)
         if transfer is not None and claim is None:
@@ -311,7 +311,7 @@ class Arrivals:
             self._lost.popitem(last=False)
 
     def _lose(self, key: TransferKey, why: str) -> None:
-        """A transfer cannot be completed. In the receiving thread, under the lock."""
+        """A transfer cannot be completed. It runs in the receiving thread, and the caller holds the lock."""
         claim = self._claims.get(key)
         self._drop(key, why)
         self._counts["dropped_transfers"] += 1

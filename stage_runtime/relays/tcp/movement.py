@@ -1,7 +1,7 @@
 """Whether bytes still come from a peer, as the kernel counts them: slow is not dead, and what is queued is not late.
 
 libzmq hands a frame over when all of it is here; a frame of 32 MiB over a slow link causes no event for a long time. So
-the bytes are counted per connection by the kernel (TCP_INFO). Of Unix sockets it counts none: there, messages count.
+the bytes are counted per connection by the kernel (TCP_INFO). It counts none of Unix sockets: there, messages count.
 Used by `tcp`; its thread reports what comes, the loop reads it.
 """
 
@@ -55,7 +55,7 @@ class Movement:
 
     def _count(self, peer: Peer) -> int:
         known = self._of.get(peer)
-        # Before its first message is complete, it is unknown which connection is a peer's: any may be.
+        # It is unknown before its first message is complete which connection is a peer's: any may be.
         descriptors = list(self._connections) if known is None else [known] if known in self._connections else []
         return self._messages.get(peer, 0) + sum(_received(descriptor) for descriptor in descriptors)
 

@@ -13,7 +13,7 @@ from stage_runtime.rules.autoregressive.blocks import hash_blocks
 
 
 class RequestStatus(Enum):
-    WAITING = "waiting"  #: In the queue, without blocks.
+    WAITING = "waiting"  #: The state in the queue, without blocks.
     HELD = "held"  #: Waits for something outside (remote KV, upstream rows); not in the queue, never polled.
     RUNNING = "running"  #: Scheduled in every step that has room for it.
     PAUSED = "paused"  #: All rows that have come are computed; it keeps its blocks and waits for more, never polled.
@@ -117,7 +117,7 @@ class Request:
         )
         self.computed = 0  #: Tokens whose KV is, or is being, written.
         self.blocks: list[int] = []  #: Block ids in order of positions; empty unless RUNNING.
-        self.hashes = list(hashes)  #: Of the first full blocks of ``tokens``; the rest are computed when needed.
+        self.hashes = list(hashes)  #: Hashes of the first full blocks of ``tokens``; the rest are computed when needed.
         self.salt = salt
         self.open = open
         #: The model takes rows made from its own steps in place of generated tokens, so their blocks are not shared.
@@ -134,9 +134,11 @@ class Request:
         self.speculates = False  #: Drafts of its next tokens may be verified.
         self.hoped = 0  #: Tokens that those batches may give beside, if drafts are right.
         self.accepted = 0  #: Tokens of drafts that were right.
-        self.uncached = 0  #: Of the last step's draft: their keys and values are written, and their block is not known.
-        self.ticket = 0  #: Of its entry in the queue; entries with another one are stale.
-        self.follows = b""  #: In the queue: the last block that is being computed for another request and it waits for.
+        #: Tokens of the last step's draft: their keys and values are written, and their block is not known.
+        self.uncached = 0
+        self.ticket = 0  #: The ticket of its entry in the queue; entries with another one are stale.
+        #: The block that it waits for in the queue: the last one that is being computed for another request.
+        self.follows = b""
         self.lacks = 0  #: While it waits so: the blocks that it will need beside those.
         self.preemptions = 0
         self.hit_tokens = 0  #: Tokens that the prefix cache spared it, when it was first scheduled.
@@ -152,7 +154,7 @@ class Request:
 
     @property
     def ready(self) -> int:
-        """Tokens that may be computed now. Of an open prompt the last one waits: the answer may follow it."""
+        """Tokens that may be computed now. The last one of an open prompt waits: the answer may follow it."""
         come = self.expected - (self.open and bool(self.tokens))
         return come if self.fed is None else min(come, self.prompt_tokens + self.fed)
 

@@ -6,8 +6,8 @@ computed for another one waits for it. `update_from_output` appends the sampled 
 engine core alone, in its thread. The plan of a step is in `steps`.
 
 One module, because choosing rows, giving blocks and ending requests all change the same queue and pool, and each must
-leave both consistent. What stands apart: the order of the queue (`waiting_queue`), the pool (`blocks`), blocks that
-come from elsewhere (`filling`, `rules.kv.handover`), drafts (`drafts`).
+leave both consistent. These parts stand apart: the order of the queue (`waiting_queue`), the pool (`blocks`), blocks
+that come from elsewhere (`filling`, `rules.kv.handover`), drafts (`drafts`).
 """
 
 from __future__ import annotations
@@ -47,16 +47,16 @@ class Scheduler:
         self.limits = limits
         self.pool = pool
         self.stats = SchedulerCounts()
-        self.loads = Loads(pool)  #: Of requests whose prompts' keys and values come from afar.
+        self.loads = Loads(pool)  #: Loads of requests whose prompts' keys and values come from afar.
         self.on_end: Callable[[Request], None] = lambda request: None  #: One has ended.
         self._key = ORDER[limits.policy]
         self._requests: dict[str, Request] = {}  #: Every request that has not finished.
         self._queue = WaitingQueue(self._key, self._requests)
-        self._running: list[Request] = []  #: In order of the policy.
+        self._running: list[Request] = []  #: Requests in order of the policy.
         self._filling = BlocksBeingFilled(self._key)
         self._holds: dict[str, Hold] = {}
         self._paused: dict[str, Request] = {}
-        self._resuming: dict[str, Request] = {}  #: Of ``_paused``: those whose rows have come.
+        self._resuming: dict[str, Request] = {}  #: Those of ``_paused`` whose rows have come.
         self._finished: list[str] = []
         self._arrivals = 0
         self._budget = 0  #: Tokens that are left of the step that is being scheduled.

@@ -1,6 +1,6 @@
 """The scheduler's inputs and outputs: limits, the rows of a step, what a step has done, counts. Pure.
 
-Which tokens a step computes is decided by `scheduling`.
+`scheduling` decides which tokens a step computes.
 """
 
 from __future__ import annotations
@@ -84,14 +84,14 @@ class SchedulerCounts:
 
     def __init__(self) -> None:
         self.preemptions = 0
-        self.prompt_tokens = 0  #: Of requests that were scheduled.
-        self.hit_tokens = 0  #: Of those, found in the prefix cache.
-        self.received_tokens = 0  #: Of those, computed by another engine.
+        self.prompt_tokens = 0  #: Prompt tokens of requests that were scheduled.
+        self.hit_tokens = 0  #: Those of them that were found in the prefix cache.
+        self.received_tokens = 0  #: Those of them that another engine computed.
         self.computed_tokens = 0
         self.generated_tokens = 0
         self.drafts = 0  #: That were verified.
-        self.draft_tokens = 0  #: Of those.
-        self.accepted_tokens = 0  #: Of those, tokens of answers.
+        self.draft_tokens = 0  #: Those of them that are drafts.
+        self.accepted_tokens = 0  #: Those of them that are tokens of answers.
 
     def count_draft(self, proposed: int, accepted: int) -> None:
         self.drafts += 1

@@ -35,14 +35,14 @@ class Load(msgspec.Struct, kw_only=True):
     """The load of one instance."""
 
     incarnation: str
-    waiting: int = 0  #: By its last beat.
+    waiting: int = 0  #: Requests that wait, by its last beat.
     running: int = 0
     bound: int = 0  #: Requests of this coordinator that are bound to it now.
     bound_total: int = 0  #: Bound to it in all.
     bound_at_beat: int = 0  #: ``bound`` at its last beat.
     others: float = 0.0  #: Correction for other coordinators' requests, in requests.
     score: float = 0.0  #: ``bound + others``: the lowest is bound.
-    kv_blocks: float = 0.0  #: Of its caches, by its last beat; 0: it has none.
+    kv_blocks: float = 0.0  #: Blocks of its caches, by its last beat; 0: it has none.
     kv_used: float = 0.0  #: The part of them that requests use.
     turn: int = 0  #: When it was bound last; among equals, the one that waited longest is bound.
 
@@ -61,7 +61,7 @@ class GroupLoad(msgspec.Struct):
     """Sums over the instances of one group."""
 
     reported: int = 0  #: Requests of all coordinators, by the last beats.
-    bound_at_beat: int = 0  #: Of this coordinator, when these beats came.
+    bound_at_beat: int = 0  #: Requests of this coordinator, when these beats came.
     turn: int = 0  #: Bindings so far.
 
     @property

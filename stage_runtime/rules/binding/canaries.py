@@ -22,7 +22,7 @@ def shares(sets: Sequence[tuple[str, int]], canary: CanaryShare | None) -> list[
     """The share of requests for each of several revisions that can serve, in proportion.
 
     sets: (revision, its complete sets of instances). canary: its revision gets its weight, the others divide the rest.
-    Without one, or where it cannot serve, shares follow the complete sets.
+    Shares follow the complete sets without one, or where it cannot serve.
     """
     tried = None if canary is None else next((one for one, _ in sets if one == canary.revision), None)
     rest = sum(count for revision, count in sets if revision != tried)
@@ -36,8 +36,8 @@ class Outcomes:
 
     def __init__(self) -> None:
         self.completed = 0
-        self.failed = 0  #: By the pipeline's fault, those that were sent again included.
-        self._times: dict[int, int] = {}  #: Of those that completed: power of `RESOLUTION` -> how many.
+        self.failed = 0  #: Failures by the pipeline's fault, those that were sent again included.
+        self._times: dict[int, int] = {}  #: Times of those that completed: power of `RESOLUTION` -> how many.
 
     def complete(self, took_s: float) -> None:
         self.completed += 1

@@ -22,7 +22,7 @@ class Instance(Load, kw_only=True):
     draining: bool = False
     aside: bool = False  #: Its pod was taken out of the unit, to be examined: it gets no new request.
     linked: set[str] = msgspec.field(default_factory=set)  #: Instances of large groups that got requests from it.
-    partners: dict[str, Partners] = msgspec.field(default_factory=dict)  #: By large group.
+    partners: dict[str, Partners] = msgspec.field(default_factory=dict)  #: Partners by large group.
 
     @property
     def eligible(self) -> bool:
@@ -33,7 +33,7 @@ class Partners(msgspec.Struct):
     """The instances of one large group that requests of one instance go to."""
 
     pool: Pool[Instance]
-    changes: int  #: Of all pools, when this was computed.
+    changes: int  #: The pools' count of changes when this was computed.
     all: Sequence[Instance]
     linked: list[Instance]  #: Those of them that got requests from it.
     well_linked: bool  #: Nearly all of them did.
@@ -55,7 +55,7 @@ class Sets(msgspec.Struct):
     stages: dict[str, str]  #: stage -> group, of those that the request may meet
     choices: list[GroupChoice]  #: Only groups of these stages; a group comes after those that send to it.
     prefills: dict[str, str] = {}  #: Prefill stage -> group, of the decode stages among ``stages``.
-    weight: float = 0.0  #: Of the smooth weighted round robin.
+    weight: float = 0.0  #: The weight of the smooth weighted round robin.
 
     @property
     def count(self) -> int:

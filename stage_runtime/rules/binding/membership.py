@@ -4,9 +4,9 @@ events and loads in.
 A request is bound to instances whose unit revisions stand together in one pipeline revision, and that declare the
 edges which it has there. Only groups with stages that it may meet are needed (`reachability`); where no revision has
 them all, only those that it certainly meets (`partial_binding`). New requests are shared among revisions in proportion
-to their complete sets of ready instances, unless one of them is tried (`canaries`). Inside a group the least loaded of
-a few gets it (`picking`, `balancing`): of those that are partners of the instances before it (`subsets`). A group of
-up to `subsets.SUBSET` instances is one subset. A binding costs the same for any number of instances.
+to their complete sets of ready instances, unless one of them is tried (`canaries`). The least loaded of a few instances
+in a group gets it (`picking`, `balancing`): of those that are partners of the instances before it (`subsets`). A group
+of up to `subsets.SUBSET` instances is one subset. A binding costs the same for any number of instances.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ class MembershipState:
         self._picker = Picker(self.instances, chance)
         self._eligible: Pools[UnitKind, Instance] = (
             Pools()
-        )  #: By incarnation; `_place` keeps it equal to ``instances``.
-        self._loads: dict[str, GroupLoad] = {}  #: By group.
+        )  #: Instances by incarnation; `_place` keeps it equal to ``instances``.
+        self._loads: dict[str, GroupLoad] = {}  #: Loads by group.
         self._caches_apart = False
         self._endpoints = Endpoints()
         self._complete: dict[Wanted, list[Sets]] = {}
-        self._needs: dict[tuple[str, Wanted], Needs] = {}  #: By pipeline revision; of ``revisions``.
+        self._needs: dict[tuple[str, Wanted], Needs] = {}  #: Needs by pipeline revision, of ``revisions``.
         self.update(revisions)
 
     def update(self, revisions: Sequence[PipelineRevision]) -> None:

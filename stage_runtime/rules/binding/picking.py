@@ -30,8 +30,9 @@ class Picker:
         """instances: all that are known, by incarnation. chance: a number in [0, 1), at random."""
         self._instances = instances
         self._chance = chance
-        self._offset = int(chance() * OFFSETS)  #: Where the turns of an entry group begin: not at one for all.
-        self._changes = 0  #: Of the pools.
+        #: The offset at which the turns of an entry group begin: not at one for all.
+        self._offset = int(chance() * OFFSETS)
+        self._changes = 0  #: Changes of the pools.
 
     def note_change(self) -> None:
         """A pool has changed: partners that were computed before are computed again."""

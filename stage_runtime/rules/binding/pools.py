@@ -19,7 +19,7 @@ class Pool(Generic[Item]):
 
     def __init__(self) -> None:
         self.names: list[str] = []
-        self.items: list[Item] = []  #: In the same order.
+        self.items: list[Item] = []  #: Items in the same order.
 
     def add(self, name: str, item: Item) -> None:
         place = self.position(name)

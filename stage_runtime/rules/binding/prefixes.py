@@ -18,7 +18,7 @@ from typing import Any, Final, TypeAlias, TypeVar
 from stage_runtime.rules.binding.balancing import SPILL_FACTOR, SPILL_REQUESTS, Load
 from stage_runtime.rules.binding.pools import Pool
 
-Hashes: TypeAlias = Sequence[bytes]  #: Of a prompt's first pieces: each depends on all before it.
+Hashes: TypeAlias = Sequence[bytes]  #: Hashes of a prompt's first pieces: each depends on all before it.
 Hints: TypeAlias = Mapping[str, int]  #: incarnation -> how many first pieces of the prompt it has met.
 
 PIECE_NBYTES: Final = 256  # about 64 tokens, a few blocks of a cache
@@ -98,7 +98,8 @@ class Prefixes:
 
     def __init__(self, most: int = KEPT_MOST) -> None:
         self._most = most
-        self._holders: OrderedDict[bytes, tuple[str, ...]] = OrderedDict()  #: Of each piece, the latest one last.
+        #: Holders of each piece, the latest one last.
+        self._holders: OrderedDict[bytes, tuple[str, ...]] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._holders)
@@ -114,7 +115,7 @@ class Prefixes:
             self._holders.popitem(last=False)
 
     def hints(self, prompt: Hashes) -> dict[str, int]:
-        """Whoever has met the beginning of this prompt, and how far."""
+        """The holders of this prompt's beginning, and how far."""
         found: dict[str, int] = {}
         for depth, piece in enumerate(prompt, start=1):
             holders = self._holders.get(piece)

@@ -22,7 +22,8 @@ SUBSET: Final = 16  # partners of an instance in one group: a link costs sockets
 SOURCES_LEAST: Final = 4  # of each instance: the instances that may be bound to it, where their group has as many
 
 
-Arc: TypeAlias = tuple[int, int]  #: Where it starts on a circle, and how many places it has. Made for each binding.
+#: The place where it starts on a circle, and how many places it has. Made for each binding.
+Arc: TypeAlias = tuple[int, int]
 
 
 def size(sources: int, targets: int) -> int:

@@ -54,7 +54,7 @@ class LinkSender:
     def acked(self, ack: int) -> bool:
         """The receiver has everything up to ``ack``. True when that freed frames.
 
-        An ack of frames never sent frees none. After a rewind, acknowledged frames may be among those that wait.
+        An ack of frames never sent frees none. Acknowledged frames may be among those that wait after a rewind.
         """
         freed = ack - self.last + len(self._frames)
         if ack > self.last or freed <= 0:
@@ -93,7 +93,8 @@ class Verdict(Enum):
     DELIVER = "deliver"  #: The next in order, or outside the order.
     DUPLICATE = "duplicate"  #: Received before: acknowledge again, do not deliver.
     GAP = "gap"  #: Frames before it are missing: request them, do not deliver.
-    ASKED = "asked"  #: As GAP; a resend was requested already. Requesting one per frame would resend all each time.
+    #: The state after GAP; a resend was requested already. Requesting one per frame would resend all each time.
+    ASKED = "asked"
 
 
 class Standing(Enum):

@@ -3,7 +3,7 @@
 A producer that works on one request at a time may be blocked by the full window of request 2, which has not begun at
 the consumer; the consumer is occupied by request 1, which waits for the same producer. So a producer sends
 `StreamStalled` when all its workers are blocked, and the consumer counts chunks of request 2 as taken early, up to a
-limit for the whole stage. Beyond the limit, the newest request is rejected, one that has not begun first, which frees
+limit for the whole stage. The newest request is rejected beyond the limit, one that has not begun first, which frees
 the producer. A consumer that computes, or that waits for a working producer, applies back-pressure as usual. Pure: the
 engine passes the state in and carries the steps out.
 """

@@ -2,9 +2,8 @@
 
 A stage is needed while the request waits for it as a terminal, or while a needed one may still get input from it. A
 stage that has begun and has no streams as input has had all of it: it begins with its payload, of a join with all that
-is joined. One that reports that all its input is here has had it, too, streams to their ends. Where it is not known
-whether something has begun, it has not.
-A prefill stage is never needed.
+is joined. One that reports that all its input is here has had it, too, streams to their ends. A stage that is not
+known to have begun has not. A prefill stage is never needed.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ class _Graph:
         self.met = reachability.stages(revision, terminals)
         self._revision = revision
         self._needed = {revision.entry, *terminals}
-        self._sources: dict[str, set[str]] = {stage: set() for stage in self.met}  #: Of payloads.
+        self._sources: dict[str, set[str]] = {stage: set() for stage in self.met}  #: Sources of payloads.
         self._targets: dict[str, set[str]] = {stage: set() for stage in self.met}  #: The same edges.
         self._streams: dict[str, set[str]] = {stage: set() for stage in self.met}  #: Targets of streams.
         for source, target, kind in kvpairs.without(revision.edges):

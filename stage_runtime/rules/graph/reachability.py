@@ -1,7 +1,7 @@
 """The stages that a request may meet: those on a path from the entry to one of the terminals that it waits for. Pure.
 
-A hook may route a request past any of them, so all paths count. From the other stages none of these terminals can be
-reached: whatever they made of the request would be thrown away.
+A hook may route a request past any of them, so all paths count. None of these terminals can be reached from the other
+stages: whatever they made of the request would be thrown away.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where a result, a chunk, a stream's end goes: what a hook may answer, checked against the declared graph."""
+"""The targets of a result, a chunk, a stream's end: what a hook may answer, checked against the declared graph."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def moved(state: KVPoll, event: RoomEvent) -> KVPoll:
 
 
 class LoadStatus(Enum):
-    WAITING = "waiting"  #: For room: it has no blocks.
+    WAITING = "waiting"  #: The state that waits for room: it has no blocks.
     LOADING = "loading"  #: Others write into its blocks.
     LOADED = "loaded"  #: Nothing more comes. The blocks are kept for the request.
 
@@ -69,7 +69,7 @@ class Load:
         self.hashes = list(hashes)
         self.total = total
         self.first = 0  #: Blocks before this one are here already.
-        self.blocks: list[int] = []  #: Of ``hashes``, in order; empty while it waits.
+        self.blocks: list[int] = []  #: Blocks of ``hashes``, in order; empty while it waits.
         self.filled: set[int] = set()  #: Indices that have come.
         self.status = LoadStatus.WAITING
 
@@ -174,7 +174,7 @@ class Loads:
     def let_go(self) -> bool:
         """Nothing runs, and the next request finds no room: give up what is kept. Returns: whether there was any.
 
-        What has come stays known until its blocks are taken, and is computed again after that.
+        Blocks that have come stay known until its blocks are taken, and is computed again after that.
         """
         kept = [one.request_id for one in self._loads.values() if one.status is LoadStatus.LOADED]
         for request_id in kept:

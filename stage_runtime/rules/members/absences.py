@@ -1,9 +1,9 @@
 """Process groups without an instance that takes requests: since when, and whether one is on its way. Pure.
 
 The coordinator is told of no orders: whoever ends an instance (a crash, a roll, a drain) does not say what follows. So
-an instance is expected for a while after the last one left, longer while one loads that has not failed to. Of a group
-that starts on demand one is always expected, because a request that waits is what starts it, and of a group whose old
-instances end before new ones start (the operator names both); after one has failed to start, for a while, and then
+an instance is expected for a while after the last one left, longer while one loads that has not failed to. One is
+always expected of a group that starts on demand, because a request that waits is what starts it, and of a group whose
+old instances end before new ones start (the operator names both); after one has failed to start, for a while, and then
 again.
 """
 
@@ -33,7 +33,7 @@ class Prospect(NamedTuple):
 
     outlook: Outlook
     groups: tuple[str, ...] = ()  #: Those without an instance.
-    away_s: float = 0.0  #: For how long, the one that has been away longest.
+    away_s: float = 0.0  #: Seconds for which the one that has been away longest is away.
 
     @property
     def retry_after_s(self) -> float:

@@ -22,7 +22,7 @@ _NAME: Final = re.compile(ADAPTER_NAME)
 
 
 class AdapterRecord:
-    """The changes of one process's stages. On one thread."""
+    """The changes of one process's stages. It runs on one thread."""
 
     def __init__(self, *, most_bytes: int = MOST_BYTES) -> None:
         self._most_bytes = most_bytes

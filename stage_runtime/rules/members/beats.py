@@ -11,7 +11,7 @@ SHORTEST_S: Final = 0.1  # below it, the plan's `heartbeatSeconds` alone decides
 LONGEST_S: Final = 16.0  # a load that is older balances worse: 1.12 of the mean instead of 1.10
 
 
-#: With more connections than this, a process checks the later ones less often: each check costs it 50 us.
+#: The number of connections above which a process checks the later ones less often: each check costs it 50 us.
 CHECKED_OFTEN: Final = 64
 RAREST: Final = 4.0  # times the interval of the first ones
 
@@ -24,7 +24,7 @@ def check_factor(connections: int) -> float:
 def interval_s(members: int, sent_s: float = 0.0) -> float:
     """The shortest time between two beats of a member; 0: that of its plan.
 
-    In powers of two, so that it changes seldom. sent_s: what was sent to members last; it is lowered only when a
+    It is a power of two, so that it changes seldom. sent_s: what was sent to members last; it is lowered only when a
     quarter of it would do.
     """
     wanted_s = members * BEAT_COST_S / SHARE

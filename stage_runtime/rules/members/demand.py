@@ -69,8 +69,9 @@ class Demand:
     def __init__(self, now: float) -> None:
         self._began = now
         self._arrivals: dict[str, _Arrivals] = {}
-        self._services: dict[str, _Mean] = {}  #: By stage, in seconds.
-        self._places: dict[str, int] = {}  #: By stage, as reported, else the most that one instance was seen to run.
+        self._services: dict[str, _Mean] = {}  #: Means by stage, in seconds.
+        #: Places by stage, as reported, else the most that one instance was seen to run.
+        self._places: dict[str, int] = {}
 
     def arrived(self, groups: Iterable[str], now: float) -> None:
         """A request needs these groups, whether it is admitted or not."""

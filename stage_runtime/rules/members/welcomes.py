@@ -1,6 +1,6 @@
 """The Hellos that are answered, of a member that repeats them. Pure: the caller passes the time.
 
-A process sends Hello until it has read Welcome. Where thousands join at once that takes longer than the time between
+A process sends Hello until it has read Welcome. It takes longer where thousands join at once than the time between
 two of them, and each answer delays the others. The link to the member repeats a Welcome by itself; another one is
 needed only where the member has given up its link. A member that sends Hello without end gets one a second. Called by
 `coordinator.membership`.
@@ -28,7 +28,7 @@ class Welcomes:
     """The last Welcome that was sent to each member."""
 
     def __init__(self) -> None:
-        self._sent: dict[str, _SentWelcome] = {}  #: By incarnation.
+        self._sent: dict[str, _SentWelcome] = {}  #: The last Welcome by incarnation.
 
     def due(self, member: str, hello: Hello, now: float) -> bool:
         """Whether to answer this one; then Welcome is sent. False: the last answer may be under way."""

@@ -21,7 +21,7 @@ class HoldLimits(msgspec.Struct, frozen=True, kw_only=True):
     """The bounds of the requests that may wait at one coordinator."""
 
     requests: int
-    nbytes: int  #: Of the encoded requests.
+    nbytes: int  #: Bytes of the encoded requests.
 
 
 class Verdict(Enum):

@@ -151,7 +151,7 @@ class Tracked:
         self.streamed = False  #: The client was shown something of this request. Never unset.
         self.failure: Failure | None = None  #: Set exactly in FAILED and CANCELLED.
         self.history: deque[HistoryEntry] = deque(maxlen=HISTORY_KEPT)  #: The latest, oldest first.
-        self._rows = TABLE[RequestState.UNBOUND]  #: Of ``state``.
+        self._rows = TABLE[RequestState.UNBOUND]  #: Rows of ``state``.
         self._retries_left = retries
         self._whole = whole
 
@@ -277,7 +277,7 @@ class Tracked:
 
 
 class TransitionRow(NamedTuple):
-    """The consequences of an event. Of several rows of one event the first whose ``when`` holds is taken."""
+    """The consequences of an event. The first of several rows of one event whose ``when`` holds is taken."""
 
     to: RequestState
     instructions: Instructions = NOTHING

@@ -2,8 +2,9 @@
 
 A full window blocks a worker until its client reads. When all workers of a stage are blocked so and other requests are
 queued there, the stage sends `StreamStalled`, and the coordinator, as consumer of the streams, counts chunks as taken
-early, up to a limit. Beyond the limit, the request whose client read least recently ends. `rules.flow.turns` does the
-same between stages. Pure: the coordinator passes the state in and carries the steps out.
+early, up to a limit. The request whose client read least recently ends beyond the
+limit. `rules.flow.turns` does the same between stages. Pure: the coordinator passes
+the state in and carries the steps out.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ def decide(readers: Sequence[Reader[Request]], *, now: float) -> list[Step[Reque
             room -= reader.fresh
     if steps or not any(reader.fresh for reader in readers):
         return steps
-    # Where one client's bound is reached, only its own end helps; where the sum's is, anybody's who takes room.
+    # Only its own end helps where one client's bound is reached; where the sum's is, anybody's who takes room.
     ending = [
         reader for reader in readers if (reader.fresh or (full and reader.early)) and now - reader.read_at >= PATIENCE_S
     ]

@@ -2,8 +2,8 @@
 
 A request that ends its process takes its neighbours along, and all of them are sent again. Those go one at a time to an
 instance (a few at a time where they are many), until they have streamed or run for longer than they had run before: so
-the next end has one suspect. What ends a process a second time is not sent again, and its client is told not to repeat
-it. A neighbour is cleared.
+the next end has one suspect. A request that ends a process a second time is not sent again, and its client is told not
+to repeat it. A neighbour is cleared.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ class Tombstones:
     def __init__(self, *, keep_s: float = 120.0, limit: int = 100_000) -> None:
         self._keep_s = keep_s
         self._limit = limit
-        self._due = -math.inf  #: Before it, none is old enough.
+        self._due = -math.inf  #: The time before which none is old enough.
         #: (owner, request id) -> (attempt, when, served); oldest first.
         self._dead: OrderedDict[tuple[str, str], tuple[int, float, bool]] = OrderedDict()
 

@@ -1,7 +1,7 @@
 """The socket that peers connect to: their frames, and answers on the connections that they came by.
 
 A process that has nothing of its own to send to a peer acknowledges by the peer's connection, and opens none: half the
-memory and descriptors of a link. Not here: what is answered (`links`), connections of ours (`dialing`). On the
+memory and descriptors of a link. Not here: what is answered (`links`), connections of ours (`dialing`). It runs on the
 process's I/O thread, but for `answer`, which `links` calls there alone.
 """
 
@@ -33,13 +33,13 @@ class Accepting:
         """
         self._loop = loop
         self._surplus = surplus
-        self._answered = False  #: Since the socket was looked at.
+        self._answered = False  #: An answer was sent since the socket was looked at.
         self._look: Callable[[], None]
         self.socket = sockets.make(zmq.ROUTER, accepts=True)
         self.socket.maxmsgsize = FRAME_LIMIT
         self.socket.router_mandatory = True  # an answer for which there is no connection, or no room, is refused
-        self.endpoint = sockets.bind(self.socket, endpoint)  #: As bound.
-        self.route = b""  #: Of the connection that the last frame came by.
+        self.endpoint = sockets.bind(self.socket, endpoint)  #: The endpoint as bound.
+        self.route = b""  #: The route of the connection that the last frame came by.
 
     def read(self, look: Callable[[], None]) -> None:
         """look: reads the socket, if there is something."""
@@ -49,8 +49,8 @@ class Accepting:
         """The next frame. Raises: ZMQError: there is none.
 
         A message is a route and one or more frames. No frame looks like a route. A stranger may send a part that does:
-        the next message's own route follows it. To ask libzmq for the end of each message would cost twice as much as
-        to receive it.
+        the next message's own route follows it. A question to libzmq about the end of each message would cost twice as
+        much as to receive it.
         """
         receive = self.socket.recv
         part = receive(flags)
@@ -65,7 +65,7 @@ class Accepting:
     def answer(self, route: bytes, frame: bytes) -> bool:
         """False: its connection is gone, or has no room."""
         if not self._answered:
-            # To send takes the edge of the descriptor, on which the socket is read, with what has come before it.
+            # A send takes the edge of the descriptor, on which the socket is read, with what has come before it.
             self._answered = True
             self._loop.call_soon(self._look_again)
         try:

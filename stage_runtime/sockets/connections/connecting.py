@@ -1,7 +1,7 @@
 """Connects links, lets them sleep and wakes them, and gives up those whose connection does not come back.
 
-Here: times and connections. Not here: what is sent (`links`), what a lost peer means (`channels`). On the process's
-I/O thread.
+Here: times and connections. Not here: what is sent (`links`), what a lost peer means (`channels`). It runs on the
+process's I/O thread.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from stage_runtime.sockets.connections.dialing import Connection, Dialers
 from stage_runtime.sockets.connections.links import Link
 from stage_runtime.sockets.endpoints.refusals import Refusals
 
-#: For links to coordinators. Each of its members checks it, so that it costs it most; and nothing of a frozen one waits
-#: for its members to notice it.
+#: The factor of links to coordinators. Each of its members checks it, so that it costs it most; and nothing of a frozen
+#: one waits for its members to notice it.
 COORDINATOR_FACTOR: Final = 8.0
 RECONNECT_GRACE_S: Final = 0.3  # a connection that is not back by then is a dead peer
 #: When it is asked after a break whether anybody listens at the peer's endpoint. More than once, because the kernel

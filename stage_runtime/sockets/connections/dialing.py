@@ -67,7 +67,7 @@ class Connection:
         self.breaks = 0  #: How often it has broken.
         self.watchers: list[Callable[[bool], None]] = []  #: Called when it is connected (True) or broken. One per link.
         self.routing_id = b""
-        self.descriptor = -1  #: Of the connection that the latest events are of.
+        self.descriptor = -1  #: The descriptor of the connection that the latest events are of.
         self.reached = False  #: The other end accepted it; its handshake may still be under way.
         self.closing: asyncio.TimerHandle | None = None
         self._dialer = dialer
@@ -97,8 +97,9 @@ class Dialers:
         self._answered = answered
         self._sockets = sockets
         self._loop = loop
-        self._shared: dict[bool, _Dialer] = {}  #: By whether its endpoints are on this machine.
-        self._named: dict[str, _Dialer] = {}  #: By endpoint: what libzmq calls a name in its events is not known.
+        self._shared: dict[bool, _Dialer] = {}  #: Dialers by whether their endpoints are on this machine.
+        #: Dialers by endpoint: what libzmq calls a name in its events is not known.
+        self._named: dict[str, _Dialer] = {}
 
     def dial(self, endpoint: str, watcher: Callable[[bool], None], factor: float = 1.0) -> Connection:
         """The connection to ``endpoint``, made if need be. watcher: called when it is connected or broken.
@@ -155,7 +156,7 @@ class _Dialer:
         self._only = only
         self._lock = Lock()  #: Held to use the socket: it may change threads, but not be used by two at once.
         self._ids = itertools.count(1)
-        self._connections: dict[str, Connection] = {}  #: By endpoint.
+        self._connections: dict[str, Connection] = {}  #: Connections by endpoint.
         self._sockets = sockets
         self._socket = sockets.make(zmq.ROUTER)
         self._socket.router_mandatory = True  # a full queue is refused, not dropped silently

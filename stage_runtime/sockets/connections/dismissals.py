@@ -1,7 +1,7 @@
 """Links that are made to send one message: to a process that is refused, or was declared dead.
 
-Here: how many there are at once, who waits for one, and when each is closed. Not here: the links (`channels`). On the
-process's I/O thread.
+Here: how many there are at once, who waits for one, and when each is closed. Not here: the links (`channels`). It runs
+on the process's I/O thread.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class DismissalBounds(NamedTuple):
 
     connect_s: float = 5.0  #: A process that cannot be reached must not keep a place.
     at_once: int = 24  #: Open or lingering, at a limit too: there it is a third of what is kept free.
-    at_once_most: int = 128  #: Where descriptors are left: of those, an eighth.
+    at_once_most: int = 128  #: The most while descriptors are left: of those, an eighth.
     waiting_most: int = 10_000  #: Processes; beyond it the one that has waited longest asks again.
 
 

@@ -3,8 +3,8 @@
 A worker thread sends straight from where the result was made: handing every message to the I/O thread first would
 cost a thread switch per hop. The lock makes the socket's change of threads legal (libzmq asks for a full fence).
 
-A link may *sleep*: it has no connection, and keeps its session. What is sent on it waits until the I/O thread has
-connected it. So a link at rest costs no descriptor, and the peer does not notice that it sleeps.
+A link may *sleep*: it has no connection, and keeps its session. Frames that are sent on it wait until the I/O thread
+has connected it. So a link at rest costs no descriptor, and the peer does not notice that it sleeps.
 """
 
 from __future__ import annotations
@@ -71,10 +71,10 @@ class Link:
         self.endpoint = endpoint
         self.incoming = incoming  #: Touched by the I/O thread, read by senders.
         self.connection: Connection | None = None  #: None: it sleeps. Set by the I/O thread.
-        self.accepting: Accepting | None = None  #: By which the peer's last frame came; None: by none.
-        self.route = b""  #: Of the peer's connection there.
+        self.accepting: Accepting | None = None  #: The socket by which the peer's last frame came; None: by none.
+        self.route = b""  #: The route of the peer's connection there.
         self.keep_awake = False  #: No other process notices its peer's death.
-        self.used = True  #: Since `channels` has looked last: a frame was sent or received.
+        self.used = True  #: It was used since `channels` has looked last: a frame was sent or received.
         self.is_known = False  #: The peer has acknowledged a frame: it has this link.
         self.lost = False
         self.repeat: bytes | None = None  #: Its key in `sockets.frames.repeats`.
@@ -174,7 +174,7 @@ class Link:
     def detours(self, most: int, nbytes_most: int) -> list[bytes]:
         """Frames that wait for the connection, for another way to the peer: each once, the oldest first.
 
-        At most so many for one connection, and so many bytes.
+        A connection has so many at most, and so many bytes.
         """
         found = []
         with self._lock:

@@ -24,7 +24,7 @@ from stage_runtime.sockets.endpoints import hosts
 KEY_NBYTES: Final = 32
 SOCKET_PATH_LIMIT: Final = 107  # sun_path holds 108 bytes, the last one is NUL
 #: The domain of ZAP. A socket that has one refuses ZMTP 1.0 and 2.0, which have no handshake: libzmq takes any bytes
-#: that do not begin as a newer version's for 1.0, and such a connection would stay for ever. Without a `guard` nobody
+#: that do not begin as a newer version's for 1.0, and such a connection would stay for ever. Nobody without a `guard`
 #: is asked.
 DOMAIN: Final = b"omnipipeline"
 

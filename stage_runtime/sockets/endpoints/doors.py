@@ -1,10 +1,10 @@
-"""Lets no new peer in while few descriptors are left. What is connected stays so.
+"""Lets no new peer in while few descriptors are left. Connected peers stay so.
 
 Peers take descriptors by connecting, and libzmq, which accepts them, aborts the process at a Unix socket when none is
 left. So a process with fewer than `FREELY_FROM` has it accept one connection at a time (`listeners`), each after a look
-at how many are left; a flood of connections takes no more than are to spare. With fewer than `SHUT_BELOW` none is
-accepted, and the files of Unix sockets get another name: whoever connects is refused until they have their own again,
-with the same permissions. To unbind would end all connections that were accepted. This may go when
+at how many are left; a flood of connections takes no more than are to spare. None is accepted with fewer than
+`SHUT_BELOW`, and the files of Unix sockets get another name: whoever connects is refused until they have their own
+again, with the same permissions. An unbind would end all connections that were accepted. This may go when
 `ipc_listener_t::accept` takes EMFILE for no assertion.
 
 Not here: outgoing connections (`limits.check`). Called by `opening` and by the tcp relay, on the process's I/O thread.
@@ -26,8 +26,8 @@ log = logging.getLogger(__name__)
 LOOK_S: Final = 1.0  # and after each connection: other code opens descriptors without notice
 SHUT_BELOW: Final = 32  # descriptors: as many may be taken between two looks by code that is not ours
 OPEN_FROM: Final = 48
-#: Above, libzmq accepts whoever comes, though this thread waits for Python's lock for seconds: so many connections do
-#: not come between two looks.
+#: The number above which libzmq accepts whoever comes, though this thread waits for Python's lock for seconds: so many
+#: connections do not come between two looks.
 FREELY_FROM: Final = 4096
 FIND_FIRST_S: Final = 0.001  # until libzmq's thread waits for connections; twice as long after each look
 FIND_LAST_S: Final = 4.0
@@ -44,7 +44,7 @@ class Doors:
         self._at = at
         self._paths: list[str] = []
         self._listeners: list[Listener] = []
-        self._finding: dict[str, asyncio.TimerHandle] = {}  #: By endpoint.
+        self._finding: dict[str, asyncio.TimerHandle] = {}  #: Timers by endpoint.
         self._shut = False
         self._freely = True  #: The listeners accept whoever comes.
         self._timer: asyncio.TimerHandle | None = None
@@ -58,7 +58,9 @@ class Doors:
             self._look_again()
 
     def look(self) -> None:
-        """Shut them or open them, by how many descriptors are left. After each connection: the next one may come."""
+        """Shut them or open them, by how many descriptors are left. It is called after each connection: the next one
+        may come.
+        """
         allowed, left = limits.descriptors()
         if not self._shut and left < min(SHUT_BELOW, allowed // 8):
             log.error(
@@ -79,7 +81,7 @@ class Doors:
                 self._admit(listener)
 
     def close(self) -> None:
-        """Give the files their names back. Before the sockets are closed."""
+        """Give the files their names back. It is called before the sockets are closed."""
         if self._timer is not None:
             self._timer.cancel()
         for timer in self._finding.values():

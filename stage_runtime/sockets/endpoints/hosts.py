@@ -9,7 +9,7 @@ from __future__ import annotations
 import socket
 from typing import Final
 
-ANYWHERE: Final = "*"  #: In place of a host to listen at.
+ANYWHERE: Final = "*"  #: The name in place of a host to listen at.
 
 
 def everywhere() -> str:

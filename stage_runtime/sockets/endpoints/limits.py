@@ -1,6 +1,6 @@
 """The limits of a process that peers use up: descriptors and memory. Raised at start, checked before each new peer.
 
-At a limit the new peer is refused with the limit's name and what to do; what runs goes on. libzmq itself would not: at
+The new peer is refused at a limit with the limit's name and what to do; what runs goes on. libzmq itself would not: at
 the limit of descriptors its thread tries to accept the same connection for ever. So some are kept free.
 """
 

@@ -1,12 +1,12 @@
 """How many connections libzmq accepts at a listener before this process has looked at its descriptors again.
 
-libzmq 4.3.5 accepts as long as somebody connects, in its own thread. At a Unix socket it aborts the process when no
+libzmq 4.3.5 accepts as long as somebody connects, in its own thread. It aborts the process at a Unix socket when no
 descriptor is left for a connection, and at TCP it tries the same one again and again. It waits for connections by
 epoll, whose entries belong to the whole process: `Listener` changes the entry of one listener so that the kernel
 reports one connection (EPOLLONESHOT), or none. Others wait in the kernel's queue.
 
 libzmq writes an entry when the listener is bound and deletes it when the socket is closed, and not in between. The
-kernel shows the entries in ``/proc/self/fdinfo``. Where it does not (gVisor), nothing is found, and libzmq accepts all.
+kernel shows the entries in ``/proc/self/fdinfo``. Nothing is found where it does not (gVisor), and libzmq accepts all.
 
 Not here: how many descriptors are left, and what follows from it (`doors`).
 """

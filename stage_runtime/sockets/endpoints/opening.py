@@ -28,11 +28,11 @@ MAX_HEARTBEAT_MS: Final = 2**31 - 1  # libzmq takes a C int
 MAX_TTL_MS: Final = 65_500
 SUBSCRIPTION_FACTOR: Final = 40.0
 BUFFERED: Final = 2000  # frames on either side of a socket
-#: Connections that wait to be accepted, at most; the kernel has a bound of its own (net.core.somaxconn). With libzmq's
-#: 100, of a thousand processes that connect at once most are turned away, and each waits before it tries again.
+#: Connections that wait to be accepted, at most; the kernel has a bound of its own (net.core.somaxconn). libzmq's
+#: 100 turns most of a thousand processes away that connect at once, and each waits before it tries again.
 ACCEPTING: Final = 4096
-#: An option of a context, as libzmq numbers it; pyzmq has no name for it. With it, a message stays in the buffer of
-#: 18 KiB that it was read into, and keeps it, though pyzmq copies it all the same.
+#: An option of a context, as libzmq numbers it; pyzmq has no name for it. It makes a message
+#: stay in the buffer of 18 KiB that it was read into, and keep it, though pyzmq copies it all the same.
 ZERO_COPY_RECV: Final = 10
 #: How late libzmq's threads may be for their timers. Connections whose heartbeats are due within it are checked
 #: together from then on, in one wake-up.
@@ -72,7 +72,7 @@ class Heartbeats(NamedTuple):
     def set(self, socket: zmq.Socket[bytes]) -> None:
         """Sets them for connections that are opened from now on."""
         socket.heartbeat_ivl, socket.heartbeat_timeout, socket.heartbeat_ttl = self.interval, self.timeout, self.ttl
-        # Where they are rare, the kernel notices a machine that is gone, at no cost of ours: probes while nothing is
+        # The kernel notices a machine that is gone where they are rare, at no cost of ours: probes while nothing is
         # sent, else by what is not acknowledged.
         third_s = max(self.timeout // 2000, 1)
         socket.tcp_keepalive = int(self.rare)
@@ -132,7 +132,7 @@ class Sockets:
         socket.sndhwm = socket.rcvhwm = BUFFERED
         socket.backlog = ACCEPTING
         if accepts:
-            # Whoever connects beats, and announces how long to wait for it: beats of both ends cost twice as much.
+            # The connecting end beats, and announces how long to wait for it: beats of both ends cost twice as much.
             socket.heartbeat_ivl = 0
             socket.handshake_ivl = HANDSHAKE_MS
             # It may announce nothing (`MAX_TTL_MS`). A machine that vanished must not hold our descriptors for ever.
@@ -154,7 +154,7 @@ class Sockets:
         """
         with closed_on_failure(socket):
             if self._security is not None and not is_local(check(endpoint)):
-                # Without a guard: for each connection that was let in by it, libzmq keeps a pipe to it, 11 KiB.
+                # The socket has no guard: for each connection that was let in by it, libzmq keeps a pipe to it, 11 KiB.
                 self._security.server(socket, guarded=False)
             else:
                 socket.zap_domain = addresses.DOMAIN

@@ -2,7 +2,7 @@
 
 A message that comes alone wakes this thread, which costs more than the message; network adapters hold their interrupts
 back for the same reason. A beat is replaced by the next one, so it is in no hurry. Not here: what a message is
-(`channels`), how a socket is emptied (`reading`). On the process's I/O thread.
+(`channels`), how a socket is emptied (`reading`). It runs on the process's I/O thread.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class ReadPacing:
     """The sockets on which beats may come."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, sockets: Sockets) -> None:
-        self.beats = 0  #: In the present read.
+        self.beats = 0  #: Beats in the present read.
         #: Whether all frames may wait so long, because no request is in flight.
         self.allowed: Callable[[], bool] = lambda: False
         self._loop = loop

@@ -1,6 +1,6 @@
 """Reads a process's sockets: frames are taken one after the other, and what cannot be taken is counted and logged.
 
-Here: envelopes and refusals. Not here: links, order and delivery (`channels`). On the process's I/O thread.
+Here: envelopes and refusals. Not here: links, order and delivery (`channels`). It runs on the process's I/O thread.
 """
 
 from __future__ import annotations

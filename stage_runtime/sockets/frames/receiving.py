@@ -1,6 +1,7 @@
 """Classifies each received frame (new, repeated, of an unknown peer), acknowledges it and delivers its message.
 
-`reading` reads the frames, `rules.flow.links` knows which one follows; here they meet the links. On the I/O thread.
+`reading` reads the frames, `rules.flow.links` knows which one follows; here they meet the links. It runs on the I/O
+thread.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Frames outside the order that come again byte for byte: each is decoded once.
 
 Beats of an instance at rest are equal, and of a thousand instances most are at rest. Not here: what is done with them
-(`channels`). On the process's I/O thread.
+(`channels`). It runs on the process's I/O thread.
 """
 
 from __future__ import annotations

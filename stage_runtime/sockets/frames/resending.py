@@ -1,4 +1,4 @@
-"""When acknowledgements go out, and when frames that were not acknowledged are sent again. On the I/O thread.
+"""When acknowledgements go out, and when frames that were not acknowledged are sent again. It runs on the I/O thread.
 
 Timers only: what is sent again is decided by `rules.flow.links`, by which connection by `links`. Called by `channels`.
 The work of a turn is in proportion to the links that are in use, not to all.
@@ -26,7 +26,7 @@ ACK_SOON_S: Final = 0.02
 ACK_LATE_S: Final = 1.0
 ACK_TICK_S: Final = 0.04
 STALL_RETRY_S: Final = 0.002
-#: Without an acknowledgement; doubles up to RESEND_MOST_S, a busy receiver is not a loss.
+#: Seconds without an acknowledgement; doubles up to RESEND_MOST_S, a busy receiver is not a loss.
 RESEND_FIRST_S: Final = 0.25  # while the peer has acknowledged nothing
 RESEND_LATER_S: Final = 3.0
 RESEND_MOST_S: Final = 6.0
@@ -81,7 +81,7 @@ class _Later:
         self._loop = loop
         self._least_s = least_s
         self._settle = settle
-        self._due: dict[Link, float] = {}  #: On the loop's clock; the earliest first.
+        self._due: dict[Link, float] = {}  #: Times of the loop's clock; the earliest first.
         self._timer: asyncio.TimerHandle | None = None
 
     def add(self, link: Link) -> None:
@@ -131,10 +131,10 @@ class Resending:
         self._flushed = flushed
         self._due: dict[Link, tuple[float, float]] = {}  #: When to send again, and the delay before that.
         self._fresh: deque[Link] = deque()  #: Links that have come to it since the last check.
-        self._stalled: set[Link] = set()  #: With frames that their connections did not accept.
+        self._stalled: set[Link] = set()  #: Links with frames that their connections did not accept.
         self._stall_timer: asyncio.TimerHandle | None = None
         self._timer: asyncio.TimerHandle | None = (
-            None  #: Of the next check. None: nothing waits for an acknowledgement.
+            None  #: The timer of the next check. None: nothing waits for an acknowledgement.
         )
         self._looking: asyncio.TimerHandle | None = None
         self._closed = False

@@ -39,7 +39,7 @@ class Administration:
         self._asked: dict[tuple[str, str, str], AdminCall] = {}
 
     def ask(self, sender: str, message: AdminCall) -> None:
-        """Hand it to the engine. Whatever becomes of it, ``sender`` gets one answer, unless the engine forgets it."""
+        """Hand it to the engine. ``sender`` gets one answer, whatever becomes of it, unless the engine forgets it."""
         stage = self._stages.get(message.stage)
         problem = _refusal(message.stage, stage)
         if stage is None or problem is not None:
@@ -63,7 +63,7 @@ class Administration:
                 stage.inbox.put(Admin("", operation, dict(arguments), lambda _: None))
 
     def crashed(self, stage: str, error: BaseException) -> None:
-        """The engine has stopped: answer its open operations. On its thread."""
+        """The engine has stopped: answer its open operations. It runs on the engine's thread."""
         for call in [one for one in list(self._asked) if one[2] == stage]:
             self._answer(call, None, clipped(f"the engine crashed: {describe(error)}"))
 

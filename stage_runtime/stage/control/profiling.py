@@ -1,4 +1,6 @@
-"""Answers a coordinator's profiler messages for one stage process. On the I/O thread; files are another thread's."""
+"""Answers a coordinator's profiler messages for one stage process. It runs on the I/O thread; files are
+another thread's.
+"""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ class HelloTimes:
 
 
 class Registration:
-    """The coordinators that one process is registered with. On the I/O thread."""
+    """The coordinators that one process is registered with. It runs on the I/O thread."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class Registration:
         self._publishers: dict[str, str] = {}
         self._times: dict[str, HelloTimes] = {}  #: When to send Hello again, by endpoint.
         self._limited = False  #: That this process is at a limit was logged.
-        self._spread_s = 0.0  #: Over which the processes of this pipeline send Hello to a new coordinator.
+        self._spread_s = 0.0  #: The seconds over which the processes of this pipeline send Hello to a new coordinator.
 
     async def run(self) -> None:
         """Send Hello to coordinators that have not answered, forever."""

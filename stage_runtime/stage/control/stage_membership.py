@@ -1,7 +1,7 @@
 """A process's registration at coordinators and its connections to neighbours.
 
-On the I/O thread. Called by `host`, which looks a message's handler up in `StageMembership.handlers`. Finding the
-coordinators is `registration`'s.
+It runs on the I/O thread. Called by `host`, which looks a message's handler up in `StageMembership.handlers`. Finding
+the coordinators is `registration`'s.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def pair_of(plan: StagePlan) -> tuple[str, ...]:
 class StageMembership:
     """The members that one process knows, and what it has announced."""
 
-    registration: Registration  #: Of this incarnation.
+    registration: Registration  #: The registration of this incarnation.
 
     def __init__(self, plans: Iterable[StagePlan], process: ProcessContext, loop: asyncio.AbstractEventLoop) -> None:
         plans = tuple(plans)
@@ -151,7 +151,7 @@ class StageMembership:
         """A peer cannot be reached any more. True when it was a coordinator."""
         if peer in self.members:  # only our connection to it broke: the coordinator reports when it is gone
             self.broadcast(PeerUnreachable(peer))
-            # Until then it may still read what we sent: its slots must not be written again.
+            # It may still read what we sent until then: its slots must not be written again.
             self._process.send_queues.cut(peer)
             self.on_gone(peer, "the connection to it broke")
             self._loop.call_later(MEET_AGAIN_S, self._meet_again, peer)
@@ -217,7 +217,7 @@ class StageMembership:
     def _pass_on(self) -> None:
         """Send a coordinator the members whose introducers are all gone: no other would report their departure.
 
-        Until it does they are kept: the next request that is bound to both needs no new link.
+        They are kept until it does: the next request that is bound to both needs no new link.
         """
         coordinator = next(iter(self.registration.coordinators), None)
         orphans = [peer for peer, introducers in self._introducers.items() if not introducers]

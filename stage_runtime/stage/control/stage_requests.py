@@ -1,7 +1,7 @@
-"""Passes messages of requests to the process's stages; drops those of ended requests. On the I/O thread.
+"""Passes messages of requests to the process's stages; drops those of ended requests. It runs on the I/O thread.
 
-Called by `host`, which looks a message's handler up in `Requests.handlers`. What happens to a request inside a stage is
-`stage_input`'s.
+Called by `host`, which looks a message's handler up in `Requests.handlers`. `stage_input` decides what happens to a
+request inside a stage.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ LOST_OWNERS_KEPT: Final = 100
 class Requests:
     """All requests of one process."""
 
-    _fetching: Fetching  #: Of this incarnation.
+    _fetching: Fetching  #: The fetching of this incarnation.
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class Requests:
         self._stages = stages
         self._process = process
         self._loop = loop
-        #: Coordinators that are gone and have not come back, the oldest first. What is received of their requests is
+        #: Coordinators that are gone and have not come back, the oldest first. Messages of their requests are
         #: dropped: it would never be ended.
         self._lost_owners: OrderedDict[str, None] = OrderedDict()
         #: Coordinators -> attempts up to which all is over here: of before they declared this process dead, or were
@@ -90,7 +90,10 @@ class Requests:
                 self._attempts_over.popitem(last=False)
 
     def drop_owner(self, owner: str) -> int:
-        """A coordinator is gone. What others still send of its requests is dropped as it comes. Returns how many."""
+        """A coordinator is gone. Messages of its requests that others still send are dropped as they
+        come. Returns how
+        many.
+        """
         self._lost_owners[owner] = None
         if len(self._lost_owners) > LOST_OWNERS_KEPT:
             self._lost_owners.popitem(last=False)

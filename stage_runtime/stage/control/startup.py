@@ -1,4 +1,4 @@
-"""Loading the engines of a process, one after the other, until all ranks have theirs. On the I/O thread."""
+"""Loading the engines of a process, one after the other, until all ranks have theirs. It runs on the I/O thread."""
 
 from __future__ import annotations
 

@@ -325,7 +325,9 @@ class StageInput:
             self._inbox.abort(work)
 
     def _let_go(self, work: RequestWork) -> None:
-        """It is over here. What came for it holds memory and its senders' slots: free it now, wherever it waits."""
+        """It is over here. Messages that came for it hold memory and its senders' slots: free it now, wherever it
+        waits.
+        """
         with self._lock:
             early = work.let_go()
         self._discard(work, early)

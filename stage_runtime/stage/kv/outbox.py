@@ -37,7 +37,7 @@ class RoomWork(msgspec.Struct, eq=False):
 
     room: Room
     aborted: bool = False
-    asked_at: float | None = None  #: At decode, by its clock: when its ask was given to the link.
+    asked_at: float | None = None  #: The time at decode, by its clock, when its ask was given to the link.
 
     @property
     def owner(self) -> str:
@@ -79,7 +79,7 @@ class Outbox:
         self._backend = backend
         self._queues = queues
         self._failed = failed
-        self._waiting: dict[str, deque[Parcel]] = {}  #: By peer; no deque is empty.
+        self._waiting: dict[str, deque[Parcel]] = {}  #: Parcels by peer; no deque is empty.
         self._changed = threading.Condition()
         self._closed = False
         self._thread: threading.Thread | None = None

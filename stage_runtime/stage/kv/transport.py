@@ -65,13 +65,13 @@ class StageKVTransport:
         #: Asks that came before the engine was ready. Empty once there is a sink.
         self._early: list[tuple[str, Room, bytes, list[Any]]] = []
         self._rooms = kvrooms.Rooms()
-        self._sending: dict[Room, RoomWork] = {}  #: Of the open rooms.
+        self._sending: dict[Room, RoomWork] = {}  #: Works of the open rooms.
         self._draining = False
         self._timer: asyncio.TimerHandle | None = None
         self._renewed_at = 0.0
         self._renewals = 0  #: Leases of rooms, each time.
         self._expired = 0
-        self._lock = threading.Lock()  #: Of the rooms. Nothing else is called with it.
+        self._lock = threading.Lock()  #: The lock of the rooms. Nothing else is called with it.
         self._fetching: Fetching | None = None
         self._outbox = Outbox(
             (plan.name, plan.kv_peer), plan.relay.backend, lambda: process.send_queues, self._cannot_send

@@ -18,8 +18,8 @@ class Busy:
         self._clock: Final = clock
         self._running = 0
         self._since = 0.0  #: When the stage became busy, if it is.
-        self._busy_s = 0.0  #: Of all earlier times.
-        self._seen_at, self._seen_s = clock(), 0.0  #: Of the last `share`.
+        self._busy_s = 0.0  #: The sum of all earlier times.
+        self._seen_at, self._seen_s = clock(), 0.0  #: The values of the last `share`.
 
     def began(self) -> None:
         if not self._running:

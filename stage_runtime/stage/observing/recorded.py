@@ -54,7 +54,7 @@ class OutputEvents:
         self.run_start = Template(plan.name, starts)
         self.left_and_started = Template(plan.name, _LEAVES, starts, number="depth", numbered=0)
         sent = {target: (events.STAGE_HOP_SENT, {"to_stage": target}) for target in plan.next}
-        self._complete: dict[tuple[str, ...], Template] = {}  #: By the targets.
+        self._complete: dict[tuple[str, ...], Template] = {}  #: Templates by their targets.
         self.sent = {target: Template(plan.name, event) for target, event in sent.items()}
         self.handed_on = {target: Template(plan.name, *self._ended((target,)), event) for target, event in sent.items()}
 

@@ -2,7 +2,7 @@
 
 Whether an instance is in this process is decided once, when `Edges` binds it: `LocalEdge` calls the neighbour's input
 and shares tensors, `RemoteEdge` encodes and sends. `ClientEdge` is a terminal stage's, by way of the request's
-coordinator. What is sent to whom is decided by `stage_output`.
+coordinator. `stage_output` decides what is sent to whom.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ EDGES_KEPT: Final = 64  # instances of one neighbour; they change, and making a 
 
 Packed: TypeAlias = dict[
     int, tuple[StagePayload, Extracted]
-]  #: By id, with the payload itself, because ids are reused.
+]  #: Entries by id, with the payload itself, because ids are reused.
 Lost: TypeAlias = Callable[[RequestWork, BaseException], None]  #: A payload in a send queue cannot be sent.
 
 
@@ -62,7 +62,7 @@ class LocalEdge:
         self._input.chunk(work.header(), self._stage, index, chunk.modality, Passed(fields), weight)
 
     def end(self, work: RequestWork) -> None:
-        """The stream is complete. Of an empty one it is the first message to the target, and brings the request."""
+        """The stream is complete. It is the first message of an empty one to the target, and brings the request."""
         total = work.sent(self._neighbour)
         timings = work.timing(self._stage)
         sealed = None
@@ -246,7 +246,7 @@ class Edges:
         neighbours = (*plan.next, *plan.stream_to, *plan.stream_from, *plan.inputs_from)
         #: neighbour -> incarnation -> edge. Valid for this process's own incarnation.
         self._bound: dict[str, dict[str, StageEdge]] = {name: {} for name in neighbours}
-        self._clients: dict[str, ClientEdge] = {}  #: By the coordinator's incarnation.
+        self._clients: dict[str, ClientEdge] = {}  #: Edges by the coordinator's incarnation.
 
     def to(self, neighbour: str, instance: str) -> StageEdge:
         """The edge to this instance of ``neighbour``; one that cannot be reached is refused when it is used."""

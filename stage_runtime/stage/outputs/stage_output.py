@@ -311,8 +311,8 @@ class StageOutput:
 
 
 def _met(work: RequestWork, targets: Sequence[str]) -> list[str]:
-    """The targets that the request may meet. From a stage that it is not bound to, no terminal that it waits for can be
-    reached (`rules.graph.reachability`).
+    """The targets that the request may meet. A stage that it is not bound to leads to no terminal that it waits for
+    (`rules.graph.reachability`).
     """
     return [target for target in targets if target in work.bindings or target == COORDINATOR]
 

@@ -166,7 +166,7 @@ class FollowerHost:
             self._channels.send(self._leader, message)
 
     def _answer_operation(self, asker: str, call_id: str, value: Any) -> None:
-        """Send what this rank's engine answers to the coordinator that asked. In any thread."""
+        """Send what this rank's engine answers to the coordinator that asked. Any thread may call this."""
         if asker:
             reply = AdminReply(call_id, self._plan.name, self._rank, value)
             administration.answer(lambda reply: self._answer_coordinator(asker, reply), reply)

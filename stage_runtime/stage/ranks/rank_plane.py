@@ -2,8 +2,9 @@
 
 A coordinator may declare rank 0 dead, which then takes a new incarnation and opens its other planes anew. The followers
 must not notice: their engines are in the same steps, and a step that is lost between two lives would leave them apart.
-So this plane has an incarnation that no coordinator knows. Where it breaks, all ranks are replaced together.
-`sockets.frames.receiving.Handler`. Called by `processes.stages.stage_process`, which opens it.
+So this plane has an incarnation that no coordinator knows. All ranks are replaced together where it breaks. It
+implements `sockets.frames.receiving.Handler`. Called by
+`processes.stages.stage_process`, which opens it.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ RANKS_AGREE_S: Final = 5.0  # within which all ranks have raised what one has ra
 
 
 class RankPlane:
-    """The links to all followers. On the I/O thread."""
+    """The links to all followers. They run on the I/O thread."""
 
     def __init__(
         self,
@@ -62,7 +63,7 @@ class RankPlane:
         self._on_lost = on_lost
         self._answer = answer
         self.gauges: dict[int, Mapping[str, float]] = {}  #: rank -> the numbers of its planes, as of its last beat.
-        self._unasked: list[RankQuestion] = []  #: For followers that have not answered yet.
+        self._unasked: list[RankQuestion] = []  #: Questions for followers that have not answered yet.
         self._endpoint = ""
         self._channels: Channels
         self._relays: Relays

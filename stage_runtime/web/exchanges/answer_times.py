@@ -24,7 +24,8 @@ class AnswerTimes:
         self.streamed = request.stream
         self.first_token_s: float | None = None
         self.first_audio_s: float | None = None
-        self.token_gaps_s: list[float] = []  #: Between chunks with text; a token each, where a stage streams tokens.
+        #: Seconds between chunks with text; a token each, where a stage streams tokens.
+        self.token_gaps_s: list[float] = []
         self.tokens = TokenCounts()
         self.audio_s = 0.0  #: Length of the sound that was given.
         self.underruns = 0  #: A client that plays what it gets has had to stop so often.
@@ -39,7 +40,7 @@ class AnswerTimes:
 
     @property
     def real_time_factor(self) -> float | None:
-        """Time until the last sound came, by the sound's length. Below 1: made faster than it is played."""
+        """Time until the last sound came, by the sound's length. A value below 1: made faster than it is played."""
         return (self._last_audio_at - self._begun_at) / self.audio_s if self.audio_s > 0 else None
 
     def note(self, event: AnswerEvent, now: float) -> None:

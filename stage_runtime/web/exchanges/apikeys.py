@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 
 class ApiKeys:
-    """A request needs one of the keys. Without keys none is required, and that does not change later."""
+    """A request needs one of the keys. None is required without keys, and that does not change later."""
 
     def __init__(self, keys: Sequence[str] = ()) -> None:
         self._keys = tuple(key.encode() for key in keys)

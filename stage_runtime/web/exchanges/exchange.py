@@ -20,8 +20,8 @@ from stage_runtime.web.exchanges.answer_times import AnswerTimes
 from stage_runtime.web.exchanges.errors import Headers, RequestRefused, logged
 from stage_runtime.web.exchanges.memory_budget import MemoryReservation
 
-KEY: Final = "omni.exchange"  #: Where `Middleware` puts it into the ASGI scope.
-CLIENT: Final = "omni.client"  #: Where `connections` puts the connection.
+KEY: Final = "omni.exchange"  #: The key by which `Middleware` puts it into the ASGI scope.
+CLIENT: Final = "omni.client"  #: The key by which `connections` puts the connection there.
 _SANE_ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:\-]{0,127}")
 _TRACE: Final = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}(-.{0,64})?")
 #: Headers with the coding of a body, and their values for none; the server has decoded `chunked`.
@@ -41,7 +41,9 @@ class ConnectedClient(Protocol):
         """The whole request is here: reading it does not wait."""
 
     def watch(self, gone: Callable[[], object]) -> None:
-        """Call ``gone`` once, when the client has disconnected: now, if it has. After the request was read."""
+        """Call ``gone`` once, when the client has disconnected: now, if it has. It is called after the request was
+        read.
+        """
 
     def unwatch(self) -> None:
         """Call ``gone`` no more."""
@@ -75,12 +77,12 @@ class Exchange:
         self.problem: dict[str, Any] = {}  #: Fields of the error in the request's log line.
         self.status = 0
         self.sent_bytes = 0
-        self.body_nbytes = 0  #: Of the request's body, as far as it was read.
+        self.body_nbytes = 0  #: Bytes of the request's body, as far as it was read.
         self.begun_at = time.perf_counter()
         self.first_byte_at: float | None = None
         self.complete = False  #: The whole answer was sent.
         self.claim: Claim | None = None  #: While it is handled under a key of its client's.
-        self.answer_times: AnswerTimes | None = None  #: Of an answer that is made of a request's events.
+        self.answer_times: AnswerTimes | None = None  #: The times of an answer that is made of a request's events.
         self._client: ConnectedClient = scope[CLIENT]
         self._receive = receive
         self._send = send
@@ -251,7 +253,9 @@ class Exchange:
             raise RequestRefused(408, "deadline", problem) from None
 
     def watch(self, gone: Callable[[], object]) -> None:
-        """Call ``gone`` when the client disconnects before the answer is out. After `body`; `unwatch` must follow."""
+        """Call ``gone`` when the client disconnects before the answer is out. It is called after `body`; `unwatch` must
+        follow.
+        """
         self._client.watch(gone)
 
     def unwatch(self) -> None:

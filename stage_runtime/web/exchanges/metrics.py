@@ -32,7 +32,7 @@ class CoordinatorMetrics:
         self._factor = Histogram(catalog.REAL_TIME_FACTOR)
         self._audio = Counter(catalog.AUDIO_SECONDS)
         self._underruns = Counter(catalog.AUDIO_UNDERRUNS)
-        self.sessions = SessionCounts()  #: Of live speech, on all ports that show these metrics.
+        self.sessions = SessionCounts()  #: Counts of live speech, on all ports that show these metrics.
         self._read: dict[Metric, Callable[[], float]] = {}
 
     def observe(self, exchange: Exchange, ended_at: float) -> None:

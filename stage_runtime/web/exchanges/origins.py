@@ -1,6 +1,6 @@
 """Whether a browser asks on behalf of a page that it should not: cross-site requests and DNS rebinding.
 
-Where no key is required, everybody who reaches the port may use it, and a browser on this machine reaches it for every
+Everybody who reaches the port may use it where no key is required, and a browser on this machine reaches it for every
 page that it shows. Pages of other origins are refused by headers that browsers always send: Origin or Sec-Fetch-Site. A
 page whose own name was made to point here afterwards is of our origin to its browser; its name is in Host.
 
@@ -34,7 +34,8 @@ _SENT: Final = (
     "traceparent",
     "tracestate",
 )
-#: The official client's own. Which of them it sends changes with its version; Firefox asks for its User-Agent, too.
+#: The official client's own. The set of them that it sends changes with its version; Firefox asks for its User-Agent,
+#: too.
 _CLIENTS: Final = re.compile(r"(?:x-stainless-|openai-)[a-z0-9-]{1,64}|user-agent")
 _PREFLIGHT_S: Final = b"7200"  # browsers keep an answer for two hours at most
 

@@ -1,6 +1,6 @@
 """`/livez`, `/readyz`, `/health`: for kubelets and load balancers. `/status`, `/metrics`: for people and Prometheus.
 
-In pods all of them are on a port of their own; the public one has the first three as well, because load balancers probe
+All of them are on a port of their own in pods; the public one has the first three as well, because load balancers probe
 the port that they send traffic to. They contain no data of the pipeline and need no key, but for `/health?stages`.
 """
 

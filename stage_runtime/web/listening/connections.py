@@ -103,8 +103,8 @@ class HttpConnection(HttpToolsProtocol):
     """uvicorn's protocol, limited."""
 
     limits: ConnectionLimits = ConnectionLimits()
-    limit: ConnectionLimit  #: Of the server; one object for all of its connections.
-    drain: ConnectionDrain  #: As ``limit``.
+    limit: ConnectionLimit  #: The limit of the server; one object for all of its connections.
+    drain: ConnectionDrain  #: The server's, as ``limit``.
     socket_class: type[SocketConnection]  #: The protocol that takes over a WebSocket.
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -113,10 +113,11 @@ class HttpConnection(HttpToolsProtocol):
         self.logger = _uvicorn_log
         self._phase = Phase.HEAD
         self._since = self.loop.time()
-        self._in_message = False  #: Between a request's first byte and the end of its body.
+        self._in_message = False  #: It is between a request's first byte and the end of its body.
         self._in_body = False
         self._wire_nbytes = self._head_nbytes = self._head_count = self._body_nbytes = 0
-        self._refusal: tuple[RequestError, int] | None = None  #: Of a request that ended the parser, and its status.
+        #: The error of a request that ended the parser, and its status.
+        self._refusal: tuple[RequestError, int] | None = None
         self._answering: RequestResponseCycle | None = None  #: ``cycle`` is the request that was read last.
         self._last_told = False  #: The answer that comes next, or an earlier state of it, was to be the last.
         self._gone: Callable[[], object] | None = None  #: See `watch`.

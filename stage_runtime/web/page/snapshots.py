@@ -26,8 +26,8 @@ class Snapshot(NamedTuple):
 
     pipeline: bytes
     load: bytes
-    instances: Rows  #: By incarnation.
-    requests: Rows  #: By id, newest first.
+    instances: Rows  #: Rows by incarnation.
+    requests: Rows  #: Rows by id, newest first.
     draining: bool = False
 
 

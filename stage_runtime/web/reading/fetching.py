@@ -1,8 +1,8 @@
 """Media that chat messages name by http URL: fetched from allowed hosts only, bounded in size and time.
 
-Against server-side request forgery: the host must be one of ``media_hosts``; a name must resolve to public addresses
-only, and the connection goes to an address that was checked (a second look-up could answer otherwise); redirects
-stay on the host. A ``media_hosts`` entry that is itself an address allows exactly that address.
+These rules prevent server-side request forgery: the host must be one of ``media_hosts``; a name must resolve to public
+addresses only, and the connection goes to an address that was checked (a second look-up could answer otherwise);
+redirects stay on the host. A ``media_hosts`` entry that is itself an address allows exactly that address.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Fetcher:
         self._timeout_s = settings.media_timeout_s
         self._max_bytes = settings.max_body_bytes
         self._turn = asyncio.Semaphore(MAX_FETCHES)
-        self._tls: ssl.SSLContext | None = None  #: Of all clients. Reading the certificates takes 40 ms.
+        self._tls: ssl.SSLContext | None = None  #: The context of all clients. Reading the certificates takes 40 ms.
         self._making_tls = asyncio.Lock()
         if self._hosts:  # it takes a tenth of a coordinator's start, and most pipelines fetch nothing
             import httpx as httpx

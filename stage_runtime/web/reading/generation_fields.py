@@ -1,8 +1,8 @@
 """The parameters of generation that clients send: of each its type, its bounds, and when it reaches the stages.
 
 The one place for a new parameter: the bodies of the routes, the schema of `/openapi.json`, the checks and
-`OmniRequest.params` (`translating.generation.parameters`) are made from these fields. What an engine does with each is
-its own.
+`OmniRequest.params` (`translating.generation.parameters`) are made from these fields. An engine decides what it does
+with each.
 """
 
 from __future__ import annotations

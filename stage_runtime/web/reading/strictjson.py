@@ -97,7 +97,7 @@ def _skeleton(raw: bytes) -> bytes:
 
 
 def _closing_quote(raw: bytes, start: int) -> int:
-    """Where the string that begins at ``start`` ends; -1: nowhere."""
+    """The place where the string ends that begins at ``start``; -1: nowhere."""
     while True:
         quote = raw.find(b'"', start)
         if quote < 0:

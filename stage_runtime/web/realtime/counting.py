@@ -47,7 +47,7 @@ class SessionCount:
 
     def __init__(self, counts: SessionCounts) -> None:
         self._counts = counts
-        self._turn_ended_at: float | None = None  #: Of the last turn, while no sound has answered it.
+        self._turn_ended_at: float | None = None  #: The end of the last turn, while no sound has answered it.
 
     def sent(self, event: dict[str, Any], now: float) -> None:
         """An event of the session, by GA's names. now: seconds of any clock that only goes forward."""

@@ -1,7 +1,7 @@
 """The names of the beta interface, which clients still send and read. Pure.
 
-A session has one form for all it sends: the beta's where its client asks for it (``OpenAI-Beta: realtime=v1``). What
-clients send is taken by either name.
+A session has one form for all it sends: the beta's where its client asks for it (``OpenAI-Beta: realtime=v1``). Events
+of clients are taken by either name.
 """
 
 from __future__ import annotations

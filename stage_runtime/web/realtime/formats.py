@@ -16,8 +16,8 @@ from stage_runtime.web.sound.codecs.samples import Samples
 class SoundFormat(msgspec.Struct, frozen=True):
     """A format that a client may choose, in either direction."""
 
-    name: str  #: As the GA interface has it.
-    beta: str  #: As the beta has it.
+    name: str  #: The name in the GA interface.
+    beta: str  #: The name in the beta.
     encoding: str  #: The format into which the codec process encodes answers.
     rate: int
     width: int  #: Bytes of a sample.

@@ -22,7 +22,7 @@ class Part(msgspec.Struct):
     """A part of a message's content, by GA's names."""
 
     type: Literal["input_text", "input_audio", "input_image", "output_text", "output_audio"]
-    text: str = ""  #: Of an audio part: its transcript.
+    text: str = ""  #: The text; of an audio part: its transcript.
     transcribed: bool = False  #: ``text`` is what an audio part says.
     audio: bytes | None = None
     format: SoundFormat = formats.PCM

@@ -1,6 +1,6 @@
 """A realtime session: client events, scores and outputs of requests in; effects out. Pure: no socket, clock or task.
 
-What each event leads to is decided here and nowhere else. One response is made at a time, and each has one
+The effect of each event is decided here and nowhere else. One response is made at a time, and each has one
 `response.done`. `room` carries the effects out, in order. One room, because each event may change the same response.
 """
 
@@ -55,11 +55,11 @@ class Session:
         self._conversation = Conversation()
         self._buffer = InputBuffer(formats.PCM)
         self._turn = TurnState()
-        self._turn_item: str | None = None  #: Of the turn that is being spoken.
+        self._turn_item: str | None = None  #: The item of the turn that is being spoken.
         self._response: Response | None = None
         self._asked_about: Item | None = None  #: The message with sound that the response answers.
         self._next: bool = False  #: A turn has ended while a response was made that it does not interrupt.
-        self._transcribing: dict[str, Item] = {}  #: By key: requests for a transcript alone.
+        self._transcribing: dict[str, Item] = {}  #: Requests for a transcript alone, by key.
         self._handlers: dict[str, Callable[[dict[str, Any]], Iterator[Effect]]] = {
             "session.update": self._update,
             "input_audio_buffer.append": self._append,

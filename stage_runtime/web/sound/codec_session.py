@@ -1,8 +1,8 @@
 """One codec process: serves one session on one connection, within limits that the kernel holds, and ends with it.
 
 Here: the limits, the loop, the calls into libsndfile. Not here: who forks it (`forkserver`), who asks (`pool`).
-libsndfile, libmp3lame and libopus work on what strangers made. Whatever they do (abort, loop, allocate), they do it
-in a process that belongs to one request.
+libsndfile, libmp3lame and libopus work on what strangers made. A crash, a loop or a large allocation in them stays in a
+process that belongs to one request.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class _CodecSession:
 
 
 def limit() -> None:
-    """Memory, life time, files. What one call may take is set anew for each."""
+    """Memory, life time, files. The limits of one call are set anew for each."""
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_NBYTES, MEMORY_NBYTES))
     resource.setrlimit(resource.RLIMIT_CPU, (LIFE_CPU_S, LIFE_CPU_S))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

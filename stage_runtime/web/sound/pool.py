@@ -48,7 +48,7 @@ log = logging.getLogger(__name__)
 
 
 class CodecPool:
-    """Sessions with codec processes. On the event loop's thread; open it with ``async with``.
+    """Sessions with codec processes. It runs on the event loop's thread; open it with ``async with``.
 
     spares: sessions that are forked ahead. reply_s: after so long without an answer a process is given up.
     """

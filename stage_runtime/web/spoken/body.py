@@ -84,7 +84,7 @@ class _StreamedSpeech:
         self._script.take(config)
         self._more = asyncio.Event()  #: A sentence waits, or the text has ended.
         self._room = asyncio.Event()  #: Fewer characters wait than before.
-        self.usage = Outputs().tokens()  #: Of all sentences so far.
+        self.usage = Outputs().tokens()  #: The usage of all sentences so far.
 
     async def sound(self) -> AsyncGenerator[bytes, None]:
         """The bytes of the file as they become known.

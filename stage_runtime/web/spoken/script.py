@@ -43,9 +43,9 @@ class Script:
     def __init__(self) -> None:
         self._config: SpeechConfig | None = None
         self._waiting: deque[Sentence | UtteranceEnd] = deque()
-        self._text: _Text | None = None  #: Of the utterance that has begun and not ended.
+        self._text: _Text | None = None  #: The text of the utterance that has begun and not ended.
         self._utterances = 0  #: That have ended.
-        self._chars = 0  #: Of the sentences that wait.
+        self._chars = 0  #: Characters of the sentences that wait.
         self.closing = False  #: The client sends nothing more.
 
     @property
@@ -134,7 +134,7 @@ class _Text:
 
     def __init__(self, config: SpeechConfig) -> None:
         self.config = config
-        self.count = 0  #: Of its sentences so far.
+        self.count = 0  #: The count of its sentences so far.
         granularity = config.split_granularity
         self._splitter = None if granularity == "none" else Splitter(clauses=granularity == "clause")
         self._whole = ""  #: The text so far, where nothing splits it.

@@ -43,7 +43,8 @@ def to_fetch(messages: list[schemas.Message]) -> Iterator[MediaUrl]:
 
 
 def content(message: schemas.Message, index: int, fetched: Mapping[str, Media]) -> list[dict[str, Any]]:
-    """One message's content as a list of parts, as stages get them. Of an answer that was spoken or refused, its words.
+    """One message's content as a list of parts, as stages get them. An answer that was spoken or refused gives its
+    words.
 
     Raises: InvalidRequest: a part's data is not base64, or its URL is not a data URL.
     """
@@ -115,7 +116,7 @@ def _is_data(url: str) -> bool:
 
 
 def _parsed(url: str, type: str, param: str) -> tuple[str, bool, str]:
-    """A data URL's media type, whether it is base64, and its data. Before the comma, case and spaces mean nothing."""
+    """A data URL's media type, whether it is base64, and its data. Case and spaces mean nothing before the comma."""
     head, comma, data = url.partition(",")
     if not _is_data(head) or not comma or len(head) > _HEAD:
         raise InvalidRequest(f"{param}: no data URL (data:{type}/…;base64,…)", param=param)

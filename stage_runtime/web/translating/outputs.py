@@ -39,7 +39,7 @@ class Outputs:
 
     def __init__(self) -> None:
         self._counts = TokenCounts()
-        self.reasons: dict[int, str] = {}  #: By choice.
+        self.reasons: dict[int, str] = {}  #: Reasons by choice.
         self._streamed = StreamedKinds()
         self._calls: dict[int, int] = {}  #: How many calls of tools a choice has.
         self._streamed_calls: set[tuple[str, int, str]] = set()  #: (stage, choice, id)

@@ -29,7 +29,7 @@ def decode(raw: bytes) -> schemas.PipelineBody:
 def from_form(parts: Iterable[FormPart]) -> schemas.PipelineBody:
     """Fields are the JSON body's, each as JSON; files go into ``inputs`` by their name, as bytes.
 
-    Several files of one name become a list. What is known of a file (name, media type) is ``metadata["files"]``.
+    Several files of one name become a list. ``metadata["files"]`` has what is known of a file (name, media type).
     Raises: InvalidRequest: a field is not JSON or unknown, or ``inputs`` is not an object beside files.
     """
     given: dict[str, bytes] = {}
@@ -66,7 +66,7 @@ def request(body: schemas.PipelineBody, request_id: str) -> OmniRequest:
 class Results:
     """Collects ``{stage: value}``: a stage's result, or the list of its chunks when it gave none.
 
-    Where both are outputs for a client (`omni.Text`, `omni.Usage`, …), the result is what follows the chunks: a stage
+    The result is what follows the chunks where both are outputs for a client (`omni.Text`, `omni.Usage`, …): a stage
     that generates streams its text and ends with its usage.
     """
 

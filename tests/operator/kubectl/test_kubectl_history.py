@@ -35,7 +35,7 @@ def entry(number: int, *, current: bool = False) -> ServedRevision:
         (spec(), spec(stages=[*STAGES, {"name": "c"}]), ("stages[c] added",)),
         (spec(stages=[*STAGES, {"name": "c"}]), spec(), ("stages[c] removed",)),
         (spec(), spec(stages=STAGES[::-1]), ("the order of stages",)),
-        # What `undo` leaves as it is, is not a difference.
+        # A field that `undo` leaves as it is is not a difference.
         (spec(), spec(suspend=True, rollout={"paused": True}), ()),
         (spec(), spec(processGroups=[{"name": "p", "replicas": 3}]), ()),
         (spec(), spec(coordinator={"replicas": 3}), ()),

@@ -59,7 +59,7 @@ class Canary(msgspec.Struct, frozen=True, kw_only=True):
     """The revision that is tried; kept in the status."""
 
     revision: str
-    weight: int = 0  #: Per cent of the requests; 100: all, until the old pods have ended. 0: it has no pods.
+    weight: int = 0  #: Its share of requests in percent; 100: all, until the old pods have ended. 0: it has no pods.
     since: float | None = None  #: When it got that share; None: its pods are not ready yet.
     aborted: bool = False
     message: str = ""  #: Why the last step was taken.

@@ -2,7 +2,7 @@
 
 Here: one rule. Not here: which pods a pipeline has (`workloads`), carrying the verdict out. Pure. The scheduler places
 pod by pod, so that of two pipelines each may get a half. They are in an order: whoever has failed less often, then the
-older one. Of those that wait only the first keeps what it holds:
+older one. The first of those that wait alone keeps what it holds:
 
 - One that holds GPUs, does not serve, and has had pods without a node for ``patience_s`` lets go when one before it
   waits. It may come back when there is room, or when a while has passed, twice as long each time; it does when none
@@ -53,16 +53,16 @@ class Yielded(msgspec.Struct, frozen=True, kw_only=True):
 class Gang(msgspec.Struct, frozen=True, kw_only=True):
     """The known facts of one pipeline."""
 
-    name: str  #: With its namespace.
+    name: str  #: The name with its namespace.
     created_at: float
     serves: bool = False
     needs: int = 0  #: GPUs of all its pods.
     held: int = 0  #: GPUs of its pods that have a node, those that end included.
-    stuck_since: float | None = None  #: Since when a pod that wants GPUs has no node; None: each has one.
+    stuck_since: float | None = None  #: The time since which a pod that wants GPUs has no node; None: each has one.
     lacks: int = 0  #: GPUs of the units that have no pod with a node.
     priority: int = 0  #: The lowest of its pods that want GPUs.
     sleeps: bool = False  #: Whether each of its units that want GPUs may have none while no request needs it.
-    serving_since: float | None = None  #: Since when it has had its GPUs and served, if it does.
+    serving_since: float | None = None  #: The time since which it has had its GPUs and served, if it does.
     yielded: Yielded | None = None
 
     @property
@@ -114,7 +114,7 @@ def decide(own: Gang, others: Sequence[Gang], *, now: float, patience_s: float, 
     waited = now - max([own.stuck_since, *gifts])
     if rivals and alone and waited >= 2 * patience_s:
         return _yield(own, others, to=rivals[0].name, failed=True, now=now)
-    # After a turn another one comes, and pods of givers may still be ending.
+    # Another one comes after a turn, and pods of givers may still be ending.
     came_back = own.yielded is not None and not own.yielded.turn and not gifts
     if came_back and alone and own.held and waited >= patience_s:
         return _yield(own, others, to="", failed=True, now=now)

@@ -1,6 +1,6 @@
 """The units of a pipeline revision that requests need: all but those of prefill stages alone. Pure.
 
-Without a pod of prefill, decode computes prompts itself.
+Decode computes prompts itself without a pod of prefill.
 """
 
 from __future__ import annotations

@@ -9,16 +9,16 @@ pods / desired replicas. Each changing unit keeps ``ceil(R * (1 - f)) - U`` old 
 ``new + old <= R + maxSurge``, where an old pod counts until it is terminating: a Deployment controller that is asked to
 remove one pod and to make another may make it first. So an old pod is removed only when every changing unit has its
 share of ready new pods, complete sets of the old revision remain, and ``ready new + old >= R - U`` at every step. A new
-revision that never becomes ready has f = 0: the old one remains complete, and is scaled when the author scales. Across
-two control keys the old units also outlast the old coordinator.
+revision that never becomes ready has f = 0: the old one remains complete, and is scaled when the author scales. The old
+units also outlast the old coordinator across two control keys.
 
 While a revision is tried (`changes.deciding.canary`), f is at most its share of the requests, and it has as many pods
 as that is worth; so each changing unit keeps an old pod. One that was taken back is dropped: the old revision is the
 goal again.
 
-U is maxUnavailable, and at most R - 1, so that a complete set remains. Without a surge an old pod counts until it has
-ended, because its GPU is not free before; and the only pod of a unit ends first, as under Recreate: requests wait for
-its successor (`awaited`).
+U is maxUnavailable, and at most R - 1, so that a complete set remains. An old pod counts until it has ended if there is
+no surge, because its GPU is not free before; and the only pod of a unit ends first, as under Recreate: requests wait
+for its successor (`awaited`).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class DesiredUnit(msgspec.Struct, frozen=True, kw_only=True):
 class Goal(msgspec.Struct, frozen=True, kw_only=True):
     """The spec's wishes."""
 
-    units: Mapping[str, DesiredUnit]  #: Without the coordinator.
+    units: Mapping[str, DesiredUnit]  #: Units without the coordinator.
     coordinator: DesiredUnit
     strategy: Literal["Coherent", "Recreate"] = "Coherent"
     max_surge: int = 1
@@ -58,7 +58,8 @@ class Goal(msgspec.Struct, frozen=True, kw_only=True):
     suspended: bool = False
     history: int = 5
     tried: Fraction | None = None  #: Share of the requests that the new revision gets, and of the pods; None: all.
-    dropped: frozenset[UnitRevision] = frozenset()  #: Of a revision that was taken back: their pods leave at once.
+    #: Unit revisions of a pipeline revision that was taken back: their pods leave at once.
+    dropped: frozenset[UnitRevision] = frozenset()
 
     @property
     def asleep(self) -> frozenset[str]:
@@ -75,7 +76,8 @@ class Goal(msgspec.Struct, frozen=True, kw_only=True):
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
     """The next step of a roll-out. Applying it and deciding again leads to the goal."""
 
-    replicas: Mapping[UnitRevision, int]  #: For every Deployment that should exist; missing ones of the goal are made.
+    #: Replicas of every Deployment that should exist; missing ones of the goal are made.
+    replicas: Mapping[UnitRevision, int]
     retired: tuple[Workload, ...]  #: Old Deployments beyond the history limit.
     rolling: bool  #: Old pods are still desired, or have not ended yet.
     complete: Fraction  #: Share of the new revision that is ready; 1 when nothing changes.
@@ -274,7 +276,9 @@ def _coherent(
 
 
 def _occupying(workload: Workload, surge: int) -> int:
-    """Pods beside which no more than ``surge`` new ones are made. Without a surge, ending ones hold their GPUs, too."""
+    """Pods beside which no more than ``surge`` new ones are made. Pods that are ending hold their GPUs, too, if
+    nothing surges.
+    """
     return workload.staying if surge else len(workload.awaited)
 
 

@@ -22,7 +22,7 @@ from omnipipeline_spec.types.plan import PipelinePlan
 class Scaling(msgspec.Struct, frozen=True, kw_only=True):
     """The groups of one pipeline that follow its load."""
 
-    replicas: Mapping[str, int] = {}  #: By unit.
+    replicas: Mapping[str, int] = {}  #: Replicas by unit.
     reasons: Mapping[str, str] = {}  #: Why they were changed last, by unit.
     seen: Mapping[str, Seen] = {}
 

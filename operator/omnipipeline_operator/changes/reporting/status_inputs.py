@@ -36,7 +36,7 @@ class Exposure(msgspec.Struct, frozen=True, kw_only=True):
     url: str
     external: str | None = None
     pending: str | None = None  #: Says what is not there yet, or not accepted.
-    reason: str = "AddressPending"  #: Of ``pending``; also GatewayAPIMissing, RouteRefused.
+    reason: str = "AddressPending"  #: The reason of ``pending``; also GatewayAPIMissing, RouteRefused.
 
 
 class StatusInputs(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,8 +54,8 @@ class StatusInputs(msgspec.Struct, frozen=True, kw_only=True):
     refusal: Refusal | None = None  #: Such as a name that is taken; the other inputs still hold.
     progress_deadline_s: float = 3600.0
     fetching: Diagnostic | None = None  #: Why units are waiting for the model; None: they are not.
-    image: str = ""  #: Of the desired revision.
-    images: Mapping[str, str] = {}  #: Of the others.
+    image: str = ""  #: The image of the desired revision.
+    images: Mapping[str, str] = {}  #: Images of the others.
     missing: Sequence[Diagnostic] = ()  #: Missing references, and kubelet warnings about pods that do not start.
     #: Whether all coordinators that answered bind new requests to the desired revision alone; None: none answered.
     switched: bool | None = None

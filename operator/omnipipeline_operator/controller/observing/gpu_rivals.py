@@ -215,7 +215,7 @@ def _lacks(wanting: Sequence[Workload]) -> int:
 
 
 def _serving_since(wanting: Sequence[Workload]) -> float | None:
-    """Since when each unit that has ready pods has had one."""
+    """The time since which each unit that has ready pods has had one."""
     ready = [[pod.ready_since for pod in each.present if pod.ready_since and not pod.terminating] for each in wanting]
     return max((min(times) for times in ready if times), default=None)
 

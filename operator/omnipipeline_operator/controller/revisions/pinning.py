@@ -21,7 +21,7 @@ class PinnedChoices(msgspec.Struct, frozen=True, kw_only=True):
     """Choices made once, for the life of a pipeline revision (its image) or of the pipeline (its key)."""
 
     image: str
-    images: Mapping[str, str]  #: Of other pipeline revisions.
+    images: Mapping[str, str]  #: Images of other pipeline revisions.
     control_secret: str
     rekeyed: str | None = None  #: Id of the last forced restart of all units: after a lost Secret, or mixed images.
     rotation: str | None = None  #: The request for a new key that the present one answers.

@@ -30,7 +30,7 @@ class Planned(msgspec.Struct, frozen=True, kw_only=True):
     #: Kinds that the cluster lacks -> the API server's refusal; no child of these is in ``desired``.
     lacking: Mapping[str, str] = {}
     note: str | None = None  #: A remark for the author on what the cluster lacks.
-    scaling: Scaling = Scaling()  #: In ``goal`` already, once coordinators were asked.
+    scaling: Scaling = Scaling()  #: The decision that is in ``goal`` already, once coordinators were asked.
     canary: Canary | None = None  #: The revision that is tried, or was taken back; in ``goal`` already.
     back_to: PipelineRevision | None = None  #: The revision that serves again, since the spec's was taken back.
 

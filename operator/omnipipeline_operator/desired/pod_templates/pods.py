@@ -53,7 +53,7 @@ class PodFacts(msgspec.Struct, frozen=True, kw_only=True):
     default_resources: DefaultResources = DefaultResources()
     users: PodUsers = OWN_USER
     node_models: NodeModels | None = None  #: None: not allowed.
-    group_scheduler: str = ""  #: Of PodGroups; empty: none.
+    group_scheduler: str = ""  #: The scheduler of PodGroups; empty: none.
     grouped: podgroups.Grouped = podgroups.Grouped()
     queue: str = ""  #: Kueue's, for the units' pods.
 
@@ -132,7 +132,7 @@ def _whole(amount: Any) -> int:
     return int(amount) if str(amount).isdecimal() else 0
 
 
-#: Volumes that the cluster autoscaler may delete with the pod. With any other emptyDir it keeps the pod's node.
+#: Volumes that the cluster autoscaler may delete with the pod. Any other emptyDir makes it keep the pod's node.
 LOSES_NOTHING: Final = "cluster-autoscaler.kubernetes.io/safe-to-evict-local-volumes"
 GPU_RESOURCE: Final = "omnipipeline.dev/gpu-resource"  # the extended resource, or the DeviceClass
 CLAIMED_GPUS: Final = "omnipipeline.dev/claimed-gpus"  # per pod, where they come by a claim
@@ -206,7 +206,8 @@ def _deployment(
     }  # they must match the selector
     deployment["spec"] = {
         "selector": {"matchLabels": naming.selector(owner.name, unit, plan.revision)},
-        # For a template edited by hand (kubectl rollout restart): no pod is removed before its successor is ready.
+        # A template edited by hand (kubectl rollout restart) needs this: no pod is removed before its successor is
+        # ready.
         "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}},
         "progressDeadlineSeconds": ceil(startup_deadline_s) + AFTER_START_S,
         "revisionHistoryLimit": 1,

@@ -54,7 +54,7 @@ _APPARMOR: Final = "container.apparmor.security.beta.kubernetes.io/"
 _PROBES: Final = ("startupProbe", "livenessProbe", "readinessProbe")
 _HOOKS: Final = ("postStart", "preStop")
 
-#: For containers that an author adds: what the standard asks of each container.
+#: Containers that an author adds get what the standard asks of each container.
 ADDED_CONTAINER: Final[Mapping[str, Any]] = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
 
 

@@ -116,7 +116,9 @@ def _ports(
     sides: Sequence[tuple[Side, Side]],
     at: Mapping[str, Box],
 ) -> tuple[dict[int, Point], dict[int, Point]]:
-    """Where lines leave and reach their boxes: spread over each side, in the order of their other ends."""
+    """The points at which lines leave and reach their boxes: spread over each side, in the order of their other
+    ends.
+    """
     users: dict[tuple[str, Side], list[tuple[float, int, bool]]] = {}
     for index, one in enumerate(wanted):
         source, target = at[one.source], at[one.target]

@@ -30,7 +30,7 @@ class Prompt(msgspec.Struct, frozen=True):
 def random_prompts(
     count: int, *, input_len: int, output_len: int, random: Random, prefix_len: int = 0, range_ratio: float = 0.0
 ) -> list[Prompt]:
-    """input_len: words, each of about one token. Without a prefix no two begin alike, so that no cache answers.
+    """input_len: words, each of about one token. No two begin alike without a prefix, so that no cache answers.
 
     prefix_len: words before them that all prompts have in common. range_ratio: lengths of prompts and answers are drawn
     evenly from ``length * (1 - ratio)`` to ``length * (1 + ratio)``.

@@ -29,10 +29,10 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 
     latency: float
     begun: float = 0.0  #: When it was sent, after the first one was due.
-    queued: float | None = None  #: Before it was sent it waited so long for a place among those at once.
+    queued: float | None = None  #: Seconds that it waited before it was sent for a place among those at once.
     first_token: float | None = None
     first_audio: float | None = None
-    gaps: tuple[float, ...] = ()  #: Between pieces of the answer.
+    gaps: tuple[float, ...] = ()  #: Seconds between pieces of the answer.
     input_tokens: int = 0
     output_tokens: int = 0
     text: str = ""

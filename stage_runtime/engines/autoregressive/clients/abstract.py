@@ -68,7 +68,7 @@ class MPClient:
     ) -> None:
         """Blocks until all engines are ready. elastic: engines may be added later. front_ends: clients of these
         engines, in any processes; the others are made with ``joins``, which `front_end` of this one gives, and start
-        no engine. Of ``launch`` they need ``frozen_after_s`` alone.
+        no engine. They need ``frozen_after_s`` alone of ``launch``.
 
         Raises: ConfigurationError: one could not start, or has ended.
         """
@@ -77,14 +77,16 @@ class MPClient:
             coordination = joins.coordination
         self.launch = launch
         self.reqs_in_flight: dict[str, int] = {}  #: The rank of the engine that computes a request.
-        self.num_gpu_blocks: dict[int, int] = {}  #: Of each engine.
+        self.num_gpu_blocks: dict[int, int] = {}  #: The number of blocks of each engine.
         self.misread = 0  #: Messages of engines that could not be understood.
         self.stats: dict[int, SchedulerStats] = {}  #: The newest of each engine.
         #: Called with requests that are computed from now on: id, and how many tokens of its prompt were cached.
         self.on_scheduled: Callable[[Sequence[tuple[str, int]]], None] = lambda scheduled: None
         self.on_stats: Callable[[], None] = lambda: None  #: Called when ``stats`` has changed, also of idle engines.
-        self.on_kv: Callable[[int, ToStage], None] = lambda rank, message: None  #: About blocks that cross.
-        self.on_engine_end: Callable[[int], None] = lambda rank: None  #: After all that the engine has sent.
+        #: The handler of messages about blocks that cross.
+        self.on_kv: Callable[[int, ToStage], None] = lambda rank, message: None
+        #: The handler that is called after all that the engine has sent.
+        self.on_engine_end: Callable[[int], None] = lambda rank: None
         self._silent: dict[int, int] = {}  #: How often in turn each engine was looked at and had given nothing.
         self._frozen: set[int] = set()  #: Engines that were killed for their silence.
         self._coordination = coordination
@@ -145,7 +147,7 @@ class MPClient:
         self._take_in(*self._launch(ranks))
 
     def _launch(self, ranks: Sequence[int]) -> tuple[list[EngineProcess], dict[int, EngineReady]]:
-        """Start engines. In any thread."""
+        """Start engines. Any thread may call this."""
         return launching.start(
             self.launch,
             ranks,
@@ -339,7 +341,7 @@ class MPClient:
     # --- outputs --------------------------------------------------------------------------------------------------
 
     def _take(self, on_utility: Callable[[UtilityOutput], None]) -> list[EngineCoreOutputs]:
-        """All that has come from engines. Whoever passes it on calls `_note`."""
+        """All that has come from engines. The caller that passes it on calls `_note`."""
         taken = []
         while (frames := self._early.popleft() if self._early else self._output.receive()) is not None:
             if self._take_greeting(frames):

@@ -39,7 +39,7 @@ class AsyncMPClient(MPClient):
         return client
 
     def attach(self) -> None:
-        """Serve the running loop from now on. For who has made the client where no loop runs."""
+        """Serve the running loop from now on. A caller needs this that has made the client where no loop runs."""
         self._loop = asyncio.get_running_loop()
         self._looking = self._loop.call_later(LOOK_EVERY_S, self._look_again)
         self._loop.add_reader(self._output.fileno(), self._read)

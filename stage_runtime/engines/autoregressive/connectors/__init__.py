@@ -1,1 +1,3 @@
-"""KV connectors: where prompts' keys and values come from or go to. Above the core, which knows their interface."""
+"""KV connectors: where prompts' keys and values come from or go to. They stand above the core, which knows their
+interface.
+"""

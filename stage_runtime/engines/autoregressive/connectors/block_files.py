@@ -26,7 +26,7 @@ from stage_runtime.errors import ProtocolError
 log = logging.getLogger(__name__)
 
 MAGIC: Final = b"OMNIKV01"
-ROOM: Final = 0.9  #: Of the bound: so much is left by a clean-up, or each written block would cause one.
+ROOM: Final = 0.9  #: The share of the bound that a clean-up leaves: or each written block would cause one.
 OLD_S: Final = 3600.0  # an unfinished file of this age is of a process that has ended
 NAME: Final = re.compile(r"[0-9a-f]{32}\.kv")
 
@@ -52,7 +52,7 @@ class BlockFiles:
         self._folder.mkdir(mode=0o700, exist_ok=True)
 
     def known(self) -> set[bytes]:
-        """The hashes of all blocks of this layout. Before that, the least recently used files beyond the bound go."""
+        """The hashes of all blocks of this layout. The least recently used files beyond the bound are deleted first."""
         self._clean()
         names = (one.name for one in os.scandir(self._folder))
         return {bytes.fromhex(name[:-3]) for name in names if NAME.fullmatch(name)}

@@ -97,7 +97,8 @@ class CrossingRooms:
         self._sink: KVSink | None = None
         self._numbers = itertools.count()
         self._lock = threading.Lock()
-        self._unsent: dict[int, Callable[[], None]] = {}  #: Of each piece that the stage has not sent, what to call.
+        #: Functions to call for pieces that the stage has not sent, by piece.
+        self._unsent: dict[int, Callable[[], None]] = {}
 
     @property
     def unsent(self) -> int:

@@ -55,7 +55,8 @@ class DecodeConnector:
         self._rooms: dict[Room, tuple[str, KVReceiver]] = {}
         self._room_of: dict[str, Room] = {}
         self._progress: dict[Room, float] = {}  #: When each was asked for, or gave its last piece.
-        self._came: dict[Room, list[tuple[float, int]]] = {}  #: Of each piece, seconds after the ask, and bytes.
+        #: The pieces of each room: seconds after the ask, and bytes.
+        self._came: dict[Room, list[tuple[float, int]]] = {}
         self._asked_at: dict[Room, float] = {}
         self._clock = clock
         self._timer: threading.Timer | None = None  #: While rooms are open.

@@ -1,7 +1,7 @@
 """A folder of blocks behind the engine: what one process has computed, it and others find after it has ended.
 
 Blocks of prompts and answers are copied when they are full, in the order of steps, and written by a thread. A prompt
-whose next blocks are in the folder waits until they are read. What is damaged, gone or late is computed.
+whose next blocks are in the folder waits until they are read. Blocks that are damaged, gone or late are computed.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class FolderConnector:
         self._post = post
         self._clock = clock
         self._known = files.known()
-        self._unsaved: set[bytes] = set()  #: Of the known ones: not written yet, so not to be read.
+        self._unsaved: set[bytes] = set()  #: Known ones that are not written yet, so not to be read.
         self._looked = clock()
         self._unwritten = 0  #: Bytes.
         self._loading: dict[str, Load] = {}

@@ -1,4 +1,6 @@
-"""The choice of a stage's connector: of its role with `disaggregation`. What its engine must be for that."""
+"""The choice of a stage's connector: of its role with `disaggregation`. This module says what its engine must be for
+that.
+"""
 
 from __future__ import annotations
 

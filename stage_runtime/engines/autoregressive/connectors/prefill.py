@@ -59,9 +59,9 @@ class PrefillConnector:
         self._core = core
         self._manager = manager
         self._post = post
-        self._senders: dict[str, KVSender] = {}  #: Of requests that are being computed, by the engine's names.
+        self._senders: dict[str, KVSender] = {}  #: Senders of requests that are being computed, by the engine's names.
         self._came: dict[str, float] = {}  #: When each of them was asked for.
-        self._names: dict[Room, tuple[str, KVSender]] = {}  #: Of rooms that the other side has not ended.
+        self._names: dict[Room, tuple[str, KVSender]] = {}  #: Names of rooms that the other side has not ended.
         self._kept: deque[_Kept] = deque()
         self._copied = 0  #: Bytes that wait to be sent.
         self._work = ThreadPoolExecutor(1, thread_name_prefix="kv-prefill")  #: Prompts in order, checksums.

@@ -34,7 +34,7 @@ class Around(NamedTuple):
     """The surroundings of an engine: its thread and the stage's process. post: has a function called on its thread."""
 
     post: Post
-    role: str = ""  #: Of its stage, with ``disaggregation``: ``prefill`` or ``decode``.
+    role: str = ""  #: The role of its stage, with ``disaggregation``: ``prefill`` or ``decode``.
     rooms: KVRooms | None = None  #: Only with a role, as the rest.
     source: Callable[[EngineCoreRequest], Source | None] = lambda request: None  #: See `DecodeConnector`.
     notice: Notice = lambda event, name, **metadata: None  #: Records an event of the profiler.

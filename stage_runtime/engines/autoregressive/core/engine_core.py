@@ -60,7 +60,7 @@ class EngineCore:
         ValueError. embeddings: of prompts with rows; None: the model takes none. feeds_itself: see `Request`.
         dumps: of steps that fail; None: they leave no files. adapters: that requests may name; None: it takes none.
         """
-        self.kv: KVLoads | None = None  #: Of a connector.
+        self.kv: KVLoads | None = None  #: The loads of a connector.
         self.post: Post | None = None  #: The loop's: has a function called between two steps, from any thread.
         self.adapters = adapters
         self._dumps = dumps
@@ -88,11 +88,11 @@ class EngineCore:
         )
 
     def preprocess_add_request(self, request: EngineCoreRequest) -> Request:
-        """`Preprocessor.request`. In any thread. Raises: ValueError."""
+        """`Preprocessor.request`. Any thread may call this. Raises: ValueError."""
         return self._preprocessor.request(request)
 
     def preprocess_extension(self, more: Extension) -> PlacedRows:
-        """`Preprocessor.extension`. In any thread. Raises: ValueError."""
+        """`Preprocessor.extension`. Any thread may call this. Raises: ValueError."""
         return self._preprocessor.extension(more)
 
     def extend_request(self, request_id: str, more: PlacedRows, *, last: bool) -> None:
@@ -118,7 +118,7 @@ class EngineCore:
 
     def add_request(self, request: EngineCoreRequest, prepared: Request | None = None) -> None:
         """Raises: ValueError, IllegalEvent: it can never be computed, or its id is in use; nothing is changed then.
-        What the executor raises: the request is not scheduled.
+        An exception of the executor means that the request is not scheduled.
         """
         made = prepared or self.preprocess_add_request(request)
         if made.adapter is not None and self.adapters is not None:
@@ -142,7 +142,8 @@ class EngineCore:
         return self.kv
 
     def gauges(self) -> dict[str, int]:
-        """The values of parts that not every engine has, for `/metrics`. In any thread: single numbers are read."""
+        """The values of parts that not every engine has, for `/metrics`. Any thread may call this:
+        single numbers are read."""
         found = {} if self.kv is None else self.kv.gauges()
         if self.adapters is not None:
             found |= self.adapters.gauges()

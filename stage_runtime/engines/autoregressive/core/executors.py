@@ -1,4 +1,5 @@
-"""Where a step is computed: in the caller's thread, or in one thread of its own while the next step is scheduled.
+"""The thread in which a step is computed: in the caller's thread, or in one thread of its own while the next step is
+scheduled.
 
 `Executor` is what the engine core asks of either.
 """
@@ -23,7 +24,7 @@ Mask: TypeAlias = npt.NDArray[np.bool_]  #: ``[vocabulary]``: tokens that may co
 
 
 class Executor(Protocol):
-    """Where steps are computed, in the order in which they are given."""
+    """The place where steps are computed, in the order in which they are given."""
 
     @property
     def max_concurrent_batches(self) -> int: ...

@@ -1,7 +1,7 @@
 """Keys and values of prompts from outside of the engine: the connector's interface, and the loads that follow from it.
 
 A connector says how many blocks of a prompt it can bring (another engine, a store), is given blocks, and brings their
-bytes. What it brings is known by the hashes of its tokens, so the scheduler finds it as a prefix; what it does not
+bytes. Blocks are known by the hashes of their tokens, so the scheduler finds them as a prefix; a block that it does not
 bring is computed here. Names are vLLM's where the thing is the same.
 """
 
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 KV_COUNTS: Final = ("sent_blocks", "sent_bytes", "received_blocks", "received_bytes", "hidden_bytes", "loads")
 
 Post = Callable[[Callable[[], None]], None]  #: Has a function called on the engine's thread soon; from any thread.
-Notice = Callable[..., None]  #: Of a profiler's event: its name, the engine's name of a request, metadata.
+Notice = Callable[..., None]  #: The notice of a profiler's event: its name, the engine's name of a request, metadata.
 
 
 class Local(StrEnum):
@@ -55,7 +55,7 @@ class Failure(StrEnum):
     SILENT = "silent"  #: No block came for a while.
     REFUSED = "refused"  #: Something else came than was asked for.
     UNREADABLE = "unreadable"  #: A file of the folder.
-    ERROR = "error"  #: Of this engine.
+    ERROR = "error"  #: An error of this engine.
 
 
 class KVConnector(Protocol):
@@ -86,11 +86,11 @@ class KVConnector(Protocol):
 
 
 class KVLoads:
-    """Requests that wait for a connector. On the engine's thread."""
+    """Requests that wait for a connector. This runs on the engine's thread."""
 
     def __init__(self, scheduler: Scheduler, executor: Executor, connector: KVConnector, post: Post) -> None:
         self.connector = connector
-        self.counts: Counter[str] = Counter()  #: By `KV_COUNTS`.
+        self.counts: Counter[str] = Counter()  #: Counts by the keys of `KV_COUNTS`.
         self.computed_here: Counter[Local | Failure] = Counter()  #: Prompts.
         self.least_tokens: Callable[[], int] = lambda: 0  #: Prompts that lack fewer are computed here.
         self.notice: Notice = lambda event, request_id, **metadata: None
@@ -220,8 +220,8 @@ class KVLoads:
                     self._release(follower)
 
     def gauges(self) -> dict[str, int]:
-        """The connector's values for `/metrics`, by the names of `metrics.catalog.KV`. In any thread: single numbers
-        are read.
+        """The connector's values for `/metrics`, by the names of `metrics.catalog.KV`. Any thread may call this: single
+        numbers are read.
         """
         return {
             "kv_loads_under_way": len(self._scheduler.loads),
@@ -250,7 +250,9 @@ class KVLoads:
         self._post(self.start)
 
     def forget(self, request_id: str) -> None:
-        """A request is not there any more. What is being written into its blocks is written before a later step."""
+        """A request is not there any more. Bytes that are being written into its
+        blocks are written before a later step.
+        """
         self._requests.pop(request_id, None)
         if self._scheduler.loads.end(request_id) is not None:
             self._post(partial(self._decide_again, request_id))

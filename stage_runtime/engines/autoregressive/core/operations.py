@@ -59,7 +59,7 @@ TABLE: Final[Mapping[str, Operation]] = {
     UNLOAD: Operation(unload_adapter, ("name",)),
     LIST: Operation(list_adapters),
 }
-#: As utilities of an engine process.
+#: The functions that are utilities of an engine process.
 OPERATIONS: Final[Mapping[str, Callable[..., Any]]] = {name: one.function for name, one in TABLE.items()}
 
 

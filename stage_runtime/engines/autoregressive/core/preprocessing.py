@@ -51,7 +51,7 @@ class Preprocessor:
         self._adapters = adapters
 
     def request(self, request: EngineCoreRequest) -> Request:
-        """Check a request and hash its blocks. In any thread.
+        """Check a request and hash its blocks. Any thread may call this.
 
         Raises: ValueError: it can never be computed. Its message is for the client.
         """
@@ -102,7 +102,9 @@ class Preprocessor:
         return made
 
     def extension(self, more: Extension) -> PlacedRows:
-        """Check a part of a prompt or of a stream. In any thread. Raises: ValueError: it does not fit the model."""
+        """Check a part of a prompt or of a stream. Any thread may call this. Raises: ValueError: it does not fit the
+        model.
+        """
         if len(more.prompt_token_ids) >= self._longest:
             raise ContextLengthExceeded(len(more.prompt_token_ids), self._longest)
         placed = self._place(more)

@@ -3,7 +3,7 @@
 The coordinator of the engines of one instance.
 
 Three sockets: FRONT publishes counts to clients and takes their messages, OUTPUT takes those of engines, BACK
-publishes the start of waves to engines. What cannot be understood is dropped.
+publishes the start of waves to engines. A message that cannot be understood is dropped.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class DPCoordinatorProc:
             self._on(waves.WaveBegun(received.start_wave, received.engine_index))
 
     def _on_subscription(self, frames: Sequence[memoryview]) -> None:
-        """An engine listens. Which one is not known: all that have greeted are answered again."""
+        """An engine listens. It is not known which one: all that have greeted are answered again."""
         if bytes(frames[0]) == SUBSCRIBED:
             for name in self._greeted:
                 self._publish_back.send([READY, name])

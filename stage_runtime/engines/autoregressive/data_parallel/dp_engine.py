@@ -94,7 +94,7 @@ class WaveLoop(CountingLoop):
 
 
 class DPEngineCoreProc(DataParallelProc):
-    """An engine in lockstep with others. Before each pass all meet (`Lockstep`), so they end a wave at the same
+    """An engine in lockstep with others. All meet before each pass (`Lockstep`), so they end a wave at the same
     meeting: the one at which none has work left.
     """
 
@@ -104,7 +104,7 @@ class DPEngineCoreProc(DataParallelProc):
         assert served.lockstep is not None, "the factory gives engines that compute alone"
         self._ranks = served.lockstep
         self._met = 0  #: Meetings of the steps before.
-        self.wave = 0  #: Of the wave under way, or the next one: the same in all engines.
+        self.wave = 0  #: The number of the wave under way, or the next one: the same in all engines.
         super().__init__(served, init, engine_index=engine_index)
         self.inputs.on_start_wave = self._on_start_wave
 

@@ -44,7 +44,7 @@ class ExpertsShare(nn.Module):
         return self._together(hidden, index, weights)
 
     def take_part(self) -> None:
-        """Compute for the rows of others. In each pass in which this engine's model does not come here."""
+        """Compute for the rows of others. This happens in each pass in which this engine's model does not come here."""
         hidden, index, weights = self._none
         rows = self._ranks.rows[self._ranks.rank]  # of a pass that has failed: they get no expert
         none = index.new_full((rows, index.shape[1]), -1)

@@ -35,10 +35,11 @@ class ExpertRanks(Ranks):
         """Blocks until all engines are there."""
         super().__init__(place.rank, place.size, init_method=f"file://{place.rendezvous}", sum_timeout_s=timeout_s)
         self.joined = False  #: Passes are computed by all; before, each engine computes with its own experts alone.
-        self.layers: list[Callable[[], None]] = []  #: Of each mixture, in order: takes part in it without rows.
+        #: One function of each mixture, in order: takes part in it without rows.
+        self.layers: list[Callable[[], None]] = []
         self.meetings = 0
         self.leaving = False
-        self.over = self.some_leave = self.all_leave = False  #: By the last meeting.
+        self.over = self.some_leave = self.all_leave = False  #: The result of the last meeting.
         self.rows: list[int] = []  #: Rows of each rank in the pass under way.
         self._next = 0  #: The mixture that the pass under way comes to next.
         self._lost = False

@@ -80,7 +80,7 @@ class ExternalClient:
         self._prompt_tokens += len(request.prompt_token_ids)
 
     def _give(self, outputs: Sequence[EngineCoreOutput], refused: Sequence[Refused] = ()) -> None:
-        """Hand on what came of one step. What was aborted meanwhile is dropped."""
+        """Hand on what came of one step. Output of a request that was aborted meanwhile is dropped."""
         given = [one for one in outputs if one.request_id in self.reqs_in_flight]
         fresh = [(one.request_id, one.cached_tokens) for one in given if self.reqs_in_flight[one.request_id] == 0]
         if fresh:

@@ -21,7 +21,7 @@ COMMON: Final = frozenset(
 _OF_THE_STAGE: Final = frozenset(
     {"stop", "n", "echo", "output_kind", "include_stop_str_in_output", "skip_special_tokens", "return_token_ids"}
 )
-#: As clients name them.
+#: Names as clients know them.
 _NAMES: Final = {"grammar": "response_format"}
 
 _DEFAULTS: Final = SamplingParams()

@@ -1,7 +1,7 @@
 """openvino-genai's continuous batching as the engine of a stage: a thread adds requests, steps, and reads handles.
 
-Its pipeline schedules, samples and caches. What it has no field for is refused by name: ``seed`` among them, for one
-generator serves all its requests.
+Its pipeline schedules, samples and caches. A parameter that it has no field for is refused by name: ``seed`` among
+them, for one generator serves all its requests.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class _Steps:
         self._asked = asked
         self._add = add
         self._post = post
-        self._handles: dict[str, Any] = {}  #: In order of arrival.
+        self._handles: dict[str, Any] = {}  #: Handles in order of arrival.
         self._numbers = 0
         self._steps = 0
         self._ends = False

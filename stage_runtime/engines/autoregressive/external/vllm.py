@@ -1,6 +1,6 @@
 """vLLM's `AsyncLLM` as the engine of a stage. Its core is a process of its own; a task reads each request's outputs.
 
-vLLM schedules, samples and caches. What it does not compute in the same sense is refused by name.
+vLLM schedules, samples and caches. A parameter that it does not compute in the same sense is refused by name.
 """
 
 from __future__ import annotations
@@ -220,7 +220,7 @@ def _arguments(package: Any, spec: Autoregressive, text: Any, longest: int) -> A
 def cache_bytes(text: Any, longest: int, requests: int, dtype: str) -> int:
     """The size of the KV cache where a stage has no budget: vLLM would take nine tenths of the machine's memory.
 
-    text: the model's config. As much as the own engine takes, and at least one request of full length.
+    text: the model's config. It takes as much as the own engine, and at least one request of full length.
     """
     heads = text.num_attention_heads
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads

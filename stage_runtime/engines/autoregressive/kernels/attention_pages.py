@@ -1,4 +1,4 @@
-"""Attention over pages where they lie, by compiled loops: `loops` and `chunk_attention`. For CPUs with numba.
+"""Attention over pages where they lie, by compiled loops: `loops` and `chunk_attention`. It needs a CPU and numba.
 
 Layers with a soft cap or sinks, and chunks of values of odd sizes, are computed as `attention.GatherAttention` does.
 """
@@ -63,8 +63,8 @@ class StepPlan:
         self.decode = decode
         self.chunks = chunks
         self.slots = batch.slot_mapping
-        self.bounds: dict[tuple[int, int], Tensor] = {}  #: Of the parts, by KV heads and sets of them.
-        self.units: dict[int, tuple[Tensor, Tensor]] = {}  #: Of chunks, and bounds of their parts, by KV heads.
+        self.bounds: dict[tuple[int, int], Tensor] = {}  #: Bounds of the parts, by KV heads and sets of them.
+        self.units: dict[int, tuple[Tensor, Tensor]] = {}  #: Units of chunks, and bounds of their parts, by KV heads.
         self.decode_groups: list[_Group] | None = None  #: These two once they are needed.
         self.chunk_groups: list[_Group] | None = None
 
@@ -220,7 +220,9 @@ def _units(pieces: Sequence[tuple[int, int, int, int]], heads: int) -> tuple[Ten
 
 
 def _bounds(lengths: Sequence[int], heads: int, sets: int) -> list[int]:
-    """Where each part begins and ends, in units of (row, set of KV heads). Parts read about equally many tokens."""
+    """The places where each part begins and ends, in units of (row, set of KV heads). Parts read about equally many
+    tokens.
+    """
     total = sum(lengths) * sets
     parts = native.parts_for(sum(lengths) * heads, LEAST_READ)
     bounds, seen = [0], 0

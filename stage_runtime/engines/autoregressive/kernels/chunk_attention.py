@@ -1,4 +1,4 @@
-"""Attention of prompts' chunks, over pages where they lie. As `loops`: imported only when `native.available`.
+"""Attention of prompts' chunks, over pages where they lie. It is imported only when `native.available`, as `loops` is.
 
 The keys and values of a segment are copied into the form that `tiles.tile` multiplies by, once for many queries; sums
 of the segments before are scaled when a larger score is found (as flash attention does), so that what a thread needs
@@ -46,9 +46,9 @@ def scratch(key_dim: int, value_dim: int, group: int) -> int:
 def attention(bf16: bool, key_dim: int, value_dim: int, group: int, block_size: int) -> Any:
     """Each query sees the keys up to its own.
 
-    Arguments, of the layer: as `loops.decode_attention`. Of the step: units ``[units, 5]``: first token, tokens,
-    position of the first, row of the tables, KV head; tables ``[rows, width]``; bounds of the parts in units; scratch,
-    words of it for each part; width.
+    Arguments, of the layer: as `loops.decode_attention`. Arguments of the step: units ``[units, 5]``: first token,
+    tokens, position of the first, row of the tables, KV head; tables ``[rows, width]``; bounds of the parts in units;
+    scratch, words of it for each part; width.
     """
     at, load, store = access(bf16)
     lanes, outputs = tiles.LANES, tiles.OUTPUTS

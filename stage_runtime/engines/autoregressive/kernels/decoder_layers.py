@@ -1,8 +1,8 @@
 """All layers of a decoder as one program of compiled loops: between two of them no Python runs, and helpers stay awake.
 
-Of the classes that `fusing` knows, once their linear layers are `linears.TiledLinear`. A step that the loops do not
-compute goes through the layers one by one, as before. For CPUs with numba. f32; or bf16 where the processor multiplies
-it, with sums between layers in f32.
+It takes the classes that `fusing` knows, once their linear layers are `linears.TiledLinear`. A step that the loops do
+not compute goes through the layers one by one, as before. It needs a CPU and numba. f32; or bf16 where the processor
+multiplies it, with sums between layers in f32.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SUMS: Final = frozenset({"sums", "added"})  # f32 in any case
 def join(model: nn.Module) -> int:
     """Put one module in the place of a decoder's layers, which computes what they do. Returns: how many it joins.
 
-    After `fusing.fuse` and `linears.pack`. Layers that are joined stay as they are.
+    It is called after `fusing.fuse` and `linears.pack`. Layers that are joined stay as they are.
     """
     joined = 0
     for parent in [one for one in model.modules() if not isinstance(one, DecoderLayers)]:
@@ -45,7 +45,7 @@ def join(model: nn.Module) -> int:
 def products(model: nn.Module) -> list[list[nn.Module]]:
     """The linear layers of each layer that `join` would join if all their products were `linears.TiledLinear`.
 
-    After `fusing.fuse`, before `linears.pack`.
+    It is called after `fusing.fuse`, before `linears.pack`.
     """
     found: list[list[nn.Module]] = []
     for parent in model.modules():

@@ -1,8 +1,8 @@
 """A pass through a decoder of a known class, without transformers' code around its layers. Any other keeps that code.
 
-For decoders whose layers `decoder_layers` has joined. What transformers does beside them in each step (masks, caches,
-outputs as objects, cosines and sines of all positions) takes as long as 1 to 3 % of a step on a CPU, and changes
-nothing here. Made when a model is loaded; called by `models.PagedModel`.
+It takes decoders whose layers `decoder_layers` has joined. The work of transformers beside them in each step (masks,
+caches, outputs as objects, cosines and sines of all positions) takes as long as 1 to 3 % of a step on a CPU, and
+changes nothing here. Made when a model is loaded; called by `models.PagedModel`.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class DecoderPass:
         if batch.embeddings is not None:
             hidden = hidden.index_copy(0, *batch.embeddings)
         sums = self._layers.run(hidden, [one.index_select(0, positions) for one in turns], backend, plan)
-        # With one more dimension, as transformers calls its head: `PagedModel.forward` reads it there.
+        # It has one more dimension, as transformers calls its head: `PagedModel.forward` reads it there.
         logits: Tensor = self._head(self._norm(sums.index_select(0, batch.rows))[None])
         return logits[0]
 

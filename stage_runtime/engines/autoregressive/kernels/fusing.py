@@ -2,7 +2,7 @@
 
 The three projections of attention become one matrix, those of a gated feed-forward network, too; norms, rotary
 embedding and activation are compiled `loops`. Called when a model is loaded, before its linear layers are
-packed. For CPUs with numba.
+packed. It needs a CPU and numba.
 """
 
 from __future__ import annotations

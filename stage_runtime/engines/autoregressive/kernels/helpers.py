@@ -1,7 +1,7 @@
 """Threads that help with compiled loops: those that have a processor take parts, the caller does the rest.
 
-A team of an operator library ends each loop when all of its threads have arrived. On a machine that others use, one of
-them often waits for a processor, and the loop with it, though its parts are done. Here a helper enters a loop by
+A team of an operator library ends each loop when all of its threads have arrived. One of them often waits for a
+processor on a machine that others use, and the loop with it, though its parts are done. Here a helper enters a loop by
 itself, while parts are left; the caller waits only for helpers that are inside. A helper that nothing is given to spins
 for a moment, then sleeps.
 
@@ -224,7 +224,7 @@ def stop(state):
     _system(_word(state + SYSCALL), _FUTEX, state + SIGNAL, _WAKE, MOST_HELPERS)
 
 
-_machine_code: list[Any] = []  #: As long as the process: a helper runs in it.
+_machine_code: list[Any] = []  #: The code lives as long as the process: a helper runs in it.
 
 
 @functools.cache
@@ -278,7 +278,7 @@ class Team:
         return True
 
     def close(self) -> None:
-        """End the helpers. What runs goes on to its end; later calls run without help."""
+        """End the helpers. A call that runs goes on to its end; later calls run without help."""
         self._stop(self._state)
         for thread in self._threads:
             thread.join()

@@ -1,6 +1,6 @@
 """Linear layers with weights in the form that this processor multiplies fastest: measured when a model is loaded.
 
-Which one is fastest differs by processor and by vendor (f32, 16 rows, two processors of two vendors: oneDNN's packed
+The fastest form differs by processor and by vendor (f32, 16 rows, two processors of two vendors: oneDNN's packed
 form 2.8x as fast as plain on one of them, MKL's on the other), so nothing is assumed.
 """
 
@@ -96,10 +96,11 @@ class TiledLinear:
 
         self.outputs, self.inputs, self.dtype = *weight.shape, weight.dtype
         if weight.dtype is torch.bfloat16:
-            self.words = self.inputs // 2  #: Of four bytes, in a row of x: loops count these.
+            self.words = self.inputs // 2  #: Words of four bytes in a row of x: loops count these.
             panels = weight.view(-1, tiles.LANES, self.words, 2)
             self.multiply = products.multiply(False, True, True)
-            self.multiply_sums = products.multiply(False, True, False)  #: As `multiply`, with an output in f32.
+            #: The same as `multiply`, with an output in f32.
+            self.multiply_sums = products.multiply(False, True, False)
         else:
             self.words = self.inputs
             short = weight.bfloat16()

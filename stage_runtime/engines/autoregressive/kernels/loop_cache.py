@@ -1,7 +1,7 @@
 """Machine code of compiled loops, kept in files, so that a process need not compile what another one has compiled.
 
-The folder is ``$NUMBA_CACHE_DIR``, else ``$OMNI_CACHE/loops``, else that of `omnipipeline` in the user's cache. Where
-it cannot be read or written, loops are compiled each time, without a log line. A file appears whole or not at all, so
+The folder is ``$NUMBA_CACHE_DIR``, else ``$OMNI_CACHE/loops``, else that of `omnipipeline` in the user's cache. Loops
+are compiled each time, without a log line, where it cannot be read or written. A file appears whole or not at all, so
 any number of processes share a folder. Its name stands for all that the code depends on: source, arguments, processor,
 versions. Code is run only from files of this user or root.
 

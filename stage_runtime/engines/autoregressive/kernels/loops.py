@@ -164,9 +164,9 @@ def decode_attention(bf16: bool, key_dim: int, value_dim: int, group: int, block
     """Attention of one query token a row, over pages where they lie.
 
     Arguments, of the layer: queries, keys, values, output; KV heads, window, scale, strides of queries by token and by
-    head. Of the step: rows' tokens ``[rows]``, lengths ``[rows]``, tables ``[rows, width]``, bounds of the parts in
-    units of (row, KV heads); scratch, words of it for each part; width; KV heads of a unit: with all of them, pages are
-    read from end to end.
+    head. Arguments of the step: rows' tokens ``[rows]``, lengths ``[rows]``, tables ``[rows, width]``, bounds of the
+    parts in units of (row, KV heads); scratch, words of it for each part; width; KV heads of a unit: with all of them,
+    pages are read from end to end.
     """
     at, load, store = access(bf16)
     wide, size = max(key_dim, value_dim), 2 if bf16 else 4

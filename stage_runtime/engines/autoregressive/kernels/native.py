@@ -75,7 +75,7 @@ class Program:
         sizes = [len(words) + 1 for _loop, words in loops]  # the first word: the next part
         self.words = torch.tensor([word for _loop, words in loops for word in (0, *words)], dtype=torch.int64)
         first = self.words.data_ptr()
-        #: Where the words of each loop begin.
+        #: The places where the words of each loop begin.
         self.places = [0, *itertools.accumulate(sizes)][:-1]
         pairs = [(loop.address, first + place * 8) for (loop, _words), place in zip(loops, self.places, strict=True)]
         self._loops = torch.tensor(pairs, dtype=torch.int64)

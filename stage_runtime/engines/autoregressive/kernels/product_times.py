@@ -2,8 +2,8 @@
 
 The folder is that of `loop_cache`. A file's name stands for all that the times depend on: shape and dtype, processor,
 threads, torch, the code of the products. Times of a start on a busy machine are joined with those of the next one,
-until they are settled. Where a file cannot be read, or holds anything else than times, the forms are measured; where it
-cannot be written, it is left.
+until they are settled. The forms are measured where a file cannot be read, or holds anything else than times; a file
+that cannot be written is left.
 """
 
 from __future__ import annotations

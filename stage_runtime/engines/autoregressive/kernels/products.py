@@ -1,4 +1,4 @@
-"""The loops of `linears.TiledLinear`. As `loops`: imported only when `native.available`."""
+"""The loops of `linears.TiledLinear`. It is imported only when `native.available`, as `loops` is."""
 
 # numba has no types for mypy, and compiles functions by their source.
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
@@ -18,7 +18,7 @@ ROWS_AT_ONCE: Final = 128 // tiles.ROWS * tiles.ROWS
 def interleave() -> Any:
     """Rows as `multiply` reads them: each block of `tiles.ROWS` rows, the last one smaller, as ``[inputs, rows]``.
 
-    Arguments: input and output, f32, rows, inputs. Of bf16, a pair of values is copied as one, and counted so.
+    Arguments: input and output, f32, rows, inputs. A pair of values of bf16 is copied as one, and counted so.
     """
 
     def kernel(data):

@@ -1,5 +1,5 @@
-"""The loops of `lora.compiled`: rows taken out of a matrix, and added to one. As `loops`: imported only when
-`native.available`.
+"""The loops of `lora.compiled`: rows taken out of a matrix, and added to one. It is imported only when
+`native.available`, as `loops` is.
 """
 
 # numba has no types for mypy, and compiles functions by their source.

@@ -38,7 +38,7 @@ class Registers(NamedTuple):
 
 
 WIDE: Final = Registers(rows=16, sums=16)  # 32 registers of 16 lanes
-#: 16 registers of 8 lanes (AVX2), or 32 of 4 (ARM64). With 16 rows most sums went to memory and back for every input.
+#: 16 registers of 8 lanes (AVX2), or 32 of 4 (ARM64). Most sums went to memory and back for every input with 16 rows.
 NARROW: Final = Registers(rows=6, sums=5)
 
 

@@ -1,4 +1,6 @@
-"""The layers of a model that take LoRA adapters: noted before it is cut and packed, found afterwards. For `loader`."""
+"""The layers of a model that take LoRA adapters: noted before it is cut and packed, found afterwards. It serves
+`loader`.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ class PlannedAdapters:
 
     def __init__(self, settings: LoRASettings, shapes: Mapping[str, tuple[int, int]]) -> None:
         self.settings = settings
-        self.nbytes = 0  #: Of as many adapters as there may be, of the largest rank on all layers; after `layers`.
+        #: Bytes of as many adapters as there may be, of the largest rank on all layers; after `layers`.
+        self.nbytes = 0
         self._shapes = shapes
 
     def layers(self, paged: PagedModel, ranks: Ranks | None, *, loops: bool = False) -> LoRALayers:

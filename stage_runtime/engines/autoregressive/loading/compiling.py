@@ -44,7 +44,7 @@ class Parts:
 
 
 class CompiledPart(nn.Module):
-    """One part. What it raises when it is compiled is raised again only if the part itself raises it."""
+    """One part. An exception of its compilation is raised again only if the part itself raises it."""
 
     def __init__(self, inner: nn.Module, parts: Parts, compiler: Compiler) -> None:
         super().__init__()

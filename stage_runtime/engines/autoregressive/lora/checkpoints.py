@@ -1,6 +1,7 @@
 """Reads a peft checkpoint of a LoRA adapter: adapter_config.json and adapter_model.safetensors. Nothing is unpickled.
 
-What the engine would not compute as peft does is refused by its name, also settings that a later peft may have.
+Settings that the engine would not compute as peft does are refused by name, also settings that a later peft may
+have.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The sums that an adapter adds to a layer's output on a CPU, by compiled loops: a program for each layer and adapter.
 
-torch would compute it by several small operators, each divided among its threads. On a machine that others use, each of
-these waits for the thread that has no processor.
+torch would compute it by several small operators, each divided among its threads. Each of these waits on a machine that
+others use for the thread that has no processor.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Where a model takes adapters: its linear layers by their paths, and what computes each once the model is prepared.
+"""The places where a model takes adapters: its linear layers by their paths, and what computes each once the model is
+prepared.
 
 Paths are those of the model as transformers makes it. Ranks keep shares of layers, compiled kernels join some and pack
 all: `sites_of` finds them there.
@@ -31,7 +32,7 @@ class Site(NamedTuple):
 
 
 def shapes_of(model: Any) -> dict[str, tuple[int, int]]:
-    """Inputs and outputs of each linear layer of the decoder, by its path. Before the model is changed."""
+    """Inputs and outputs of each linear layer of the decoder, by its path. It is called before the model is changed."""
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
     head = model.get_output_embeddings()
     found = {}

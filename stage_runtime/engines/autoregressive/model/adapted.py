@@ -100,7 +100,7 @@ class AdapterReads:
         return future
 
     def keep(self, number: int) -> AdapterFacts:
-        """Waits until it is read. Between two passes. Raises: AdapterRefused: it could not be read."""
+        """Waits until it is read. It is called between two passes. Raises: AdapterRefused: it could not be read."""
         found = self._reads.pop(number).result()
         if (layers := self._layers()) is not None:
             layers.keep(number, found)

@@ -13,7 +13,7 @@ SAMPLED: Final = 64  # values of each tensor that go into the digest
 def weights_digest(model: Any) -> str:
     """A digest of a transformers model as it was loaded: its configuration, and values of each of its weights.
 
-    They are taken all over a tensor: a model that was trained further differs in some of them. To be called before
+    They are taken all over a tensor: a model that was trained further differs in some of them. It is called before
     anything is packed for this machine, or cut for a tensor-parallel rank.
     """
     digest = blake2b(model.config.to_json_string(use_diff=False).encode(), digest_size=8)

@@ -42,7 +42,7 @@ class _Known:
         self.state = state
         self.answer: list[int] = []  #: Its generated tokens: the scheduler may not have them yet.
         self.done = 0  #: Tokens whose keys and values are written, or were found with their blocks.
-        self.next = -1  #: Where its next row begins, unless it is computed again.
+        self.next = -1  #: The position where its next row begins, unless it is computed again.
         self.drafted = 0  #: Tokens of its last draft.
 
     def tokens(self, row: Row, start: int, end: int) -> list[int]:
@@ -82,7 +82,7 @@ class DraftModel:
         backend.alloc(model.layers, num_blocks, block_size, model.dtype, str(model.device))
 
     def regions(self) -> Sequence[Page]:
-        """Its keys and values, which cross with those of the model. Without heads: no rank shares them."""
+        """Its keys and values, which cross with those of the model. They have no heads that ranks could share."""
         return [Page(f"draft.{one.name}", one.values.flatten(2)) for one in self._backend.regions()]
 
     def warm_up(self) -> None:

@@ -318,7 +318,7 @@ class ModelRunner:
             output.drafts[row.request.id] = VerifiedDraft(proposed, accepted, logprobs)
 
     def _note_hidden(self, rows: Sequence[Row], hidden: Tensor | None, output: ModelOutput) -> None:
-        """Outside of inference mode, whose tensors an author's functions could not compute gradients with."""
+        """It runs outside of inference mode, whose tensors an author's functions could not compute gradients with."""
         if hidden is None:
             return
         for index, row in enumerate(rows):
@@ -362,5 +362,5 @@ def _note(row: Row, tokens: Sequence[Sampled], output: ModelOutput) -> None:
 
 
 def _ends(rows: Sequence[Row]) -> list[int]:
-    """Where each row ends in the flat batch."""
+    """The place where each row ends in the flat batch."""
     return list(itertools.accumulate(row.count for row in rows))

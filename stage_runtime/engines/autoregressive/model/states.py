@@ -18,7 +18,7 @@ from torch.nn import functional
 
 CACHES: Final = ("cache_params", "past_key_values")  # by which transformers' layers take their cache
 LayerState: TypeAlias = dict[tuple[str, int], Tensor]  #: ``[rows, …]`` by kind and number.
-States: TypeAlias = Mapping[int, LayerState]  #: By layer.
+States: TypeAlias = Mapping[int, LayerState]  #: States by layer.
 
 
 class StateLayer(NamedTuple):

@@ -37,7 +37,7 @@ class EngineLaunch(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     factory: str
-    name: str = ""  #: By which `ps` shows the processes: the stage's.
+    name: str = ""  #: The name by which `ps` shows the processes: the stage's.
     kwargs: dict[str, Any] = {}
     env: dict[str, str] = {}
     cores: tuple[tuple[int, ...], ...] = ()

@@ -67,7 +67,7 @@ class EngineCoreProc:
         self.loop = self._make_loop()
 
     def _post(self, function: Callable[[], None]) -> None:
-        """Have it called between two steps. In any thread."""
+        """Have it called between two steps. Any thread may call this."""
         self.inputs.queue.put((RequestType.UTILITY, lambda _core: function()))
 
     def _make_loop(self) -> BusyLoop:

@@ -1,4 +1,6 @@
-"""The output of a step of the model. Without torch: the core and its clients need no more of the model than this."""
+"""The output of a step of the model. It needs no torch: the core and its clients need no more of the model than
+this.
+"""
 
 from __future__ import annotations
 

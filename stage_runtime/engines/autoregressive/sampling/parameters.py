@@ -1,7 +1,7 @@
 """How tokens are chosen and when a request ends: one value for each request, checked when it is made.
 
 The one place for a parameter of the engine: its field says how it is read, within which bounds, and which other engines
-take it as it is. What clients may send is `web.reading.generation_fields`'.
+take it as it is. `web.reading.generation_fields` says what clients may send.
 """
 
 from __future__ import annotations

@@ -29,7 +29,8 @@ class RowState:
         self.last = 0  #: The token that was chosen last.
         self.over = False  #: It gets no more tokens, though a step with it may be scheduled.
         self.mask: Tensor | None = None  #: ``[vocabulary]``: tokens that must not come next, by its grammar.
-        self.prompt_logprobs: list[TokenLogprobs] = []  #: Of the prompt's tokens from the second on, as far as known.
+        #: Log probabilities of the prompt's tokens from the second on, as far as known.
+        self.prompt_logprobs: list[TokenLogprobs] = []
         self._ends = sorted(end_ids | set(params.stop_token_ids)) if params.min_tokens else []
         self._held_back: Tensor | None = None  #: The same, on the device, once it is needed.
         self._bias: tuple[Tensor, Tensor] | None = None  #: Tokens, and what is added to their logits; as that.

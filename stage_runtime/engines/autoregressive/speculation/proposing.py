@@ -56,7 +56,7 @@ class NgramProposer:
 
 
 class StepDrafts:
-    """The drafts of the step that is being computed. Without a proposer there are none."""
+    """The drafts of the step that is being computed. There are none without a proposer."""
 
     def __init__(self, proposer: Proposer | None) -> None:
         self._proposer = proposer

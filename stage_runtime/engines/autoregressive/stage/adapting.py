@@ -1,4 +1,6 @@
-"""Adapters in all engine processes of a stage: loaded in each of them or in none. On the client's event loop."""
+"""Adapters in all engine processes of a stage: loaded in each of them or in none. It runs on the client's event
+loop.
+"""
 
 from __future__ import annotations
 

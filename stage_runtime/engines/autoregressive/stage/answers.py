@@ -79,9 +79,9 @@ class _Answer:
         self.name = name
         self.work = work
         self.payload = payload
-        self.choices: dict[str, Choice] = {}  #: By the engine's names.
+        self.choices: dict[str, Choice] = {}  #: Choices by the engine's names.
         self.yields = Yields(work, outbox)
-        self.report: ClientReport | None = None  #: Of a terminal stage.
+        self.report: ClientReport | None = None  #: The report of a terminal stage.
         self.gate: Gate | None = None  #: Its consumer lags behind.
         self.scheduled = False
 
@@ -114,7 +114,8 @@ class GenerationAnswers:
         self._wake = wake
         self._abort = abort
         self._check = check
-        own_tokenizer = copy.deepcopy(tokenizer)  #: Of the encoder's thread: none is for two threads at once.
+        #: A tokenizer of the encoder's thread: none is for two threads at once.
+        own_tokenizer = copy.deepcopy(tokenizer)
         self._texts = TextEncoder(tokenizer, control_strings=spec.control_strings)
         self._own_texts = TextEncoder(own_tokenizer, control_strings=spec.control_strings)
         self._encoder = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
@@ -128,15 +129,15 @@ class GenerationAnswers:
         self._processor = OutputProcessor(decoding.decoder(tokenizer, kept), self._spelling)
         self._ids = RequestIds()
         self._answers: dict[str, _Answer] = {}
-        self._of: dict[str, _Answer] = {}  #: By the engine's names: one for each of ``n`` answers.
-        self._names: dict[Work, tuple[str, ...]] = {}  #: By which the engine knows them. Read in any thread.
+        self._of: dict[str, _Answer] = {}  #: Answers by the engine's names: one for each of ``n`` answers.
+        self._names: dict[Work, tuple[str, ...]] = {}  #: The names by which the engine knows them. Read in any thread.
         self._opened: SimpleQueue[_Answer] = SimpleQueue()  #: Requests whose gates are done.
 
     def __len__(self) -> int:
         return len(self._answers) + len(self._encoding)
 
     def names(self, work: Work) -> Sequence[str]:
-        """The names by which the engine knows a request. In any thread."""
+        """The names by which the engine knows a request. Any thread may call this."""
         return self._names.get(work, ())
 
     def origin(self, name: str) -> str | None:
@@ -193,7 +194,7 @@ class GenerationAnswers:
                 self._refuse(pending.name, pending.work, error)
 
     def _encode(self, pending: _Pending, texts: TextEncoder) -> list[Entered]:
-        """A request for each answer. In any thread, one at a time with the same encoder."""
+        """A request for each answer. Any thread may call this, one at a time with the same encoder."""
         prompt, params = pending.prompt, pending.params
         tokens, embeds = prompting.encode(prompt, texts, whole=not pending.open, form=self._form)
         params = self._with_thinking(prompt, params, tokens)
@@ -242,7 +243,7 @@ class GenerationAnswers:
         return self._splits and prompt.messages is not None
 
     def _has_begun(self, tokens: Sequence[int]) -> bool:
-        """Whether the prompt has begun the model's thinking. In any thread."""
+        """Whether the prompt has begun the model's thinking. Any thread may call this."""
         end = self._spelling.text_of_all([token for token in tokens[-THINKING:] if token >= 0])
         return end.rstrip().endswith(THINK)
 
@@ -262,7 +263,7 @@ class GenerationAnswers:
         self._wake()
 
     def _tell(self, pending: _Pending) -> Told:
-        """The answer to a request for tokens. On the encoder's thread."""
+        """The answer to a request for tokens. It runs on the encoder's thread."""
         request = pending.payload.request
         tokens = self._token_requests.own_tokens(request)
         if tokens is None:
@@ -423,7 +424,7 @@ class GenerationAnswers:
         return True
 
     def _open(self, answer: _Answer) -> None:
-        """A gate is done. In any thread."""
+        """A gate is done. Any thread may call this."""
         self._opened.put(answer)
         self._wake()
 

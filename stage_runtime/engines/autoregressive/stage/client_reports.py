@@ -1,7 +1,7 @@
 """The client's reports of a generation, whatever the author's ``deliver`` gives: usage and reason.
 
 Chunks for the client carry the tokens so far (`wire.outputs.USAGE_SO_FAR`): a stream may be cancelled, or its client
-may want them. At the end, an author's ``deliver`` that has given no `Usage` or no `Finish` is completed.
+may want them. An author's ``deliver`` that has given no `Usage` or no `Finish` is completed at the end.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ class ClientReport:
     def __init__(self, *, completes: bool) -> None:
         """completes: what is missing at the end is added."""
         self._completes = completes
-        self._tokens: dict[int, int] = {}  #: By choice: tokens of its answer.
-        self._thought: dict[int, int] = {}  #: By choice: those of thinking.
-        self._reasons: dict[int, str] = {}  #: By choice: why it has ended.
+        self._tokens: dict[int, int] = {}  #: Tokens of the answer, by choice.
+        self._thought: dict[int, int] = {}  #: Tokens of thinking, by choice.
+        self._reasons: dict[int, str] = {}  #: The reason of the end, by choice.
         self._has_usage = False  #: ``deliver`` has given one.
         self._finished: set[int] = set()  #: Choices of which it has given the reason.
 

@@ -78,7 +78,7 @@ class EngineRooms:
         self._role = role
         self._notice = notice
         self._generations = itertools.count(1)
-        self._engine_of: dict[Room, tuple[int, Room]] = {}  #: Of each open room its engine, and its name there.
+        self._engine_of: dict[Room, tuple[int, Room]] = {}  #: The engine of each open room, and its name there.
         self._rooms: dict[tuple[int, Room], Room] = {}  #: The inverse.
         self._lives: Counter[int] = Counter()  #: Engines that have ended, by rank.
         self._loop: Loop | None = None

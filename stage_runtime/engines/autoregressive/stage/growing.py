@@ -89,7 +89,7 @@ class GrowingPrompts:
                 self._fail(work, outbox, RequestError("unavailable", "the stage ends before the request's streams"))
 
     def take(self, event: FromStream, outbox: Outbox) -> list[Entered | Grown]:
-        """The extensions that the engine gets. Whatever is wrong with a chunk fails its request alone."""
+        """The extensions that the engine gets. A fault of a chunk fails its request alone."""
         work = event.work
         if isinstance(event, events.StreamFailed):
             self._fail(work, outbox, streaming.cause(event))

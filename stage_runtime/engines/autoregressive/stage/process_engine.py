@@ -181,7 +181,7 @@ class ProcessEngine:
         return len(self._client.reqs_in_flight) <= sum(one.held for one in self._client.stats.values())
 
     def _wake(self) -> None:
-        """Look again. In any thread."""
+        """Look again. Any thread may call this."""
         loop = self._loop
         if loop is not None:
             with contextlib.suppress(RuntimeError):  # it has just been closed
@@ -260,7 +260,7 @@ class ProcessEngine:
         return engines
 
     async def _add(self, request: EngineCoreRequest) -> None:
-        """Whatever is wrong with it fails it alone; that engines are dead fails all, by `_read`."""
+        """A fault of the request fails it alone; that engines are dead fails all, by `_read`."""
         try:
             if self._rooms is not None:
                 request = self._rooms.bound(request, self._answers.origin(request.request_id))
@@ -282,7 +282,7 @@ class ProcessEngine:
             loop.create_task(self._client.abort_requests_async(names)).add_done_callback(_log_failure)
 
     def _forget(self, work: Work) -> None:
-        """Nobody waits for it. In any thread; an `Abort` event follows."""
+        """Nobody waits for it. Any thread may call this; an `Abort` event follows."""
         self._wake()
 
     # --- what goes out --------------------------------------------------------------------------------------------

@@ -83,7 +83,7 @@ class AutoregressiveEngine:
         self._loop.run_busy_loop()
 
     def post(self, function: Callable[[], None]) -> None:
-        """Have it called between two steps. In any thread."""
+        """Have it called between two steps. Any thread may call this."""
         self._items.append((RequestType.UTILITY, lambda _core: function()))
         self._arrived.set()
 
@@ -181,7 +181,7 @@ class AutoregressiveEngine:
         self._answers.fail(name, refusal(error) if isinstance(error, ValueError) else error)
 
     def _forget(self, work: Work) -> None:
-        """Nobody waits for it: the step under way is its last. In any thread; an `Abort` event follows."""
+        """Nobody waits for it: the step under way is its last. Any thread may call this; an `Abort` event follows."""
         if work.cancelled:
             for name in self._answers.names(work):
                 self._core.aborts_queue.put(name)

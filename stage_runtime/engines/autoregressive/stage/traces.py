@@ -21,7 +21,7 @@ class EngineTraces:
     def __init__(self, client: AsyncMPClient, loop: asyncio.AbstractEventLoop) -> None:
         self._client = client
         self._loop = loop
-        self._traced: dict[int, Path] = {}  #: By rank: the file that was asked for.
+        self._traced: dict[int, Path] = {}  #: The file that was asked for, by rank.
 
     def start_traces(self, path_of: PathOf, switches: Mapping[str, bool]) -> Future[None]:
         async def start() -> None:

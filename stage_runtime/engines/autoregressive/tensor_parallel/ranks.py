@@ -112,7 +112,7 @@ class Ranks:
         return torch.cat(parts, dim=-1)
 
     def gather(self, part: Tensor) -> list[Tensor]:
-        """All ranks' parts, of one size, on the host. Of ranks other than 0: none."""
+        """All ranks' parts, of one size, on the host. Ranks other than 0 get none."""
         parts = [torch.empty_like(part) for _ in range(self.size)] if self.rank == 0 else []
         dist.gather(part, parts or None, dst=0, group=self._moves)
         return parts
@@ -209,7 +209,7 @@ class Leading(ModelRunner):
         super().__init__(model, backend, **options)
         self.pages = RankPages(self.pages, ranks)
         self._ranks = ranks
-        self._paths: dict[int, str] = {}  #: Of adapters that are being read.
+        self._paths: dict[int, str] = {}  #: Paths of adapters that are being read.
         self._ended = False
 
     def _compute(self, batch: Pass, plan: Any) -> Computed:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-Shared = Sequence[tuple[int, int]]  #: Of each page: tokens of a block, bytes of a token's heads in one rank.
+Shared = Sequence[tuple[int, int]]  #: Shares of each page: tokens of a block, bytes of a token's heads in one rank.
 
 
 def join(parts: Sequence[Tensor], shared: Shared, count: int) -> Tensor:

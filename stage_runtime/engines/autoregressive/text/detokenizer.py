@@ -72,7 +72,8 @@ class Detokenizer:
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
         self._decode = decode
         self._tokens: list[int] = []
-        self._prefix = 0  #: Where decoding begins: before text that was given out, for tokenizers look at neighbours.
+        #: The place where decoding begins: before text that was given out, for tokenizers look at neighbours.
+        self._prefix = 0
         self._read = 0  #: Tokens whose text was given out.
         self._silent = 0  #: Feeds since then.
 

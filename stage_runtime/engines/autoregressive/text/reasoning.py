@@ -1,7 +1,7 @@
 """A model's thinking, apart from its answer: ``<think>…</think>`` where an answer begins. Pure.
 
 Models of Qwen's, DeepSeek's and GLM's kind write it; some chat templates open it in the prompt. The tags and the blanks
-around the thinking are neither thinking nor answer. What comes after it is answer, whatever stands in it.
+around the thinking are neither thinking nor answer. The text after it is answer, whatever stands in it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class ThoughtSplitter:
     def __init__(self, *, begun: bool) -> None:
         """begun: the prompt has opened the thinking."""
         self._held = ""  #: Not decided upon.
-        self._at = 0  #: Where in the whole text it begins.
+        self._at = 0  #: The place in the whole text where it begins.
         self._inside = begun
         self._empty = True  #: No thinking was given so far.
         self.over = False  #: The answer has begun, or may begin with the next character that is not blank.
@@ -129,7 +129,7 @@ class Matcher(Protocol):
 class AnswerMatcher:
     """`Matcher` of an answer that follows its grammar once the model has thought.
 
-    The thinking is free, and cannot end the request. Where the prompt has not opened it, the model may think or not.
+    The thinking is free, and cannot end the request. The model may think or not where the prompt has not opened it.
     """
 
     def __init__(

@@ -30,8 +30,8 @@ class NamedFunction(msgspec.Struct, frozen=True, kw_only=True):
 
     path: str
     name: str
-    stage: StagePlan | None = None  #: Of a factory: its arguments must fit, too.
-    hook: str = ""  #: Of a hook: which, as `resolving.HOOKS` has it.
+    stage: StagePlan | None = None  #: The stage of a factory: its arguments must fit, too.
+    hook: str = ""  #: The name of a hook, as `resolving.HOOKS` has it.
 
 
 class _ImportOutcome(msgspec.Struct, frozen=True, kw_only=True):

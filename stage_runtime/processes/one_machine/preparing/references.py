@@ -31,9 +31,9 @@ _FILE_NAME = re.compile(r"(?!\.\.)[-._a-zA-Z0-9]+")
 class Resolved(msgspec.Struct, frozen=True, kw_only=True):
     """The values that were found."""
 
-    environment: dict[str, str]  #: Over what the person's own environment holds.
+    environment: dict[str, str]  #: Variables that replace those of the person's own environment.
     api_keys: tuple[str, ...] = ()
-    code: dict[str, str] = {}  #: Of ``code.configMapRef``: file name -> text.
+    code: dict[str, str] = {}  #: Files of ``code.configMapRef``: file name -> text.
     notices: tuple[str, ...] = ()  #: Objects and keys that were not found, one line each.
 
 
@@ -92,7 +92,7 @@ def _secret(name: str, document: Mapping[str, Any]) -> dict[str, str]:
     held: dict[str, str] = {}
     for key, value in _strings("Secret", name, document, "data").items():
         try:
-            # In lines, too, as the API server takes it.
+            # The value may stand in lines, too, as the API server takes it.
             held[key] = base64.b64decode(value.translate(_LINE_BREAKS), validate=True).decode()
         except (binascii.Error, ValueError) as error:
             problem = "is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else "is not base64; see stringData"

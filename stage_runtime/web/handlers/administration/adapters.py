@@ -1,4 +1,4 @@
-"""The routes by which vLLM's clients load and drop LoRA adapters. On the admin port; behind the API keys."""
+"""The routes by which vLLM's clients load and drop LoRA adapters. It is on the admin port, behind the API keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The route for operations of stages' own engines. On the admin port; behind the API keys."""
+"""The route for operations of stages' own engines. It is on the admin port, behind the API keys."""
 
 from __future__ import annotations
 

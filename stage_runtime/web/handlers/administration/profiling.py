@@ -1,4 +1,4 @@
-"""The profiler's routes: start, stop, list, fetch, report. On the admin port; behind the API keys.
+"""The profiler's routes: start, stop, list, fetch, report. It is on the admin port, behind the API keys.
 
 Bodies, defaults and wildcards are in docs/profiling.md, "Over HTTP".
 """

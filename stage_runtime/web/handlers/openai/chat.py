@@ -62,7 +62,7 @@ class _ChunkEncoder:
         self._request_id = request_id
         self._codecs = codecs
         self._format = format
-        self._texts: dict[int, serving.TextFrame] = {}  #: By choice.
+        self._texts: dict[int, serving.TextFrame] = {}  #: Texts by choice.
 
     async def frames(self, events: AsyncIterator[AnswerEvent]) -> AsyncGenerator[bytes, None]:
         with self._codecs.encoder(self._format or "") as made:

@@ -1,4 +1,6 @@
-"""POST /v1/responses: a chat, read and answered in the form of OpenAI's responses. What that means: `translating`."""
+"""POST /v1/responses: a chat, read and answered in the form of OpenAI's responses. `translating` says what that
+means.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""POST /tokenize, /detokenize: one request, one answer. What they mean: `translating.generation.tokens`."""
+"""POST /tokenize, /detokenize: one request, one answer. `translating.generation.tokens` says what they mean."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""POST /v1/embeddings, /v1/rerank, /v1/score: one request to the stages, one answer. What they mean: `translating`."""
+"""POST /v1/embeddings, /v1/rerank, /v1/score: one request to the stages, one answer. `translating` says what they
+mean.
+"""
 
 from __future__ import annotations
 

@@ -18,19 +18,20 @@ class ConnectionLimits(msgspec.Struct, frozen=True, kw_only=True):
 
     head_nbytes: int = 64 << 10  #: Proxies' cookies and tokens are within 16 KiB; envoy refuses more than 60.
     head_count: int = 128  #: Headers of one request.
-    framing_nbytes: int = 1 << 20  #: Of a chunked body: sizes, extensions and trailers, beside the body itself.
-    head_s: float = 15.0  #: From the connection, or a head's first byte, to the head's end.
-    #: Between two requests. Longer than any balancer keeps a connection, or it sends a request on one that is closed
-    #: meanwhile: Google's keep theirs for 600 s, Traefik 90 s, nginx and ALB 60 s.
+    framing_nbytes: int = 1 << 20  #: Bytes of a chunked body: sizes, extensions and trailers, beside the body itself.
+    head_s: float = 15.0  #: Seconds from the connection, or a head's first byte, to the head's end.
+    #: Seconds between two requests. Longer than any balancer keeps a connection, or it sends a request on one that is
+    #: closed meanwhile: Google's keep theirs for 600 s, Traefik 90 s, nginx and ALB 60 s.
     idle_s: float = 620.0
     crowded_idle_s: float = 75.0  #: The same, while more than `FEW` of all possible connections are open.
-    discard_s: float = 5.0  #: For the rest of a body whose request is answered; clients see the answer meanwhile.
-    write_s: float = 60.0  #: In which a client that has bytes to read must take ``write_nbytes``.
+    #: Seconds for the rest of a body whose request is answered; clients see the answer meanwhile.
+    discard_s: float = 5.0
+    write_s: float = 60.0  #: Seconds in which a client that has bytes to read must take ``write_nbytes``.
     write_nbytes: int = 16 << 10
-    unread_nbytes: int = 512 << 20  #: Of answers that clients have not taken, all together.
+    unread_nbytes: int = 512 << 20  #: Bytes of answers that clients have not taken, all together.
     unread_s: float = 5.0  #: A client that is given more than fits has so long before it may be cut off for that.
     pipelined: int = 16  #: Requests that wait behind the one that is answered; about 6 KiB each.
-    connections: int = 0  #: At once; 0: half of the descriptors that the process may have, at most `MOST`.
+    connections: int = 0  #: Connections at once; 0: half of the descriptors that the process may have, at most `MOST`.
     sweep_s: float = 1.0
 
 

@@ -21,7 +21,7 @@ class InputBuffer:
     def __init__(self, format: SoundFormat) -> None:
         self.format = format
         self._held = bytearray()
-        self._dropped_ms = 0.0  #: Of sound before the first held byte.
+        self._dropped_ms = 0.0  #: Milliseconds of sound before the first held byte.
 
     @property
     def begin_ms(self) -> float:

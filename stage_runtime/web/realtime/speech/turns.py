@@ -1,4 +1,4 @@
-"""Where a turn of speech begins and ends: a rule over the scores of a voice detector, one score at a time. Pure."""
+"""The begin and the end of a turn of speech: a rule over the scores of a voice detector, one score at a time. Pure."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class TurnState(msgspec.Struct):
 
     now_ms: int = 0  #: Up to here it was scored.
     speaking: bool = False
-    loud_ms: int = 0  #: Of speech without a pause, up to now.
-    quiet_ms: int = 0  #: Of silence inside of a turn, up to now.
+    loud_ms: int = 0  #: Milliseconds of speech without a pause, up to now.
+    quiet_ms: int = 0  #: Milliseconds of silence inside of a turn, up to now.
 
     def take(self, score: float, rule: Rule) -> SpeechStarted | SpeechStopped | None:
         """The edge that the next window brings, if any."""

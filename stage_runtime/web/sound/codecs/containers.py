@@ -101,7 +101,7 @@ class _Track:
         self.id = 0
         self.is_sound = False
         self.rate = 0  #: Ticks of a second.
-        self.ticks = 0  #: Of the samples that are not in fragments.
+        self.ticks = 0  #: Ticks of the samples that are not in fragments.
 
 
 def _mp4_s(data: bytes) -> float | None:

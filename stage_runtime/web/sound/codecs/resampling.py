@@ -20,7 +20,7 @@ BLOCK = 1 << 15  # output samples at once: bounds the gathered windows to 4 MiB 
 class Resampler:
     """A windowed-sinc polyphase filter with rational steps; keeps its place between pieces.
 
-    What it gives is not delayed: sample k of the output is at time ``k / target``. `flush` gives the end,
+    Its output is not delayed: sample k of the output is at time ``k / target``. `flush` gives the end,
     so that all pieces together are ``ceil(n * target / source)`` samples.
     """
 

@@ -1,7 +1,7 @@
 """POST /v1/audio/transcriptions and translations: the form as an `OmniRequest`, events as OpenAI's answers. Pure.
 
-What only stages know reaches ``verbose_json`` as an `omni.Note` of that name: ``language``, ``duration``,
-``segments``, ``words``. What no stage reported is left out, or null where OpenAI's type has it.
+Facts that only stages know reach ``verbose_json`` as an `omni.Note` of that name: ``language``, ``duration``,
+``segments``, ``words``. A fact that no stage reported is left out, or null where OpenAI's type has it.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Transcript:
 
     def __init__(self) -> None:
         self._outputs = Outputs()
-        self._text: dict[str, list[str]] = {}  #: By stage: two terminals' words are not mixed.
+        self._text: dict[str, list[str]] = {}  #: Texts by stage: two terminals' words are not mixed.
         self._notes: dict[str, Any] = {}
 
     def add(self, event: AnswerEvent) -> Iterator[dict[str, Any]]:

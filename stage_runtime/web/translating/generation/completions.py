@@ -32,10 +32,11 @@ class Completion:
         self._call = call
         self._base = {"id": request_id, "created": created, "model": model}
         self._outputs = Outputs()
-        self._text: dict[tuple[int, str], list[str]] = {}  #: By choice and stage: two terminals' words are not mixed.
-        self._reasoning: dict[int, list[str]] = {}  #: By choice.
-        self._calls: dict[int, list[dict[str, Any]]] = {}  #: By choice.
-        self._logprobs: dict[int, list[Any]] = {}  #: By choice.
+        #: Texts by choice and stage: two terminals' words are not mixed.
+        self._text: dict[tuple[int, str], list[str]] = {}
+        self._reasoning: dict[int, list[str]] = {}  #: Reasoning by choice.
+        self._calls: dict[int, list[dict[str, Any]]] = {}  #: Calls by choice.
+        self._logprobs: dict[int, list[Any]] = {}  #: Log probabilities by choice.
         self.audio: list[tuple[str, Audio]] = []  #: (stage, sound), if the client requested sound.
         self._notes: list[dict[str, Any]] = []
         self._ids = TokenIds()

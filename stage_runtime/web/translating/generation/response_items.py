@@ -58,7 +58,7 @@ class ResponseEvents:
         self._sent = 0
         self._items: dict[int, dict[str, Any]] = {}  #: Those that are done, by place.
         self._count = 0
-        self._open: dict[str, _OpenItem] = {}  #: By stage: two terminals' words are not mixed.
+        self._open: dict[str, _OpenItem] = {}  #: Items by stage: two terminals' words are not mixed.
 
     def begin(self) -> Iterator[Event]:
         """The events that come before all others."""

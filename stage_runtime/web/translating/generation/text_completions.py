@@ -116,11 +116,11 @@ class TextCompletion:
         self._call = call
         self._base = {"id": request_id, "object": "text_completion", "created": created, "model": model}
         self._outputs = [Outputs() for _ in call.prompts]
-        self._texts: dict[int, list[str]] = {}  #: By choice.
-        self._logprobs: dict[int, list[Any]] = {}  #: By choice.
+        self._texts: dict[int, list[str]] = {}  #: Texts by choice.
+        self._logprobs: dict[int, list[Any]] = {}  #: Log probabilities by choice.
         self._notes: list[dict[str, Any]] = []
-        self._ids = TokenIds()  #: By choice of the whole answer.
-        self._sizes: dict[int, int] = {}  #: By choice: characters so far, for the offsets of tokens.
+        self._ids = TokenIds()  #: Token ids by choice of the whole answer.
+        self._sizes: dict[int, int] = {}  #: Sizes by choice: characters so far, for the offsets of tokens.
 
     def add(self, prompt: int, event: AnswerEvent) -> Iterator[dict[str, Any]]:
         """The chunks of an event of one prompt."""

@@ -76,13 +76,13 @@ class AnswerText:
         self._min_tokens = min_tokens
         self._parser = parser
         self._splitter = splitter
-        self._thought = ""  #: Of the thinking, not given so far.
+        self._thought = ""  #: The part of the thinking that is not given so far.
         self.reasoning_tokens = 0  #: So far, of thinking and its tags.
         self._ledger = None if spelling is None else _Ledger(decode, spelling)
         self._count = 0  #: Tokens so far.
         self._text = ""  #: All that the parser has not decided upon.
-        self._at = 0  #: Where in the whole text it begins.
-        self._begin = 0  #: Where in the whole text the answer begins, which is the parser's text.
+        self._at = 0  #: The place in the whole text where it begins.
+        self._begin = 0  #: The place in the whole text where the answer begins, which is the parser's text.
 
     def feed(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs] = (), *, silent: int = 0) -> Piece:
         """silent: so many of the last tokens are not text, such as the end token."""
@@ -203,7 +203,7 @@ class _Ledger:
         self._silent: list[_Entry] = []  #: Tokens whose text has not come.
         self._spelled: deque[tuple[_Entry, bytes]] = deque()  #: Not decided upon.
         self._decided: deque[tuple[_Entry, bytes, bool]] = deque()  #: Not given; the last: whether it will be.
-        self._entries: deque[_Entry] = deque()  #: With text, in order; not shown.
+        self._entries: deque[_Entry] = deque()  #: Entries with text, in order; not shown.
         self._begun = False
 
     def add(self, token: int, logprobs: TokenLogprobs) -> None:

@@ -1,4 +1,6 @@
-"""One answer to a request as its parts come: text, calls of tools, log probabilities. Without threads or sockets."""
+"""One answer to a request as its parts come: text, calls of tools, log probabilities. It needs no threads or
+sockets.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The results of steps, as outputs for those who asked: one pass over all outputs of a step.
 
 Text, calls, stop strings, log probabilities, delivery. An answer that ends by its text (see `answer_text`) is found
-here, so the core hears of it by ``reqs_to_abort``. What a reader has not taken yet is joined in its
+here, so the core hears of it by ``reqs_to_abort``. Output that a reader has not taken yet is joined in its
 `RequestOutputCollector`: memory is bounded by the answer.
 """
 

@@ -84,9 +84,9 @@ class _Group:
     """Rows that are computed by one call: all decode, or one prompt's chunk."""
 
     def __init__(self, tokens: Tensor | slice, blocks: Tensor, queries: int, lengths: list[int]) -> None:
-        self.tokens = tokens  #: Where its queries lie in the flat batch.
+        self.tokens = tokens  #: The places of its queries in the flat batch.
         self.blocks = blocks  #: ``[rows, blocks]``
-        self.queries = queries  #: Of each row.
+        self.queries = queries  #: Queries of each row.
         self.lengths = lengths  #: Tokens of each row, those of this step included.
         self._masks: dict[int | None, Tensor | None] = {}
 

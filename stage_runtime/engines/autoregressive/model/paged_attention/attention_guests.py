@@ -118,7 +118,7 @@ class _Pages(NamedTuple):
 
     starts: Tensor  #: ``[rows + 1]``
     page_starts: Tensor  #: ``[rows + 1]``: of each row's pages, and the end.
-    pages: Tensor  #: Of all rows, one after the other.
+    pages: Tensor  #: Pages of all rows, one after the other.
     in_last: Tensor  #: ``[rows]``: tokens of the last page.
     slots: Tensor
     planned: set[_Layer]

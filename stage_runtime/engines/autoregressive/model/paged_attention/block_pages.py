@@ -1,4 +1,4 @@
-"""Blocks of a paged cache as bytes: K and V of each layer, and kept rows. What crosses between engines.
+"""Blocks of a paged cache as bytes: K and V of each layer, and kept rows. They are what crosses between engines.
 
 The bytes of some blocks are one flat buffer: page after page (a page is K or V of a layer), in each the blocks in the
 order in which they were asked for. So two engines whose pages have the same shapes and dtypes agree on them.

@@ -20,7 +20,7 @@ class BufferPool:
         """most: how many free ones are kept."""
         self._most = most
         self._free: list[bytearray] = []
-        #: Under way, oldest last; with what must live as long: the tensors of its frames.
+        #: Messages under way, oldest last; with what must live as long: the tensors of its frames.
         self._pending: deque[tuple[MessageTracker, Any, bytearray]] = deque()
 
     @property

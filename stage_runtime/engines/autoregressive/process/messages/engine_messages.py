@@ -17,7 +17,8 @@ from stage_runtime.errors import ProtocolError, RequestError, describe
 
 ENGINE_CORE_DEAD: Final = b"ENGINE_CORE_DEAD"
 KV: Final = b"KV"  # then an engine's identity, and a `crossing.ToStage`
-READY: Final = b"READY"  # last an engine's identity: it is connected. To clients with the pid, 8 bytes, between both
+# last an engine's identity: it is connected. The message to clients has the pid, 8 bytes, between both
+READY: Final = b"READY"
 COORDINATOR: Final = -1  # in place of a client's index
 NAME_MOST: Final = 1024
 

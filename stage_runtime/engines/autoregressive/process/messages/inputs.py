@@ -1,6 +1,6 @@
 """The input thread of an engine process: reads, decodes and checks what clients and the coordinator send.
 
-The checks and the hashing of prompts run here, beside the step that is computed. Whatever is wrong with a message ends
+The checks and the hashing of prompts run here, beside the step that is computed. A fault of a message ends
 that message alone: its request is refused, or it is dropped and counted.
 """
 
@@ -56,7 +56,7 @@ class Inputs:
         """refuse, answer: to a client, by its index. utilities: a function by its name. on_client: a further client
         is there, or its process has ended. on_kv: takes messages of the stage about blocks that cross.
         """
-        #: For `get`.
+        #: The queue that `get` reads.
         self.queue: SimpleQueue[tuple[RequestType, Any]] = SimpleQueue()
         self.owners: dict[str, int] = {}  #: Client of every request that is not over.
         self.draining = False  #: Requests that come now are refused.
@@ -135,7 +135,7 @@ class Inputs:
         return self.queue.get()
 
     def wake(self) -> None:
-        """Let a blocked `get` return. In any thread, or a signal handler."""
+        """Let a blocked `get` return. Any thread, or a signal handler, may call this."""
         self.queue.put((RequestType.WAKEUP, None))
 
     def _read(self, sockets: Sequence[multipart.FrameSocket]) -> None:

@@ -1,7 +1,7 @@
 """Prompts to tokens, in which a client's text never becomes a control token: not by itself, nor with what is beside it.
 
-An innocent prompt has the tokens that the tokenizer gives it. Where a control string is, or is a part of, a client's
-text, the prompt is encoded once more by a copy of the tokenizer that knows its control tokens by other names
+An innocent prompt has the tokens that the tokenizer gives it. The prompt is encoded once more where a control string
+is, or is a part of, a client's text, by a copy of the tokenizer that knows its control tokens by other names
 (`renamed`); these stand where the template has written one.
 """
 
@@ -61,8 +61,8 @@ class TextEncoder:
     def __init__(self, tokenizer: Any, *, control_strings: bool = False) -> None:
         """control_strings: those in a client's text become control tokens."""
         self._tokenizer = tokenizer
-        self._known: dict[str, _ControlTokens] = {}  #: By the source of a chat template.
-        self._forms: dict[str, TemplateForm] = {}  #: By the source of a chat template.
+        self._known: dict[str, _ControlTokens] = {}  #: Values by the source of a chat template.
+        self._forms: dict[str, TemplateForm] = {}  #: Values by the source of a chat template.
         self._apart = not control_strings and hasattr(tokenizer, "backend_tokenizer")
         if not self._apart and not control_strings and hasattr(tokenizer, "encode"):  # else it takes no text
             log.warning(
@@ -163,7 +163,7 @@ class _ControlTokens:
         self._added: dict[int, Any] = dict(sorted(tokenizer.added_tokens_decoder.items()))
         named = [*tokenizer.all_special_tokens, *(getattr(tokenizer, "chat_control_tokens", None) or ())]
         self._ids = frozenset(number for number, token in self._added.items() if is_control(token, template, named))
-        self._frames: dict[int, _Frame] = {}  #: By the number of texts.
+        self._frames: dict[int, _Frame] = {}  #: Frames by the number of texts.
         #: Tokens for characters outside the vocabulary control nothing.
         self._filling = frozenset(self._backend.encode(_UNKNOWN, add_special_tokens=False).ids)
 

@@ -1,8 +1,8 @@
 """Text in which one sees which characters came from a client, whatever a chat template does with it. Pure.
 
 A client's characters stand in the buffer of a `Marked` as private-use characters, so no operation, not even one that is
-written in C and loses the class, can make a control string of them. What looks at the text (comparing, searching,
-cutting) is told its true characters. Made by `rendering`, encoded by `controls`.
+written in C and loses the class, can make a control string of them. Operations that look at the text (comparing,
+searching, cutting) is told its true characters. Made by `rendering`, encoded by `controls`.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Marked(str):
     """A text of which a part came from a client, or none: a literal of a template, which has no alphabet."""
 
     __slots__ = ("_alphabet", "_true")
-    _true: str  #: As many characters as the buffer has.
+    _true: str  #: True characters, as many as the buffer has.
     _alphabet: Alphabet | None
 
     def __new__(cls, buffer: str = "", true: str | None = None, alphabet: Alphabet | None = None) -> Marked:

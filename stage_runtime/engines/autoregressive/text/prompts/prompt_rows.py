@@ -1,7 +1,7 @@
 """The parts of a request beside token ids: rows, ``[tokens, hidden]`` floats, in place of some of them, positions of
-its own, rows that are added after named layers, and rows of its stream. Without torch; see `embeddings`.
+its own, rows that are added after named layers, and rows of its stream. It needs no torch; see `embeddings`.
 
-In a request `ROW` stands for the next row. Inside the core each row has a name, a negative number in the place of its
+`ROW` stands for the next row in a request. Each row has a name inside the core, a negative number in the place of its
 token id that is the same for equal rows only; so blocks are hashed, shared and kept by the content of their rows.
 """
 
@@ -14,7 +14,7 @@ import msgspec
 
 from stage_runtime.api import Feed
 
-ROW: Final = -1  #: In a prompt's token ids: the next row of its embeddings.
+ROW: Final = -1  #: The id in a prompt's token ids that stands for the next row of its embeddings.
 
 
 class AddedRows(msgspec.Struct, frozen=True, array_like=True):
@@ -33,9 +33,9 @@ class RequestRows:
     def __init__(self) -> None:
         self._pieces: list[tuple[int, Any]] = []  #: Position of the first row, and the rows; in order, disjoint.
         self._end = 0
-        self._positions: list[tuple[int, Any]] = []  #: As ``_pieces``: ``[3, tokens]``.
+        self._positions: list[tuple[int, Any]] = []  #: Positions in the form of ``_pieces``: ``[3, tokens]``.
         self._added: list[tuple[int, AddedRows]] = []  #: Position of the part's first token.
-        self._keys: list[tuple[int, int, bytes]] = []  #: Of tokens ``start .. end``, what their KV depends on.
+        self._keys: list[tuple[int, int, bytes]] = []  #: Keys of tokens ``start .. end``: what their KV depends on.
         self.delta = 0  #: A token without a position of its own stands at its index and this.
         self.fed: list[Any] = []  #: Rows of the stream, ``[hidden]`` each.
         self.end: Any = None
@@ -84,7 +84,7 @@ class RequestRows:
         return self.end if place == len(self.fed) and self.end is not None else self.pad
 
     def positions(self, start: int, end: int) -> list[list[int]]:
-        """Where tokens ``start .. end`` stand, on each of three axes."""
+        """The positions of tokens ``start .. end``, on each of three axes."""
         found = [[at + self.delta for at in range(start, end)] for _axis in range(3)]
         for first, given in self._positions:
             low, high = max(first, start), min(first + given.shape[1], end)
@@ -166,7 +166,7 @@ class Extension(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Embeddings(Protocol):
-    """The rows that the model takes. In any thread."""
+    """The rows that the model takes. Any thread may call this."""
 
     def place(
         self,

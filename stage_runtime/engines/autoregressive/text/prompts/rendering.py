@@ -122,7 +122,7 @@ def _compiled(source: str) -> jinja2.Template:
 
 
 def _seen_through(change: Callable[..., Any]) -> Callable[..., Any]:
-    """A filter that sees the true characters of marked texts. What it makes of them is a client's text."""
+    """A filter that sees the true characters of marked texts. Its result is a client's text."""
     first = 1 if hasattr(change, "jinja_pass_arg") else 0
 
     @functools.wraps(change)

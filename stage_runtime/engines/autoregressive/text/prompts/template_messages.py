@@ -1,7 +1,7 @@
 """Messages in the form that a chat template takes: where system messages may stand, whether content is text or parts.
 
-What a template takes is tried out with words that are looked for in what it writes; many leave out, without an error,
-what they do not know. Called by `prompting`.
+The forms that a template takes are tried out with words that are looked for in what it writes; many leave out, without
+an error, what they do not know. Called by `prompting`.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-MOST_DIGITS: Final = 15  #: Before a point: what every reader of JSON keeps exactly.
-MOST_DECIMALS: Final = 9  #: After it: more is too much for llguidance's multiples beside a number of 15 digits.
+MOST_DIGITS: Final = 15  #: Digits before a point: what every reader of JSON keeps exactly.
+MOST_DECIMALS: Final = 9  #: Digits after it: more is too much for llguidance's multiples beside a number of 15 digits.
 _NAMED: Final = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
 _LISTED: Final = frozenset({"anyOf", "oneOf", "allOf", "prefixItems"})
 _SINGLE: Final = frozenset({"items", "additionalProperties", "if", "then", "else", "contains"})
@@ -37,7 +37,7 @@ _VALUE: Final[list[dict[str, Any]]] = [
 def bounded(schema: Any, digits: int | None = MOST_DIGITS) -> Any:
     """The schema, in which integers and numbers have at most so many digits where it sets no bound itself.
 
-    digits: before a point; None: the schema as it is. What is not of the form of a schema is left as it is: the
+    digits: before a point; None: the schema as it is. A part that is not of the form of a schema is left as it is: the
     compiler refuses it. Raises: RecursionError: it is nested too deep.
     """
     if digits is None or not isinstance(schema, Mapping):

@@ -10,7 +10,7 @@ import msgspec
 
 from stage_runtime.errors import InvalidRequest
 
-#: As models write JSON. Without it they may write blanks for ever.
+#: JSON as models write it. They may write blanks for ever without it.
 WRITTEN: Final[Any] = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 MOST: Final = 1 << 16  #: Characters of a grammar.
 ANY_OBJECT: Final = '{"type": "object"}'

@@ -35,7 +35,7 @@ FORBIDDEN: Final = "doesn't satisfy the grammar"  # llguidance's words for a tok
 
 
 class Grammars:
-    """Compiles grammars for one vocabulary. In any thread."""
+    """Compiles grammars for one vocabulary. Any thread may call this."""
 
     def __init__(
         self,

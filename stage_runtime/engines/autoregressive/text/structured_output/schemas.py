@@ -1,6 +1,6 @@
 """A client's JSON schemas before a grammar is made of them: references, and what has no finite value. Pure.
 
-`grammars` compiles them. What cannot be read here is left as it is: the compiler refuses it.
+`grammars` compiles them. A part that cannot be read here is left as it is: the compiler refuses it.
 """
 
 from __future__ import annotations
@@ -105,8 +105,8 @@ class _Nodes:
 
     def __init__(self, root: dict[str, Any]) -> None:
         self.nodes: list[_Node] = []
-        self._resources: dict[str, Any] = {"": root}  #: By URI.
-        self._anchors: dict[str, dict[str, Any]] = {}  #: By URI with its fragment.
+        self._resources: dict[str, Any] = {"": root}  #: Resources by URI.
+        self._anchors: dict[str, dict[str, Any]] = {}  #: Anchors by URI with its fragment.
         self._base: dict[int, str] = {}
         self._collect(root, "")
         for node in self.nodes:  # it grows: a reference may lead where no schema is expected
@@ -132,7 +132,7 @@ class _Nodes:
 
     def endless(self) -> set[int]:
         """Ids of the schemas that no finite value follows: all but those that are found to have one, inside out."""
-        waiting: dict[int, list[_Node]] = defaultdict(list)  #: By the schema whose value is missing.
+        waiting: dict[int, list[_Node]] = defaultdict(list)  #: Nodes by the schema whose value is missing.
         found: set[int] = set()
         todo = list(reversed(self.nodes))
         while todo:

@@ -76,7 +76,7 @@ class _Parser:
     def __init__(self, asked: Asked) -> None:
         self._asked = asked
         self._held = ""
-        self._at = 0  #: Where in the whole text it begins.
+        self._at = 0  #: The place in the whole text where it begins.
         self._calls = 0
         self._thinking = asked.thinking
         self._plain = False  #: The rest is text.
@@ -289,7 +289,9 @@ class JSONCallParser(_Parser):
         self._text = True
 
     def _begin(self) -> int | None:
-        """Where a value begins in the held text. None: it may come. Below 0: the text does not begin a call."""
+        """The place where a value begins in the held text. None: it may come. A value below 0: the text does not begin
+        a call.
+        """
         blank = _BETWEEN if self._called else _BLANK
         rest = self._held[self._marked :].lstrip(blank)
         at = len(self._held) - len(rest)
@@ -327,7 +329,7 @@ class JSONCallParser(_Parser):
         return None if whole else -1
 
     def _close(self, begin: int) -> int | None:
-        """Where the value that begins there ends. None: it goes on."""
+        """The place where the value that begins there ends. None: it goes on."""
         for at in range(max(self._read, begin), len(self._held)):
             letter = self._held[at]
             if self._quoted:
