@@ -13,7 +13,7 @@ from typing import Any
 from omnipipeline_spec.types.errors import clipped
 from omnipipeline_spec.types.plan import CanaryShare, CoordinatorPlan, PipelineRevision
 from stage_runtime.coordinator.answering.unread_answers import DEFAULT_LIMITS, AnswerLimits
-from stage_runtime.coordinator.membership import Membership
+from stage_runtime.coordinator.membership import DEFAULT_TIMES, Membership, MembershipTimes
 from stage_runtime.coordinator.questions.adapters import AdapterChanges
 from stage_runtime.coordinator.questions.clocks import Clocks
 from stage_runtime.coordinator.questions.operations import Operations
@@ -113,6 +113,7 @@ class Coordinator:
         profiles: ProfileSession | None = None,
         terminal_stages: Callable[[OmniRequest], Any] | None = None,
         tracing: RequestTracer | None = None,
+        times: MembershipTimes = DEFAULT_TIMES,
     ) -> None:
         """Set the sockets and relays. Called once, before the first message is sent.
 
@@ -133,6 +134,7 @@ class Coordinator:
             last_attempt=lambda: self.manager.live.last_attempt,
             hold_s=self._plan.hold_s,
             loop=self._loop,
+            times=times,
         )
         clocks = Clocks()
         self.manager = RequestManager(

@@ -46,6 +46,16 @@ SENT_AT_ONCE: Final = 100
 FENCED: Final = "this incarnation was declared dead"
 
 
+class MembershipTimes(NamedTuple):
+    """How long a coordinator waits for processes."""
+
+    ready_after_s: float = READY_AFTER_S
+    registered_by_s: float = REGISTERED_BY_S
+
+
+DEFAULT_TIMES: Final = MembershipTimes()
+
+
 class Joined(NamedTuple):
     """The changes that a Hello has made."""
 
@@ -70,6 +80,7 @@ class Membership:
         last_attempt: Callable[[], int],
         hold_s: float,
         loop: asyncio.AbstractEventLoop,
+        times: MembershipTimes = DEFAULT_TIMES,
     ) -> None:
         """hold_s: for how long an instance is expected after the last one of its group has left."""
         self.incarnation = incarnation
@@ -82,6 +93,7 @@ class Membership:
         self._bound_to = bound_to
         self._last_attempt = last_attempt
         self._loop = loop
+        self._times = times
         self._introductions = Introductions()
         self._gone: dict[str, list[str]] = {}  #: A member to notify -> members that are gone; sent after `TICK_S`.
         self._beat_s = 0.0  #: The beat that was sent last to members.
@@ -166,7 +178,7 @@ class Membership:
 
     def _watch_for(self, sender: str, peers: Iterable[str]) -> None:
         """Report those that are not members to ``sender``: at once where they were declared dead here, else if they
-        have not registered by `REGISTERED_BY_S`.
+        have not registered by then (`MembershipTimes`).
         """
         unknown = [one for one in peers if one not in self.state.instances]
         gone = tuple(one for one in unknown if one in self._fenced)
@@ -176,7 +188,7 @@ class Membership:
         for one in later:
             self._introductions.adopt(sender, one)
         if later:
-            self._loop.call_later(REGISTERED_BY_S, self._report_unknown, later)
+            self._loop.call_later(self._times.registered_by_s, self._report_unknown, later)
 
     def _report_unknown(self, peers: Sequence[str]) -> None:
         for peer in peers:
@@ -262,7 +274,7 @@ class Membership:
         """
         alone_since = max(self._started_at, self._channels.other_protocol_at)
         self._was_complete = self._was_complete or all(map(self.starts_on_demand, self.state.missing_groups()))
-        return self._was_complete or time.monotonic() - alone_since > READY_AFTER_S
+        return self._was_complete or time.monotonic() - alone_since > self._times.ready_after_s
 
     def ready_count(self) -> dict[str, int]:
         counts: Counter[str] = Counter()

@@ -68,6 +68,7 @@ class RelaySettings(msgspec.Struct, frozen=True, kw_only=True):
     unclaimed_bytes: int = 1 << 30  #: The bound of tcp: arrived and not fetched; more is dropped and its request fails.
     unclaimed_s: float = 10.0  #: The deadline of tcp: what was not claimed by then is of a connection that broke.
     transfer_bytes: int = 8 << 30  #: A header with a larger transfer is garbage.
+    room_s: float = 0.1  #: How often room is looked for while a put waits for it; nearly all comes with a Release.
 
 
 class RelayContext(msgspec.Struct, frozen=True, kw_only=True):

@@ -37,7 +37,6 @@ Arguments = ParamSpec("Arguments")
 log = logging.getLogger(__name__)
 
 FAILED_S: Final = 1.0  # after a relay failed: a peer that has died with it is known to be gone by then
-ROOM_S: Final = 0.1  # how often room is looked for while a put waits for it; nearly all comes with a Release
 TRIM_S: Final = 5.0  # long against the gaps in a stage's load, short enough for other programs of a full machine
 
 
@@ -91,6 +90,7 @@ class Relays:
         )
         self._table = table
         self._transfer_bytes = settings.transfer_bytes
+        self._room_s = settings.room_s
         self._on_failed = on_failed
         self._relays: dict[str, Relay] = {}  #: Best first, as the table has them.
         self._refused: dict[str, str] = {}  #: Relays that were to be opened and did not start -> why.
@@ -228,7 +228,7 @@ class Relays:
         """A put found no room: call ``again`` once, on the loop, when some may have come back without a Release. Any
         thread may call this.
 
-        That is when a relay reports room, and after `ROOM_S`: nothing reports that an author's tensor has died.
+        That is when a relay reports room, and after ``room_s``: nothing reports that an author's tensor has died.
         """
         self._waiting = again
         self._on_loop(self._look_later)
@@ -240,7 +240,7 @@ class Relays:
 
     def _look_later(self) -> None:
         if self._looking is None and self._waiting is not None:
-            self._looking = self._loop.call_later(ROOM_S, self._look)
+            self._looking = self._loop.call_later(self._room_s, self._look)
 
     def _look(self) -> None:
         if self._looking is not None:

@@ -35,7 +35,7 @@ from stage_runtime.sockets.endpoints.opening import Sockets
 from stage_runtime.sockets.frames.pacing import ReadPacing
 from stage_runtime.sockets.frames.reading import Reading
 from stage_runtime.sockets.frames.receiving import Handler, Receiving
-from stage_runtime.sockets.frames.resending import Acknowledging, Resending
+from stage_runtime.sockets.frames.resending import DEFAULT_TIMES, Acknowledging, Resending, ResendTimes
 from stage_runtime.wire.messages import Message
 
 log = logging.getLogger(__name__)
@@ -59,6 +59,7 @@ class Channels:
         reconnect_grace_s: float = RECONNECT_GRACE_S,
         dismissals: DismissalBounds = DEFAULT_BOUNDS,
         given_up_kept: int = GIVEN_UP_KEPT,
+        resend_times: ResendTimes = DEFAULT_TIMES,
     ) -> None:
         """idle_after_s: the connection of a link that was not used for so long is closed, and made again when it is;
         None: never. Then others must report a peer that dies.
@@ -91,9 +92,13 @@ class Channels:
         self._held = threading.local()  #: ``links``: with frames that leave when `together` ends; None: outside of it.
         #: The receiver of the last link to a peer that was dropped, the oldest first.
         self._given_up: dict[str, LinkReceiver] = {}
-        self._acks = Acknowledging(loop, self._wake)
+        self._acks = Acknowledging(loop, self._wake, resend_times)
         self._resending = Resending(
-            loop, self.counters, self._dialers.turn, flushed=lambda link: self._dismissals.flushed(link)
+            loop,
+            self.counters,
+            self._dialers.turn,
+            flushed=lambda link: self._dismissals.flushed(link),
+            times=resend_times,
         )
         # Asleep: it may use what is kept free at a limit.
         self._dismissals = Dismissals(

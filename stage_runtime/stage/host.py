@@ -20,6 +20,7 @@ from stage_runtime.errors import TransferError, ValueRefused
 from stage_runtime.metrics import planes
 from stage_runtime.profiler.recording.session import ProfileSession
 from stage_runtime.relays.dispatch import Relays
+from stage_runtime.relays.memory import pages
 from stage_runtime.sockets.channels import Channels
 from stage_runtime.stage.control.administration import Administration
 from stage_runtime.stage.control.profiling import ProcessProfiling
@@ -90,8 +91,9 @@ class Host:
         mutation_check: MutationCheck | None = None,
         profiles: ProfileSession | None = None,
         leader: Leader | None = None,
+        give_back: Callable[[], None] = pages.give_back,
     ) -> None:
-        """leader: the followers' end, of a TP stage's rank 0."""
+        """leader: the followers' end, of a TP stage's rank 0. give_back: see `IdleTrimming`."""
         self.process = ProcessContext(incarnation, mutation_check)
         self.stages: Mapping[str, Stage] = {
             plan.name: Stage(plan, self.process, crashed=self._stage_crashed, loop=loop, leader=leader)
@@ -121,7 +123,7 @@ class Host:
         )
         self._ranks: RankPlane | None = None
         self._releases = Releases(loop, self.process.send)
-        self._idle_trimming = IdleTrimming(self.stages.values())
+        self._idle_trimming = IdleTrimming(self.stages.values(), give_back)
         self._administration = Administration(
             self.stages,
             self.process.send,

@@ -16,6 +16,7 @@ from stage_runtime.coordinator.answering.request_handles import RequestHandle
 from stage_runtime.coordinator.answering.unread_answers import DEFAULT_LIMITS, AnswerLimits
 from stage_runtime.coordinator.coordinator import Coordinator
 from stage_runtime.coordinator.events import ChunkEvent, RequestRecord, ResultEvent
+from stage_runtime.coordinator.membership import DEFAULT_TIMES, MembershipTimes
 from stage_runtime.errors import LimitReached, RequestError
 from stage_runtime.payloads import encoding
 from stage_runtime.rules.graph import edges
@@ -98,6 +99,7 @@ class CoordinatorHarness:
         revisions: tuple[PipelineRevision, ...],
         answer_limits: AnswerLimits,
         incarnation: str,
+        times: MembershipTimes,
     ) -> None:
         self.channels = MemoryChannels()
         self.relays = MemoryRelays()
@@ -111,6 +113,7 @@ class CoordinatorHarness:
             publisher="ipc:///pub",
             revisions=revisions,
             terminal_stages=terminal_stages,
+            times=times,
         )
         self.manager = self.coordinator.manager
         self.membership = self.coordinator.membership
@@ -199,10 +202,11 @@ async def coordinator_harness(
     joined: bool = True,
     answer_limits: AnswerLimits = DEFAULT_LIMITS,
     incarnation: str = ME,
+    times: MembershipTimes = DEFAULT_TIMES,
     **plan: Any,
 ) -> AsyncIterator[CoordinatorHarness]:
     coordinator_plan = CoordinatorPlan(pipeline="hello", model="hello", **plan)
-    made = CoordinatorHarness(coordinator_plan, terminal_stages, revisions, answer_limits, incarnation)
+    made = CoordinatorHarness(coordinator_plan, terminal_stages, revisions, answer_limits, incarnation, times)
     if joined:
         made.join("f1", "front")
         made.join("v1", "voice")

@@ -93,12 +93,9 @@ async def test_who_is_unreachable_and_was_declared_dead_is_reported_gone() -> No
 
 
 @pytest.mark.parametrize("how", ["unreachable", "passed on"])
-async def test_who_is_no_member_is_reported_gone_when_it_has_not_registered_in_time(
-    how: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_who_is_no_member_is_reported_gone_when_it_has_not_registered_in_time(how: str) -> None:
     """This coordinator may have started a moment ago: who lives must not be called gone."""
-    monkeypatch.setattr(membership, "REGISTERED_BY_S", 0.05)
-    async with coordinator_harness() as made:
+    async with coordinator_harness(times=membership.MembershipTimes(registered_by_s=0.05)) as made:
         member = made.membership.state.instances["v1"].member
         for name in ("v2", "v3"):
             other = msgspec.structs.replace(member, incarnation=name)
@@ -301,11 +298,8 @@ async def test_a_coordinator_that_was_complete_once_stays_ready() -> None:
         assert not made.manager.status()["complete"]
 
 
-async def test_it_is_ready_in_time_without_a_set_unless_others_speak_another_protocol(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    async with coordinator_harness(joined=False) as made:
-        monkeypatch.setattr(membership, "READY_AFTER_S", 0.05)
+async def test_it_is_ready_in_time_without_a_set_unless_others_speak_another_protocol() -> None:
+    async with coordinator_harness(joined=False, times=membership.MembershipTimes(ready_after_s=0.05)) as made:
         made.channels.other_protocol_at = time.monotonic() + 3600
         await asyncio.sleep(0.1)
         assert not made.manager.ready(), "an older coordinator serves them, and goes when this one is ready"

@@ -12,6 +12,7 @@ import functools
 import re
 from collections import defaultdict
 from collections.abc import Iterator
+from pathlib import Path
 
 from tests.docs.blocks import ROOT
 
@@ -43,18 +44,18 @@ class Definition:
 
 
 @functools.cache
-def reached() -> tuple[dict[str, str], frozenset[str]]:
+def reached(root: Path = ROOT) -> tuple[dict[str, str], frozenset[str]]:
     """The place where each class and function is defined, and every name that is reached."""
     known = defaultdict[str, list[Definition]](list)
     waiting: list[str] = []
-    for path in (path for folder in PRODUCT for path in sorted((ROOT / folder).rglob("*.py"))):
-        module = Definition("", path.relative_to(ROOT).as_posix())
+    for path in (path for folder in PRODUCT for path in sorted((root / folder).rglob("*.py"))):
+        module = Definition("", path.relative_to(root).as_posix())
         for found in list(_definitions(ast.parse(path.read_text()), module)):  # all uses are known at the end
             known[found.name].append(found)
             if found is module or found.place in AUTHORS:
                 waiting += found.uses
                 waiting += [found.name] if found.place in AUTHORS else []
-    waiting += _named_by_files()
+    waiting += _named_by_files(root)
     names: set[str] = set()
     while waiting:
         name = waiting.pop()
@@ -65,8 +66,8 @@ def reached() -> tuple[dict[str, str], frozenset[str]]:
     return {name: found[0].place for name, found in known.items()}, frozenset(names)
 
 
-def _named_by_files() -> Iterator[str]:
-    files = [ROOT / "pyproject.toml", *(ROOT / "examples").rglob("*.yaml"), *(ROOT / "operator").rglob("*.toml")]
+def _named_by_files(root: Path) -> Iterator[str]:
+    files = [root / "pyproject.toml", *(root / "examples").rglob("*.yaml"), *(root / "operator").rglob("*.toml")]
     for path in files:
         yield from NAMED.findall(path.read_text().replace('"', ""))
 

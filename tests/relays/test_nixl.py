@@ -17,7 +17,6 @@ import torch
 
 from stage_runtime.errors import ConfigurationError, TransferError
 from stage_runtime.relays.context import RelaySettings
-from stage_runtime.relays.dispatch import Relays
 from stage_runtime.relays.nixl import agent, environment, nixl_messages
 from stage_runtime.relays.nixl.agent import Agent
 from tests.relays.near_end import (
@@ -400,12 +399,11 @@ def test_ucx_uses_the_interface_whose_address_peers_receive(bind: str, host: str
     assert found.get("UCX_NET_DEVICES") == device
 
 
-async def test_what_is_missing_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agent, "PACKAGES", ("no_such_nixl",))
+def test_what_is_missing_is_said_in_one_line() -> None:
     with pytest.raises(
         ConfigurationError, match=r"^relay 'nixl' cannot be loaded .*pip install 'omnipipeline\[nixl\]'$"
     ):
-        Relays(loop=asyncio.get_running_loop(), incarnation="x", on_release=lambda *_: None, settings=ASKED)
+        agent.Agent("x", packages=("no_such_nixl",))
 
 
 async def test_nixl_s_own_count_has_all_bytes_that_were_moved() -> None:

@@ -14,6 +14,7 @@ from stage_runtime.rules.flow.links import ACK_EVERY
 from stage_runtime.sockets.connections.links import Link
 from stage_runtime.sockets.endpoints.addresses import CurveSecurity
 from stage_runtime.sockets.frames import resending
+from stage_runtime.sockets.frames.resending import ResendTimes
 from stage_runtime.wire.messages import Deregister, Message
 from tests.sockets.peers import PATIENCE_S, SECRET, End, Listener, Proxy, ends
 
@@ -86,12 +87,11 @@ class Ring(Listener):
             self.channels.send(self.following, Deregister(str(left - 1)))
 
 
-async def test_an_ack_hides_nothing_that_has_come_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_ack_hides_nothing_that_has_come_before_it() -> None:
     """A send on a socket takes the edge on which it is read. One message goes round, and nothing else would wake."""
-    for name in ("RESEND_FIRST_S", "RESEND_LATER_S"):
-        monkeypatch.setattr(resending, name, 3600.0)
+    times = ResendTimes(first_s=3600.0, later_s=3600.0)
     names = ["aa", "bb", "cc"]
-    made = [End(name, TCP, listener=Ring(names[(at + 1) % 3])) for at, name in enumerate(names)]
+    made = [End(name, TCP, listener=Ring(names[(at + 1) % 3]), resend_times=times) for at, name in enumerate(names)]
     async with ends(*made):
         for at, end in enumerate(made):
             one_way(end, made[(at + 1) % 3])
@@ -142,11 +142,10 @@ async def test_parts_that_no_peer_sends_hurt_nobody(part: bytes) -> None:
 
 
 @asynccontextmanager
-async def known(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[End, End, Link]]:
+async def known() -> AsyncIterator[tuple[End, End, Link]]:
     """The first end has had an ack of the second one. No late ack comes by itself, nothing is sent again."""
-    monkeypatch.setattr(resending, "ACK_LATE_S", 3600.0)
-    monkeypatch.setattr(resending, "RESEND_LATER_S", 3600.0)
-    a, b = End("aa", TCP), End("bb", TCP)
+    times = ResendTimes(ack_late_s=3600.0, later_s=3600.0)
+    a, b = End("aa", TCP, resend_times=times), End("bb", TCP, resend_times=times)
     async with ends(a, b):
         one_way(a, b)
         a.send("bb", "first")
@@ -156,8 +155,8 @@ async def known(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[End, End
         yield a, b, link
 
 
-async def test_who_has_had_an_ack_gets_the_next_one_with_many_frames(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with known(monkeypatch) as (a, b, link):
+async def test_who_has_had_an_ack_gets_the_next_one_with_many_frames() -> None:
+    async with known() as (a, b, link):
         for number in range(ACK_EVERY - 1):
             a.send("bb", str(number))
         await b.listener.until(lambda: len(b.listener.received_words) == ACK_EVERY)
@@ -168,9 +167,9 @@ async def test_who_has_had_an_ack_gets_the_next_one_with_many_frames(monkeypatch
         assert a.channels.counters["resent"] == 0
 
 
-async def test_who_waits_for_acks_gets_them_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_who_waits_for_acks_gets_them_soon() -> None:
     """Its frames come again, and those are acknowledged soon."""
-    async with known(monkeypatch) as (a, b, _link):
+    async with known() as (a, b, _link):
         a.send("bb", "last")
         await b.listener.until(lambda: b.listener.received_words == ["first", "last"])
         assert await a.channels.settled(PATIENCE_S)

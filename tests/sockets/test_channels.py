@@ -19,7 +19,6 @@ import pytest
 import zmq
 
 from stage_runtime.errors import ConfigurationError, LimitReached, ValueRefused
-from stage_runtime.sockets import broadcasts
 from stage_runtime.sockets.endpoints import limits, opening
 from stage_runtime.sockets.endpoints.addresses import CurveSecurity, check, resolve
 from stage_runtime.wire import codec
@@ -556,17 +555,17 @@ async def test_broadcast_aborts_are_received_and_nothing_else_is(short_path: Pat
         b.channels.unsubscribe(publisher)
 
 
-async def test_broadcasts_of_another_protocol_are_counted_as_such(
-    short_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_broadcasts_of_another_protocol_are_counted_as_such(short_path: Path) -> None:
     a, b = End("aa", place("ipc", short_path, "a")), End("bb", place("ipc", short_path, "b"))
+    frame = codec.encode(Frame(PROTOCOL + 1, "aa", "", 0, 0, 0, 0, Abort("r1", 1, "aa", "cancelled")))
     async with ends(a, b):
         introduce(a, b)
-        b.channels.subscribe(a.channels.bind_publisher(f"ipc://{short_path}/pub"))
-        monkeypatch.setattr(broadcasts, "PROTOCOL", PROTOCOL + 1)
-        while not b.channels.counters["other_protocol"]:
-            a.channels.publish(Abort("r1", 1, "aa", "cancelled"))
-            await asyncio.sleep(0.02)
+        with zmq.Context() as context, context.socket(zmq.PUB) as publisher:
+            publisher.bind(f"ipc://{short_path}/pub")
+            b.channels.subscribe(f"ipc://{short_path}/pub")
+            while not b.channels.counters["other_protocol"]:
+                publisher.send(frame)
+                await asyncio.sleep(0.02)
         assert b.channels.counters["malformed"] == 0
         assert b.listener.messages == []
 

@@ -8,7 +8,7 @@ import tempfile
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import pytest
@@ -16,7 +16,7 @@ import pytest
 from stage_runtime.rules.flow.links import LinkReceiver
 from stage_runtime.sockets.connections import detours
 from stage_runtime.sockets.connections.links import Link
-from stage_runtime.sockets.frames import resending
+from stage_runtime.sockets.frames.resending import ResendTimes
 from stage_runtime.wire import codec
 from stage_runtime.wire.messages import Deregister, Detour, Message, Skip
 from stage_runtime.wire.parts import Header
@@ -58,9 +58,9 @@ class Three(NamedTuple):
 
 
 @contextlib.asynccontextmanager
-async def three() -> AsyncIterator[Three]:
+async def three(**bounds: Any) -> AsyncIterator[Three]:
     """Both have open links to the coordinator, and ``one`` a link to ``other`` whose connection is held."""
-    made = [End(name, TCP, listener=Passing(), dead_after_s=60.0) for name in ("one", "other", "c")]
+    made = [End(name, TCP, listener=Passing(), dead_after_s=60.0, **bounds) for name in ("one", "other", "c")]
     one, other, coordinator = made
     proxy = Proxy(other.endpoint)
     try:
@@ -97,11 +97,9 @@ async def test_frames_come_by_the_coordinator_while_the_connection_is_held_and_a
 
 
 @pytest.mark.parametrize("owner", ["c", "d"])
-async def test_the_frame_of_a_request_comes_by_the_coordinator_that_owns_it(
-    owner: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(resending, "RESEND_FIRST_S", 3600.0)  # a frame that is sent again may come by the other one
-    async with three() as (one, other, coordinator, _):
+async def test_the_frame_of_a_request_comes_by_the_coordinator_that_owns_it(owner: str) -> None:
+    never_again = ResendTimes(first_s=3600.0)  # a frame that is sent again may come by the other one
+    async with three(resend_times=never_again) as (one, other, coordinator, _):
         second = End("d", TCP, listener=Passing(), dead_after_s=60.0)
         async with ends(second):
             introduce(one, second)

@@ -32,12 +32,9 @@ def test_an_endpoint_is_written_as_libzmq_takes_it(endpoint: str, written: str) 
 
 
 @pytest.mark.parametrize(("everywhere", "written"), [("::", "tcp://[::]:5550"), ("0.0.0.0", "tcp://0.0.0.0:5550")])
-def test_anywhere_is_every_address_of_the_machine(
-    everywhere: str, written: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(hosts, "everywhere", lambda: everywhere)
-    assert hosts.written_out("tcp://*:5550") == written
-    assert (hosts.host("*"), hosts.host("10.0.0.1")) == (everywhere, "10.0.0.1")
+def test_anywhere_is_every_address_of_the_machine(everywhere: str, written: str) -> None:
+    assert hosts.written_out("tcp://*:5550", lambda: everywhere) == written
+    assert [hosts.host(one, lambda: everywhere) for one in ("*", "10.0.0.1")] == [everywhere, "10.0.0.1"]
 
 
 def test_the_listener_of_everywhere_takes_connections_to_every_loopback_address() -> None:

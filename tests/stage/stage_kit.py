@@ -180,13 +180,16 @@ class World:
         *,
         slots: int = 1000,
         mutation_check: MutationCheck | None = None,
+        **options: Any,
     ) -> Host:
+        """options: others of `Host`."""
         host = Host(
             plans,
             Uneventful(name, self.failures, self.fenced),
             incarnation=name,
             loop=self._loop,
             mutation_check=mutation_check,
+            **options,
         )
         self.known.add(name)
         self.relays[name] = WorldRelays(self, name, slots)

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 import stage_runtime as omni
 from omnipipeline_spec.types.plan import RelayPlan, StagePlan
-from stage_runtime.relays.memory import pages
 from stage_runtime.rules.flow.streams import STREAM_WINDOW
 from stage_runtime.wire.messages import (
     Complete,
@@ -485,11 +484,8 @@ async def test_a_draining_entry_stage_hands_back_what_it_has_not_begun() -> None
         await made.until(lambda: made.hosts["pa"].idle)
 
 
-async def test_memory_is_given_back_each_time_that_a_process_comes_to_rest_and_ever_less_often_then(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_memory_is_given_back_each_time_that_a_process_comes_to_rest_and_ever_less_often_then() -> None:
     given = list[int]()
-    monkeypatch.setattr(pages, "give_back", lambda: given.append(1))
     held, go_on = threading.Event(), threading.Event()
 
     def wait(payload: omni.StagePayload) -> Any:
@@ -498,7 +494,7 @@ async def test_memory_is_given_back_each_time_that_a_process_comes_to_rest_and_e
         return payload.data
 
     async with world() as made:
-        host = made.process("p", [plan("a", terminal=True)], {"a": wait})
+        host = made.process("p", [plan("a", terminal=True)], {"a": wait}, give_back=lambda: given.append(1))
         for _ in range(200):
             host.beat()
         assert not given, "nothing was done yet"

@@ -24,13 +24,13 @@ class Unreachable(Exception):
     """The route to a peer is broken, or was never there. No transfer to or from it is under way any more."""
 
 
-def bindings() -> Any:
-    """NIXL's extension module.
+def bindings(packages: Sequence[str] = PACKAGES) -> Any:
+    """NIXL's extension module, of the first of ``packages`` that is installed.
 
     Raises: ImportError: it is not installed, or not loadable on this machine; the message has the reason.
     """
     reasons = []
-    for package in PACKAGES:
+    for package in packages:
         try:
             return importlib.import_module(f"{package}._bindings")
         except ImportError as error:
@@ -41,10 +41,10 @@ def bindings() -> Any:
 class Agent:
     """An agent with the backend UCX."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, packages: Sequence[str] = PACKAGES) -> None:
         """Raises: ConfigurationError: NIXL is not installed, or UCX does not start here."""
         try:
-            nixl = self._nixl = bindings()
+            nixl = self._nixl = bindings(packages)
         except ImportError as error:
             install = "pip install 'omnipipeline[nixl]'"
             raise ConfigurationError(f"relay 'nixl' cannot be loaded ({error}): {install}") from error

@@ -7,6 +7,7 @@ all programs; imports little, for PID 1 of a pod.
 from __future__ import annotations
 
 import socket
+from collections.abc import Callable
 from typing import Final
 
 ANYWHERE: Final = "*"  #: The name in place of a host to listen at.
@@ -26,9 +27,9 @@ def everywhere() -> str:
     return "::"
 
 
-def host(written: str) -> str:
-    """A host to listen at: `everywhere` for `ANYWHERE`, others as they are."""
-    return everywhere() if written == ANYWHERE else written
+def host(written: str, anywhere: Callable[[], str] = everywhere) -> str:
+    """A host to listen at: ``anywhere()`` for `ANYWHERE`, others as they are."""
+    return anywhere() if written == ANYWHERE else written
 
 
 def bracketed(host: str) -> str:
@@ -36,15 +37,15 @@ def bracketed(host: str) -> str:
     return f"[{host}]" if ":" in host and not host.startswith("[") else host
 
 
-def written_out(endpoint: str) -> str:
-    """A TCP endpoint as libzmq takes it: `everywhere` for `ANYWHERE`, brackets around an IPv6 address.
+def written_out(endpoint: str, anywhere: Callable[[], str] = everywhere) -> str:
+    """A TCP endpoint as libzmq takes it: ``anywhere()`` for `ANYWHERE`, brackets around an IPv6 address.
 
     Kubernetes puts a pod's address into a variable as it is, of either family. Others come back as they are.
     """
     if not endpoint.startswith("tcp://"):
         return endpoint
     given, _, port = endpoint.removeprefix("tcp://").rpartition(":")
-    return f"tcp://{bracketed(host(given))}:{port}"
+    return f"tcp://{bracketed(host(given, anywhere))}:{port}"
 
 
 def listener(host: str, port: int, *, backlog: int) -> socket.socket:

@@ -12,7 +12,7 @@ import itertools
 import time
 from collections import Counter, deque
 from collections.abc import Callable
-from typing import Final
+from typing import Final, NamedTuple
 
 from stage_runtime.rules.flow import ticks
 from stage_runtime.rules.flow.links import ACK_EVERY
@@ -32,15 +32,28 @@ RESEND_LATER_S: Final = 3.0
 RESEND_MOST_S: Final = 6.0
 
 
+class ResendTimes(NamedTuple):
+    """When a late ack goes out, and when frames without an ack are sent again."""
+
+    ack_late_s: float = ACK_LATE_S
+    first_s: float = RESEND_FIRST_S
+    later_s: float = RESEND_LATER_S
+
+
+DEFAULT_TIMES: Final = ResendTimes()
+
+
 class Acknowledging:
     """The acknowledgements owed to peers."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, wake: Callable[[Link], object]) -> None:
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, wake: Callable[[Link], object], times: ResendTimes = DEFAULT_TIMES
+    ) -> None:
         """wake: open the connection of a link that sleeps, if there is room."""
         self._wake = wake
         self._unconnected: set[Link] = set()  #: Owing, without a way to send it.
         self._soon = _Later(loop, ACK_SOON_S, self._settle)
-        self._late = _Later(loop, ACK_LATE_S, self._settle)
+        self._late = _Later(loop, times.ack_late_s, self._settle)
 
     def owe(self, link: Link, *, again: bool = False) -> None:
         """A frame was delivered. again: it came a second time."""
@@ -121,6 +134,7 @@ class Resending:
         turn: Callable[[], bool],
         *,
         flushed: Callable[[Link], None],
+        times: ResendTimes = DEFAULT_TIMES,
     ) -> None:
         """turn: called now and then while frames are not acknowledged; whether it has read answers. flushed: the
         connection has all frames of a link that waited.
@@ -129,6 +143,7 @@ class Resending:
         self._counters = counters
         self._turn = turn
         self._flushed = flushed
+        self._times = times
         self._due: dict[Link, tuple[float, float]] = {}  #: When to send again, and the delay before that.
         self._fresh: deque[Link] = deque()  #: Links that have come to it since the last check.
         self._stalled: set[Link] = set()  #: Links with frames that their connections did not accept.
@@ -150,7 +165,7 @@ class Resending:
         """An acknowledgement freed frames: the delay starts again from its minimum."""
         link.is_known = True
         if link in self._due:
-            self._due[link] = (self._loop.time() + RESEND_LATER_S, RESEND_LATER_S)
+            self._due[link] = (self._loop.time() + self._times.later_s, self._times.later_s)
 
     def flush(self, link: Link) -> None:
         """Send what waits, now and, where the connection has no room, again soon."""
@@ -199,12 +214,12 @@ class Resending:
     def _check(self) -> None:
         """Send frames again that were not acknowledged in time: lost with a connection, or sent before registration."""
         # Armed first: a check that raises does not stop the later ones.
-        self._timer = self._loop.call_later(RESEND_FIRST_S / 2, self._check)
+        self._timer = self._loop.call_later(self._times.first_s / 2, self._check)
         answered = self._turn()
         now = self._loop.time()
         while self._fresh:
             link = self._fresh.popleft()
-            delay_s = RESEND_LATER_S if link.is_known else RESEND_FIRST_S
+            delay_s = self._times.later_s if link.is_known else self._times.first_s
             self._due.setdefault(link, (now + delay_s, delay_s))
         for link, (due, delay_s) in list(self._due.items()):
             if link.closed or link.at_rest():
@@ -227,4 +242,4 @@ class Resending:
 
     def _arm(self) -> None:
         if self._timer is None and not self._closed:
-            self._timer = self._loop.call_later(RESEND_FIRST_S / 2, self._check)
+            self._timer = self._loop.call_later(self._times.first_s / 2, self._check)

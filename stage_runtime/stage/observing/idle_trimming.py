@@ -5,7 +5,7 @@ run.
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Final
 
 from stage_runtime.relays.dispatch import Relays
@@ -18,8 +18,10 @@ LAST_TRIM: Final = 64  # calm beats
 class IdleTrimming:
     """Checks at every beat whether the process was idle since the one before."""
 
-    def __init__(self, stages: Iterable[Stage]) -> None:
+    def __init__(self, stages: Iterable[Stage], give_back: Callable[[], None] = pages.give_back) -> None:
+        """give_back: gives free memory of this process back to the system."""
         self._stages = tuple(stages)
+        self._give_back = give_back
         self._pinned: list[int] = []  #: Transfers that were pinned at the last beat.
         self._searched_for: list[int] = []  #: Those of them for which garbage was collected in vain.
         self._taken = 0  #: The number of events that the engines had taken at the last beat.
@@ -47,7 +49,7 @@ class IdleTrimming:
         """
         self._calm = self._calm + 1 if taken == self._taken and not busy else 0
         if 0 < self._calm <= LAST_TRIM and self._calm.bit_count() == 1:
-            pages.give_back()
+            self._give_back()
         self._taken = taken
 
     def _give_dropped_back(self, dropped: int) -> None:
@@ -56,4 +58,4 @@ class IdleTrimming:
             self._free, self._dropped = True, dropped
         elif self._free:
             self._free = False
-            pages.give_back()
+            self._give_back()
