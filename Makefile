@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python tests/install_packages.py
 WAV ?= examples/voice/question.wav
-JOBS ?= 3
+JOBS ?= 4
 
 .PHONY: help demo packages test nightly mutations check lint types floors coverage format crds docs pictures voice-test images cluster-test gpu-wheels gpu-test hops clean
 
@@ -17,8 +17,8 @@ demo: $(VENV)/.demo ## ask a spoken question (WAV=file for one of your own) and 
 packages: ## as root, on Debian: what some tests need beside Python; without it they are skipped, and say so
 	tests/debian_packages.sh
 
-test: $(VENV)/.dev ## every test that needs neither a cluster nor models, JOBS=3 files at a time: half of them wait
-	$(BIN)/pytest -n $(JOBS) --dist loadfile --durations 40 -m "not cluster and not voice and not gpu and not rdma"
+test: $(VENV)/.dev ## every test that needs neither a cluster nor models, JOBS=4 files at a time: half of them wait
+	$(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations 40 -m "not cluster and not voice and not gpu and not rdma"
 
 nightly: export OMNI_THOROUGH = 1
 nightly: export PYTEST_TIMEOUT = 1800
@@ -41,7 +41,7 @@ floors: $(VENV)/.dev
 	$(BIN)/lint-imports
 
 coverage: $(VENV)/.dev ## the tests of `make test`, and which lines and branches they reach (in this process alone)
-	$(BIN)/pytest -n $(JOBS) --dist loadfile -m "not cluster and not voice and not gpu and not rdma" --cov --cov-report=term
+	$(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not cluster and not voice and not gpu and not rdma" --cov --cov-report=term
 
 format: $(VENV)/.dev ## rewrite the code in the house format
 	$(BIN)/ruff format .

@@ -1,13 +1,17 @@
 """Fixtures that several rooms' tests share; they live in modules beside this one."""
 
+import gc
 import os
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import hypothesis
 import pytest
 import pytest_timeout as timeouts
 
-from tests import debian
+from stage_runtime import imports
+from tests import debian, order
 from tests.cluster_kit import api_server, cluster_kit, node_cluster
 from tests.engines.overlap_kit import each_way
 from tests.patience import patience
@@ -24,6 +28,8 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("tests")
 
+HERE = Path(__file__).parent
+
 __all__ = ["api_server", "cluster_kit", "each_way", "node_cluster"]
 
 
@@ -38,9 +44,26 @@ def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> Any:
     return timeouts.pytest_timeout_set_timer(item, settings._replace(timeout=patience(settings.timeout)))
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Collect without the garbage collector; afterwards it looks at nothing that was there before the first test.
+
+    All modules and 11,000 tests live to the end of the run. Each collection would look at all of them.
+    """
+    with imports.uncollected():
+        result = yield
+    gc.freeze()
+    return result
+
+
+def _place(item: pytest.Item) -> tuple[bool, int]:
     """The release of the chart last: its operator looks after every namespace, the other tests' too."""
-    items.sort(key=lambda item: item.path.parent.name == "cluster")
+    path = item.path.relative_to(HERE)
+    return path.parts[0] == "cluster", order.place(path.as_posix())
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    items.sort(key=_place)
     if THOROUGH:
         return
     nightly = [item for item in items if item.get_closest_marker("nightly")]

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from tests import index
+from tests import index, order
 from tests.docs.blocks import ROOT
 
 WORKFLOW = ".github/workflows/ci.yml"
@@ -59,3 +59,10 @@ def test_the_hooks_are_what_make_check_runs() -> None:
 def test_every_package_of_the_wheel_has_types_for_who_imports_it() -> None:
     built = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
     assert [path for path in built["packages"] if not (ROOT / path / "py.typed").is_file()] == []
+
+
+def test_the_files_that_start_first_exist_and_no_other_starts_before_them() -> None:
+    named = (*order.LONGEST, *order.FOLDERS)
+    assert [name for name in named if not (ROOT / "tests" / name).exists()] == []
+    assert [order.place(name) for name in named] == list(range(len(named)))
+    assert order.place("e2e/test_hooks.py") == order.place("e2e") < order.place("rules/test_handover.py") == len(named)
