@@ -1,6 +1,6 @@
 """A real engine core whose executor counts: the next token is the last one plus one. Imported in engine processes.
 
-It fails, waits and reports as tests ask by ``kwargs`` and utilities. It has no transformers, so that it starts quickly.
+It fails, waits and reports as tests ask by ``kwargs`` and utilities. It imports no torch, so that it starts quickly.
 """
 
 from __future__ import annotations
@@ -9,18 +9,21 @@ import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from stage_runtime.engines.autoregressive.core.engine_core import EngineCore
 from stage_runtime.engines.autoregressive.core.serving import Served
-from stage_runtime.engines.autoregressive.expert_parallel.meetings import ExpertRanks, Place
+from stage_runtime.engines.autoregressive.expert_parallel.places import Place
 from stage_runtime.engines.autoregressive.sampling.model_output import ModelOutput
 from stage_runtime.engines.autoregressive.sampling.parameters import SamplingParams
 from stage_runtime.rules.autoregressive.blocks import BlockPool
 from stage_runtime.rules.autoregressive.scheduling import Scheduler
 from stage_runtime.rules.autoregressive.steps import SchedulerLimits, SchedulerOutput
+
+if TYPE_CHECKING:
+    from stage_runtime.engines.autoregressive.expert_parallel.meetings import ExpertRanks
 
 VOCABULARY = 1000
 BLOCKS = 200
@@ -89,6 +92,8 @@ def counting(
     )
     executor = CountingExecutor(step_s=step_s, fatal=fatal, slow=slow)
     if place is not None:
+        from stage_runtime.engines.autoregressive.expert_parallel.meetings import ExpertRanks
+
         executor.ranks = ExpertRanks(place)
     core = EngineCore(Scheduler(limits, BlockPool(BLOCKS)), executor, vocab_size=VOCABULARY)
     utilities: dict[str, Callable[..., Any]] = {

@@ -7,7 +7,7 @@ from typing import Any
 from stage_runtime.engines.autoregressive.core.engine_core import EngineCore
 from stage_runtime.engines.autoregressive.core.serving import Served
 from stage_runtime.engines.autoregressive.expert_parallel.experts import ExpertRunner, ExpertsShare
-from stage_runtime.engines.autoregressive.expert_parallel.meetings import Place
+from stage_runtime.engines.autoregressive.expert_parallel.places import Place
 from stage_runtime.engines.autoregressive.process import served
 
 FACTORY = "tests.engines.expert_engine:engine"

@@ -20,8 +20,7 @@ from stage_runtime.engines.autoregressive.core.kv_connector import KVConnector, 
 from stage_runtime.engines.autoregressive.core.preprocessing import Preprocessor, keep_rows
 from stage_runtime.engines.autoregressive.core.step_dumps import StepDumps
 from stage_runtime.engines.autoregressive.lora.registry import Adapters
-from stage_runtime.engines.autoregressive.model.model_runner import Drafted
-from stage_runtime.engines.autoregressive.sampling.model_output import ModelOutput
+from stage_runtime.engines.autoregressive.sampling.model_output import Drafted, ModelOutput
 from stage_runtime.engines.autoregressive.text.prompts.prompt_rows import (
     Embeddings,
     Extension,

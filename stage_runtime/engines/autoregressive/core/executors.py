@@ -8,15 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from stage_runtime.engines.autoregressive.model.model_runner import Drafted, DraftMasks, Masks, ModelRunner
-from stage_runtime.engines.autoregressive.sampling.model_output import ModelOutput
+from stage_runtime.engines.autoregressive.sampling.model_output import Drafted, DraftMasks, Masks, ModelOutput
 from stage_runtime.engines.autoregressive.sampling.parameters import SamplingParams
 from stage_runtime.rules.autoregressive.steps import SchedulerOutput
+
+if TYPE_CHECKING:  # it imports torch, which an engine of another kind need not have
+    from stage_runtime.engines.autoregressive.model.model_runner import ModelRunner
 
 T = TypeVar("T")
 

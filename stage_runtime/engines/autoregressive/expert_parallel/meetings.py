@@ -8,24 +8,17 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from stage_runtime.engines.autoregressive.expert_parallel.places import Place
 from stage_runtime.engines.autoregressive.tensor_parallel.ranks import RankLost, Ranks
 from stage_runtime.errors import describe
 
 PASS_S: Final = 300.0  # longer than any pass: a rank that has died is noticed at once, a frozen one by the client
-
-
-class Place(NamedTuple):
-    """An engine's place among those that share experts. rendezvous: a file by which they meet."""
-
-    rank: int
-    size: int
-    rendezvous: str
 
 
 class ExpertRanks(Ranks):

@@ -8,12 +8,10 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -25,7 +23,14 @@ from stage_runtime.engines.autoregressive.model.rows.input_batch import BatchBui
 from stage_runtime.engines.autoregressive.model.rows.kept_rows import KeptRows, OwnRows
 from stage_runtime.engines.autoregressive.model.rows.self_feeding import SelfFeeding
 from stage_runtime.engines.autoregressive.model.states import StateSlots
-from stage_runtime.engines.autoregressive.sampling.model_output import GivenRows, ModelOutput, VerifiedDraft
+from stage_runtime.engines.autoregressive.sampling.model_output import (
+    Drafted,
+    DraftMasks,
+    GivenRows,
+    Masks,
+    ModelOutput,
+    VerifiedDraft,
+)
 from stage_runtime.engines.autoregressive.sampling.parameters import SamplingParams
 from stage_runtime.engines.autoregressive.sampling.sampler import RowState, Sampled, reports, sample
 from stage_runtime.engines.autoregressive.speculation.proposing import Proposer, StepDrafts
@@ -34,10 +39,6 @@ from stage_runtime.errors import describe
 from stage_runtime.rules.autoregressive.steps import Row, SchedulerOutput
 
 log = logging.getLogger(__name__)
-
-Masks: TypeAlias = Mapping[str, npt.NDArray[np.bool_]]
-DraftMasks: TypeAlias = Mapping[str, Sequence[npt.NDArray[np.bool_]]]
-Drafted: TypeAlias = Future[Mapping[str, Sequence[int]]]  #: The drafts of a step, by request id.
 
 NAN = "the model's logits are not finite"
 

@@ -19,7 +19,7 @@ import msgspec
 
 from stage_runtime import diagnostics
 from stage_runtime.engines.autoregressive.core.serving import Served
-from stage_runtime.engines.autoregressive.expert_parallel.meetings import Place
+from stage_runtime.engines.autoregressive.expert_parallel.places import Place
 from stage_runtime.engines.autoregressive.process import parents, titles
 from stage_runtime.engines.autoregressive.process.messages.engine_messages import (
     EngineFailed,

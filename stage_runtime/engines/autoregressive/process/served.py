@@ -13,7 +13,8 @@ from stage_runtime.engines.autoregressive.connectors import registry
 from stage_runtime.engines.autoregressive.connectors.registry import Around
 from stage_runtime.engines.autoregressive.core.kv_connector import Post
 from stage_runtime.engines.autoregressive.core.serving import EngineKV, Served
-from stage_runtime.engines.autoregressive.expert_parallel.meetings import ExpertRanks, Place
+from stage_runtime.engines.autoregressive.expert_parallel.meetings import ExpertRanks
+from stage_runtime.engines.autoregressive.expert_parallel.places import Place
 from stage_runtime.engines.autoregressive.loading.loader import load
 from stage_runtime.engines.gpus import gpumemory
 

@@ -4,9 +4,17 @@ this.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
+
+Masks: TypeAlias = Mapping[str, npt.NDArray[np.bool_]]
+DraftMasks: TypeAlias = Mapping[str, Sequence[npt.NDArray[np.bool_]]]
+Drafted: TypeAlias = Future[Mapping[str, Sequence[int]]]  #: The drafts of a step, by request id.
 
 
 class TokenLogprobs(NamedTuple):
