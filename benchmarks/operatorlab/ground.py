@@ -118,7 +118,9 @@ def _install(ground: Ground) -> None:
     """Installs all that `helm install` does, but for the operator's pod."""
     ground.run("kubectl", "apply", "--server-side", "-f", REPOSITORY / "crds" / "omnipipelines.yaml")
     crd = "crd/omnipipelines.omnipipeline.dev"
-    ground.run("kubectl", "wait", "--for=condition=Established", crd, "--timeout=20s")
+    # A CRD that was just made has no conditions, which `kubectl wait` takes for an error.
+    ground.run("kubectl", "wait", "--for=jsonpath={.status.acceptedNames.plural}=omnipipelines", crd, "--timeout=60s")
+    ground.run("kubectl", "wait", "--for=condition=Established", crd, "--timeout=60s")
     parts = [flag for each in ("rbac", "serviceaccount") for flag in ("--show-only", f"templates/{each}.yaml")]
     text = ground.run("helm", "template", "omni", REPOSITORY / "charts" / "omnipipeline", "-n", SYSTEM, *parts)
     ground.run("kubectl", "apply", "-f", "-", stdin=json.dumps(_namespace(SYSTEM)))
