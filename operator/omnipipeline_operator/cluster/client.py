@@ -12,7 +12,7 @@ import json
 import os
 from collections.abc import AsyncIterator, Callable, Mapping
 from types import TracebackType
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, TypeVar
 
 import aiohttp
 import msgspec
@@ -23,6 +23,7 @@ from omnipipeline_operator import errors, kinds
 from omnipipeline_operator.cluster import bodies
 from omnipipeline_operator.kinds import Kind, Manifest
 
+T = TypeVar("T")
 Counted = Callable[[str, str, int], None]
 
 TOKEN_FILE: Final = "/var/run/secrets/kubernetes.io/serviceaccount/token"
@@ -83,14 +84,15 @@ class Client:
     async def listed(self, kind: Kind, namespace: str | None, selector: str | None = None) -> AsyncIterator[Manifest]:
         """All objects, read in pages; each gets its kind, which the items of a list lack."""
         query = {"limit": str(PAGE)} | ({"labelSelector": selector} if selector else {})
+        path = kind.path(namespace)
         while True:
-            page = await self._ask("GET", kind.path(namespace), query=query, timeout_s=LIST_TIMEOUT_S)
-            for item in page.get("items", ()):
-                yield {**item, "kind": kind.name, "apiVersion": kind.api_version}
-            more = page.get("metadata", {}).get("continue")
-            if not more:
+            text = await self._answer("GET", path, query=query, timeout_s=LIST_TIMEOUT_S)
+            page = _decoded(text, _Page, f"GET {path}")
+            for item in page.items or ():
+                yield {**_decoded(item, Manifest, f"GET {path}"), "kind": kind.name, "apiVersion": kind.api_version}
+            if not page.metadata.more:
                 return
-            query = {**query, "continue": more}
+            query = {**query, "continue": page.metadata.more}
 
     async def pods_at(self, namespace: str, address: str) -> list[Manifest]:
         """The pods that have this IP address now."""
@@ -154,7 +156,10 @@ class Client:
         await self._writes.take()
         return await self._ask(method, path, **more)
 
-    async def _ask(
+    async def _ask(self, method: str, path: str, **more: Any) -> Manifest:
+        return _decoded(await self._answer(method, path, **more), Manifest, f"{method} {path}")
+
+    async def _answer(
         self,
         method: str,
         path: str,
@@ -163,7 +168,7 @@ class Client:
         body: Mapping[str, Any] | str | None = None,
         content_type: str = JSON,
         timeout_s: float = TIMEOUT_S,
-    ) -> Manifest:
+    ) -> bytes:
         what, status = f"{method} {path}", 0
         headers = {"Accept": JSON, "Content-Type": content_type}
         try:
@@ -177,7 +182,7 @@ class Client:
                     auth_settings=["BearerToken"],
                 )
                 answer = await self._api.call_api(*serialized, _request_timeout=timeout_s)
-                text = await answer.read()
+                text: bytes = await answer.read()
                 status = answer.status
         except TimeoutError as error:
             raise errors.Unavailable(what, 0, f"no answer within {timeout_s:g} s") from error
@@ -187,11 +192,28 @@ class Client:
             self._counted(method, kinds.plural_in(path), status)
         if answer.status >= 400:
             raise _refusal(what, answer.status, text, answer.headers.get("Retry-After", ""))
-        try:
-            parsed: Manifest = msgspec.json.decode(text)
-        except msgspec.DecodeError as error:
-            raise errors.Unavailable(what, status, f"the answer is not JSON: {error}") from error
-        return parsed
+        return text
+
+
+class _PageHead(msgspec.Struct, frozen=True):
+    more: str = msgspec.field(name="continue", default="")  #: Empty: this page is the last one.
+
+
+class _Page(msgspec.Struct, frozen=True):
+    """A page of a list. Its objects are decoded one by one: together they take ten times the memory of their text, and
+    memory that lies among objects of the store is not given back.
+    """
+
+    metadata: _PageHead = _PageHead()
+    items: list[msgspec.Raw] | None = None
+
+
+def _decoded(text: bytes | msgspec.Raw, form: type[T], what: str) -> T:
+    """Raises: errors.Unavailable: the answer has another form."""
+    try:
+        return msgspec.json.decode(text, type=form)
+    except msgspec.MsgspecError as error:
+        raise errors.Unavailable(what, 200, f"the answer is not what was asked for: {error}") from error
 
 
 def _refusal(what: str, status: int, text: bytes, retry_after: str) -> errors.ClusterError:
