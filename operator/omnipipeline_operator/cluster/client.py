@@ -16,11 +16,9 @@ from typing import Any, Final, Protocol, TypeVar
 
 import aiohttp
 import msgspec
-from kubernetes.aio import client as kubernetes_client
-from kubernetes.aio import config as kubernetes_config
 
 from omnipipeline_operator import errors, kinds
-from omnipipeline_operator.cluster import bodies
+from omnipipeline_operator.cluster import bodies, library
 from omnipipeline_operator.kinds import Kind, Manifest
 
 T = TypeVar("T")
@@ -59,13 +57,13 @@ class Client:
     async def connect(cls, writes: WriteLimiter, counted: Counted = lambda verb, resource, code: None) -> Client:
         """A client with the pod's service account, or with KUBECONFIG."""
         if "KUBECONFIG" not in os.environ and os.path.exists(TOKEN_FILE):
-            kubernetes_config.load_incluster_config()
+            library.config.load_incluster_config()
         else:
-            await kubernetes_config.load_kube_config()
-        configuration = kubernetes_client.Configuration.get_default_copy()
+            await library.config.load_kube_config()
+        configuration = library.client.Configuration.get_default_copy()
         # Or aiohttp reads ~/.netrc in a thread before every request; kopf's connections do not read it either.
         configuration.client_session_kwargs = {"trust_env": False}
-        return cls(kubernetes_client.ApiClient(configuration), writes, counted)
+        return cls(library.client.ApiClient(configuration), writes, counted)
 
     async def __aenter__(self) -> Client:
         return self
