@@ -157,6 +157,23 @@ def test_the_watch_ends_with_its_loop(warnings: Warnings) -> None:
     assert not any(thread.name == "talker watch" for thread in threading.enumerate())
 
 
+def test_a_call_that_blocks_is_named_after_a_time_without_requests(warnings: Warnings) -> None:
+    running = threading.Event()
+    idle = threading.Semaphore(0)
+
+    def busy() -> bool:
+        idle.release()
+        return running.is_set()
+
+    made = LoopWatch("talker", busy=busy, held_s=0.1, turn_s=0.02)
+    with made.watching():
+        for _ in range(2):  # a look, and another one before the thread rests
+            assert idle.acquire(timeout=PATIENCE_S)
+        running.set()
+        made.begun()
+        assert "blocks the event loop" in warnings.next()  # this test
+
+
 def test_a_computation_that_keeps_the_gil_is_named_when_it_lets_go(warnings: Warnings) -> None:
     def computes() -> None:
         sum(range(20_000_000))  # in C, without a chance to look

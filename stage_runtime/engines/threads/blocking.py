@@ -24,7 +24,7 @@ from stage_runtime.errors import is_ours
 
 log = logging.getLogger(__name__)
 
-TURN_S: Final = 0.25  # between two steps of the loop, and between two checks of them: 30 microseconds each
+TURN_S: Final = 0.5  # between two steps of a loop with requests, and between two checks: each wakes a thread
 HELD_S: Final = 1.0  # a call that lasts longer is named
 COMPUTES: Final = 0.1  # of a processor: far more than a frozen thread has, and what is left to one of many
 _MOST: Final = 32  # functions that are named; who has more has read the first ones
@@ -67,7 +67,15 @@ class LoopWatch:
         self._state = Path(f"/proc/self/task/{threading.get_native_id()}/stat")
         self._turned = time.monotonic()
         self._named: set[tuple[str, str]] = set()
+        self._begun = threading.Event()  #: Unset: no request ran at the last look, and none has begun since.
+        self._begun.set()
         self._over = threading.Event()
+
+    def begun(self) -> None:
+        """A request has begun, and `busy` says so. On the loop's thread."""
+        if not self._begun.is_set():
+            self._turned = time.monotonic()
+            self._begun.set()
 
     def turned(self) -> None:
         """The loop turns. It runs on the loop's thread, every ``turn_s``."""
@@ -82,17 +90,29 @@ class LoopWatch:
             yield
         finally:
             self._over.set()
+            self._begun.set()
             thread.join()
 
     def _look(self) -> None:
         last = self._reading()
         while not self._over.wait(self._turn_s):
             last, before = self._reading(), last
-            if self._busy() and is_blocked(before, last, self._turned, held_s=self._held_s, turn_s=self._turn_s):
+            if not self._busy():
+                self._rest()
+            elif is_blocked(before, last, self._turned, held_s=self._held_s, turn_s=self._turn_s):
                 self._name()
 
+    def _rest(self) -> None:
+        """Wait until a request begins: a thread that looks at an idle loop costs as much as at a busy one."""
+        self._begun.clear()
+        if self._busy() or self._over.is_set():  # it began before the line above, or will not begin
+            self._begun.set()
+        self._begun.wait()
+
     def _reading(self) -> ClockReading:
-        return ClockReading(time.monotonic(), time.clock_gettime(self._clock), self._runnable())
+        now = time.monotonic()
+        late = now - self._turned > self._held_s  # else the loop is not blocked, whatever its thread does
+        return ClockReading(now, time.clock_gettime(self._clock), late and self._runnable())
 
     def _runnable(self) -> bool:
         try:

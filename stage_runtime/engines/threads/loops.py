@@ -47,6 +47,7 @@ class LoopEngine:
         self._cancelled: dict[Work, float] = {}  #: Running, and when they were cancelled; until they are named.
         self._aborted: set[Work] = set()  #: Works of an engine in lockstep: aborted at this engine, and not cancelled.
         self._arrived: asyncio.Event
+        self._busy: asyncio.Event  #: A request runs.
         self._watch: LoopWatch
 
     def run(self, inbox: Inbox, outbox: Outbox, stop: Event) -> None:
@@ -114,6 +115,9 @@ class LoopEngine:
     async def _main(self, inbox: Inbox, stop: Event) -> None:
         loop = asyncio.get_running_loop()
         self._arrived = arrived = asyncio.Event()
+        self._busy = asyncio.Event()
+        if self._running:  # author's code has ended the task before this one
+            self._busy.set()
         signalled = False
 
         def pump() -> None:
@@ -153,7 +157,9 @@ class LoopEngine:
         return not self.lockstep or self.takes_chunks or not self._running or stop.is_set()
 
     async def _tick(self) -> None:
+        """Turn while requests run: an idle loop sleeps."""
         while True:
+            await self._busy.wait()
             await asyncio.sleep(TURN_S)
             self.ticks += 1
             self._watch.turned()
@@ -177,6 +183,8 @@ class LoopEngine:
     def _begin(self, work: Work, make: Callable[[], Coroutine[Any, Any, None]]) -> None:
         task = asyncio.get_running_loop().create_task(self._bounded(work, make))
         self._running[work] = task
+        self._busy.set()
+        self._watch.begun()
         task.add_done_callback(lambda done: self._ended(work, done))
 
     async def _bounded(self, work: Work, make: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -196,6 +204,8 @@ class LoopEngine:
         self._aborted.discard(work)
         if task.cancelled() and not work.cancelled:  # by another request's code, before its first step
             self.outbox.fail(work, asyncio.CancelledError())
+        if not self._running:
+            self._busy.clear()
         self._arrived.set()  # it may have been the last that a closed inbox waited for
         while len(self._running) < self.concurrency:
             try:
