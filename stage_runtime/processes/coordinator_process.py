@@ -7,9 +7,10 @@ import contextlib
 import logging
 import secrets
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeAlias, TypeVar
 
 import msgspec
 
@@ -27,6 +28,7 @@ from stage_runtime.processes.supervision import statuspipe
 from stage_runtime.processes.tasks import Tasks
 from stage_runtime.relays.dispatch import Relays
 from stage_runtime.relays.memory import pages
+from stage_runtime.rules.flow import ticks
 from stage_runtime.settings import CoordinatorSettings, api_keys
 from stage_runtime.sockets.channels import Channels
 from stage_runtime.sockets.endpoints import limits
@@ -44,10 +46,12 @@ from stage_runtime.web.settings import WebSettings
 from stage_runtime.web.sound.pool import CodecPool
 
 T = TypeVar("T")
+State: TypeAlias = tuple[int, int, int, int]  #: Of a file: device, inode, time of writing, size.
 
 log = logging.getLogger(__name__)
 
 REREAD_EVERY_S: Final = 0.5
+JUST_WRITTEN_S: Final = 1.0  # far above the step in which a file system counts the time of a write
 ADMIN_HOST: Final = "127.0.0.1"  # `kubectl port-forward` reaches it, a Service does not
 LAST_WORDS_S: Final = 1.0  # of the time to drain, for answers to clients that still wait; SIGKILL comes at its end
 ASIDE: Final = "aside.json"
@@ -297,11 +301,13 @@ def _watch(
 
 
 async def _watch_file(path: Path, read: Callable[[bytes], T], changed: Callable[[T], Any], known: bytes) -> None:
+    state: State | None = None  #: Of the file as it was read last.
     while True:
-        try:
-            content = path.read_bytes()
-        except OSError:
-            content = known  # the symlink of a ConfigMap or Secret is being swapped, or the file is not there
+        content = known
+        with contextlib.suppress(OSError):  # the symlink of a ConfigMap or Secret is being swapped, or it is not there
+            found = _state(path)
+            if found is None or found != state:
+                content, state = path.read_bytes(), found
         if content != known:
             known = content
             try:
@@ -309,7 +315,18 @@ async def _watch_file(path: Path, read: Callable[[bytes], T], changed: Callable[
                 log.debug("%s has changed and was read again", path)
             except ConfigurationError as error:
                 log.error("%s: %s; what was read before stays", path, error)
-        await asyncio.sleep(REREAD_EVERY_S)
+        await asyncio.sleep(ticks.next_s(time.time(), REREAD_EVERY_S))
+
+
+def _state(path: Path) -> State | None:
+    """What changes with each write of a file; None: it was written so lately that the next write may leave it as it is.
+
+    Raises: OSError: it cannot be looked at.
+    """
+    facts = path.stat()
+    if time.time() - facts.st_mtime < JUST_WRITTEN_S:
+        return None
+    return facts.st_dev, facts.st_ino, facts.st_mtime_ns, facts.st_size
 
 
 def _pair(chain: Path, key: Path) -> CertificatePair:
@@ -324,7 +341,7 @@ async def _watch_certificate(chain: Path, key: Path, tls: Certificates) -> None:
     """Show the certificate that is in the files now. One that is wrong is logged once, and the present one stays."""
     known, problem = tls.pair, ""
     while True:
-        await asyncio.sleep(REREAD_EVERY_S)
+        await asyncio.sleep(ticks.next_s(time.time(), REREAD_EVERY_S))
         try:
             pair = await asyncio.to_thread(_pair, chain, key)
             if pair == known:
@@ -341,7 +358,7 @@ async def _watch_certificate(chain: Path, key: Path, tls: Certificates) -> None:
 
 async def _beat(beat: Callable[[], None]) -> None:
     while True:
-        await asyncio.sleep(1.0)
+        await asyncio.sleep(ticks.next_s(time.time(), 1.0))
         beat()
 
 
@@ -352,7 +369,7 @@ async def _give_memory_back(ended: Callable[[], int]) -> None:
     """
     known, calm = ended(), REST_MOST_S
     while True:
-        await asyncio.sleep(1.0)
+        await asyncio.sleep(ticks.next_s(time.time(), 1.0))
         calm = calm + 1 if ended() == known else 0
         known = ended()
         if 0 < calm <= REST_MOST_S and calm.bit_count() == 1:

@@ -11,6 +11,7 @@ import contextlib
 import itertools
 import logging
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final, ParamSpec
@@ -31,6 +32,7 @@ from stage_runtime.relays.memory.pins import Pin
 from stage_runtime.relays.moving import pieces
 from stage_runtime.relays.named import Named, Put
 from stage_runtime.relays.registry import RELAYS, RelayEntry
+from stage_runtime.rules.flow import ticks
 
 Arguments = ParamSpec("Arguments")
 
@@ -410,7 +412,8 @@ class Relays:
         return relay, rest
 
     def _trim(self) -> None:
-        self._trimming = self._loop.call_later(TRIM_S, self._trim)  # armed first, should this one raise
+        # Armed first, should this one raise.
+        self._trimming = self._loop.call_later(ticks.next_s(time.time(), TRIM_S), self._trim)
         self.arena.trim()
 
 

@@ -32,3 +32,14 @@ def test_what_is_sent_by_many_processes_comes_at_few_moments(now: float, apart_s
 @pytest.mark.parametrize(("now", "delay_s"), [(100.0, 0.5), (100.1, 0.4), (100.4, 0.6), (100.6, 0.4)])
 def test_some_delays(now: float, delay_s: float) -> None:
     assert ticks.delay_s(now, 0.3, 0.5) == pytest.approx(delay_s)
+
+
+@given(now=NOW, apart_s=st.floats(-0.1, 0.1))
+def test_a_timer_that_is_early_or_late_fires_once_a_tick_and_with_the_others(now: float, apart_s: float) -> None:
+    tick = now + ticks.next_s(now, 0.5)
+    assert ticks.next_s(tick + apart_s, 0.5) == pytest.approx(0.5 - apart_s, abs=ROUNDED_S)
+
+
+@pytest.mark.parametrize(("now", "next_s"), [(100.0, 1.0), (100.4, 0.6), (100.6, 1.4), (100.9, 1.1)])
+def test_the_next_tick_is_not_one_that_is_nearer_than_half_of_one(now: float, next_s: float) -> None:
+    assert ticks.next_s(now, 1.0) == pytest.approx(next_s)

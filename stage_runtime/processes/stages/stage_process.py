@@ -241,13 +241,21 @@ class StageProcess(RankProcess):
 
     async def _beat(self) -> None:
         while True:
-            # Spread: many that started together do not all beat together.
-            beat_s = max(self._settings.plan.heartbeat_s, self._registration.beat_s)
-            least_s = beat_s * random.uniform(0.9, 1.1)
-            await asyncio.sleep(ticks.delay_s(time.time(), least_s, beat_s / ticks.BEAT_TICKS))
+            await asyncio.sleep(self._until_beat_s())
             gauges = self._host.beat(loading={} if self._loaded else dict(self._shares))
             statuspipe.report_stats(self._settings.status_fd, gauges)
 
+    def _until_beat_s(self) -> float:
+        """Few beat together, with the other timers of each process: their coordinator wakes once. Many are spread."""
+        asked_s, planned_s = self._registration.beat_s, self._settings.plan.heartbeat_s
+        if not asked_s:
+            return ticks.next_s(time.time(), planned_s)
+        beat_s = max(planned_s, asked_s)
+        least_s = beat_s * random.uniform(0.9, 1.1)
+        return ticks.delay_s(time.time(), least_s, beat_s / ticks.BEAT_TICKS)
+
 
 async def _resolve(endpoint: str) -> list[str]:
+    if addresses.is_resolved(endpoint):  # a thread would be woken for nothing
+        return [endpoint]
     return await asyncio.get_running_loop().run_in_executor(None, addresses.resolve, endpoint)

@@ -21,6 +21,7 @@ from stage_runtime.processes.supervision import startup_failures, statuspipe
 from stage_runtime.processes.supervision.children import Child, Command
 from stage_runtime.processes.supervision.progress import LoadedShare, ProgressWatch
 from stage_runtime.processes.supervision.startup_failures import StartupFailed
+from stage_runtime.rules.flow import ticks
 
 WATCH_S = 1.0  # between two looks at a process that loads
 STEADY_S = 10.0  # a life of this length as ready forgets the deaths before it
@@ -188,7 +189,8 @@ class SupervisedInstance:
             watch = ProgressWatch(self.children)
             while True:
                 ends: list[asyncio.Future[Any]] = [*(child.exited for child in self.children), stopping]
-                await asyncio.wait(ends, timeout=WATCH_S, return_when=asyncio.FIRST_COMPLETED)
+                look_s = ticks.next_s(time.time(), WATCH_S)  # all instances in one wake-up
+                await asyncio.wait(ends, timeout=look_s, return_when=asyncio.FIRST_COMPLETED)
                 now = time.monotonic()
                 if ready_since is None and all(child.was_ready for child in self.children):
                     ready_since, self.was_ready = now, True

@@ -16,3 +16,11 @@ BEAT_TICKS: Final = 32
 def delay_s(now: float, least_s: float, tick_s: float) -> float:
     """Seconds from ``now``, on the wall clock, to the first tick that is at least ``least_s`` away."""
     return least_s + -(now + least_s) % tick_s
+
+
+def next_s(now: float, tick_s: float) -> float:
+    """Seconds from ``now`` to the next tick; one that is nearer than half of ``tick_s`` is passed over.
+
+    A timer that is late or early by a little fires once a tick, and those of a process fire together: one wake-up.
+    """
+    return delay_s(now, tick_s / 2, tick_s)

@@ -98,19 +98,26 @@ def check(endpoint: str) -> str:
     return endpoint
 
 
+def is_resolved(endpoint: str) -> bool:
+    """Whether its host is not a name: `resolve` returns it as it is, without a question to anyone."""
+    if not endpoint.startswith("tcp://"):
+        return True
+    host = endpoint.removeprefix("tcp://").rpartition(":")[0]
+    try:
+        ipaddress.ip_address(host.strip("[]"))
+    except ValueError:
+        return False
+    return True
+
+
 def resolve(endpoint: str) -> list[str]:
     """All addresses behind a TCP endpoint whose host is a name (a headless Service has one per pod). Blocks.
 
     Returns: endpoints with numeric hosts, sorted; empty while the name is unknown. Others come back as they are.
     """
-    if not endpoint.startswith("tcp://"):
+    if is_resolved(endpoint):
         return [endpoint]
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
-    try:
-        ipaddress.ip_address(host.strip("[]"))
-        return [endpoint]
-    except ValueError:
-        pass
     try:
         found = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
     except OSError:

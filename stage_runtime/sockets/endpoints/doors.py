@@ -16,8 +16,10 @@ import asyncio
 import contextlib
 import logging
 import os
+import time
 from typing import Final
 
+from stage_runtime.rules.flow import ticks
 from stage_runtime.sockets.endpoints import limits, listeners
 from stage_runtime.sockets.endpoints.listeners import Listener
 
@@ -92,7 +94,7 @@ class Doors:
         self._listeners.clear()
 
     def _look_again(self) -> None:
-        self._timer = self._loop.call_later(LOOK_S, self._look_again)
+        self._timer = self._loop.call_later(ticks.next_s(time.time(), LOOK_S), self._look_again)
         self.look()
 
     def _find(self, endpoint: str, again_s: float) -> None:

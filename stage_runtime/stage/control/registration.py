@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from random import uniform
 from typing import Final
 
 from stage_runtime.errors import LimitReached
+from stage_runtime.rules.flow import ticks
 from stage_runtime.sockets.channels import Channels
 from stage_runtime.wire.messages import Hello, Welcome
 from stage_runtime.wire.parts import Member
@@ -80,6 +83,7 @@ class Registration:
         self._known: dict[str, str] = {}  #: endpoint -> incarnation of the coordinator behind it
         self._publishers: dict[str, str] = {}
         self._times: dict[str, HelloTimes] = {}  #: When to send Hello again, by endpoint.
+        self._lost = asyncio.Event()  #: A coordinator is gone since the last look.
         self._limited = False  #: That this process is at a limit was logged.
         self._spread_s = 0.0  #: The seconds over which the processes of this pipeline send Hello to a new coordinator.
 
@@ -90,14 +94,24 @@ class Registration:
         loop = asyncio.get_running_loop()
         while True:
             if loop.time() >= next_resolve:
-                next_resolve = loop.time() + RESOLVE_EVERY_S
+                next_resolve = loop.time() + 0.75 * RESOLVE_EVERY_S  # at every second tick of `_rest`
                 found = [endpoint for name in self._endpoints for endpoint in await self._resolve(name)]
                 for gone in set(targets) - set(found) - set(self._known):
                     self._channels.drop_unnamed(gone)
                 targets = found
             for endpoint in targets:
                 self._ask(endpoint, loop.time())
-            await asyncio.sleep(HELLO_EVERY_S if len(self._known) < len(targets) else RESOLVE_EVERY_S / 4)
+            if len(self._known) < len(targets):
+                await asyncio.sleep(HELLO_EVERY_S)
+            else:
+                await self._rest(ticks.next_s(time.time(), RESOLVE_EVERY_S / 2))
+
+    async def _rest(self, most_s: float) -> None:
+        """Wait until a coordinator is lost, for ``most_s`` at most."""
+        self._lost.clear()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(most_s):
+                await self._lost.wait()
 
     def _ask(self, endpoint: str, now: float) -> None:
         """Send Hello there when it is due: ever less often, and not all processes at once."""
@@ -167,6 +181,7 @@ class Registration:
         if self.coordinators.pop(coordinator, None) is None:
             return False
         self._beats.pop(coordinator, None)
+        self._lost.set()
         self._known = {endpoint: known for endpoint, known in self._known.items() if known != coordinator}
         publisher = self._publishers.pop(coordinator)
         if publisher not in self._publishers.values():

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import functools
 import socket
+import time
 from collections.abc import Iterator
 from types import TracebackType
 from typing import cast
@@ -15,6 +16,7 @@ from starlette.types import ASGIApp
 
 from omnipipeline_spec.types.pods import HTTP_PORT
 from stage_runtime.errors import ConfigurationError
+from stage_runtime.rules.flow import ticks
 from stage_runtime.sockets.endpoints import hosts
 from stage_runtime.web.listening import socket_connections
 from stage_runtime.web.listening.certificates import Certificates
@@ -25,6 +27,8 @@ from stage_runtime.web.listening.limits.idle_connections import IdleConnections
 
 BACKLOG = 2048
 POLL_S = 0.005
+DATE_S = 1.0  # between two looks at the clock, for the header `date`
+APART_S = 0.05  # uvicorn looks for open connections every 0.1 s from now: not just when `cut` has cancelled them
 LAST_WORDS_S = 0.2  # even a stop without a drain lets errors out that were raised just before it
 
 
@@ -147,7 +151,7 @@ class Server:
         if self._server is None or self._task is None:
             return
         server, task = self._server, self._task
-        server.should_exit = True
+        server.end()
         server.end_handshakes()
         limit_s = max(LAST_WORDS_S, self._drain_s if drain_s is None else drain_s)
         timer = asyncio.get_running_loop().call_later(limit_s, server.cut)
@@ -173,6 +177,7 @@ class _Uvicorn(uvicorn.Server):
         self._certificates = certificates
         self._limits = limits
         self._secured: list[SecuredListener] = []
+        self._ending = asyncio.Event()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """The same as uvicorn's, with TLS in front where there is a certificate."""
@@ -188,6 +193,19 @@ class _Uvicorn(uvicorn.Server):
         ]
         self.servers = cast(list[asyncio.base_events.Server], self._secured)
         self.started = True
+
+    async def main_loop(self) -> None:
+        """The same as uvicorn's, which looks ten times a second whether it is to end."""
+        while not await self.on_tick(0):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(ticks.next_s(time.time(), DATE_S)):
+                    await self._ending.wait()
+        await asyncio.sleep(APART_S)
+
+    def end(self) -> None:
+        """Leave `main_loop`."""
+        self.should_exit = True
+        self._ending.set()
 
     def end_handshakes(self) -> None:
         """Cut off connections that have no protocol yet: none of their requests has begun."""
