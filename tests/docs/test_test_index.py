@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from tests import index
-from tests.cluster_parts import modules, shares
+from tests.cluster_parts import modules, paths, shares
 from tests.docs.blocks import ROOT
 
 
@@ -47,3 +47,10 @@ def test_every_module_that_needs_an_api_server_alone_is_in_one_share() -> None:
     alone = {each for each in marked if each.parent.name != "cluster"}
     divided = [each for share in shares(modules(), 3) for each in share]
     assert alone <= set(divided) and len(divided) == len(set(divided))
+
+
+def test_every_module_with_a_test_for_the_cluster_is_run_and_no_folder_but_that_of_pods() -> None:
+    marked = {ROOT / "tests" / each.path for each in index.tests() if ("cluster", "") in each.marks}
+    assert len(marked) > 40
+    assert [each for each in marked if not {each, each.parent} & set(paths())] == []
+    assert [each for each in paths() if each.is_dir()] == [ROOT / "tests" / "cluster"]
