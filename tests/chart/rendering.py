@@ -32,16 +32,21 @@ COMBINATIONS: dict[str, list[str]] = {
     "placed": ["nodeSelector.pool=system", "tolerations[0].operator=Exists", "imagePullSecrets[0].name=registry"],
 }
 
+_RENDERED: dict[tuple[str, ...], str] = {}
+
 
 def helm(cluster: Cluster, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(["helm", *arguments], env=cluster.environment, capture_output=True, text=True, timeout=60)
 
 
 def rendered(cluster: Cluster, values: list[str], *more: str) -> str:
-    """The manifests, hooks included."""
-    done = helm(cluster, "template", "release", str(CHART), "-n", NAMESPACE, *sets(values), *more)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    """The manifests, hooks included. Rendered once: several tests look at the same combinations."""
+    key = (*sets(values), *more)
+    if key not in _RENDERED:
+        done = helm(cluster, "template", "release", str(CHART), "-n", NAMESPACE, *key)
+        assert done.returncode == 0, done.stderr
+        _RENDERED[key] = done.stdout
+    return _RENDERED[key]
 
 
 def objects(text: str) -> list[dict[str, Any]]:
