@@ -50,7 +50,7 @@ def rendered(cluster: Cluster, values: list[str], *more: str) -> str:
 
 
 def objects(text: str) -> list[dict[str, Any]]:
-    return [each for each in yaml.safe_load_all(text) if each]
+    return [each for each in yaml.load_all(text, Loader=yaml.CSafeLoader) if each]  # ten times as fast as in Python
 
 
 def sets(values: list[str]) -> list[str]:

@@ -20,6 +20,7 @@ from omnipipeline_spec.types.resource import API_VERSION, GROUP, KIND, PLURAL, V
 from tests import valid_specs
 from tests.cluster_kit import Cluster
 from tests.contract.rulecases import CASES, Document, pair, stage
+from tests.patience import patience
 from tests.thoroughness import examples
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
@@ -234,7 +235,10 @@ def test_the_largest_pipeline_is_within_the_cost_limit(api: client.ApiClient, cr
     groups = [{"name": name, "replicas": 2} for name in names]
     overrides: dict[str, Any] = {name: {"x": 1} for name in names}
     document = {"stages": stages, "processGroups": groups, "runtimeOverrides": overrides, "entryStage": names[0]}
-    assert _refusal(api, GROUP, document) is None
+    ends = time.monotonic() + patience(300)
+    while (refusal := _refusal(api, GROUP, document)) is not None and '"reason":"Timeout"' in refusal:
+        assert time.monotonic() < ends, refusal  # it takes seconds of a processor; other programs had it
+    assert refusal is None
     assert offline_faults(document) == ()
 
 
