@@ -19,11 +19,12 @@ from pathlib import Path
 import pytest
 
 from tests.cluster_images import REPOSITORY, kit
+from tests.patience import patience
 
 __all__ = ["REPOSITORY", "Cluster", "api_server", "cluster_kit", "kit", "node_cluster"]
 
-START_S = 300.0  # the first start unpacks binaries and may install packages
-COMMAND_S = 60.0
+START_S = patience(300.0)  # the first start unpacks binaries and may install packages
+COMMAND_S = patience(60.0)
 
 
 @dataclass(frozen=True)

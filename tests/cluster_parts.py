@@ -4,14 +4,14 @@ The tests of ``tests/cluster`` need a node that runs pods: they have the machine
 server alone. The kit's ports are fixed, so each cluster of theirs has namespaces of its own (network, mounts,
 processes), and ends with them. Every part waits most of the time, so together they take as long as the longest.
 
-One part after the other by default, where KUBECONFIG names a cluster, and where namespaces cannot be made: on two
-cores, with other work beside them, a test in two clusters side by side has failed by its time. Standard library only.
+One part after the other by default, where KUBECONFIG names a cluster, and where namespaces cannot be made.
 """
 
 from __future__ import annotations
 
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -20,9 +20,12 @@ from pathlib import Path
 from typing import Final
 
 from tests import index
+from tests.cluster_images import kit
 
 TESTS: Final = Path(__file__).parent
 WITH_PODS: Final = "cluster"  # the folder of the tests that need a node
+#: Pods go first: their starts have deadlines. The other tests wait longer then (`patience`).
+BESIDE: Final = ("nice", "-n", "5")
 NAMESPACES: Final = ("unshare", "--net", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc")
 #: `cluster down` unmounts and deletes below these folders: an empty one hides those of the cluster with pods.
 HIDDEN: Final = ("/run/netns", "/sys/fs/cgroup")
@@ -52,7 +55,7 @@ def isolated(command: Sequence[str]) -> list[str]:
 
 
 def _pytest(*arguments: object) -> list[str]:
-    return [sys.executable, "-m", "pytest", "-m", "cluster", *map(str, arguments)]
+    return [sys.executable, "-m", "pytest", "-m", "cluster", "--durations", "30", *map(str, arguments)]
 
 
 def _can_isolate() -> bool:
@@ -60,12 +63,20 @@ def _can_isolate() -> bool:
     return os.geteuid() == 0 and subprocess.run(isolated(["true"]), capture_output=True).returncode == 0
 
 
+def _have_packages() -> None:
+    """Install what the kit needs for its first start: a part has no network."""
+    program = kit()
+    if program is not None and shutil.which("containerd") is None:
+        for command in (["up", "--no-node"], ["down"]):
+            subprocess.run([program, *command], check=True)
+
+
 def _begun(share: Sequence[Path], state: Path) -> subprocess.Popen[bytes]:
     """A part beside the one with pods. state: a new folder, for its cluster and its output."""
     state.mkdir()
     environment = os.environ | {"CLUSTER_DIR": str(state / "cluster")}
     with (state / "output").open("w") as output:
-        command = isolated(_pytest(*share))
+        command = [*BESIDE, *isolated(_pytest(*share))]
         return subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
 
 
@@ -73,6 +84,7 @@ def _side_by_side(folder: Path, beside: Sequence[Sequence[Path]]) -> int:
     """The first exit code that is not 0. The output of the parts beside the one with pods is shown when all have
     ended.
     """
+    _have_packages()
     states = [folder / str(number) for number in range(len(beside))]
     running = [_begun(share, state) for share, state in zip(beside, states, strict=True)]
     try:

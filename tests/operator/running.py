@@ -19,6 +19,7 @@ from typing import Any, Literal, TypeVar
 from omnipipeline_operator.desired import history
 from tests import cluster_objects
 from tests.cluster_kit import REPOSITORY, Cluster
+from tests.patience import patience
 from tests.ports import free_port
 
 T = TypeVar("T")
@@ -31,7 +32,7 @@ TOLERATED = [{"key": "fake", "operator": "Exists"}]
 
 def eventually(probe: Callable[[], T | Literal[False]], *, within_s: float = 90.0, what: str = "") -> T:
     """The first truthy answer. Raises: AssertionError: with the last answer, when there is none in time."""
-    until = time.monotonic() + within_s
+    until = time.monotonic() + patience(within_s)
     while True:
         answer = probe()
         if answer:
