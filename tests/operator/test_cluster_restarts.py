@@ -16,11 +16,12 @@ from tests.operator import running
 from tests.operator.crashing_operator import CRASH_EXIT_CODE
 from tests.operator.running import Audit, Election, Kube, OperatorProcess, eventually, pipeline
 from tests.operator.test_cluster_children import SETTLE_S
+from tests.thoroughness import rows
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
 FAILOVER_S = 20.0
-DEATHS = (0, 1, 2, 4, 7, 11, 15)  # writes that an operator makes before it dies
+DEATHS = rows((0, 1, 2, 4, 7, 11, 15), each_run=4)  # writes that an operator makes before it dies
 
 
 def shape(kube: Kube) -> dict[str, Any]:
