@@ -10,7 +10,7 @@ import click
 import msgspec
 
 from stage_runtime.errors import ConfigurationError
-from stage_runtime.profiler import reading, views
+from stage_runtime.profiler import event_files, views
 from stage_runtime.profiler.formats import html, perfetto, table
 
 
@@ -21,7 +21,7 @@ from stage_runtime.profiler.formats import html, perfetto, table
 def main(folder: Path, form: str, out: Path | None) -> None:
     """Show where the time of recorded requests went. FOLDER holds the event files, in subfolders too."""
     try:
-        found = reading.read(folder)
+        found = event_files.read(folder)
         if out is None:
             write(found, form, sys.stdout.buffer)
             return
@@ -33,7 +33,7 @@ def main(folder: Path, form: str, out: Path | None) -> None:
         raise click.ClickException(f"{out or 'standard output'}: {error.strerror or error}") from error
 
 
-def write(found: reading.Events, form: str, file: BinaryIO) -> None:
+def write(found: event_files.Events, form: str, file: BinaryIO) -> None:
     """Write the run's events in one of the formats."""
     match form:
         case "json":

@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple
 
 from omnipipeline_spec.types.pods import COORDINATOR
 from stage_runtime.profiler import events, views
-from stage_runtime.profiler.reading import Moment
+from stage_runtime.profiler.event_files import Moment
 
 QUEUE, FUNCTION, HOP = "queue", "function", "hop"
 _COMES: Final = (events.STAGE_INPUT_RECEIVED, events.STAGE_DISPATCH)

@@ -1,6 +1,6 @@
 """Events → three views: each request's timeline, intervals per stage, hops per edge.
 
-Pure but for reading the files (`reading`). Keys: docs/profiling.md, "The report". An event that opens
+Pure but for reading the files (`event_files`). Keys: docs/profiling.md, "The report". An event that opens
 two intervals closes each on its own; what is left open at the end is counted as unpaired, never guessed.
 """
 
@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from omnipipeline_spec.types.pods import COORDINATOR
-from stage_runtime.profiler import events, reading
-from stage_runtime.profiler.reading import Events, Moment
+from stage_runtime.profiler import event_files, events
+from stage_runtime.profiler.event_files import Events, Moment
 
 _CLOSERS: Final[dict[str, list[tuple[str, str]]]] = {}
 _OPENERS: Final[dict[str, list[tuple[str, str]]]] = {}
@@ -65,7 +65,7 @@ def build_report(folder: str | os.PathLike[str], *, timeline: bool = True) -> di
     timeline: False leaves each request's events out, which is most of a large report.
     Raises: ConfigurationError: there is no event file.
     """
-    return report_of(reading.read(Path(folder)), timeline=timeline)
+    return report_of(event_files.read(Path(folder)), timeline=timeline)
 
 
 def report_of(found: Events, *, timeline: bool = True) -> dict[str, Any]:
@@ -228,7 +228,7 @@ def _request(request_id: str, moments: Sequence[Moment], *, whole: bool, timelin
     return found
 
 
-def _process(process: reading.Process) -> dict[str, Any]:
+def _process(process: event_files.Process) -> dict[str, Any]:
     return {
         "file": process.path.name,
         "host": process.host,

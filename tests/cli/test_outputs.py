@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from stage_runtime.cli.serving.outputs import Output
+from stage_runtime.cli.serving.standard_output import Output
 
 PATIENCE_S = 60.0
 LINES = 5000  # of 100 bytes: more than a pipe and the room hold

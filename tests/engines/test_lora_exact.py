@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from stage_runtime.engines.autoregressive.core import operations
+from stage_runtime.engines.autoregressive.core import engine_operations
 from stage_runtime.engines.autoregressive.kernels import native
 from stage_runtime.engines.autoregressive.loading import compiling
 from stage_runtime.engines.autoregressive.lora import sites
@@ -130,11 +130,11 @@ def test_two_ranks_have_their_shares_of_each_adapter(kind: str, tmp_path: Path) 
     models = {"": copy.deepcopy(tiny_model(kind)), **{name: merged(kind, path) for name, path in folders.items()}}
     expected = [alone_with(models[name], prompt, 12) for name, prompt in asked]
     with ranked(kind, 2, lora_modules={"one": folders["one"]}, max_loras=2) as engine:
-        assert operations.load_adapter(engine, "two", folders["two"]) == ["one", "two"]
+        assert engine_operations.load_adapter(engine, "two", folders["two"]) == ["one", "two"]
         assert answered(engine, asked) == expected
         with pytest.raises(RequestError, match="expected a rank of 1 to 16"):
-            operations.unload_adapter(engine, "two")
-            operations.load_adapter(engine, "large", adapter(tmp_path / "3", kind, rank=17))
+            engine_operations.unload_adapter(engine, "two")
+            engine_operations.load_adapter(engine, "large", adapter(tmp_path / "3", kind, rank=17))
         assert answered(engine, asked[:2]) == expected[:2]
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import stage_runtime as omni
-from stage_runtime.engines.autoregressive.core import operations
+from stage_runtime.engines.autoregressive.core import engine_operations
 from stage_runtime.engines.autoregressive.core.engine_core import EngineCore
 from stage_runtime.engines.autoregressive.core.engine_requests import EngineCoreRequest
 from stage_runtime.engines.autoregressive.loading import adapting
@@ -35,7 +35,7 @@ def answer(core: EngineCore, name: str, prompt: list[int] = PROMPT, **others: An
 
 def carried_out(core: EngineCore, operation: str, **arguments: Any) -> Any:
     replies: list[Any] = []
-    operations.carry_out(Admin("c", operation, arguments, replies.append), core)
+    engine_operations.carry_out(Admin("c", operation, arguments, replies.append), core)
     return replies[0]
 
 
@@ -48,10 +48,10 @@ def test_blocks_are_those_of_an_adapter_and_of_its_files(tmp_path: Path) -> None
         assert answer(core, "one") == expected["one"] and hits.hit_tokens == 0
         assert answer(core, "one", cache_salt="s") == expected["one"] and hits.hit_tokens == 0
         assert answer(core, "one") == expected["one"] and (found := hits.hit_tokens) == 20
-        assert operations.unload_adapter(core, "one") == []
-        assert operations.load_adapter(core, "one", two) == ["one"]  # other files by the same name
+        assert engine_operations.unload_adapter(core, "one") == []
+        assert engine_operations.load_adapter(core, "one", two) == ["one"]  # other files by the same name
         assert answer(core, "one") == expected["two"] and hits.hit_tokens == found
-        assert operations.load_adapter(core, "again", one) == ["again", "one"]  # the same files by another one
+        assert engine_operations.load_adapter(core, "again", one) == ["again", "one"]  # the same files by another one
         assert answer(core, "again") == expected["one"] and hits.hit_tokens == 2 * found
         assert answer(core, "") == alone("llama", PROMPT, 12) and hits.hit_tokens == 3 * found
 
@@ -183,11 +183,11 @@ def test_prefill_computes_with_the_same_files_or_declines(tmp_path: Path) -> Non
         received = pair.d.engine.kv.gauges()["kv_received_blocks_total"]  # type: ignore[union-attr]
         assert received > 0
         decode.scheduler.pool.forget_all()
-        operations.unload_adapter(prefill, "one")
+        engine_operations.unload_adapter(prefill, "one")
         pair.d.ask("b", PROMPT, adapter="one")
         pair.run()
         assert pair.d.tokens["b"] == expected
-        operations.load_adapter(prefill, "one", two)
+        engine_operations.load_adapter(prefill, "one", two)
         decode.scheduler.pool.forget_all()
         pair.d.ask("c", PROMPT, adapter="one")
         pair.run()

@@ -28,8 +28,8 @@ from omnipipeline_spec.cluster import ProcessGroup, Startup
 from omnipipeline_spec.pipeline import Code, PipelineConfig, StageConfig
 from omnipipeline_spec.types import metrics
 from stage_runtime.metrics import catalog
-from stage_runtime.processes.containers import probes
-from stage_runtime.processes.containers.probes import ProbeServer, Reply
+from stage_runtime.processes.containers import pod_probes
+from stage_runtime.processes.containers.pod_probes import ProbeServer, Reply
 from stage_runtime.sockets.endpoints import hosts
 from tests.patience import patience
 from tests.ports import free_port
@@ -330,7 +330,7 @@ async def test_probes_answer_only_what_they_should(request_head: bytes, status: 
 
 async def test_connections_beyond_the_limit_are_closed_at_once_and_a_place_is_given_back() -> None:
     async with ProbeServer({"/livez": lambda: Reply(body="alive\n")}, host="127.0.0.1", port=0) as server:
-        silent = [await asyncio.open_connection("127.0.0.1", server.port) for _ in range(probes.MAX_CONNECTIONS)]
+        silent = [await asyncio.open_connection("127.0.0.1", server.port) for _ in range(pod_probes.MAX_CONNECTIONS)]
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
         with contextlib.suppress(ConnectionError):  # how a closed connection looks depends on the moment
             assert await reader.read() == b""

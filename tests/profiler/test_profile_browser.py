@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from stage_runtime.profiler import reading
+from stage_runtime.profiler import event_files
 from stage_runtime.profiler.formats import html
 from tests import debian
 from tests.profiler.event_files import chain, line, write
@@ -33,7 +33,7 @@ def page(tmp_path: Path) -> Path:
         events = chain(f"request-<b>{number}", ["thinker", "talker"], 3, start=number * 5_000_000)
         write(tmp_path / "run" / f"{number}.jsonl", *(event for _, event in events))
     file = tmp_path / "page.html"
-    file.write_text(html.page(reading.read(tmp_path / "run")))
+    file.write_text(html.page(event_files.read(tmp_path / "run")))
     return file
 
 
@@ -88,7 +88,7 @@ def test_the_page_of_a_request_with_very_many_events_is_drawn_to_its_end(chromiu
     ]
     write(tmp_path / "run" / "events.jsonl", *(event for _, event in events), *tried, *runs, *names)
     page = tmp_path / "page.html"
-    page.write_text(html.page(reading.read(tmp_path / "run")))
+    page.write_text(html.page(event_files.read(tmp_path / "run")))
     drawn = _chromium(chromium, page, "--dump-dom")
     assert 'data-ready="yes"' in drawn
     assert drawn.count("<rect") < 1000

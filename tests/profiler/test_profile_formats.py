@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from stage_runtime.profiler import reading, views
+from stage_runtime.profiler import event_files, views
 from stage_runtime.profiler.__main__ import main
 from stage_runtime.profiler.formats import html, perfetto, table
 from tests.profiler.event_files import chain, line, write
@@ -45,7 +45,7 @@ def test_the_table_has_every_stage_and_hop(run: Path) -> None:
 
 def test_a_run_without_requests_says_so_and_has_its_name(tmp_path: Path) -> None:
     write(tmp_path / "e.jsonl", line("", "a", "recorder_started", 1, incarnation="i"))
-    found = reading.read(tmp_path)
+    found = event_files.read(tmp_path)
     shown = table.text(views.report_of(found))
     assert shown.startswith("run: 0 requests") and "No request was recorded" in shown
     assert "No request was recorded" in html.page(found)
@@ -56,7 +56,7 @@ def test_figures_of_the_page_are_of_the_requests_that_the_table_counts(tmp_path:
         events = [event for _, event in chain(f"r{number}", ["a"], 1, start=number)]
         first, last = (1, len(events)) if number == 3 else (0, len(events) - (number == 4))
         write(tmp_path / f"{number}.jsonl", *events[first:last])
-    found = reading.read(tmp_path)
+    found = event_files.read(tmp_path)
     report = views.report_of(found)
     [counted] = [row for row in report["stage_breakdown"] if row["close_event"] == "terminal_response"]
     data = json.loads(html.page(found).partition("const data = ")[2].partition(";\n")[0])
@@ -82,7 +82,7 @@ def test_an_empty_folder_and_a_file_that_cannot_be_written_are_errors_of_one_lin
 def test_the_page_needs_nothing_from_elsewhere_and_no_name_ends_its_script(tmp_path: Path) -> None:
     name = "</script><script>alert(1)</script><!--"
     write(tmp_path / "e.jsonl", line(name, "a", "x", 1), line(name, "a", "y", 2))
-    page = html.page(reading.read(tmp_path))
+    page = html.page(event_files.read(tmp_path))
     assert page.count("</script>") == 1
     assert "<!--" not in page
     outside = re.findall(r"(?:src|href)=|https?://(?!www\.w3\.org/2000/svg)|@import|url\(", page)
@@ -90,7 +90,7 @@ def test_the_page_needs_nothing_from_elsewhere_and_no_name_ends_its_script(tmp_p
 
 
 def test_the_trace_nests_and_its_arrows_have_both_ends(run: Path) -> None:
-    entries = list(perfetto.trace(reading.read(run)))
+    entries = list(perfetto.trace(event_files.read(run)))
     tracks: dict[tuple[int, int], list[tuple[float, float]]] = {}
     for each in entries:
         if each["ph"] == "X":

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stage_runtime.profiler import build_report, events, reading, views
+from stage_runtime.profiler import build_report, event_files, events, views
 from stage_runtime.profiler.formats import html, perfetto, table
 from tests.profiler.event_files import chain, line, write
 
@@ -40,7 +40,7 @@ LINES = LIKE_EVENTS.map(lambda value: json.dumps(value).encode()) | VALUES.map(l
 
 def everything(folder: Path) -> dict[str, Any]:
     """The report, after each format was made of the same files."""
-    found = reading.read(folder)
+    found = event_files.read(folder)
     html.page(found)
     perfetto.write(found, io.BytesIO())
     report = views.report_of(found)

@@ -19,7 +19,7 @@ import torch
 from omnipipeline_spec.types.plan import StagePlan
 from stage_runtime import profiler
 from stage_runtime.errors import ConfigurationError
-from stage_runtime.profiler import reading
+from stage_runtime.profiler import event_files
 from stage_runtime.profiler.recording import writing
 from stage_runtime.profiler.recording.recorder import Recorder, recorder
 from stage_runtime.profiler.recording.templates import Template
@@ -481,14 +481,14 @@ def test_the_notes_of_a_process_that_was_killed_are_read(mine: Recorder, tmp_pat
     with next((tmp_path / "killed").glob("*.notes.jsonl")).open("ab") as file:
         file.write(b'[1,"r5",\n[999999,"r5",1,1,1]\n[0')  # cut off, of no template, cut off
     mine.stop()
-    killed, stopped = reading.read(tmp_path / "killed"), reading.read(tmp_path / "lives")
+    killed, stopped = event_files.read(tmp_path / "killed"), event_files.read(tmp_path / "lives")
     assert len(killed.processes) == len(stopped.processes) == 1
     assert (killed.count, killed.processes[0].unreadable) == (201, 3)
     assert killed.requests == stopped.requests
     assert (killed.processes[0].stopped, stopped.processes[0].stopped) == (False, True)
-    assert reading.read(path).requests == stopped.requests
+    assert event_files.read(path).requests == stopped.requests
     [notes] = (tmp_path / "killed").glob("*.notes.jsonl")
-    assert reading.read(notes).count == 200
+    assert event_files.read(notes).count == 200
 
 
 def test_notes_without_room_for_their_lines_stay_and_are_read(mine: Recorder, tmp_path: Path) -> None:
@@ -498,10 +498,10 @@ def test_notes_without_room_for_their_lines_stay_and_are_read(mine: Recorder, tm
     mine.note(begins, "r", 1)
     mine.stop()
     assert lines(path)[-1]["metadata"]["notes"] is True
-    found = reading.read(tmp_path)
+    found = event_files.read(tmp_path)
     assert [each.name for each in found.requests["r"]] == ["one", "two"]
     assert mine.start("demo", tmp_path, "left") == path  # again, with room
     mine.note(begins, "r", 2)
     mine.stop()
     assert [each["metadata"]["attempt"] for each in of_requests(path)] == [1, 1, 2, 2]
-    assert reading.read(tmp_path).count == 4
+    assert event_files.read(tmp_path).count == 4

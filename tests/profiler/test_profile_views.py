@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stage_runtime.errors import ConfigurationError
-from stage_runtime.profiler import build_report, reading, views
+from stage_runtime.profiler import build_report, event_files, views
 from tests.profiler.event_files import chain, line, write
 
 
@@ -183,7 +183,7 @@ def test_the_slowest_requests_come_first(tmp_path: Path) -> None:
         tmp_path / "e.jsonl",
         *(line(f"r{n}", "a", name, n * at) for n in range(5) for name, at in (("x", 0), ("y", 1000))),
     )
-    assert reading.slowest(reading.read(tmp_path), 2) == ["r4", "r3"]
+    assert event_files.slowest(event_files.read(tmp_path), 2) == ["r4", "r3"]
 
 
 def test_chunks_in_a_queue_and_transfers_are_distinguished_whatever_their_order(tmp_path: Path) -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from stage_runtime.profiler import lines, reading, views
+from stage_runtime.profiler import event_files, lines, views
 from tests.profiler.event_files import chain, line, write
 
 
 def drawn(folder: Path, *events: dict[str, Any]) -> list[lines.Line]:
     write(folder / "e.jsonl", *events)
-    [moments] = reading.read(folder).requests.values()
+    [moments] = event_files.read(folder).requests.values()
     return lines.of_events(moments, views.paired(moments).hops)
 
 

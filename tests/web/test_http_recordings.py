@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stage_runtime.coordinator.events import ResultEvent
-from stage_runtime.web.sound.codecs import containers, reading
+from stage_runtime.web.sound.codecs import containers, headers
 from stage_runtime.wire.values import Text
 from tests.web.recordings import M4A, MP4_IN_PIECES, WEBM, WEBM_LIVE
 from tests.web.running import PATIENCE_S, start
@@ -65,7 +65,7 @@ def test_a_wav_without_samples_stays_empty() -> None:
     whole = wav()
     empty = whole[: whole.index(b"data") + 4] + bytes(4)
     for rest in (b"", b"LIST\x04\0\0\0abcd"):
-        assert reading.duration_s(empty + rest) in (0.0, None)
+        assert headers.duration_s(empty + rest) in (0.0, None)
 
 
 @pytest.mark.parametrize("name", SOUNDS)
@@ -82,11 +82,11 @@ def test_no_bytes_hang_or_break_the_reader(data: st.DataObject) -> None:
     places = st.integers(0, len(whole) - 1)
     for at in data.draw(st.lists(places, min_size=1, max_size=20)):
         whole[at] = data.draw(st.sampled_from((0, 1, 0x7F, 0x80, 0xFF)))
-    seconds = reading.duration_s(bytes(whole))
+    seconds = headers.duration_s(bytes(whole))
     assert seconds is None or math.isfinite(seconds)
 
 
 @given(st.binary(max_size=200), st.sampled_from((b"\x1a\x45\xdf\xa3", b"\0\0\0\x08ftyp", b"RIFF\0\0\0\0WAVE")))
 def test_what_only_begins_like_a_recording_has_no_length(rest: bytes, begin: bytes) -> None:
-    seconds = reading.duration_s(begin + rest)
+    seconds = headers.duration_s(begin + rest)
     assert seconds is None or math.isfinite(seconds)

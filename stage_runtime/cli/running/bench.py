@@ -15,7 +15,7 @@ import click
 from omnipipeline_spec import terminal
 from stage_runtime.cli import options
 from stage_runtime.cli.running import runs
-from stage_runtime.cli.running.measuring import flags, reading, results, statistics, vocabulary
+from stage_runtime.cli.running.measuring import bench_options, flags, results, statistics, vocabulary
 from stage_runtime.cli.running.measuring.prompts import Prompt
 from stage_runtime.cli.running.measuring.statistics import Outcome
 from stage_runtime.errors import ConfigurationError
@@ -43,15 +43,15 @@ def command(
     URL is the server's, without /v1. Default: the `omni up` that runs here. Exit code 1 when no request succeeds.
     """
     with options.errors_as_messages():
-        metrics = reading.metrics(given["percentile_metrics"])
-        percentiles = reading.percentiles(given["metric_percentiles"])
-        bounds = reading.bounds(given["goodput"])
-        asked = reading.asked(given)
-        load = {"endpoint": reading.endpoint(given), "body": reading.body(given)}
-        load |= {"headers": reading.pairs(given["header"], "--header"), "id_prefix": given["request_id_prefix"]}
-        times_s = reading.times_s(given, len(asked))
+        metrics = bench_options.metrics(given["percentile_metrics"])
+        percentiles = bench_options.percentiles(given["metric_percentiles"])
+        bounds = bench_options.bounds(given["goodput"])
+        asked = bench_options.asked(given)
+        load = {"endpoint": bench_options.endpoint(given), "body": bench_options.body(given)}
+        load |= {"headers": bench_options.pairs(given["header"], "--header"), "id_prefix": given["request_id_prefix"]}
+        times_s = bench_options.times_s(given, len(asked))
         results.facts(given, "", "")  # refuses wrong options before an hour is spent
-        base, certificate = reading.address(given, url), None
+        base, certificate = bench_options.address(given, url), None
         if base is None:
             base, certificate = runs.url(pipeline=pipeline, pid=pid, base_path=base_path)
         outcomes, duration, model = asyncio.run(_measured(base, certificate, asked, times_s, load, given))

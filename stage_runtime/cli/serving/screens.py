@@ -21,8 +21,8 @@ from rich.text import Text
 
 from omnipipeline_spec import consoles
 from omnipipeline_spec.types.plan import PipelinePlan
-from stage_runtime.cli.serving import outputs
-from stage_runtime.cli.serving.outputs import Output
+from stage_runtime.cli.serving import standard_output
+from stage_runtime.cli.serving.standard_output import Output
 from stage_runtime.processes.supervision import activity
 from stage_runtime.processes.supervision.instances import ProcessView
 from stage_runtime.processes.supervision.progress import LoadedShare, LoadingLines
@@ -216,7 +216,7 @@ class LiveTable(LineScreen):
 @contextmanager
 def choose(*, plain: bool) -> Iterator[Screen]:
     """The screen that fits standard output; the terminal is as it was afterwards."""
-    output = outputs.standard()
+    output = standard_output.standard()
     file = cast(IO[str], sys.stdout if output is None else output)
     console = consoles.console(file=file)
     screen: Screen

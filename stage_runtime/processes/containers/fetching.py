@@ -16,7 +16,7 @@ from typing import Final
 import msgspec
 
 from stage_runtime.errors import ConfigurationError
-from stage_runtime.processes.containers.probes import ProbeServer, Reply
+from stage_runtime.processes.containers.pod_probes import ProbeServer, Reply
 from stage_runtime.sockets.endpoints import hosts
 
 MAX_PORT: Final = 65535

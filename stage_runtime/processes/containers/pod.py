@@ -23,7 +23,7 @@ from stage_runtime.metrics import catalog, exposition, planes
 from stage_runtime.metrics.samples import Samples
 from stage_runtime.processes import signals
 from stage_runtime.processes.containers import termination
-from stage_runtime.processes.containers.probes import ProbeServer, Reply, Routes
+from stage_runtime.processes.containers.pod_probes import ProbeServer, Reply, Routes
 from stage_runtime.processes.starting import codefiles, launching, rundir
 from stage_runtime.processes.starting.launching import Addresses, StageLaunch
 from stage_runtime.processes.supervision import activity, parent_death

@@ -13,8 +13,8 @@ from typing import Any, Final
 
 import msgspec
 
-from stage_runtime.profiler import lines, reading, views
-from stage_runtime.profiler.reading import Events, Moment
+from stage_runtime.profiler import event_files, lines, views
+from stage_runtime.profiler.event_files import Events, Moment
 from stage_runtime.profiler.views import Hop, Interval
 
 MAX_REQUESTS: Final = 1_000  # drawn; of more, the slowest. The tables are always of all
@@ -36,7 +36,7 @@ def page(found: Events) -> str:
 
 def _data(found: Events) -> dict[str, Any]:
     report = views.report_of(found, timeline=False)
-    drawn = reading.slowest(found, MAX_REQUESTS)
+    drawn = event_files.slowest(found, MAX_REQUESTS)
     requests = [_request(request_id, found.requests[request_id]) for request_id in drawn]
     requests.sort(key=lambda each: each["start"])
     return {

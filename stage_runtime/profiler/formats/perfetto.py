@@ -14,7 +14,7 @@ from typing import Any, BinaryIO, Final
 import msgspec
 
 from stage_runtime.profiler import views
-from stage_runtime.profiler.reading import Events, Moment, Process
+from stage_runtime.profiler.event_files import Events, Moment, Process
 
 TOUCH_US: Final = 1.0
 

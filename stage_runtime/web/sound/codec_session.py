@@ -27,7 +27,7 @@ from stage_runtime.web.sound.codec_messages import (
     Unencodable,
     Write,
 )
-from stage_runtime.web.sound.codecs import encoding, reading
+from stage_runtime.web.sound.codecs import encoding, headers
 from stage_runtime.web.sound.codecs.samples import Flat
 
 MEMORY_NBYTES: Final = 1 << 30  # of address space; without any sound the process has about 0.1 GiB
@@ -64,7 +64,7 @@ class _CodecSession:
                     self._encoder = encoding.Whole(name) if whole else encoding.encoder(name)
                 return None
             case Measure(data=data):
-                return Measured(reading.duration_s(bytes(data)))
+                return Measured(headers.duration_s(bytes(data)))
             case Write():
                 assert self._encoder is not None
                 fields = (request.dtype, request.frames, request.channels, request.sample_rate, request.data)

@@ -1,6 +1,6 @@
 """The options of `omni bench`: names, defaults and bounds. Each one means what it does in ``vllm bench serve``.
 
-Not here: making values of them (`reading`), vLLM's options that are missing (`vocabulary`).
+Not here: making values of them (`bench_options`), vLLM's options that are missing (`vocabulary`).
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from stage_runtime.cli.running.measuring import reading
+from stage_runtime.cli.running.measuring import bench_options
 from stage_runtime.cli.running.measuring.statistics import Outcome
 
 
@@ -18,15 +18,15 @@ def facts(given: Mapping[str, Any], base: str, model: str) -> dict[str, Any]:
     rate = given["request_rate"]
     found = {
         "date": datetime.now(UTC).strftime("%Y%m%d-%H%M%S"),
-        "endpoint_type": reading.backend(given),
-        "backend": reading.backend(given),
+        "endpoint_type": bench_options.backend(given),
+        "backend": bench_options.backend(given),
         "label": given["label"],
         "base_url": base,
-        "endpoint": reading.endpoint(given),
+        "endpoint": bench_options.endpoint(given),
         "model_id": model,
         "tokenizer_id": None,
         "num_prompts": given["num_prompts"],
-        **reading.pairs(given["metadata"], "--metadata"),
+        **bench_options.pairs(given["metadata"], "--metadata"),
         "request_rate": "inf" if math.isinf(rate) else rate,
         "burstiness": given["burstiness"],
         "arrivals": given["arrivals"],

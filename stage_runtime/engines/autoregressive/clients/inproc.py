@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from stage_runtime.engines.autoregressive.clients.abstract import UtilityFailed
+from stage_runtime.engines.autoregressive.core.engine_operations import OPERATIONS
 from stage_runtime.engines.autoregressive.core.engine_requests import EngineCoreRequest
-from stage_runtime.engines.autoregressive.core.operations import OPERATIONS
 from stage_runtime.engines.autoregressive.core.serving import Served
 from stage_runtime.engines.autoregressive.process.launching import EngineLaunch
 from stage_runtime.engines.autoregressive.process.messages.engine_messages import EngineCoreOutputs, Refused, refused

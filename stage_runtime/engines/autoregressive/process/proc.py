@@ -10,8 +10,8 @@ from typing import Any
 from stage_runtime.engines.autoregressive.connectors.crossing import CrossingRooms
 from stage_runtime.engines.autoregressive.core.busy_loop import BusyLoop, RequestType
 from stage_runtime.engines.autoregressive.core.engine_core import EngineCore
+from stage_runtime.engines.autoregressive.core.engine_operations import OPERATIONS
 from stage_runtime.engines.autoregressive.core.engine_requests import EngineCoreOutput
-from stage_runtime.engines.autoregressive.core.operations import OPERATIONS
 from stage_runtime.engines.autoregressive.core.serving import Served
 from stage_runtime.engines.autoregressive.process.messages.engine_messages import (
     EngineCoreOutputs,
@@ -23,7 +23,7 @@ from stage_runtime.engines.autoregressive.process.messages.engine_messages impor
     refused,
 )
 from stage_runtime.engines.autoregressive.process.messages.inputs import Inputs
-from stage_runtime.engines.autoregressive.process.messages.outputs import OutputThread
+from stage_runtime.engines.autoregressive.process.messages.output_thread import OutputThread
 from stage_runtime.engines.autoregressive.process.reporting import stats_of
 from stage_runtime.engines.autoregressive.process.tracing import EngineTrace
 from stage_runtime.rules.autoregressive.steps import SchedulerOutput

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from stage_runtime.engines.autoregressive.clients.async_mp import AsyncMPClient
-from stage_runtime.engines.autoregressive.core import operations
+from stage_runtime.engines.autoregressive.core import engine_operations
 from stage_runtime.errors import InvalidRequest, OmniError, describe
 from stage_runtime.rules.members.adapters import LIST, LOAD, UNLOAD
 
@@ -86,7 +86,7 @@ class EngineAdapters:
             await self._asked(loaded, UNLOAD, name)
             raise failures[0]
         self._list({**self._listed, name: path})
-        return operations.joined(results)
+        return engine_operations.joined(results)
 
     async def _unload(self, name: str) -> Any:
         results = await self._asked(self._client.ranks, UNLOAD, name)
@@ -94,7 +94,7 @@ class EngineAdapters:
         self._list({other: path for other, path in self._listed.items() if other != name})
         if not found:  # one that lacks the adapter has unloaded it, too
             raise results[0]
-        return operations.joined(found)
+        return engine_operations.joined(found)
 
     async def _asked(self, ranks: list[int], operation: str, *arguments: Any) -> list[Any]:
         """The result or the error of each engine."""

@@ -18,7 +18,7 @@ from stage_runtime.engines import events
 from stage_runtime.engines.autoregressive.clients.async_mp import AsyncMPClient
 from stage_runtime.engines.autoregressive.clients.data_parallel import DPLBAsyncMPClient
 from stage_runtime.engines.autoregressive.connectors import crossing
-from stage_runtime.engines.autoregressive.core import operations
+from stage_runtime.engines.autoregressive.core import engine_operations
 from stage_runtime.engines.autoregressive.core.engine_requests import EngineCoreRequest
 from stage_runtime.engines.autoregressive.process.messages.engine_messages import EngineCoreOutputs, SchedulerStats
 from stage_runtime.engines.autoregressive.stage.adapting import EngineAdapters
@@ -222,9 +222,9 @@ class ProcessEngine:
                 if event.operation in (LOAD, UNLOAD):
                     event.reply(await self._adapt(event))
                     return
-                arguments = operations.checked(event)
+                arguments = engine_operations.checked(event)
                 results = await self._client.call_each_async(event.operation, *arguments)
-                event.reply(operations.joined(results))
+                event.reply(engine_operations.joined(results))
             except Exception as error:
                 event.reply(error)
 
@@ -237,7 +237,7 @@ class ProcessEngine:
 
         Raises: RequestError, UtilityFailed: nothing is changed then.
         """
-        arguments = operations.checked(event)
+        arguments = engine_operations.checked(event)
         if self._adapters is None:
             raise InvalidRequest(f"{event.operation}: adapters are for engine='own'")
         if self._busy:

@@ -14,7 +14,7 @@ from typing import Any
 from stage_runtime.api import Autoregressive, StageContext
 from stage_runtime.engines import events
 from stage_runtime.engines.autoregressive.connectors import crossing, registry
-from stage_runtime.engines.autoregressive.core import operations
+from stage_runtime.engines.autoregressive.core import engine_operations
 from stage_runtime.engines.autoregressive.core.busy_loop import BusyLoop, RequestType
 from stage_runtime.engines.autoregressive.core.engine_core import EngineCore
 from stage_runtime.engines.autoregressive.core.engine_requests import EngineCoreOutput, EngineCoreRequest
@@ -159,7 +159,7 @@ class AutoregressiveEngine:
                 names = self._answers.forget(event.work)
                 return [(RequestType.ABORT, names)] if names else []
             case events.Admin():
-                return [(RequestType.UTILITY, partial(operations.carry_out, event))]
+                return [(RequestType.UTILITY, partial(engine_operations.carry_out, event))]
             case events.ChunkIn():
                 self._outbox.fail(event.work, TakesNoChunks(event.chunk.source))
             case events.StreamDone():
