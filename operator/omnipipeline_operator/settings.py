@@ -7,6 +7,8 @@ service account or the kubeconfig as kubectl does). Called by `cli` alone; the r
 from __future__ import annotations
 
 import json
+import math
+import re
 from collections.abc import Mapping
 from typing import Any, Final, Literal
 from urllib.parse import urlsplit
@@ -55,6 +57,8 @@ class DefaultResources(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     coordinator: Resources = Resources(requests={"cpu": "50m", "memory": "256Mi"}, limits={"memory": "4Gi"})
 
 
+MAX_PORT: Final = 65535
+_OBJECT_NAME: Final = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
 USER: Final = 65532  # "nonroot" of the images; numeric, so that the kubelet can check runAsNonRoot
 
 
@@ -116,25 +120,25 @@ def read(environ: Mapping[str, str], *, hostname: str) -> Settings:
             identity=environ.get("OMNI_OPERATOR_POD_NAME") or hostname,
         ),
         conversion=_conversion(environ, namespace),
-        probe_port=int(_number(environ, "OMNI_OPERATOR_PROBE_PORT", PROBE_PORT)),
+        probe_port=_whole(environ, "OMNI_OPERATOR_PROBE_PORT", PROBE_PORT, most=MAX_PORT),
         allow_privileged=_flag(environ, "OMNI_OPERATOR_ALLOW_PRIVILEGED", False),
         default_resources=_resources(environ, "OMNI_OPERATOR_DEFAULT_RESOURCES"),
         pod_users=_users(environ, "OMNI_OPERATOR_POD_SECURITY_CONTEXT"),
         node_models=_node_models(environ, "OMNI_OPERATOR_NODE_MODELS"),
-        group_scheduler=environ.get("OMNI_OPERATOR_POD_GROUP_SCHEDULER", ""),
+        group_scheduler=_object_name(environ, "OMNI_OPERATOR_POD_GROUP_SCHEDULER"),
         scrapers=_peers(environ, "OMNI_OPERATOR_SCRAPERS"),
         log_format=_choice(environ, "OMNI_OPERATOR_LOG_FORMAT"),
-        workers=int(_number(environ, "OMNI_OPERATOR_WORKERS", 16)),
-        writes_per_s=_number(environ, "OMNI_OPERATOR_WRITES_PER_SECOND", 400.0),
-        write_burst=int(_number(environ, "OMNI_OPERATOR_WRITE_BURST", 400)),
-        relist_s=_number(environ, "OMNI_OPERATOR_RELIST_SECONDS", 300.0),
+        workers=_whole(environ, "OMNI_OPERATOR_WORKERS", 16, least=1),
+        writes_per_s=_more_than_0(environ, "OMNI_OPERATOR_WRITES_PER_SECOND", 400.0),
+        write_burst=_whole(environ, "OMNI_OPERATOR_WRITE_BURST", 400, least=1),
+        relist_s=_more_than_0(environ, "OMNI_OPERATOR_RELIST_SECONDS", 300.0),
         gpu_patience_s=_number(environ, "OMNI_OPERATOR_GPU_PATIENCE_SECONDS", 300.0),
         gpu_taking_s=_number(environ, "OMNI_OPERATOR_GPU_PRIORITY_SECONDS", 10.0),
     )
 
 
 def _conversion(environ: Mapping[str, str], namespace: str) -> ConversionSettings | None:
-    port = int(_number(environ, "OMNI_OPERATOR_CONVERSION_PORT", 0))
+    port = _whole(environ, "OMNI_OPERATOR_CONVERSION_PORT", 0, most=MAX_PORT)
     if not port:
         return None
     return ConversionSettings(
@@ -165,9 +169,32 @@ def _number(environ: Mapping[str, str], name: str, default: float) -> float:
         number = float(value) if value else default
     except ValueError as error:
         raise ConfigurationError(f"{name}: {value!r} is not a number") from error
-    if number < 0:
-        raise ConfigurationError(f"{name}: {value!r} is less than 0")
+    if not 0 <= number < math.inf:
+        raise ConfigurationError(f"{name}: expected a finite number of 0 or more, got {value!r}")
     return number
+
+
+def _more_than_0(environ: Mapping[str, str], name: str, default: float) -> float:
+    number = _number(environ, name, default)
+    if number == 0:
+        raise ConfigurationError(f"{name}: expected more than 0, got {environ[name]!r}")
+    return number
+
+
+def _whole(environ: Mapping[str, str], name: str, default: int, *, least: int = 0, most: float = math.inf) -> int:
+    number = _number(environ, name, default)
+    if number != int(number) or not least <= number <= most:
+        expected = f"a whole number from {least}" + (f" to {most}" if most < math.inf else "")
+        raise ConfigurationError(f"{name}: expected {expected}, got {environ[name]!r}")
+    return int(number)
+
+
+def _object_name(environ: Mapping[str, str], name: str) -> str:
+    """The name of a thing of the cluster; empty: none. Nothing would ever place pods that name a scheduler wrongly."""
+    value = environ.get(name, "")
+    if value and (len(value) > 253 or not _OBJECT_NAME.fullmatch(value)):
+        raise ConfigurationError(f"{name}: {value!r} is not a name: lower-case letters, digits, '-' and '.'")
+    return value
 
 
 def _choice(environ: Mapping[str, str], name: str) -> Literal["text", "json"]:
