@@ -162,6 +162,62 @@ def test_an_edit_in_one_version_is_that_edit_in_the_other(edit: Any, expected: A
     assert VERSIONS.converted(there, HUB)["spec"] == expected
 
 
+#: A version in which each text of `mode` has three forms, and another name: `manner`. The hub has three forms, too.
+FORMS = Spoke(
+    to_hub=lambda document: _keys_and_values(document, {"manner": "mode"}, lambda text: text.rstrip("!?")),
+    from_hub=lambda document: _keys_and_values(document, {"mode": "manner"}, lambda text: text.rstrip(".;")),
+)
+
+
+def _keys_and_values(document: Any, names: dict[str, str], change: Any) -> Any:
+    """The fields of a spec by other names; the text of the renamed one is another."""
+    spec = {
+        names.get(key, key): change(value) if key in names and isinstance(value, str) else value
+        for key, value in document.get("spec", {}).items()
+    }
+    return {**document, "spec": spec}
+
+
+@pytest.mark.parametrize("before", ["Recreate", "Coherent"])
+@pytest.mark.parametrize("shown", ["Surge", "Coherent"])
+@pytest.mark.parametrize("edited", ["Surge", "Coherent"])
+def test_a_kept_value_loses_against_an_edit_to_one_that_looks_the_same_from_its_version(
+    before: str, shown: str, edited: str
+) -> None:
+    """Each version reads the other's own word as `Coherent`."""
+    first = VERSIONS.converted({**RICH, "spec": {**RICH["spec"], "rollout": {"strategy": before}}}, NAME)
+    first["spec"]["rollout"] = {"strategy": shown}
+    hub = VERSIONS.converted(first, HUB)
+    hub["spec"]["rollout"] = {"strategy": before}  # both have a value of their own now
+    there = VERSIONS.converted(hub, NAME)
+    was = there["spec"]["rollout"]["strategy"]
+    there["spec"]["rollout"]["strategy"] = edited
+    back = VERSIONS.converted(there, HUB)
+    assert back["spec"]["rollout"]["strategy"] == (before if edited == was else "Coherent")
+    assert back["spec"]["restartedAt"] == "today", "another field's kept value stays"
+    assert VERSIONS.converted(back, NAME)["spec"]["rollout"]["strategy"] == edited
+
+
+@given(
+    st.sampled_from(["a", "b"]).flatmap(lambda word: st.sampled_from([word, f"{word}.", f"{word};"])),
+    st.lists(st.sampled_from(["a", "a!", "a?", "b", "b!", "b?", None]), min_size=1, max_size=4),
+    st.booleans(),
+)
+def test_the_last_edit_decides_and_only_an_edit_does(first: str, edits: list[str | None], through: bool) -> None:
+    """None: the object goes there and back without an edit. through: by way of a third version."""
+    table = Versions(spokes={NAME: FORMS, "v1": SHOUTED})
+    hub = resource(HUB, mode=first, other="kept.")
+    for edit in edits:
+        there = table.converted(table.converted(hub, "v1") if through else hub, NAME)
+        was, mode = there["spec"]["manner"], hub["spec"]["mode"]
+        if edit is not None:
+            there["spec"]["manner"] = edit
+        hub = table.converted(table.converted(there, "v1") if through else there, HUB)
+        expected = mode if edit in (None, was) else edit.rstrip("!?") if edit is not None else ""
+        assert hub["spec"] == {"mode": expected, "other": "kept."}
+        assert table.converted(hub, NAME)["spec"]["manner"] == there["spec"]["manner"]
+
+
 def test_a_kept_value_follows_its_stage_and_goes_with_it() -> None:
     own = Spoke(
         from_hub=lambda document: _each_stage(document, lambda stage: {"name": stage["name"]}),

@@ -2,7 +2,9 @@
 
 Here: the differences between two documents, putting them back, and the annotation. Not here: which versions there are
 (`versions`), what a field means. An entry names a place, the value there, and what the other version's document gives
-in its stead: when it gives something else, it has been edited, and the edit wins.
+in its stead: when it gives something else, it has been edited, and the edit wins. Two values of one version may give
+the same in the other, so beside kept values stand those that the shown version had of its own: when one of them has
+changed since, the kept values of the same field are stale.
 """
 
 from __future__ import annotations
@@ -35,7 +37,13 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     instead: Any = UNSET
 
 
-Notes: TypeAlias = Mapping[str, tuple[Entry, ...]]  # version -> what it has and the present one cannot express
+#: Version -> what it has and the present one cannot express; `beside` -> what the other had of its own at that time.
+Notes: TypeAlias = Mapping[str, tuple[Entry, ...]]
+
+
+def beside(version: str, other: str) -> str:
+    """The key of the values that ``other`` had of its own when those of ``version`` were kept."""
+    return f"{version}/{other}"
 
 
 def read(metadata: Mapping[str, Any]) -> Notes:
@@ -78,6 +86,30 @@ def restored(document: Any, entries: Sequence[Entry]) -> Any:
     return document
 
 
+def changed(own: Sequence[Entry], before: Sequence[Entry]) -> set[Place]:
+    """The places at which a document's own values are others than before."""
+    now, then = ({each.at: each for each in entries} for entries in (own, before))
+    return {at for at in {*now, *then} if at not in now or at not in then or not same(now[at].value, then[at].value)}
+
+
+def fresh(entries: Sequence[Entry], places: set[Place]) -> tuple[Entry, ...]:
+    """The entries that have nothing to do with what is at these places, or within, or around them."""
+    return tuple(each for each in entries if not any(_overlap(each.at, place) for place in places))
+
+
+def removed(document: Any, at: Place) -> Any:
+    """The document without what is there; it shares what did not change."""
+    if not at:
+        return document
+    first, rest = at[0], at[1:]
+    if isinstance(first, str) and isinstance(document, Mapping) and first in document:
+        others = {key: each for key, each in document.items() if key != first}
+        return {**others, first: removed(document[first], rest)} if rest else others
+    if isinstance(first, Item) and first.name in (_names(document) or ()):
+        return [removed(each, rest) if each["name"] == first.name else each for each in document]
+    return document
+
+
 def same(one: Any, other: Any) -> bool:
     """Whether two documents are equal as JSON: unlike in Python, 1 is neither 1.0 nor true."""
     if one is UNSET or other is UNSET:
@@ -99,6 +131,11 @@ def _put(value: Any, at: Place, entry: Entry) -> Any:
     if isinstance(first, Item) and first.name in (_names(value) or ()):
         return [_put(each, rest, entry) if each["name"] == first.name else each for each in value]
     return value
+
+
+def _overlap(one: Place, other: Place) -> bool:
+    length = min(len(one), len(other))
+    return one[:length] == other[:length]
 
 
 def _names(value: Any) -> list[str] | None:

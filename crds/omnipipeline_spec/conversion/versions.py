@@ -93,12 +93,24 @@ def _step(
 ) -> tuple[Document, kept.Notes]:
     """One step between the hub and a spoke, with what the target kept put back and what the source loses kept."""
     made = forth(document)
-    whole = kept.restored(made, notes.get(target, ()))
     shown = back(made)
+    own = tuple(kept.differences(document, shown))
+    beside, now_beside = kept.beside(target, source), kept.beside(source, target)
+    edited = kept.changed(own, notes.get(beside, ())) if target in notes else set()
+    whole = kept.restored(made, kept.fresh(notes.get(target, ()), _concerned(document, made, edited, forth)))
     if not kept.same(back(whole), shown):
         whole = made  # a kept value is one that the source cannot show; another was written by hand, past who reads it
-    lost = tuple(kept.differences(document, shown))
-    return whole, {**{version: each for version, each in notes.items() if version != target}, source: lost}
+    others = tuple(kept.differences(whole, forth(back(whole)))) if own else ()
+    rest = {version: each for version, each in notes.items() if version not in (target, beside)}
+    return whole, {**rest, source: own, now_beside: others}
+
+
+def _concerned(document: Document, made: Document, edited: set[kept.Place], forth: Step) -> set[kept.Place]:
+    """The places in ``made``, which is ``forth(document)``, that come from these of the document."""
+    found = {*edited}  # a field that both versions have by one name
+    for place in edited:
+        found |= {each.at for each in kept.differences(made, forth(kept.removed(document, place)))}
+    return found
 
 
 #: The table of this release. No second version is served yet (docs/operations.md says how one comes).
