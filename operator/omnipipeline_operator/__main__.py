@@ -5,4 +5,4 @@ import sys
 from omnipipeline_operator import cli
 
 if __name__ == "__main__":
-    sys.exit(cli.main())
+    sys.exit(cli.main(sys.argv[1:]))

@@ -1,6 +1,7 @@
-"""``python -m omnipipeline_operator``: settings, logging, signals, the exit code.
+"""``python -m omnipipeline_operator [withdraw-conversion]``: settings, logging, signals, the exit code.
 
-Here: only that. Called by `__main__`; tests call `serve` with a write limiter of their own.
+Here: only that. Called by `__main__`; tests call `serve` with a write limiter of their own. The command is the chart's
+hook, which takes the conversion webhook out of the CRD before the release that answers it goes.
 """
 
 from __future__ import annotations
@@ -11,16 +12,17 @@ import logging
 import os
 import socket
 import sys
+from collections.abc import Sequence
 from datetime import UTC, datetime
 
 import uvloop
 
 from omnipipeline_operator import settings
-from omnipipeline_operator.cluster.client import WriteLimiter
+from omnipipeline_operator.cluster.client import Client, WriteLimiter
 from omnipipeline_operator.cluster.lease import LeaseLost
 from omnipipeline_operator.cluster.token_bucket import TokenBucket
-from omnipipeline_operator.errors import ConfigurationError
-from omnipipeline_operator.handlers import lifecycle
+from omnipipeline_operator.errors import ConfigurationError, OperatorError
+from omnipipeline_operator.handlers import lifecycle, watching
 from omnipipeline_operator.handlers.lifecycle import WatchesChanged
 from omnipipeline_operator.settings import Settings
 from omnipipeline_spec.conversion import versions as released
@@ -33,14 +35,22 @@ log = logging.getLogger(__name__)
 COLLECTING = (50_000, 20, 20)
 
 
-def main() -> int:
+WITHDRAW = "withdraw-conversion"
+
+
+def main(arguments: Sequence[str] = ()) -> int:
     """Run until SIGTERM; exit code 0 then, 1 after an error."""
+    if [*arguments] not in ([], [WITHDRAW]):
+        print(f"expected no argument or {WITHDRAW}, got: {' '.join(arguments)}", file=sys.stderr)
+        return 2
     try:
         configuration = settings.read(os.environ, hostname=socket.gethostname())
     except ConfigurationError as error:
         print(f"cannot start: {error}", file=sys.stderr)
         return 1
     configure_logging(configuration.log_format)
+    if arguments:
+        return uvloop.run(withdraw(configuration))
     gc.set_threshold(*COLLECTING)
     return uvloop.run(serve(configuration))
 
@@ -60,12 +70,30 @@ async def serve(
     return return_code
 
 
+async def withdraw(configuration: Settings) -> int:
+    """Take the conversion webhook out of the CRD; the exit code."""
+    if configuration.conversion is None:
+        log.error("the conversion webhook is off: OMNI_OPERATOR_CONVERSION_PORT is not set")
+        return 1
+    from omnipipeline_operator.conversion import withdrawing  # 9 MiB of cryptography, mostly not needed
+
+    try:
+        limiter = TokenBucket(configuration.writes_per_s, configuration.write_burst)
+        async with await Client.connect(limiter) as client:
+            await withdrawing.withdraw(client, configuration.conversion)
+    except OperatorError as error:
+        log.error("%s", error)
+        return 1
+    return 0
+
+
 def configure_logging(form: str) -> None:
     """One line per record, on standard error."""
     handler = logging.StreamHandler()
     handler.setFormatter(
         _JsonFormatter() if form == "json" else logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
     )
+    handler.addFilter(watching.without_refusals)
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
     logging.getLogger("kopf").setLevel(logging.WARNING)  # it logs every handled event
 

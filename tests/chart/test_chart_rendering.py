@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from omnipipeline_operator import settings
+from omnipipeline_operator import cli, settings
 from omnipipeline_operator.conversion import certificates, publishing
 from omnipipeline_operator.settings import ConversionSettings
 from omnipipeline_spec.generating import schema
-from tests.chart.rendering import CHART, COMBINATIONS, NAMESPACE, helm, objects, rendered, sets
+from tests.chart.rendering import CHART, COMBINATIONS, MONITORED, NAMESPACE, helm, objects, rendered, sets
 from tests.cluster_kit import Cluster
 from tests.contract import next_version
 
@@ -89,6 +89,7 @@ def test_helm_lint_accepts_these_values(api_server: Cluster, name: str) -> None:
     [
         *("replica=2", "image.tagg=x", "logFormat=xml", "replicas=-1", "monitoring.podMonitor.intervall=1s"),
         *("podSecurityContext.runAsUser=0", "pipelinePodSecurityContext.privileged=true"),
+        *("podGroupScheduler=my scheduler", "networkPolicy=null", "limits.workers=null", "defaultResources.stage=x"),
     ],
 )
 def test_a_value_that_is_not_in_the_schema_is_refused(api_server: Cluster, value: str) -> None:
@@ -154,7 +155,15 @@ def test_the_webhook_adds_the_right_to_one_secret_and_to_one_definition_alone(ap
                 "verbs": ["get", "patch"],
             },
         ),
-        (name, {"apiGroups": [""], "resources": ["secrets"], "resourceNames": [name], "verbs": ["get", "update"]}),
+        (
+            name,
+            {
+                "apiGroups": [""],
+                "resources": ["secrets"],
+                "resourceNames": [name],
+                "verbs": ["get", "update", "delete"],
+            },
+        ),
     ]
 
 
@@ -194,6 +203,58 @@ def test_a_chart_with_two_versions_points_at_the_webhook_from_the_first_moment_o
     written = publishing.conversion(configured, held)
     del written["webhook"]["clientConfig"]["caBundle"]
     assert crd["spec"]["conversion"] == written, "what the operator writes, without the authority"
+
+
+def test_the_webhook_is_taken_out_of_the_definition_before_the_release_goes(api_server: Cluster) -> None:
+    assert not [each for each in objects(rendered(api_server, [])) if each["kind"] == "Job"]
+    made = objects(rendered(api_server, ["conversion.enabled=true", f"nameOverride={'n' * 53}", "logFormat=text"]))
+    [job] = [each for each in made if each["kind"] == "Job"]
+    assert job["metadata"]["annotations"]["helm.sh/hook"] == "pre-delete"
+    [deployment] = [each for each in made if each["kind"] == "Deployment"]
+    pod, own = job["spec"]["template"], deployment["spec"]["template"]
+    [service] = [each for each in made if each["kind"] == "Service"]
+    assert not service["spec"]["selector"].items() <= pod["metadata"]["labels"].items(), "it answers no review"
+    assert all(len(each) <= 63 for each in pod["metadata"]["labels"].values())
+    for field in ("serviceAccountName", "securityContext"):
+        assert pod["spec"][field] == own["spec"][field]
+    [container], [operators] = (each["spec"]["containers"] for each in (pod, own))
+    assert (container["image"], container["command"][2:]) == (
+        operators["image"],
+        ["omnipipeline_operator", cli.WITHDRAW],
+    )
+    variables = ({each["name"]: each.get("value", "x") for each in found["env"]} for found in (container, operators))
+    ours, theirs = (settings.read(each, hostname="h").conversion for each in variables)
+    assert ours == theirs is not None
+
+
+@pytest.mark.parametrize("name", ["123", "true", "null", "1e3", "on"])
+def test_a_name_that_yaml_would_take_for_something_else_stays_a_text(api_server: Cluster, name: str) -> None:
+    values = ["conversion.enabled=true", "nodeModels.path=/models", "podDisruptionBudget.enabled=true", *MONITORED]
+    texts = (f"watchNamespaces={{{name}}}", f"priorityClassName={name}", f"serviceAccount.name={name}")
+    more = [argument for each in (*texts, f"tests.namespace={name}") for argument in ("--set-string", each)]
+    if name[0].isalpha():
+        more += ["--set-string", f"fullnameOverride={name}"]
+    done = helm(api_server, "template", name, str(CHART), "-n", name, *sets(values), *more)
+    assert done.returncode == 0, done.stderr
+
+    def texts_of(value: Any, at: str) -> None:
+        if at in (
+            "name",
+            "namespace",
+            "app.kubernetes.io/instance",
+            "serviceAccountName",
+            "priorityClassName",
+            "value",
+        ):
+            assert isinstance(value, (str, dict)), (at, value)
+        for key, each in (
+            value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+        ):
+            texts_of(each, str(key))
+
+    for made in objects(done.stdout):
+        if made["kind"] != "CustomResourceDefinition":
+            texts_of(made, "")
 
 
 def test_the_namespaced_operator_has_no_right_on_the_cluster(api_server: Cluster) -> None:

@@ -18,8 +18,8 @@ from cryptography import x509
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omnipipeline_operator import errors, settings
-from omnipipeline_operator.conversion import certificates, publishing, reviews, serving
+from omnipipeline_operator import cli, errors, settings
+from omnipipeline_operator.conversion import certificates, publishing, reviews, serving, withdrawing
 from omnipipeline_operator.conversion.certificates import Held
 from omnipipeline_operator.conversion.publishing import Publisher
 from omnipipeline_operator.conversion.serving import Server
@@ -222,6 +222,43 @@ async def test_reviews_are_answered_over_tls_and_the_next_connection_gets_a_rene
             await _post(port, held, asked)
 
 
+async def test_a_server_that_leaves_still_answers_and_ends_each_connection_with_an_answer() -> None:
+    """An API server keeps its connections, and repeats no review whose connection ends under it."""
+    server, held = Server(VERSIONS), certificates.renewed(None, "127.0.0.1", datetime.now(UTC))
+    server.show(held)
+    asked = json.dumps(review()).encode()
+    context = ssl.create_default_context(cadata=held.authorities.decode())
+    head = f"POST /convert HTTP/1.1\r\nHost: x\r\nContent-Length: {len(asked)}\r\n\r\n".encode()
+    ends, leaves_now, gone = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    async def leave() -> None:
+        leaves_now.set()
+        await gone.wait()
+
+    async def serve(ready: asyncio.Future[int]) -> None:
+        async with server.listening(free_port(), leave=leave) as port:
+            ready.set_result(port)
+            await ends.wait()
+
+    ready = asyncio.get_running_loop().create_future()
+    served = asyncio.create_task(serve(ready))
+    reader, writer = await asyncio.open_connection("127.0.0.1", await ready, ssl=context)
+    for leaves in (False, True):
+        if leaves:
+            ends.set()
+            await leaves_now.wait()
+        writer.write(head + asked)
+        found = (await reader.readuntil(b"\r\n\r\n")).lower()
+        assert found.startswith(b"http/1.1 200") and (b"connection: close" in found) is leaves
+        [length] = [int(line.split()[1]) for line in found.splitlines() if line.startswith(b"content-length")]
+        await reader.readexactly(length)
+    assert await reader.read() == b""
+    writer.close()
+    assert (await _post(await ready, held, asked))[0] == 200, "a new connection is taken, too"
+    gone.set()
+    await served
+
+
 async def test_what_is_too_large_unreadable_or_without_a_length_is_refused() -> None:
     server, held = Server(VERSIONS), certificates.renewed(None, "127.0.0.1", datetime.now(UTC))
     server.show(held)
@@ -246,15 +283,21 @@ async def test_what_is_too_large_unreadable_or_without_a_length_is_refused() -> 
 # --- the Secret and the CRD ---------------------------------------------------------------------------------------
 
 
+def one(name: str, *, storage: bool = False, served: bool = True) -> dict[str, Any]:
+    """A version in the CRD."""
+    return {"name": name, "served": served, "storage": storage}
+
+
 class Cluster(ApiServer):
     """The API server with the objects that a publisher reads."""
 
     def __init__(self) -> None:
         super().__init__()
         self.put({"apiVersion": "v1", "kind": "Secret", "metadata": {"namespace": "omni", "name": "web"}})
-        self.definition: Any = {"spec": {"versions": []}}
+        self.definition: Any = {"metadata": {"resourceVersion": "1"}, "spec": {"versions": [one("v1", storage=True)]}}
         self.patches: list[Any] = []
         self.meanwhile: list[Any] = []
+        self.over = False
 
     async def get(self, kind: Any, namespace: Any, name: str) -> Any:
         return self.definition if kind is DEFINITION else await super().get(kind, namespace, name)
@@ -268,10 +311,21 @@ class Cluster(ApiServer):
             raise errors.Conflict("PUT", 409, "changed")
         return self.put({**manifest, "metadata": {"namespace": "omni", "name": "web"}})
 
-    async def merge(self, kind: Any, namespace: Any, name: str, patch: Any, *, manager: str = "") -> Any:
+    async def merge(
+        self, kind: Any, namespace: Any, name: str, patch: Any, *, manager: str = "", timeout_s: float = 0.0
+    ) -> Any:
+        assert timeout_s >= 60, "the API server compiles all rules of all versions"
         assert (kind, namespace, name) == (DEFINITION, None, "omnipipelines.omnipipeline.dev")
-        self.patches.append(patch)
-        self.definition = {"spec": {**self.definition["spec"], **patch["spec"]}}
+        metadata = self.definition["metadata"]
+        if patch["metadata"]["resourceVersion"] != metadata["resourceVersion"]:
+            raise errors.Conflict("PATCH", 409, "changed")
+        self.patches.append({key: value for key, value in patch.items() if key != "metadata"})
+        self.definition = {
+            **self.definition,
+            "metadata": {**metadata, **patch["metadata"], "resourceVersion": str(int(metadata["resourceVersion"]) + 1)},
+            "spec": {**self.definition["spec"], **patch.get("spec", {})},
+        }
+        return self.definition
 
 
 async def test_replicas_share_one_certificate_and_write_nothing_more() -> None:
@@ -309,6 +363,98 @@ async def test_of_two_replicas_that_start_together_one_makes_the_certificate() -
     await publisher.publish()
     assert (server.serves, len(cluster.patches)) == (True, 1)
     assert publishing.CRD == "omnipipelines.omnipipeline.dev"
+
+
+CONFIGURED = ConversionSettings(port=1, namespace="omni", name="web")
+
+
+def definition(*versions: Any, stored: tuple[str, ...] = ("v1",), name: str = "web") -> Any:
+    service = {"name": name, "namespace": "omni", "path": "/convert", "port": 443}
+    webhook = {"clientConfig": {"service": service, "caBundle": "x"}, "conversionReviewVersions": ["v1"]}
+    managers = [{"manager": "helm"}, {"manager": publishing.MANAGER}]
+    return {
+        "metadata": {"resourceVersion": "1", "managedFields": managers},
+        "spec": {"versions": [*versions], "conversion": {"strategy": "Webhook", "webhook": webhook}},
+        "status": {"storedVersions": [*stored]},
+    }
+
+
+NONE = {"conversion": {"strategy": "None", "webhook": None}}
+
+
+@pytest.mark.parametrize(
+    "found, expected",
+    [
+        (definition(one("v1", storage=True)), NONE),
+        (
+            definition(one("v1", storage=True), one("v2")),
+            {**NONE, "versions": [one("v1", storage=True), one("v2", served=False)]},
+        ),
+        (
+            definition(one("v1"), one("v2", storage=True), stored=("v2",)),
+            {**NONE, "versions": [one("v1", served=False), one("v2", storage=True)]},
+        ),
+        (definition(one("v1", storage=True), one("v2", served=False), stored=("v1", "v2")), NONE),
+    ],
+)
+async def test_a_withdrawn_webhook_leaves_the_stored_version_alone_to_be_served(found: Any, expected: Any) -> None:
+    cluster = Cluster()
+    cluster.definition = found
+    await withdrawing.withdraw(cluster, CONFIGURED)  # type: ignore[arg-type]
+    assert cluster.patches == [{"spec": expected}, {}]
+    assert cluster.definition["metadata"]["managedFields"] == [{"manager": "helm"}], (
+        "or helm's next apply is a conflict"
+    )
+    with pytest.raises(errors.NotFound):
+        await cluster.get(SECRET, "omni", "web")
+    await withdrawing.withdraw(cluster, CONFIGURED)  # type: ignore[arg-type]
+    with pytest.raises(errors.NotFound):
+        await Publisher(cluster, Server(VERSIONS), CONFIGURED, clock=lambda: NOW).publish()  # type: ignore[arg-type]
+    assert len(cluster.patches) == 2, "neither writes it again"
+
+
+async def test_a_webhook_is_not_withdrawn_while_objects_may_be_stored_in_two_versions() -> None:
+    cluster = Cluster()
+    cluster.definition = definition(one("v1", storage=True), one("v2"), stored=("v1", "v2"))
+    with pytest.raises(withdrawing.StillNeeded, match=r"stored as v1 and v2.*storedVersions of the CRD to \[v1\]"):
+        await withdrawing.withdraw(cluster, CONFIGURED)  # type: ignore[arg-type]
+    assert (cluster.patches, cluster.writes) == ([], [])
+
+
+@pytest.mark.parametrize("conversion", [None, {"strategy": "None"}, definition(name="other")["spec"]["conversion"]])
+async def test_another_releases_webhook_is_left_alone(conversion: Any) -> None:
+    cluster = Cluster()
+    cluster.definition = definition(one("v1", storage=True), one("v2"))
+    cluster.definition["spec"]["conversion"] = conversion
+    await withdrawing.withdraw(cluster, CONFIGURED)  # type: ignore[arg-type]
+    assert (cluster.patches, cluster.writes) == ([], [])
+
+
+async def test_an_operator_that_has_read_the_secret_before_cannot_publish_after_the_withdrawal() -> None:
+    """The order of reads and writes makes it a Conflict, wherever the withdrawal falls between them."""
+
+    class Interrupted(Cluster):
+        async def get(self, kind: Any, namespace: Any, name: str) -> Any:
+            found = await super().get(kind, namespace, name)
+            if kind is SECRET and not self.over:
+                self.over = True
+                await withdrawing.withdraw(self, CONFIGURED)  # type: ignore[arg-type]
+            return found
+
+    cluster = Interrupted()
+    cluster.over = True
+    await Publisher(cluster, Server(VERSIONS), CONFIGURED, clock=lambda: NOW).publish()  # type: ignore[arg-type]
+    cluster.over = False
+    # Another authority: what is published is no longer what the CRD says.
+    cluster.definition["spec"]["conversion"]["webhook"]["clientConfig"]["caBundle"] = "another"
+    with pytest.raises(errors.ClusterError):
+        await Publisher(cluster, Server(VERSIONS), CONFIGURED, clock=lambda: NOW).publish()  # type: ignore[arg-type]
+    assert cluster.definition["spec"]["conversion"]["strategy"] == "None"
+
+
+def test_the_operator_refuses_a_command_that_it_does_not_know(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["withdraw"]) == 2
+    assert capsys.readouterr().err == "expected no argument or withdraw-conversion, got: withdraw\n"
 
 
 def test_the_webhook_is_off_unless_it_has_a_port() -> None:

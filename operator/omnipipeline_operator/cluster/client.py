@@ -127,11 +127,19 @@ class Client:
         return await self._write("PATCH", path, query=query, body=body, content_type=APPLY, timeout_s=timeout_s)
 
     async def merge(
-        self, kind: Kind, namespace: str | None, name: str, patch: Mapping[str, Any], *, manager: str = ""
+        self,
+        kind: Kind,
+        namespace: str | None,
+        name: str,
+        patch: Mapping[str, Any],
+        *,
+        manager: str = "",
+        timeout_s: float = TIMEOUT_S,
     ) -> Manifest:
         """A JSON merge patch: lists are replaced."""
         query = {"fieldManager": manager} if manager else {}
-        return await self._write("PATCH", kind.path(namespace, name), query=query, body=patch, content_type=MERGE)
+        path = kind.path(namespace, name)
+        return await self._write("PATCH", path, query=query, body=patch, content_type=MERGE, timeout_s=timeout_s)
 
     async def replace(self, manifest: Mapping[str, Any], *, timeout_s: float) -> Manifest:
         """PUT with the manifest's resourceVersion: of two writers one gets a Conflict."""

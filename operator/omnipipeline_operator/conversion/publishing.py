@@ -30,6 +30,9 @@ MANAGER: Final = "omnipipeline-conversion"
 AGAIN_S: Final = 60.0
 RETRY_S: Final = 2.0
 TIMEOUT_S: Final = 10.0
+#: Of a write of the CRD, as long as the API server's own: it compiles the rules of all versions anew, which took more
+#: than 10 s where machines were busy. Who gives up earlier and asks again never gets an answer.
+CRD_TIMEOUT_S: Final = 60.0
 
 
 class Publisher:
@@ -59,9 +62,11 @@ class Publisher:
     async def publish(self) -> None:
         """Renew the certificate if that is due, show it, and let API servers trust it.
 
-        Raises: errors.Conflict: another replica has written the Secret meanwhile; other errors.ClusterError.
+        Raises: errors.Conflict: somebody has written the Secret or the CRD meanwhile; other errors.ClusterError.
         """
         settings = self._settings
+        # Before the Secret: `withdrawing` deletes that first, so a patch of a CRD that was read earlier is a Conflict.
+        definition = await self._client.get(DEFINITION, None, CRD)
         secret = await self._client.get(SECRET, settings.namespace, settings.name)
         held = _held(secret)
         now = certificates.renewed(held, settings.host, self._clock())
@@ -70,11 +75,11 @@ class Publisher:
             named = {"apiVersion": SECRET.api_version, "kind": SECRET.name}
             await self._client.replace({**secret, **named, "data": data}, timeout_s=TIMEOUT_S)
             log.info("renewed the conversion webhook's certificate")
-        definition = await self._client.get(DEFINITION, None, CRD)
         wanted = conversion(settings, now)
         if not _includes(definition["spec"].get("conversion"), wanted):
-            patch = {"spec": {"conversion": wanted}}
-            await self._client.merge(DEFINITION, None, CRD, patch, manager=MANAGER)
+            version = definition["metadata"]["resourceVersion"]
+            patch = {"metadata": {"resourceVersion": version}, "spec": {"conversion": wanted}}
+            await self._client.merge(DEFINITION, None, CRD, patch, manager=MANAGER, timeout_s=CRD_TIMEOUT_S)
             log.info("the API server converts by %s", settings.url or f"the Service {settings.name}")
         self._server.show(now)
 

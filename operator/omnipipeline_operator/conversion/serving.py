@@ -10,10 +10,10 @@ from __future__ import annotations
 import asyncio
 import ssl
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 from aiohttp import web
 
@@ -27,6 +27,12 @@ PATH: Final = "/convert"
 MAX_NBYTES: Final = 16 << 20  # of one review; etcd takes no object beyond 1.5 MB
 ALL_NBYTES: Final = 64 << 20  # of all that are being read
 READ_S: Final = 10.0  # API servers give a review 30 s
+#: Of a process that ends. API servers keep connections, also to a pod that the Service no longer has, and do not repeat
+#: a review whose connection ends under it: each connection is told with an answer that it is the last one.
+LEAVING_S: Final = 5.0
+
+
+Leave: TypeAlias = Callable[[], Awaitable[None]]
 
 
 class Server:
@@ -38,6 +44,7 @@ class Server:
         self._tls.minimum_version = ssl.TLSVersion.TLSv1_2
         self._nbytes = 0  #: Bytes of the reviews that are being read. The bound is `ALL_NBYTES`.
         self._held: Held | None = None
+        self._leaves = False  #: Answers end their connections.
 
     @property
     def serves(self) -> bool:
@@ -55,8 +62,8 @@ class Server:
         self._held = held
 
     @asynccontextmanager
-    async def listening(self, port: int) -> AsyncIterator[int]:
-        """Listen while the block runs; yields the port."""
+    async def listening(self, port: int, *, leave: Leave = lambda: asyncio.sleep(0)) -> AsyncIterator[int]:
+        """Listen while the block runs, and after it for as long as ``leave`` takes; yields the port."""
         app = web.Application(client_max_size=MAX_NBYTES)
         app.router.add_post(PATH, self._convert)
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=READ_S)
@@ -66,9 +73,17 @@ class Server:
             await site.start()
             yield runner.addresses[0][1]
         finally:
+            self._leaves = True
+            await leave()
             await runner.cleanup()
 
     async def _convert(self, request: web.Request) -> web.Response:
+        response = await self._answer(request)
+        if self._leaves:
+            response.force_close()
+        return response
+
+    async def _answer(self, request: web.Request) -> web.Response:
         nbytes = request.content_length
         if nbytes is None:
             return web.Response(status=411, text="a review without a length\n")

@@ -25,8 +25,9 @@ from omnipipeline_operator.cluster.status_client import StatusClient
 from omnipipeline_operator.cluster.store import Store
 from omnipipeline_operator.controller.reconciling import Reconciler
 from omnipipeline_operator.controller.work_queue import WorkQueue
+from omnipipeline_operator.conversion import serving
 from omnipipeline_operator.conversion.serving import Server
-from omnipipeline_operator.handlers import metrics, probes
+from omnipipeline_operator.handlers import metrics, probes, watching
 from omnipipeline_operator.handlers.metrics import OperatorMetrics
 from omnipipeline_operator.handlers.watching import Watcher
 from omnipipeline_operator.settings import ConversionSettings, Settings
@@ -48,7 +49,8 @@ class StopRequested(errors.OperatorError):
 
 
 class WatchesChanged(errors.OperatorError):
-    """Other namespaces or kinds can be read than at the start: kopf's watches are chosen once, so it starts again."""
+    """Other namespaces or kinds can be read than at the start: kopf's watches are chosen once, so the process ends, and
+    the kubelet starts it again."""
 
 
 class Operator:
@@ -99,7 +101,10 @@ class Operator:
                 probes.serving(self._settings.probe_port, live=live, ready=ready, registry=registry)
             )
             if self._settings.conversion is not None:
-                await stack.enter_async_context(self._webhook.listening(self._settings.conversion.port))
+                port = self._settings.conversion.port
+                await stack.enter_async_context(
+                    self._webhook.listening(port, leave=lambda: asyncio.sleep(serving.LEAVING_S))
+                )
             try:
                 async with asyncio.TaskGroup() as group:
                     if self._settings.conversion is not None:
@@ -123,7 +128,9 @@ class Operator:
         """Run kopf's operator after the first complete list, until SIGTERM or SIGINT.
 
         kopf discovers the kinds once. An API server that is just starting refuses some of the answers, and kopf would
-        never watch those kinds.
+        never watch those kinds. It ends when a watch is refused, as where the CRD has been deleted.
+
+        Raises: StopRequested; WatchesChanged.
         """
         stop = asyncio.Event()
         for signal_number in (signal.SIGTERM, signal.SIGINT):
@@ -132,19 +139,25 @@ class Operator:
             await asyncio.sleep(0.05)
         if stop.is_set():
             raise StopRequested("stopped by a signal")
-        await kopf.operator(
-            registry=self._watcher.registry(),
-            standalone=True,
-            # The identity is for peering, which is off. kopf looks up the user's name without it, which an arbitrary
-            # uid does not have.
-            identity=cast(Any, self._settings.lease.identity),
-            clusterwide=not self._settings.namespaces,
-            namespaces=self._readable or (),
-            stop_flag=stop,
-        )
+        try:
+            await kopf.operator(
+                registry=self._watcher.registry(),
+                standalone=True,
+                # The identity is for peering, which is off. kopf looks up the user's name without it, which an arbitrary
+                # uid does not have.
+                identity=cast(Any, self._settings.lease.identity),
+                clusterwide=not self._settings.namespaces,
+                namespaces=self._readable or (),
+                stop_flag=stop,
+            )
+        except Exception as error:
+            if not watching.is_refusal(error):
+                raise
+            raise WatchesChanged(f"a watch has ended: {str(error).strip()}") from error
         raise StopRequested("stopped by a signal")
 
     async def _relist_forever(self) -> None:
+        said = ""
         while True:
             wait, began = self._settings.relist_s, time.monotonic()
             try:
@@ -155,8 +168,11 @@ class Operator:
                 self._compare_readable(unreadable)
                 self._listed_at, self._listed_from = time.monotonic(), began
                 self._metrics.relists.labels("success").inc()
+                said = ""
             except errors.ClusterError as error:
-                log.warning("list: %s", error)
+                if str(error) != said:  # not every two seconds the same
+                    log.warning("list: %s", error)
+                said = str(error)
                 self._metrics.relists.labels("error").inc()
                 wait = min(wait, RELIST_RETRY_S)
             with contextlib.suppress(TimeoutError):

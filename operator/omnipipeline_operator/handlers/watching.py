@@ -119,6 +119,18 @@ class Watcher:
         return handle
 
 
+def is_refusal(error: BaseException) -> bool:
+    """Whether kopf raises this for an answer of the API server: its own classes for that are not public."""
+    return isinstance(error, kopf.LoginError) or type(error).__module__.startswith("kopf._cogs.clients.")
+
+
+def without_refusals(record: logging.LogRecord) -> bool:
+    """A filter of log records: kopf logs a refused watch two or three times with a traceback, and then raises it."""
+    if not record.name.startswith("kopf") or not record.exc_info or record.exc_info[1] is None:
+        return True
+    return not is_refusal(record.exc_info[1])
+
+
 def _key(manifest: Mapping[str, Any]) -> PipelineKey:
     return manifest["metadata"]["namespace"], manifest["metadata"]["name"]
 
