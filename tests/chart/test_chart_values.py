@@ -1,7 +1,7 @@
 """Hostile values of the chart: each is refused by its schema, with the place; helm tells the person who installs.
 
-Here: tables over the schema alone, as helm reads it. What helm renders from values that are taken is in
-test_chart_rendering.py.
+Here: tables over the schema alone, as helm reads it. Not here: what helm renders from
+values that are taken (test_chart_rendering.py).
 """
 
 from __future__ import annotations

@@ -155,7 +155,7 @@ def authorities(installed: Installed) -> bytes:
 
 
 def secret(installed: Installed, held: certificates.Held | None = None) -> certificates.Held:
-    """What the Secret holds, after writing it if that is given."""
+    """The contents of the Secret, written first where they are given."""
     system = ("-n", SYSTEM)
     if held is not None:
         data = {name: base64.b64encode(value).decode() for name, value in held.data().items()}
@@ -223,7 +223,7 @@ def test_the_webhook_in_pods_outlives_rolls_kills_and_renewals_and_leaves_nothin
         clients.some(200)
         assert clients.failures == {}, "while both pods are replaced"
 
-        # By force: what was being asked, and what finds the pod's address before the endpoint goes, may fail.
+        # A pod is killed by force: what was being asked, and what finds its address before the endpoint goes, may fail.
         cluster.kubectl("-n", SYSTEM, "delete", "pod", pods(installed)[0], "--grace-period=0", "--force")
         clients.some(200)
         wait_for("another pod", lambda: len(pods(installed)) == 2, timeout_s=60)
@@ -265,7 +265,7 @@ def test_the_webhook_in_pods_outlives_rolls_kills_and_renewals_and_leaves_nothin
 
     wait_for("a read in the other version", back, timeout_s=60)
 
-    # Where objects may be stored in both, the release stays until they are migrated.
+    # The release stays while objects may be stored in both, until they are migrated.
     cluster.kubectl(
         "patch", "crd", CRD, "--subresource=status", "--type=merge",
         "-p", json.dumps({"status": {"storedVersions": [HUB, NAME]}}),

@@ -1,4 +1,4 @@
-"""What the operator logs when things end around it: one line that says what happened, never a traceback."""
+"""The operator logs one line that says what happened when things end around it, never a traceback."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CRD = "omnipipelines.omnipipeline.dev"
 
 
 def lines(operator: OperatorProcess) -> list[dict[str, str]]:
-    """What it has logged so far, in all its processes."""
+    """All that it has logged so far, in all its processes."""
     whole, _, _ = operator.log.read_text().rpartition("\n")
     return [json.loads(line) for line in whole.splitlines()]
 

@@ -30,8 +30,8 @@ MANAGER: Final = "omnipipeline-conversion"
 AGAIN_S: Final = 60.0
 RETRY_S: Final = 2.0
 TIMEOUT_S: Final = 10.0
-#: Of a write of the CRD, as long as the API server's own: it compiles the rules of all versions anew, which took more
-#: than 10 s where machines were busy. Who gives up earlier and asks again never gets an answer.
+#: A write of the CRD may take as long as the API server allows: it compiles the rules of all versions anew, which took
+#: more than 10 s where machines were busy. A client that gives up earlier and asks again never gets an answer.
 CRD_TIMEOUT_S: Final = 60.0
 
 
@@ -65,7 +65,8 @@ class Publisher:
         Raises: errors.Conflict: somebody has written the Secret or the CRD meanwhile; other errors.ClusterError.
         """
         settings = self._settings
-        # Before the Secret: `withdrawing` deletes that first, so a patch of a CRD that was read earlier is a Conflict.
+        # It is read before the Secret: `withdrawing` deletes that first, so a patch of a CRD that was read earlier is a
+        # Conflict.
         definition = await self._client.get(DEFINITION, None, CRD)
         secret = await self._client.get(SECRET, settings.namespace, settings.name)
         held = _held(secret)

@@ -27,8 +27,8 @@ PATH: Final = "/convert"
 MAX_NBYTES: Final = 16 << 20  # of one review; etcd takes no object beyond 1.5 MB
 ALL_NBYTES: Final = 64 << 20  # of all that are being read
 READ_S: Final = 10.0  # API servers give a review 30 s
-#: Of a process that ends. API servers keep connections, also to a pod that the Service no longer has, and do not repeat
-#: a review whose connection ends under it: each connection is told with an answer that it is the last one.
+#: A process that ends still answers for so long. API servers keep connections, also to a pod that the Service no longer
+#: has, and do not repeat a review whose connection ends under it: an answer tells that it is the connection's last one.
 LEAVING_S: Final = 5.0
 
 

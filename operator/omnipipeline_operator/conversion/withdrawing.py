@@ -68,7 +68,7 @@ async def _withdraw(client: Client, settings: ConversionSettings) -> None:
 def without(definition: Manifest, settings: ConversionSettings) -> Manifest | None:
     """The merge patch of a CRD that takes the webhook out; None: it names another one, or none.
 
-    Of several versions the stored one alone is served from then on: without the webhook the API server would drop
+    The stored one of several versions alone is served from then on: without the webhook the API server would drop
     what one of the versions lacks.
     Raises: StillNeeded.
     """

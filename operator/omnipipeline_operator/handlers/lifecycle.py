@@ -143,8 +143,8 @@ class Operator:
             await kopf.operator(
                 registry=self._watcher.registry(),
                 standalone=True,
-                # The identity is for peering, which is off. kopf looks up the user's name without it, which an arbitrary
-                # uid does not have.
+                # The identity is for peering, which is off. kopf looks up the user's name without it, which an
+                # arbitrary uid does not have.
                 identity=cast(Any, self._settings.lease.identity),
                 clusterwide=not self._settings.namespaces,
                 namespaces=self._readable or (),
