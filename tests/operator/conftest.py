@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import cluster_objects
 from tests.cluster_kit import REPOSITORY, Cluster, kit
 from tests.operator import running
 
@@ -62,7 +63,8 @@ def kube(prepared: tuple[Cluster, Path]) -> Iterator[running.Kube]:
     """A namespace for one test."""
     cluster, _ = prepared
     name = f"omni-test-{next(_numbers)}"
-    cluster.kubectl("delete", "namespace", name, "--ignore-not-found", "--timeout=50s")
+    if cluster_objects.of(cluster.kubeconfig).get("namespace", name) is not None:  # of an earlier run
+        cluster.kubectl("delete", "namespace", name, "--ignore-not-found", "--timeout=50s")
     cluster.kubectl("create", "namespace", name)
     yield running.Kube(cluster=cluster, namespace=name)
     cluster.kubectl("delete", "namespace", name, "--wait=false", "--ignore-not-found")
