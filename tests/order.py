@@ -29,6 +29,6 @@ _PLACES: Final = {name: place for place, name in enumerate((*LONGEST, *FOLDERS))
 
 
 def place(path: str) -> int:
-    """Where this file stands. path: below ``tests``."""
+    """The place of this file. path: below ``tests``."""
     folder, _, _ = path.partition("/")
     return _PLACES.get(path, _PLACES.get(folder, len(_PLACES)))

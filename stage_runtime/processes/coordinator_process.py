@@ -46,7 +46,7 @@ from stage_runtime.web.settings import WebSettings
 from stage_runtime.web.sound.pool import CodecPool
 
 T = TypeVar("T")
-State: TypeAlias = tuple[int, int, int, int]  #: Of a file: device, inode, time of writing, size.
+State: TypeAlias = tuple[int, int, int, int]  #: Facts of a file: device, inode, time of writing, size.
 
 log = logging.getLogger(__name__)
 
@@ -301,7 +301,7 @@ def _watch(
 
 
 async def _watch_file(path: Path, read: Callable[[bytes], T], changed: Callable[[T], Any], known: bytes) -> None:
-    state: State | None = None  #: Of the file as it was read last.
+    state: State | None = None  #: The facts of the file as it was read last.
     while True:
         content = known
         with contextlib.suppress(OSError):  # the symlink of a ConfigMap or Secret is being swapped, or it is not there
@@ -314,12 +314,12 @@ async def _watch_file(path: Path, read: Callable[[bytes], T], changed: Callable[
                 changed(read(content))
                 log.debug("%s has changed and was read again", path)
             except ConfigurationError as error:
-                log.error("%s: %s; what was read before stays", path, error)
+                log.error("%s: %s; the values read before stay in use", path, error)
         await asyncio.sleep(ticks.next_s(time.time(), REREAD_EVERY_S))
 
 
 def _state(path: Path) -> State | None:
-    """What changes with each write of a file; None: it was written so lately that the next write may leave it as it is.
+    """The facts that change with each write of a file; None: the next write may leave them, as the last was just now.
 
     Raises: OSError: it cannot be looked at.
     """

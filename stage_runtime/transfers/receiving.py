@@ -157,7 +157,7 @@ class Fetching:
             failed(error)
             return
         except Exception as error:  # as below: there may be no memory to put its pieces together
-            log.exception("what came for request %s could not be fetched", request_id)
+            log.exception("a value of request %s could not be fetched", request_id)
             self._relays.cleanup(request_id)
             failed(error)
             return

@@ -44,7 +44,7 @@ def test_an_answer_follows_its_form_and_ends_with_it(form: dict[str, Any], wante
         ({"choice": ["a", ""]}, "structured_outputs.choice: expected a list"),
         ({"grammar": "start: nowhere"}, "structured_outputs.grammar: "),
         ({"grammar": "root ::= ("}, "structured_outputs.grammar: "),
-        ({"grammar": "a" * 70_000}, "structured_outputs.grammar: a grammar of 70000 characters; at most 65536"),
+        ({"grammar": "a" * 70_000}, "structured_outputs.grammar: expected at most 65536 characters, got 70000"),
         ({"json": "{"}, "structured_outputs.json: not JSON: "),
         ({"json": "[]"}, "structured_outputs.json: expected an object, got list"),
         ({"json": {"$ref": "#"}}, "structured_outputs.json: "),

@@ -81,7 +81,7 @@ async def test_a_payload_that_comes_late_and_finds_no_memory_fails_its_request(
     operation = Operation(later=True, error=error)
     assert await fetched(operation, lambda got: None) == [error]
     assert operation.cleaned == ["r#1"]
-    assert "what came for request r#1 could not be fetched" in caplog.text
+    assert "a value of request r#1 could not be fetched" in caplog.text
 
 
 async def test_a_payload_that_came_late_and_could_not_be_dealt_with_fails_its_request(

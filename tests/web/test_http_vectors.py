@@ -77,7 +77,7 @@ async def test_what_is_not_an_input_is_refused_before_the_stages(given: Any) -> 
         (giving(np.array([[True], [False]])), r"got bool \[2, 1\]"),
         (giving(RawTensor("float8_e4m3fn", (2, 1), b"ab")), "got something else"),
         (giving(RawTensor("float32", (2, 2), b"abc")), "got something else"),
-        (play(chunk([Vectors(ROWS[:1]), Vectors(ROWS[:1, :2])])), r"of several lengths: \[2, 3\]"),
+        (play(chunk([Vectors(ROWS[:1]), Vectors(ROWS[:1, :2])])), r"the vectors have several lengths: \[2, 3\]"),
         (play(chunk(Text("a"))), "expected an omni.Vectors from a terminal stage, got Text"),
         (play(), "got nothing"),
     ],

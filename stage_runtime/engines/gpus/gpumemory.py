@@ -112,4 +112,4 @@ def keep(
         log.warning("no cap on GPU %d: not every stage of this process states gpuMemory", gpu_id)
         return
     torch.cuda.set_per_process_memory_fraction(share, gpu_id)
-    log.info("GPU %d: at most %.0f MiB of %.0f", gpu_id, share * capacity / 2**20, capacity / 2**20)
+    log.info("GPU %d: this process may use %.0f MiB of %.0f", gpu_id, share * capacity / 2**20, capacity / 2**20)

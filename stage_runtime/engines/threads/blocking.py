@@ -72,7 +72,7 @@ class LoopWatch:
         self._over = threading.Event()
 
     def begun(self) -> None:
-        """A request has begun, and `busy` says so. On the loop's thread."""
+        """A request has begun, and `busy` says so. It runs on the loop's thread."""
         if not self._begun.is_set():
             self._turned = time.monotonic()
             self._begun.set()

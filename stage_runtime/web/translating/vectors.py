@@ -50,7 +50,9 @@ class Collected:
         found = [_array(stage, values) for stage, values in self._given()]
         stage = self.values[0][0]
         if len(sizes := {one.shape[1] for one in found}) > 1:
-            raise RequestError("stage_failed", f"omni.Vectors: of several lengths: {sorted(sizes)}", stage=stage)
+            raise RequestError(
+                "stage_failed", f"omni.Vectors: the vectors have several lengths: {sorted(sizes)}", stage=stage
+            )
         made: Rows = _counted("vectors", np.concatenate(found), stage, count)
         return made
 

@@ -167,7 +167,7 @@ def sampling_params(package: Any, params: SamplingParams) -> Any:
 def _grammar(grammar: Grammar) -> dict[str, Any]:
     """The grammar as vLLM's options; its llguidance gets the same text as the one of this process would."""
     if grammar.size > MOST:
-        raise GrammarRefused(grammar.place, f"a grammar of {grammar.size} characters; at most {MOST}")
+        raise GrammarRefused(grammar.place, f"expected at most {MOST} characters, got {grammar.size}")
     if grammar.kind == "lark":
         return {"grammar": grammar.lark({part.rule: prepared_schema(part.text, part.place) for part in grammar.parts})}
     if grammar.kind == "regex":

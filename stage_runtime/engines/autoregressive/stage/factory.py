@@ -83,7 +83,9 @@ def _check_experts(spec: Autoregressive, context: StageContext | None, device: s
     if spec.data_parallel_size < 2:
         raise ConfigurationError(f"{name}: data_parallel_size must be 2 or more: its engines share the experts")
     if device != "cpu":
-        raise ConfigurationError(f"{name}: for CPUs: a stage's engines share one GPU. tpSize shares experts among GPUs")
+        raise ConfigurationError(
+            f"{name}: this works on CPUs only: a stage's engines share one GPU. tpSize shares experts among GPUs"
+        )
     crosses = registry.crosses(spec, "" if context is None else context.kv_role)
     refused = {"overlap=True": spec.overlap is True, "compile": spec.compile, "blocks that cross": crosses}
     for what, given in refused.items():

@@ -65,7 +65,7 @@ class Grammars:
     def compile(self, grammar: Grammar) -> Matcher:
         """Raises: GrammarRefused: it cannot be followed, or llguidance is not installed; it names the place."""
         if grammar.size > MOST:
-            raise GrammarRefused(grammar.place, f"a grammar of {grammar.size} characters; at most {MOST}")
+            raise GrammarRefused(grammar.place, f"expected at most {MOST} characters, got {grammar.size}")
         try:
             import llguidance
         except ImportError:
