@@ -9,13 +9,9 @@ import msgspec
 import pytest
 import torch
 
-from stage_runtime.engines.autoregressive.clients.sync_mp import SyncMPClient
-from stage_runtime.engines.autoregressive.core.engine_requests import EngineCoreRequest
 from stage_runtime.engines.autoregressive.model.rows.embeddings import ModelEmbeddings
-from stage_runtime.engines.autoregressive.process.launching import EngineLaunch
-from stage_runtime.engines.autoregressive.process.messages.engine_messages import SchedulerStats
 from stage_runtime.engines.autoregressive.sampling.parameters import SamplingParams
-from stage_runtime.engines.autoregressive.text.prompts.prompt_rows import ROW, Extension, RequestRows
+from stage_runtime.engines.autoregressive.text.prompts.prompt_rows import ROW, RequestRows
 from tests.engines.generation_kit import (
     BACKENDS,
     CONFIGS,
@@ -29,12 +25,9 @@ from tests.engines.generation_kit import (
     scripted_core,
     tiny_model,
 )
-from tests.patience import patience
 from tests.thoroughness import crossed
 
 pytestmark = pytest.mark.usefixtures("each_way")
-
-PATIENCE_S = patience(100.0)
 
 
 def prompts(lengths: list[int], seed: int = 5) -> list[list[int]]:
@@ -171,40 +164,3 @@ def test_hidden_rows_are_what_transformers_gives_the_head_for_each_token(kind: s
     assert given.shape == (12, expected.shape[1])
     assert torch.allclose(given, expected[len(long) - 1 : -1], atol=1e-4)
     assert not given.is_inference()
-
-
-def test_rows_cross_a_process_boundary_both_ways_and_a_prompt_grows_there() -> None:
-    (prompt,) = prompts([40])
-    rows = rows_of("llama", prompt)
-    params = msgspec.structs.replace(GREEDY, hidden_rows=True)
-    launch = EngineLaunch(factory="tests.engines.tiny_engine:tiny")
-    given: dict[str, list[int]] = {name: [] for name in ("whole", "grown", "bad")}
-    hidden: dict[str, list[Any]] = {name: [] for name in given}
-    refused: dict[str, str] = {}
-    with SyncMPClient(launch) as client:
-        client.add_request(
-            EngineCoreRequest(request_id="whole", prompt_token_ids=[ROW] * 40, prompt_embeds=rows, params=params)
-        )
-        for name in ("grown", "bad"):
-            client.add_request(EngineCoreRequest(request_id=name, prompt_token_ids=[], params=params, open=True))
-        client.extend_request("bad", Extension(prompt_token_ids=[ROW], prompt_embeds=torch.zeros(1, 3)))
-        for at in range(0, 40, 7):
-            part = rows[at : at + 7]
-            client.extend_request("grown", Extension(prompt_token_ids=[ROW] * len(part), prompt_embeds=part))
-        client.extend_request("grown", Extension(last=True))
-        left = set(given)
-        while left:
-            outputs = client.get_output(PATIENCE_S)
-            for one in outputs.outputs:
-                given[one.request_id] += one.new_token_ids
-                hidden[one.request_id] += one.hidden_rows
-                left -= {one.request_id} if one.finish is not None else set()
-            left -= {one.request_id for one in outputs.refused}
-            refused.update({one.request_id: one.message for one in outputs.refused})
-        client.extend_request("grown", Extension(last=True))  # it has ended: no error, no output
-        stats = msgspec.convert(client.call_utility("stats", timeout_s=PATIENCE_S), SchedulerStats)
-        assert stats.kv_blocks_used == 0
-    expected = alone("llama", prompt, 12)
-    assert given == {"whole": expected, "grown": expected, "bad": []}
-    assert torch.allclose(torch.stack(hidden["whole"]), torch.stack(hidden["grown"]), atol=1e-4)
-    assert list(refused) == ["bad"] and "[1, 3]" in refused["bad"]
