@@ -22,7 +22,7 @@ from omnipipeline_spec.types.values import fields_of, is_list, without_none
 from omnipipeline_spec.validation import topology
 from tests.contract.odd_values import ODD
 from tests.contract.test_hostile_yaml import at_most
-from tests.thoroughness import examples
+from tests.thoroughness import crossed, examples
 
 Step = str | type[list[Any]]
 
@@ -101,14 +101,13 @@ def _planned_or_refused(path: tuple[str, ...], value: Any) -> None:
             assert planning.plan(loaded.spec) == plan
 
 
-@pytest.mark.parametrize("what", ODD)
-@pytest.mark.parametrize("wrap", WRAPS)
+@pytest.mark.parametrize(("what", "wrap"), crossed(list(ODD), list(WRAPS)))
 def test_an_odd_value_among_the_arguments_of_a_factory_is_planned_or_refused(what: str, wrap: str) -> None:
     _planned_or_refused(("stages", "factory_args"), WRAPS[wrap](ODD[what]()))
 
 
 @pytest.mark.proves("odd-python-values")
-@settings(max_examples=examples(150))
+@settings(max_examples=examples(60))
 @given(path=st.sampled_from(sorted(PLACES)), what=st.sampled_from(sorted(ODD)), wrap=st.sampled_from(sorted(WRAPS)))
 def test_an_odd_value_in_any_field_is_planned_or_refused(path: tuple[str, ...], what: str, wrap: str) -> None:
     _planned_or_refused(path, WRAPS[wrap](ODD[what]()))
