@@ -166,11 +166,17 @@ async def test_what_cannot_be_done_is_refused_by_name(
 
 
 @pytest.fixture(scope="module")
-def refusing_pipeline(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A pipeline in a loop of its own, that outlives the tests' loops."""
-    base = tmp_path_factory.mktemp("refusing")
+def refusing_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the runs of `refusing_pipeline` are."""
+    return tmp_path_factory.mktemp("refusing") / "profiles"
+
+
+@pytest.fixture(scope="module")
+def refusing_pipeline(refusing_root: Path) -> Any:
+    """A pipeline in a loop of its own, that outlives the tests' loops. Each test stops the runs that it starts."""
     loop = asyncio.new_event_loop()
-    context = running(diamond(TOGETHER), base, environ={"OMNI_PROFILE_ROOT": str(base / "profiles")})
+    environ = {"OMNI_PROFILE_ROOT": str(refusing_root)}
+    context = running(diamond(TOGETHER), refusing_root.parent, environ=environ)
     pipeline = loop.run_until_complete(context.__aenter__())
     yield pipeline.url
     loop.run_until_complete(context.__aexit__(None, None, None))
@@ -217,25 +223,22 @@ async def test_a_body_is_read_or_refused_whatever_it_is(refusing: httpx.AsyncCli
 
 
 @pytest.mark.proves("profile-faults")
-async def test_a_folder_that_cannot_be_written_is_named_and_requests_are_served(base: Path) -> None:
-    root = base / "profiles"
-    root.mkdir()
-    (root / "taken").write_text("a file where the folder should be")
-    async with (
-        running(diamond(TOGETHER), base, environ={"OMNI_PROFILE_ROOT": str(root)}) as pipeline,
-        Client(pipeline.url) as client,
-        httpx.AsyncClient(base_url=pipeline.url, timeout=PATIENCE_S) as http,
-    ):
-        answer = await post(http, "/start_request_profile", {"event_dir": "taken/events"})
-        assert answer.status_code == 503
-        assert {each["state"] for each in answer.json()["stages"]} == {"failed"}
-        assert all("taken" in each["error"] for each in answer.json()["stages"])
-        traced = await post(http, "/start_profile", {"trace_path_template": "taken/{stage}"})
-        assert states(traced)["coordinator"] == "started"
-        assert {each["state"] for each in traced.json()["stages"] if each["stage"] != "coordinator"} == {"failed"}
-        assert not traced.json()["complete"]
+async def test_a_folder_that_cannot_be_written_is_named_and_requests_are_served(
+    refusing: httpx.AsyncClient, refusing_root: Path
+) -> None:
+    refusing_root.mkdir(exist_ok=True)
+    (refusing_root / "taken").write_text("a file where the folder should be")
+    answer = await post(refusing, "/start_request_profile", {"event_dir": "taken/events"})
+    assert answer.status_code == 503
+    assert {each["state"] for each in answer.json()["stages"]} == {"failed"}
+    assert all("taken" in each["error"] for each in answer.json()["stages"])
+    traced = await post(refusing, "/start_profile", {"trace_path_template": "taken/{stage}"})
+    assert states(traced)["coordinator"] == "started"
+    assert {each["state"] for each in traced.json()["stages"] if each["stage"] != "coordinator"} == {"failed"}
+    assert not traced.json()["complete"]
+    async with Client(str(refusing.base_url)) as client:
         await client.answer(WORDS)
-        assert states(await post(http, "/stop_profile"))["coordinator"] == "stopped"
+    assert states(await post(refusing, "/stop_profile"))["coordinator"] == "stopped"
 
 
 async def test_no_events_is_an_answer_too(refusing: httpx.AsyncClient) -> None:
@@ -287,18 +290,15 @@ async def test_a_pipeline_that_forbids_profiles_takes_none(base: Path) -> None:
     assert again.json()["error"]["code"] == "unsupported_endpoint"
 
 
-async def test_a_run_that_nobody_stops_ends_by_itself(base: Path) -> None:
-    async with (
-        running(diamond(HALVES), base, environ={"OMNI_PROFILE_ROOT": str(base / "profiles")}) as pipeline,
-        httpx.AsyncClient(base_url=pipeline.url, timeout=PATIENCE_S) as http,
-    ):
-        assert (await post(http, "/start_request_profile", {"run_id": "short", "max_seconds": 1})).json()["complete"]
+async def test_a_run_that_nobody_stops_ends_by_itself(refusing: httpx.AsyncClient) -> None:
+    assert (await post(refusing, "/start_request_profile", {"run_id": "short", "max_seconds": 1})).json()["complete"]
 
-        async def over() -> bool:
-            stopped = await http.get("/profiles/short/report")
-            return {each["complete"] for each in stopped.json()["processes"]} == {True}
+    async def over() -> bool:
+        stopped = await refusing.get("/profiles/short/report")
+        return {each["complete"] for each in stopped.json()["processes"]} == {True}
 
-        await eventually(over)
-        [run] = (await http.get("/profiles")).json()["runs"]
-        assert (run["run_id"], run["recording"]) == ("short", False)
-        assert (await post(http, "/start_request_profile", {"run_id": "next"})).json()["complete"]
+    await eventually(over)
+    runs = (await refusing.get("/profiles")).json()["runs"]
+    assert [run["recording"] for run in runs if run["run_id"] == "short"] == [False]
+    assert (await post(refusing, "/start_request_profile", {"run_id": "next"})).json()["complete"]
+    assert (await post(refusing, "/stop_request_profile", {"run_id": "next"})).json()["complete"]
