@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from tests.engines.call_kit import parsed
 from tests.engines.writing_kit import Answer, Writing
+from tests.thoroughness import rows
 
 FORMS = ("hermes", "json", "mistral")
 WEATHER = {
@@ -85,7 +86,7 @@ def test_a_call_that_is_cut_is_never_text_and_whole_calls_are_kept(form: str, ch
     writing = Writing(text, form=form)
     closing = {"hermes": len("\n</tool_call>"), "json": 0, "mistral": len("]")}[form]
     first_ends = len(before + first) - closing
-    for count in range(1, len(text)):
+    for count in rows(range(1, len(text)), each_run=40):
         [found] = writing(tools=TOOLS, tool_choice=choice, max_tokens=count)
         assert found.finish == "length"
         assert str(found.content) == before[:count]
