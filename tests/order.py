@@ -19,7 +19,6 @@ LONGEST: Final = (
     "relays/test_nixl.py",
     "engines/test_prompt_rows.py",
     "engines/test_kv_folder.py",
-    "contract/test_odd_values.py",
     "engines/test_process_stage.py",
     "engines/test_call_answers.py",
 )
