@@ -1,6 +1,6 @@
 """Coordinators that know each other's load only by beats, and instances of one group, simulated without sockets.
 
-The rules are the real ones (`rules.binding.membership`); time, arrivals and lengths come from a seeded generator.
+The rules are the real ones (`rules.binding.membership_state`); time, arrivals and lengths come from a seeded generator.
 Called by `benchmarks/scale.py` and by the test of the rules.
 """
 
@@ -16,7 +16,7 @@ from typing import Final
 import msgspec
 
 from omnipipeline_spec.types.plan import PipelineRevision
-from stage_runtime.rules.binding.membership import MembershipState
+from stage_runtime.rules.binding.membership_state import MembershipState
 from stage_runtime.rules.graph import edges
 from stage_runtime.wire.parts import Member
 

@@ -16,8 +16,8 @@ from stage_runtime.coordinator.answering.unread_answers import DEFAULT_LIMITS, A
 from stage_runtime.coordinator.membership import DEFAULT_TIMES, Membership, MembershipTimes
 from stage_runtime.coordinator.questions.adapters import AdapterChanges
 from stage_runtime.coordinator.questions.clocks import Clocks
-from stage_runtime.coordinator.questions.operations import Operations
-from stage_runtime.coordinator.questions.profiling import PipelineProfiling
+from stage_runtime.coordinator.questions.profile_runs import PipelineProfiling
+from stage_runtime.coordinator.questions.stage_operations import Operations
 from stage_runtime.coordinator.reporting.tracing import RequestTracer
 from stage_runtime.coordinator.request_manager import RequestManager
 from stage_runtime.profiler.recording.session import ProfileSession

@@ -1,6 +1,6 @@
 """The pipeline's members, as this coordinator sees them: registration, readiness, beats, departures.
 
-One room, because each of these events changes the same `state`, whose rules are `rules.binding.membership`'s.
+One room, because each of these events changes the same `state`, whose rules are `rules.binding.membership_state`'s.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from stage_runtime.errors import LimitReached
 from stage_runtime.metrics import catalog, planes
 from stage_runtime.metrics.samples import Samples
 from stage_runtime.relays.dispatch import Relays
-from stage_runtime.rules.binding.membership import MembershipState
+from stage_runtime.rules.binding.membership_state import MembershipState
 from stage_runtime.rules.graph import kvpairs
 from stage_runtime.rules.members import beats
 from stage_runtime.rules.members.absences import Absences, Outlook, Prospect, UnitKind

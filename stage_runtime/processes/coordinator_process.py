@@ -19,7 +19,7 @@ from omnipipeline_spec.types.pods import CANARY_FILE, COORDINATOR, ON_DEMAND_FIL
 from omnipipeline_spec.types.routes import ROUTES, SOCKETS
 from stage_runtime.coordinator.answering.unread_answers import AnswerLimits
 from stage_runtime.coordinator.coordinator import Coordinator
-from stage_runtime.coordinator.questions.profiling import ProfileLimits
+from stage_runtime.coordinator.questions.profile_runs import ProfileLimits
 from stage_runtime.coordinator.reporting.tracing import RequestTracer
 from stage_runtime.engines.making.resolving import resolve_hook
 from stage_runtime.errors import ConfigurationError, describe

@@ -23,7 +23,7 @@ from stage_runtime.relays.dispatch import Relays
 from stage_runtime.relays.memory import pages
 from stage_runtime.sockets.channels import Channels
 from stage_runtime.stage.control.administration import Administration
-from stage_runtime.stage.control.profiling import ProcessProfiling
+from stage_runtime.stage.control.process_profiling import ProcessProfiling
 from stage_runtime.stage.control.registration import Registration
 from stage_runtime.stage.control.stage_membership import StageMembership
 from stage_runtime.stage.control.stage_requests import Requests

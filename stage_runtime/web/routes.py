@@ -9,8 +9,8 @@ from typing import Any, Final
 
 from stage_runtime.coordinator.events import RequestManagerApi, RequestRecord
 from stage_runtime.coordinator.questions.adapters import AdapterChanges
-from stage_runtime.coordinator.questions.operations import OperationResults, Operations
-from stage_runtime.coordinator.questions.profiling import PipelineProfiling, ProfileAnswer
+from stage_runtime.coordinator.questions.profile_runs import PipelineProfiling, ProfileAnswer
+from stage_runtime.coordinator.questions.stage_operations import OperationResults, Operations
 from stage_runtime.web import answers, openai_routes
 from stage_runtime.web.answers import EVENTS, JSON, READY, TEXT, ResponseType
 from stage_runtime.web.endpoints import HandlerContext

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from stage_runtime.coordinator.questions.adapters import AdapterChanges
-from stage_runtime.coordinator.questions.operations import OperationResult, OperationResults
+from stage_runtime.coordinator.questions.stage_operations import OperationResult, OperationResults
 from stage_runtime.errors import RequestError
 from stage_runtime.rules.members.adapters import MOST_CHANGES
 from stage_runtime.wire.messages import AdminCall, AdminReply, Ready

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import pytest
 
-from stage_runtime.coordinator.questions.operations import OperationResult, Operations
+from stage_runtime.coordinator.questions.stage_operations import OperationResult, Operations
 from stage_runtime.errors import RequestError
 from stage_runtime.wire.messages import AdminCall, AdminReply, Message
 from stage_runtime.wire.parts import Member

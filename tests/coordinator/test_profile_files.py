@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stage_runtime.coordinator.questions import profiling
+from stage_runtime.coordinator.questions import profile_runs
 from stage_runtime.coordinator.questions.clocks import Clocks
-from stage_runtime.coordinator.questions.profiling import PipelineProfiling, RunFile
+from stage_runtime.coordinator.questions.profile_runs import PipelineProfiling, RunFile
 from stage_runtime.profiler.recording.session import ProfileSession
 
 
@@ -21,7 +21,7 @@ def test_no_name_leaves_the_folder_of_the_archive(path: str, group: str, other: 
     folder = Path("/archive")
     for owner in (group, f"../{group}", f"/{group}"):
         for given_path in (path, other, f"{path}/{other}"):
-            name = profiling._name(owner, given_path)
+            name = profile_runs._name(owner, given_path)
             assert ".." not in Path(name).parts
             assert (folder / name).is_relative_to(folder)
 

@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 
 from stage_runtime.coordinator.questions.clocks import Clocks
-from stage_runtime.coordinator.questions.profiling import PipelineProfiling
+from stage_runtime.coordinator.questions.profile_runs import PipelineProfiling
 from stage_runtime.errors import RequestError
 from stage_runtime.profiler.recording.recorder import Recorder
 from stage_runtime.profiler.recording.session import STARTED, STOPPED, ProfileSession

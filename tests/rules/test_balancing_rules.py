@@ -15,7 +15,7 @@ from benchmarks.scalelab.simulation import Fleet
 from omnipipeline_spec.types.plan import PipelineRevision
 from stage_runtime.rules.binding import balancing, subsets
 from stage_runtime.rules.binding.balancing import GroupLoad, Load
-from stage_runtime.rules.binding.membership import MembershipState
+from stage_runtime.rules.binding.membership_state import MembershipState
 from stage_runtime.rules.graph import edges
 from stage_runtime.wire.parts import Member
 from tests.thoroughness import rows

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from omnipipeline_spec.types.plan import CanaryShare, PipelineRevision
 from stage_runtime.rules.binding import canaries
 from stage_runtime.rules.binding.canaries import Outcomes
-from stage_runtime.rules.binding.membership import MembershipState
+from stage_runtime.rules.binding.membership_state import MembershipState
 from stage_runtime.rules.graph import edges
 from stage_runtime.wire.parts import Member
 

@@ -10,7 +10,7 @@ from omnipipeline_spec import planning
 from omnipipeline_spec.loading import from_resource
 from omnipipeline_spec.types.plan import PipelinePlan, PipelineRevision
 from omnipipeline_spec.types.resource import API_VERSION, KIND
-from stage_runtime.rules.binding.membership import MembershipState
+from stage_runtime.rules.binding.membership_state import MembershipState
 from stage_runtime.rules.graph import edges, kvpairs, needed, partial_binding, reachability
 from stage_runtime.wire.parts import Member
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from omnipipeline_spec.types.plan import PipelineRevision
 from stage_runtime.rules.binding.instances import Unbindable
-from stage_runtime.rules.binding.membership import MembershipState
+from stage_runtime.rules.binding.membership_state import MembershipState
 from stage_runtime.rules.graph import edges
 from stage_runtime.wire.parts import Member
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from stage_runtime.rules.binding import prefixes
 from stage_runtime.rules.binding.balancing import CROWDED_WORTH, GroupLoad, Load, least
-from stage_runtime.rules.binding.membership import MembershipState
+from stage_runtime.rules.binding.membership_state import MembershipState
 from stage_runtime.rules.binding.pools import Pool
 from stage_runtime.rules.binding.prefixes import PIECE_NBYTES, PIECES_MOST, WHOLE_WORTH, Prefixes
 from tests.rules.test_kv_pairs import REST, member, membership

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from stage_runtime.profiler.recording.recorder import Recorder
 from stage_runtime.profiler.recording.session import ProfileSession
-from stage_runtime.stage.control.profiling import ProcessProfiling
+from stage_runtime.stage.control.process_profiling import ProcessProfiling
 from stage_runtime.wire.messages import Message, ProfilerReply, ProfilerStart, ProfilerStop
 
 

@@ -1,6 +1,6 @@
 """The bindings of requests to instances: the one place that binds and unbinds. Called by `live_requests`.
 
-`rules.binding.membership` decides who may be bound. A request without a binding waits for an instance in
+`rules.binding.membership_state` decides who may be bound. A request without a binding waits for an instance in
 `waiting`.
 """
 

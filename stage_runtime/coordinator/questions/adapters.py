@@ -14,7 +14,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple, TypeAlias
 
-from stage_runtime.coordinator.questions.operations import OperationResults, Operations
+from stage_runtime.coordinator.questions.stage_operations import OperationResults, Operations
 from stage_runtime.errors import ENGINE_AWAY, NO_FOLDER, OmniError, RequestError, describe
 from stage_runtime.rules.members.adapters import LIST, LOAD, MOST_CHANGES, UNLOAD
 

@@ -1,6 +1,6 @@
 """How far the clocks of processes are from the coordinator's, so that times of several machines make one picture.
 
-Pure but for the monotonic clock. Measured by `profiling` with a message and its answer, on joining and every now and
+Pure but for the monotonic clock. Measured by `profile_runs` with a message and its answer, on joining and every now and
 then. Source of the formula: RFC 5905, section 8.
 """
 

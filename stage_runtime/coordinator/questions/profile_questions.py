@@ -1,6 +1,6 @@
 """The questions of a coordinator to processes about profiles, and their answers. Each answer also measures a clock.
 
-Here: calls, their answers, what is made of none. Not here: what a run is (`profiling`). This runs on the I/O thread.
+Here: calls, their answers, what is made of none. Not here: what a run is (`profile_runs`). This runs on the I/O thread.
 """
 
 from __future__ import annotations

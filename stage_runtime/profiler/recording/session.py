@@ -1,7 +1,7 @@
 """Profiles of one process: starts and stops its recorder and its torch trace, and hands out their files.
 
-Here: one run at a time, its limits, where files are. Not here: who asks (`stage.control.profiling`,
-`coordinator.questions.profiling`).
+Here: one run at a time, its limits, where files are. Not here: who asks (`stage.control.process_profiling`,
+`coordinator.questions.profile_runs`).
 Every method blocks on files; callers run them on `ProfileSession.thread`, one after the other.
 """
 

@@ -1,7 +1,7 @@
 """The choice of the engine, of an instance's, that gets a request. Pure: counts in, a rank out.
 
-The coordinator's bindings choose the instance (`rules.binding.membership`); this chooses among the engines inside one,
-by load and by the prefixes that they have met, with the coordinator's own rule (`rules.binding.prefixes`).
+The coordinator's bindings choose the instance (`rules.binding.membership_state`); this chooses among the engines inside
+one, by load and by the prefixes that they have met, with the coordinator's own rule (`rules.binding.prefixes`).
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ beat. So
 - what an instance has beyond them is corrected by this coordinator's part of all requests, averaged over a few beats:
   four coordinators that see 8 requests too many each take 2 away, not 8.
 
-`benchmarks/scale.py` and `tests/rules/test_balancing_rules.py` simulate it. Called by `rules.binding.membership`.
+`benchmarks/scale.py` and `tests/rules/test_balancing_rules.py` simulate it. Called by `rules.binding.membership_state`.
 """
 
 from __future__ import annotations

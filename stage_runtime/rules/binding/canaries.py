@@ -1,7 +1,7 @@
 """A pipeline revision that is tried beside others: its share of the requests, and what became of each one's. Pure.
 
 Here: shares and counts at one coordinator. Not here: whether the revision is better or worse, which the operator judges
-from the sum of all coordinators. Called by `rules.binding.membership` and `coordinator.reporting.outcomes`.
+from the sum of all coordinators. Called by `rules.binding.membership_state` and `coordinator.reporting.outcomes`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """One instance of each group of a complete set: the least loaded of a few, with the prefix and the session in mind.
 
 Here: one choice after the other, and the links that it prefers. Not here: which groups a request needs and which
-instances may serve (`membership`, which calls it). Pure.
+instances may serve (`membership_state`, which calls it). Pure.
 """
 
 from __future__ import annotations

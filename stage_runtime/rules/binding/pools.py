@@ -1,7 +1,7 @@
 """Eligible instances in pools that change one at a time: a join, a departure or a mark costs the same at any size.
 
 Here: which instance is in which pool and where, and which incarnations share an endpoint. Not here: which one is
-chosen (`membership`).
+chosen (`membership_state`).
 """
 
 from __future__ import annotations

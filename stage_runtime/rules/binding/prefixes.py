@@ -3,8 +3,8 @@
 The coordinator hashes what clients sent, in pieces of `PIECE_NBYTES`, and remembers the instances that requests with
 the same pieces were bound to. It reads no tokens and asks no instance, so a hint may be wrong: that costs speed alone,
 since an engine finds a prefix by its tokens and its salt, whatever it was told. Load decides against a hint
-(`kept`). Nothing of it can be set by a client. Called by `coordinator.request_manager` and `rules.binding.membership`,
-and for the engines of one instance, by tokens, by `rules.autoregressive.balancing`.
+(`kept`). Nothing of it can be set by a client. Called by `coordinator.request_manager` and
+`rules.binding.membership_state`, and for the engines of one instance, by tokens, by `rules.autoregressive.balancing`.
 """
 
 from __future__ import annotations

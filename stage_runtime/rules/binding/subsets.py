@@ -8,7 +8,7 @@ The instances of each group stand on a circle, in the order of their incarnation
 - a process that joins or leaves moves each arc by few places;
 - coordinators with the same members compute the same arcs, and share the links between instances.
 
-Called by `rules.binding.membership`, which takes another instance under load.
+Called by `rules.binding.membership_state`, which takes another instance under load.
 """
 
 from __future__ import annotations

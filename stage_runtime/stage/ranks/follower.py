@@ -24,7 +24,7 @@ from stage_runtime.profiler.recording.session import ProfileSession
 from stage_runtime.relays.dispatch import Relays
 from stage_runtime.sockets.channels import Channels
 from stage_runtime.stage.control import administration
-from stage_runtime.stage.control.profiling import ProcessProfiling
+from stage_runtime.stage.control.process_profiling import ProcessProfiling
 from stage_runtime.stage.ranks.rank_following import Follower, FollowerInbox, FollowerOutput
 from stage_runtime.stage.ranks.tensor_parallel import WorkKey, couple
 from stage_runtime.transfers.receiving import Fetching

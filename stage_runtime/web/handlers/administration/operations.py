@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from stage_runtime.coordinator.questions.operations import OperationResult, Operations
+from stage_runtime.coordinator.questions.stage_operations import OperationResult, Operations
 from stage_runtime.errors import InvalidRequest, ValueRefused, describe
 from stage_runtime.web.exchanges.exchange import Exchange
 from stage_runtime.web.reading import bodies

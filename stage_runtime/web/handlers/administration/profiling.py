@@ -22,7 +22,13 @@ import msgspec
 
 from omnipipeline_spec.types.pods import COORDINATOR
 from stage_runtime.coordinator.questions.profile_questions import FAILED
-from stage_runtime.coordinator.questions.profiling import PipelineProfiling, ProfileAnswer, Run, RunFile, check_config
+from stage_runtime.coordinator.questions.profile_runs import (
+    PipelineProfiling,
+    ProfileAnswer,
+    Run,
+    RunFile,
+    check_config,
+)
 from stage_runtime.errors import ConfigurationError, InvalidRequest, RequestError
 from stage_runtime.web.exchanges.errors import RequestRefused
 from stage_runtime.web.exchanges.exchange import Exchange
