@@ -167,7 +167,7 @@ async def test_what_cannot_be_done_is_refused_by_name(
 
 @pytest.fixture(scope="module")
 def refusing_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the runs of `refusing_pipeline` are."""
+    """The folder of the runs of `refusing_pipeline`."""
     return tmp_path_factory.mktemp("refusing") / "profiles"
 
 
