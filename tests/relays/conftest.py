@@ -12,8 +12,8 @@ from tests.relays.relay_pairs import FarEnd
 
 
 @pytest.fixture
-def far() -> Iterator[FarEnd]:
-    end = FarEnd()
+def far(request: pytest.FixtureRequest) -> Iterator[FarEnd]:
+    end = FarEnd(relay=request.module.RELAY)
     yield end
     end.process.send_signal(signal.SIGCONT)
     end.close()

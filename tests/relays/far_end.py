@@ -18,19 +18,20 @@ from stage_runtime.relays.dispatch import Relays
 from stage_runtime.relays.registry import RELAYS
 from tests import debian
 from tests.relays.relay_pairs import PATIENCE_S
-from tests.relays.stand_in_gpu import TABLE
+from tests.relays.relay_tables import TABLE
 
 
 async def main() -> None:
     loop = asyncio.get_running_loop()
     released, held = [], {}
-    gpus = len(sys.argv) > 3  # on a machine with one, the relay as it is
+    named = sys.argv[3]
+    gpus = named == "gpu"  # on a machine with one, the relay as it is
     relays = Relays(
         loop=loop,
         incarnation=sys.argv[2],
         on_release=lambda peer, transfer: released.append(transfer),
         settings=RelaySettings(
-            named=frozenset(debian.usable(RELAYS)),
+            named=frozenset(debian.usable(RELAYS) if named in ("all", "gpu") else (named,)),
             arena_bytes=256 << 20,
             prefault_bytes=0,
             bind=sys.argv[1],

@@ -86,7 +86,7 @@ async def killed_while_it_writes_to_us(near: Near) -> tuple[RelayOperation, Tran
     """A get whose sender, a far end of its own, is killed on the way, and how it failed."""
     while True:
         peer = f"killed{next(_NUMBERS)}"
-        far = FarEnd(name=peer)
+        far = FarEnd(name=peer, relay=near.backend)
         try:
             near.meet(far, peer)
             operation = await writing_to_us(near, far, peer)

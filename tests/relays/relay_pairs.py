@@ -22,7 +22,7 @@ from stage_runtime.relays.dispatch import Relays
 from stage_runtime.relays.named import Put
 from stage_runtime.sockets.endpoints.addresses import CurveSecurity
 from tests.patience import patience
-from tests.relays.stand_in_gpu import TABLE
+from tests.relays.relay_tables import TABLE
 
 MIB = 1 << 20
 PATIENCE_S = patience(60.0)  # far more than anything takes, also on a busy machine
@@ -105,9 +105,10 @@ def pair(backend: str, **options: Any) -> Iterator[Pair]:
 class FarEnd:
     """`far_end.py` as a process: it obeys commands, one line at a time."""
 
-    def __init__(self, bind: str = "tcp://127.0.0.1:*", name: str = "far", *options: str) -> None:
+    def __init__(self, bind: str = "tcp://127.0.0.1:*", name: str = "far", relay: str = "all") -> None:
+        """relay: the only one that is named; ``all``, or ``gpu``: cuda_ipc of a machine with a GPU, and all others."""
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.relays.far_end", bind, name, *options],
+            [sys.executable, "-m", "tests.relays.far_end", bind, name, relay],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -21,7 +21,6 @@ from stage_runtime.payloads.pack import Extracted, packed_with_device
 from stage_runtime.relays.context import RelayContext
 from stage_runtime.relays.cuda_ipc.memory import Unshared
 from stage_runtime.relays.cuda_ipc.relay import CudaIpcRelay
-from stage_runtime.relays.registry import RELAYS, RelayEntry
 
 
 class StandIn:
@@ -112,13 +111,6 @@ class StandInRelay(CudaIpcRelay):
     def close(self) -> None:
         super().close()
         self.memory.close()
-
-
-#: The table of relays with cuda_ipc as a machine without a GPU can run it, where it is asked for.
-TABLE: Final[Mapping[str, RelayEntry]] = {
-    **RELAYS,
-    "cuda_ipc": RelayEntry(factory=f"{__name__}:StandInRelay", auto=False, sends_from_gpus=True),
-}
 
 
 def on_gpu(value: Any, device: str = "cuda:0") -> Extracted:

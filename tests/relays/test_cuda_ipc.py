@@ -29,7 +29,8 @@ from stage_runtime.relays.cuda_ipc.memory import CudaMemory, DeviceLost, ends_th
 from stage_runtime.relays.dispatch import Relays
 from stage_runtime.relays.registry import RELAYS
 from tests.relays.relay_pairs import MIB, PATIENCE_S, SMALL, FarEnd, Pair, pair
-from tests.relays.stand_in_gpu import TABLE, StandInRelay, on_gpu, restored
+from tests.relays.relay_tables import TABLE
+from tests.relays.stand_in_gpu import StandInRelay, on_gpu, restored
 
 TENSOR = torch.arange(200_000, dtype=torch.int32)
 VALUE: dict[str, Any] = {
@@ -420,7 +421,7 @@ async def test_auto_prefers_it_between_processes_on_one_gpu() -> None:
 
 @pytest.fixture
 def far() -> Iterator[FarEnd]:
-    end = FarEnd()
+    end = FarEnd(relay="cuda_ipc")
     yield end
     end.close()
 
@@ -476,7 +477,7 @@ def test_without_a_gpu_the_error_is_one_line() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 async def test_a_tensor_of_a_gpu_is_read_by_another_process_where_it_lies() -> None:
     """The rounds use the same slots again: a release before the receiver's GPU was through would show."""
-    far = FarEnd("tcp://127.0.0.1:*", "far", "gpu")
+    far = FarEnd(relay="gpu")
     near = near_end(far, msgspec.structs.replace(SETTINGS, gpus=(0,)), real=True)
     try:
         for mark in range(20):

@@ -162,7 +162,7 @@ async def test_the_last_relay_is_never_given_up(caplog: pytest.LogCaptureFixture
 @pytest.mark.parametrize("backend", ["mooncake", "nixl"])
 async def test_a_library_that_cannot_reach_a_living_peer_is_replaced(backend: str) -> None:
     """The far end is alive, and what it announced of its backend leads nowhere."""
-    far = FarEnd()
+    far = FarEnd(relay=backend)
     near = Relays(
         loop=asyncio.get_running_loop(),
         incarnation="near",

@@ -53,7 +53,7 @@ async def test_what_a_frozen_sender_sends_when_it_goes_on_lands_in_no_memory_tha
         await late.wait_for_completion(PATIENCE_S)
     assert near.stat("quarantined_receive_bytes") == LARGE
     near.relays.forget("far")
-    other = FarEnd(name="other")
+    other = FarEnd(name="other", relay=RELAY)
     try:
         near.meet(other, "other")
         view = await near.fetch(other, 100 * MIB, 2, "other").wait_for_completion(PATIENCE_S)

@@ -58,7 +58,7 @@ async def test_what_a_frozen_sender_writes_when_it_goes_on_lands_in_no_memory_th
     with pytest.raises(TransferError, match="far is gone"):
         await late.wait_for_completion(PATIENCE_S)
     await until(lambda: near.stat("receive_bytes_in_use") == 0)
-    other = FarEnd(name="other")
+    other = FarEnd(name="other", relay=RELAY)
     try:
         near.meet(other, "other")
         view = await near.fetch(other, 100 * MIB, 2, "other").wait_for_completion(PATIENCE_S)
@@ -112,7 +112,7 @@ async def test_a_process_that_restarts_under_the_same_name_is_a_new_world(near: 
     late = await frozen_while_it_writes_to_us(near, far)
     far.process.kill()
     near.relays.forget("far")
-    again = FarEnd()
+    again = FarEnd(relay=RELAY)
     try:
         await until(lambda: near.stat("quarantined_receives") == 0)
         near.meet(again, "far")
@@ -124,7 +124,7 @@ async def test_a_process_that_restarts_under_the_same_name_is_a_new_world(near: 
 
 
 async def test_the_death_of_one_peer_ends_its_world_alone(near: Near) -> None:
-    other = FarEnd(name="other")
+    other = FarEnd(name="other", relay=RELAY)
     try:
         near.meet(other, "other")
         coming = near.fetch(other, LARGE, 4, "other")

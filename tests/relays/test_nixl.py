@@ -61,7 +61,7 @@ async def test_what_a_frozen_sender_writes_when_it_goes_on_lands_in_no_memory_th
     with pytest.raises(TransferError, match="far is gone"):
         await late.wait_for_completion(PATIENCE_S)
     assert near.stat("quarantined_receive_bytes") == LARGE
-    other = FarEnd(name="other")
+    other = FarEnd(name="other", relay=RELAY)
     try:
         near.relays.open("other", other.facts)
         other.ask(do="open", facts=near.relays.facts())

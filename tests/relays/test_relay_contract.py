@@ -22,7 +22,8 @@ from stage_runtime.relays.context import RelayContext, RelaySettings
 from stage_runtime.relays.memory.arena import Arena
 from stage_runtime.relays.registry import RELAYS
 from tests.relays.relay_pairs import MIB, PATIENCE_S, SMALL, Pair, pair
-from tests.relays.stand_in_gpu import TABLE, on_gpu, restored
+from tests.relays.relay_tables import TABLE
+from tests.relays.stand_in_gpu import on_gpu, restored
 
 
 @pytest.fixture(params=list(RELAYS))

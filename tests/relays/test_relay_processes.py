@@ -23,7 +23,7 @@ from stage_runtime.relays.dispatch import Relays
 from stage_runtime.relays.registry import RELAYS
 from tests import debian
 from tests.relays.relay_pairs import MIB, PATIENCE_S, FarEnd
-from tests.relays.stand_in_gpu import TABLE
+from tests.relays.relay_tables import TABLE
 from tests.thoroughness import rows
 
 OPENED = debian.usable(RELAYS)
