@@ -63,6 +63,11 @@ class Store:
         """A count that grows with each change of a pipeline's spec or children, but not of its status."""
         return self._changes.get(key, 0)
 
+    def spec_identity(self, key: PipelineKey) -> tuple[Any, ...] | None:
+        """It changes when a pipeline's spec does, or when the pipeline is deleted. None: it does not exist."""
+        pipeline = self.pipeline(key)
+        return None if pipeline is None else _spec_identity(pipeline)
+
     def drop(self, manifest: Mapping[str, Any]) -> set[PipelineKey]:
         """Remove a deleted object, unless a newer version or a successor is known; the pipelines to reconcile.
 

@@ -25,6 +25,7 @@ from omnipipeline_operator.cluster.status_client import StatusClient
 from omnipipeline_operator.cluster.store import Store
 from omnipipeline_operator.controller.reconciling import Reconciler
 from omnipipeline_operator.controller.work_queue import WorkQueue
+from omnipipeline_operator.controller.worker import Worker
 from omnipipeline_operator.conversion import serving
 from omnipipeline_operator.conversion.serving import Server
 from omnipipeline_operator.handlers import metrics, probes, watching
@@ -221,32 +222,15 @@ class Operator:
             await asyncio.sleep(0.05)
         self._leads = True
         log.info("managing %d pipelines", sum(1 for _ in self._store.pipelines()))
+        worker = Worker(
+            self._queue,
+            self._store,
+            reconcile=self._reconciler.reconcile,
+            timed=self._metrics.reconcile_time.time,
+            failed=lambda kind: self._metrics.reconcile_errors.labels(kind).inc(),
+        )
         for _ in range(self._settings.workers):
-            group.create_task(self._work())
-
-    async def _work(self) -> None:
-        while True:
-            key = await self._queue.take()
-            with self._metrics.reconcile_time.time():
-                await self._reconcile(key)
-
-    async def _reconcile(self, key: tuple[str, str]) -> None:
-        """Reconcile one pipeline. The outermost error boundary: a failure does not affect other pipelines."""
-        name, changes = "/".join(key), self._store.changes(key)
-        try:
-            again_s = await self._reconciler.reconcile(key)
-        except errors.ClusterError as error:
-            wait = self._queue.failed(key, least_s=error.retry_after_s)
-            self._metrics.reconcile_errors.labels(type(error).__name__).inc()
-            log.warning("%s: %s; retry in %.1f s", name, error, wait)
-        except Exception:
-            wait = self._queue.failed(key, least_s=1.0)
-            self._metrics.reconcile_errors.labels("Unexpected").inc()
-            log.exception("%s: unexpected error; retry in %.1f s", name, wait)
-        else:
-            # Our own writes, and edits that arrived with their answers, cause no watch event with a newer version: the
-            # change count shows whether to reconcile again.
-            self._queue.done(key, again_s=again_s, changed=self._store.changes(key) != changes)
+            group.create_task(worker.run())
 
     # --- health -------------------------------------------------------------------------------------------------
 
