@@ -10,7 +10,7 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final, TypeAlias, TypeVar
+from typing import Any, Final, TypeVar
 
 import msgspec
 
@@ -26,6 +26,7 @@ from stage_runtime.errors import ConfigurationError, describe
 from stage_runtime.processes import collecting, logs, loops, process_context, signals, traces
 from stage_runtime.processes.supervision import statuspipe
 from stage_runtime.processes.tasks import Tasks
+from stage_runtime.processes.watched_files import WatchedFile
 from stage_runtime.relays.dispatch import Relays
 from stage_runtime.relays.memory import pages
 from stage_runtime.rules.flow import ticks
@@ -46,12 +47,10 @@ from stage_runtime.web.settings import WebSettings
 from stage_runtime.web.sound.pool import CodecPool
 
 T = TypeVar("T")
-State: TypeAlias = tuple[int, int, int, int]  #: Facts of a file: device, inode, time of writing, size.
 
 log = logging.getLogger(__name__)
 
 REREAD_EVERY_S: Final = 0.5
-JUST_WRITTEN_S: Final = 1.0  # far above the step in which a file system counts the time of a write
 ADMIN_HOST: Final = "127.0.0.1"  # `kubectl port-forward` reaches it, a Service does not
 LAST_WORDS_S: Final = 1.0  # of the time to drain, for answers to clients that still wait; SIGKILL comes at its end
 ASIDE: Final = "aside.json"
@@ -296,37 +295,20 @@ def _watch(
 
     known: what was read of it before; None: what is in it now.
     """
-    seen = path.read_bytes() if known is None else known
-    tasks.start(f"watch of {path.name}", _watch_file(path, read, changed, seen))
+    watched = WatchedFile(path, known)
+    tasks.start(f"watch of {path.name}", _watch_file(watched, read, changed))
 
 
-async def _watch_file(path: Path, read: Callable[[bytes], T], changed: Callable[[T], Any], known: bytes) -> None:
-    state: State | None = None  #: The facts of the file as it was read last.
+async def _watch_file(watched: WatchedFile, read: Callable[[bytes], T], changed: Callable[[T], Any]) -> None:
     while True:
-        content = known
-        with contextlib.suppress(OSError):  # the symlink of a ConfigMap or Secret is being swapped, or it is not there
-            found = _state(path)
-            if found is None or found != state:
-                content, state = path.read_bytes(), found
-        if content != known:
-            known = content
+        content = watched.changed()
+        if content is not None:
             try:
                 changed(read(content))
-                log.debug("%s has changed and was read again", path)
+                log.debug("%s has changed and was read again", watched.path)
             except ConfigurationError as error:
-                log.error("%s: %s; the values read before stay in use", path, error)
+                log.error("%s: %s; the values read before stay in use", watched.path, error)
         await asyncio.sleep(ticks.next_s(time.time(), REREAD_EVERY_S))
-
-
-def _state(path: Path) -> State | None:
-    """The facts that change with each write of a file; None: the next write may leave them, as the last was just now.
-
-    Raises: OSError: it cannot be looked at.
-    """
-    facts = path.stat()
-    if time.time() - facts.st_mtime < JUST_WRITTEN_S:
-        return None
-    return facts.st_dev, facts.st_ino, facts.st_mtime_ns, facts.st_size
 
 
 def _pair(chain: Path, key: Path) -> CertificatePair:

@@ -32,7 +32,7 @@ class House:
         self.queue, self.store = WorkQueue(jitter=lambda: 0.0, clock=self.clock), Store()
         self.version, self.generation = 0, 1
         self.failures: list[str] = []
-        self.during = [self.written]  #: What a reconcile does.
+        self.during = [self.written]  #: Called in order by each reconcile.
         self.worker = Worker(
             self.queue,
             self.store,

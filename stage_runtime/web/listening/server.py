@@ -28,7 +28,7 @@ from stage_runtime.web.listening.limits.idle_connections import IdleConnections
 BACKLOG = 2048
 POLL_S = 0.005
 DATE_S = 1.0  # between two looks at the clock, for the header `date`
-APART_S = 0.05  # uvicorn looks for open connections every 0.1 s from now: not just when `cut` has cancelled them
+TURNS = 3  # of the loop, until an accepted connection has its protocol
 LAST_WORDS_S = 0.2  # even a stop without a drain lets errors out that were raised just before it
 
 
@@ -166,6 +166,8 @@ class Server:
         for connection in list(server.server_state.connections):
             if connection.transport is not None:
                 connection.transport.abort()
+        while server.server_state.connections:  # their sockets are closed in one of the loop's next turns
+            await asyncio.sleep(0)
         self._server = self._task = None
 
 
@@ -200,7 +202,20 @@ class _Uvicorn(uvicorn.Server):
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(ticks.next_s(time.time(), DATE_S)):
                     await self._ending.wait()
-        await asyncio.sleep(APART_S)
+        await self._stop_accepting()
+
+    async def _stop_accepting(self) -> None:
+        """Accept nothing more, and let connections that were accepted just now begin.
+
+        asyncio's own loop loses a connection whose listener closes between its accept and its first turn; uvloop does
+        not.
+        """
+        loop = asyncio.get_running_loop()
+        if self._certificates is None:
+            for listening in [one for server in self.servers for one in server.sockets]:
+                loop.remove_reader(listening.fileno())
+        for _ in range(TURNS):
+            await asyncio.sleep(0)
 
     def end(self) -> None:
         """Leave `main_loop`."""
