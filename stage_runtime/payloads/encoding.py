@@ -8,6 +8,7 @@ process (`isolating`) alike, so a pipeline behaves the same wherever its stages 
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -24,6 +25,9 @@ from stage_runtime.wire.tensorrefs import TensorRef
 # MessagePack extension codes.
 PART: Final = 1  # data: the index of a TensorRef
 STRUCT: Final = 2  # data: MessagePack of [registered name, {field: value}]
+
+#: Structs inside each other; above what `checking` lets a sender send. torch raises Python's own limit.
+MAX_STRUCTS: Final = 2 * checking.MAX_DEPTH
 
 # A request goes along on every hop as the client sent it, while each stage gets containers of its own around it. A
 # value that is sent on is kept beside them: the bytes that it came as; else a copy that is never passed on.
@@ -310,11 +314,24 @@ def _hook(code: int, data: memoryview) -> Any:
 _plain_decoder: Final = msgspec.msgpack.Decoder(ext_hook=_hook)
 
 
+class _Nesting(threading.local):
+    structs = 0  #: Structs around the one that this thread restores now.
+
+
+_nesting: Final = _Nesting()
+
+
 def _structure(code: int, data: memoryview, hook: Callable[[int, memoryview], Any]) -> Any:
     """A registered Struct; of a type that this process has not imported, the dict of its fields."""
     if code != STRUCT:
         raise ProtocolError(f"MessagePack extension {code} has no meaning here")
-    name, fields = msgspec.msgpack.decode(data, ext_hook=hook)
+    if _nesting.structs >= MAX_STRUCTS:
+        raise ProtocolError(f"more than {MAX_STRUCTS} Structs are inside each other")
+    _nesting.structs += 1
+    try:
+        name, fields = msgspec.msgpack.decode(data, ext_hook=hook)
+    finally:
+        _nesting.structs -= 1
     kind = values.REGISTRY.get(name)
     if kind is None:
         return dict(fields)

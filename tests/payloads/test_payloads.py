@@ -7,9 +7,10 @@ import dataclasses
 import datetime
 import enum
 import gc
+import sys
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -596,6 +597,16 @@ def test_a_forged_value_is_refused(bytes_: bytes) -> None:
         encoding.restore(bytes_, [], None)
 
 
+@pytest.fixture
+def deep_python() -> Iterator[None]:
+    """torch's compiler raises the interpreter's limit of recursion; so may an author's library."""
+    before = sys.getrecursionlimit()
+    sys.setrecursionlimit(3000)
+    yield
+    sys.setrecursionlimit(before)
+
+
+@pytest.mark.usefixtures("deep_python")
 def test_structs_nested_without_end_are_refused() -> None:
     body = b"\xc0"
     for _ in range(400):
