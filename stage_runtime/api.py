@@ -181,9 +181,13 @@ class Feed(msgspec.Struct, frozen=True, kw_only=True):
     """Rows for tokens that an `Autoregressive` stage is yet to generate: ``stream`` returns them for a chunk.
 
     The input of each generated token is the row that the decoder's `after_step` gave and the next one of these. A
-    request waits without steps while none is there. A request's prompt is whole with its first `Feed`. rows: floats
-    ``[n, hidden]``; None: none yet. end: ``[hidden]``, added once after the last row. pad: ``[hidden]``, added at every
-    token after that. Both are given once. When all streams have ended, no row is waited for.
+    request waits without steps while none is there. A request's prompt is whole with its first `Feed`.
+
+    rows: floats ``[n, hidden]``; None: none yet.
+    end:  ``[hidden]``, added once after the last row.
+    pad:  ``[hidden]``, added at every token after that.
+
+    ``end`` and ``pad`` are given once. When all streams have ended, no row is waited for.
     """
 
     rows: Any = None
@@ -254,15 +258,15 @@ class Autoregressive(msgspec.Struct, frozen=True, kw_only=True):
     max_requests: the most requests computed at once. max_batched_tokens: the most tokens of one step. max_chunk: the
     most prompt tokens of one request in a step; small ones keep the gaps between tokens of the other requests small.
     kv_cache_bytes: None takes what the device offers, at most what ``max_requests`` of full length need. A part of it
-    holds the state that a model keeps beside attention for ``max_requests`` requests. policy: ``fcfs``, ``priority``,
-    or ``shortest``: short prompts before long ones that came somewhat earlier.
+    holds the state that a model keeps beside attention for ``max_requests`` requests.
+    policy: ``fcfs``, ``priority``, or ``shortest``: short prompts before long ones that came somewhat earlier.
     stream: what a chunk of an upstream stage adds to the prompt: ``stream(chunk)`` returns token ids, a float tensor
     ``[tokens, hidden]``, a `Prompt` of parts (with positions and added rows), a `Feed`, a list of these, or None.
     A request begins with its first chunk, when ``prompt`` gets a payload without data; what comes is computed
     at once, and the answer begins with the first `Feed`, or when all streams have ended. Nothing comes before the
-    stream without ``prompt``. It is not called where nothing streams into the stage. dtype: of weights and cache:
-    ``float32``, ``bfloat16``, ``float16``; ``auto`` takes bfloat16 where the device has instructions for it, else
-    float32. A CPU without them refuses ``bfloat16``.
+    stream if there is no ``prompt``. ``stream`` is not called if nothing streams into the stage.
+    dtype: of weights and cache: ``float32``, ``bfloat16``, ``float16``; ``auto`` takes bfloat16 where the device has
+    instructions for it, else float32. A CPU without them refuses ``bfloat16``.
     linears: the form of the weights on a CPU: ``auto`` measures, or ``plain``, ``onednn``, ``mkl``, ``numba`` (products
     compiled for the processor: float32, where weights that bfloat16 holds exactly take half the memory, and bfloat16
     with avx512_bf16).

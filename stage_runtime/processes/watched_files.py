@@ -25,7 +25,7 @@ class WatchedFile:
         self.path = path
         self._clock = clock
         self._content = path.read_bytes() if known is None else known
-        self._facts: _Facts | None = None  #: At the time of the last read; None: the next look reads it.
+        self._facts: _Facts | None = None  #: The facts at the time of the last read; None: the next look reads it.
 
     def changed(self) -> bytes | None:
         """The content, if it is another one than at the last call; a file that cannot be read has not changed."""

@@ -19,7 +19,7 @@ def written(path: Path, content: bytes, *, at_s: float = LONG_AGO_S) -> None:
 
 
 def swapped(path: Path, content: bytes) -> None:
-    """As the kubelet does it: another file takes the name. The size and the time of writing stay."""
+    """Another file takes the name, as the kubelet does it. The size and the time of writing stay."""
     other = path.with_suffix(".new")
     written(other, content)
     other.replace(path)

@@ -25,7 +25,7 @@ def waiting(
     """The unit revisions whose Deployments are not made, nor given more pods, yet.
 
     near:     all that the goal has -> those that their pods prefer to be near. The first of two that name each other,
-              also by way of others, the first does not wait.
+              also by way of others, does not wait.
     replicas: the decided ones; of a unit that is missing here none are made.
     held:     they get no pods for another reason: nobody waits for them.
     """
