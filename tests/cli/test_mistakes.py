@@ -163,6 +163,7 @@ def test_output_that_cannot_be_written_is_an_error_and_a_reader_that_has_enough_
 
 def test_omni_up_ends_and_leaves_nothing_when_nobody_reads_what_it_prints(base: Path) -> None:
     command = [*OMNI, "up", "-f", str(HELLO), "--port", "0", "--set", f"endpoints.basePath={base}"]
+    before = set(psutil.Process().children(recursive=True))  # a pipeline that other tests share may run
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as program:
         assert program.stdout is not None
         assert program.stderr is not None
@@ -171,7 +172,8 @@ def test_omni_up_ends_and_leaves_nothing_when_nobody_reads_what_it_prints(base: 
         assert program.wait(100) == 1
         assert program.stderr.read() == ""
     assert list(base.iterdir()) == []
-    assert not [one for one in psutil.Process().children(recursive=True) if "stage_runtime" in " ".join(one.cmdline())]
+    left = set(psutil.Process().children(recursive=True)) - before
+    assert not [one for one in left if "stage_runtime" in " ".join(one.cmdline())]
 
 
 def test_of_two_runs_with_one_name_the_pid_says_which(base: Path) -> None:

@@ -285,9 +285,11 @@ async def test_whoever_is_cancelled_while_a_run_is_given_up_is_so_when_its_folde
     gate = tmp_path / "gate"
     os.mkfifo(gate)  # the factory waits for who writes, and what it returns is not a stage
     up = pipeline(base, overrides=["stages.shout.factory=io:open", f"stages.shout.factoryArgs={{file: {gate}}}"])
+    before = set(psutil.Process().children())  # a pipeline that other tests share may run
     starting = asyncio.create_task(up.start())
     await eventually(lambda: bool(up.pids()))
-    (reaper,) = (one for one in psutil.Process().children() if any("reaper.py" in word for word in one.cmdline()))
+    started = set(psutil.Process().children()) - before
+    (reaper,) = (one for one in started if any("reaper.py" in word for word in one.cmdline()))
     reaper.suspend()  # it is the last one to end
     (await asyncio.to_thread(gate.open, "w")).close()
     await eventually(lambda: not up.pids())
