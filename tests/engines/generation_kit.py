@@ -136,9 +136,13 @@ _MIXTURES: dict[str, Callable[[], Any]] = {
 }
 
 
-@functools.cache
 def tiny_model(kind: str) -> Any:
-    """A model with random weights, always the same ones."""
+    """A model with random weights, always the same ones. It belongs to the caller: an engine changes what it takes."""
+    return copy.deepcopy(_tiny_model(kind))
+
+
+@functools.cache
+def _tiny_model(kind: str) -> Any:
     torch.set_num_threads(1)
     state = torch.random.get_rng_state()
     torch.manual_seed(7)

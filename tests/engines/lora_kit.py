@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 from collections.abc import Mapping
@@ -65,7 +64,7 @@ def adapter(
 
 def merged(kind: str, folder: str) -> Any:
     """The tiny model, with ``W + scale * B A`` in place of ``W``."""
-    model = copy.deepcopy(tiny_model(kind))
+    model = tiny_model(kind)
     config = json.loads((Path(folder) / "adapter_config.json").read_text())
     rank = config["r"]
     scale = config["lora_alpha"] / (math.sqrt(rank) if config.get("use_rslora") else rank)

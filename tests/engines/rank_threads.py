@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import queue
 import threading
 from collections.abc import Iterator, Sequence
@@ -80,7 +79,7 @@ def ranked(kind: str, size: int, **fields: Any) -> Iterator[EngineCore]:
 
     def made(rank: int) -> loader.Loaded:
         ranks = None if size == 1 else ThreadRanks(rank, meeting)
-        return loader.assemble(spec, copy.deepcopy(tiny_model(kind)), tiny_tokenizer(), ranks=ranks)
+        return loader.assemble(spec, tiny_model(kind), tiny_tokenizer(), ranks=ranks)
 
     def followed(rank: int) -> None:
         follow(made(rank).runner, ThreadRanks(rank, meeting))

@@ -7,7 +7,6 @@ ADAPTER: a folder; requests of an odd number are computed with it.
 
 from __future__ import annotations
 
-import copy
 import json
 import os
 import sys
@@ -49,7 +48,7 @@ def main(rank: int, size: int, file: str, kind: str, kernels: str) -> None:
         speculative_config=json.loads(os.environ.get("SPECULATIVE", "null")),
         lora_modules={"one": os.environ["ADAPTER"]} if "ADAPTER" in os.environ else None,
     )
-    loaded = loader.assemble(spec, copy.deepcopy(tiny_model(kind)), tiny_tokenizer(), ranks=ranks)
+    loaded = loader.assemble(spec, tiny_model(kind), tiny_tokenizer(), ranks=ranks)
     print(json.dumps({"kv_heads": loaded.runner.model.layers[0].kv_heads}), flush=True)
     if "DIES_IN_PASS" in os.environ:
         die_in(loaded.runner, int(os.environ["DIES_IN_PASS"]))

@@ -60,7 +60,7 @@ def by_transformers(model: Any, tokens: list[int]) -> torch.Tensor:
 def test_log_probabilities_in_bf16_are_as_near_to_f32_as_those_of_transformers(
     kind: str, backend: str, fused: bool
 ) -> None:
-    model = copy.deepcopy(tiny_model(kind)).to(torch.bfloat16)
+    model = tiny_model(kind).to(torch.bfloat16)
     tokens, found = answered(copy.deepcopy(model), backend, fused)
     assert len(tokens) == len(found) + 1 == len(PROMPT) + NEW
     exact = by_transformers(copy.deepcopy(model).float(), tokens)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -45,7 +44,7 @@ def expected(kind: str) -> dict[str, list[int]]:
 @pytest.mark.timeout(600)  # it runs a C++ compiler, where there is one
 @pytest.mark.filterwarnings("ignore")  # of torch's compiler, about itself
 def test_a_compiled_model_answers_token_for_token_as_generate_does() -> None:
-    model = copy.deepcopy(tiny_model("llama"))
+    model = tiny_model("llama")
     parts = compiling.compile_parts(model)
     assert parts.count == 6, "feed-forward network and two norms of two layers"
     assert answers_of(model) == expected("llama")
@@ -62,7 +61,7 @@ def test_what_cannot_be_compiled_is_computed_as_it_was_and_not_tried_again(kind:
 
         return compiled
 
-    model = copy.deepcopy(tiny_model(kind))
+    model = tiny_model(kind)
     parts = compiling.compile_parts(model, broken)
     assert answers_of(model) == expected(kind)
     assert len(tried) == 1 and parts.eager == "RuntimeError: no compiler"

@@ -34,7 +34,7 @@ BLOCK = 4
 @functools.cache
 def wide_model(kind: str) -> Any:
     """A model with heads of 32 values, whose chunks are computed by a loop, too."""
-    config = copy.deepcopy(tiny_model(kind).config)
+    config = tiny_model(kind).config
     config.head_dim = 32
     config.max_position_embeddings = 4096
     torch.manual_seed(3)
@@ -179,7 +179,7 @@ def test_the_short_way_takes_embeddings_and_gives_hidden_rows() -> None:
 
 @pytest.mark.parametrize("kind", sorted(set(generation_kit.CONFIGS) - set(KNOWN)))
 def test_other_decoders_have_no_short_way(kind: str) -> None:
-    model = copy.deepcopy(tiny_model(kind))
+    model = tiny_model(kind)
     fusing.fuse(model)
     with torch.inference_mode():
         linears.pack(model, "numba")
@@ -246,7 +246,7 @@ def test_a_decoder_that_is_joined_already_is_loaded_again_as_it_is() -> None:
 
 @pytest.mark.parametrize("linear", ["plain", "onednn"])
 def test_layers_with_other_products_stay_as_they_are(linear: linears.LinearsBackend) -> None:
-    model = copy.deepcopy(tiny_model("llama"))
+    model = tiny_model("llama")
     fusing.fuse(model)
     with torch.inference_mode():
         linears.pack(model, linear)
@@ -257,7 +257,7 @@ def test_small_layers_are_one_program_because_their_calls_cost_more_than_their_p
     """The layers are joined whatever form each product would have by itself: most of such a layer's time is
     Python's.
     """
-    config = copy.deepcopy(tiny_model("llama").config)
+    config = tiny_model("llama").config
     config.hidden_size, config.intermediate_size, config.head_dim = 128, 192, 32
     model = generation_kit.transformers.AutoModelForCausalLM.from_config(config).eval()
     fusing.fuse(model)
@@ -268,7 +268,7 @@ def test_small_layers_are_one_program_because_their_calls_cost_more_than_their_p
 
 @pytest.mark.parametrize("kind", sorted(set(generation_kit.CONFIGS) - set(KNOWN)))
 def test_layers_of_other_classes_stay_as_they_are(kind: str) -> None:
-    model = copy.deepcopy(tiny_model(kind))
+    model = tiny_model(kind)
     fusing.fuse(model)
     with torch.inference_mode():
         linears.pack(model, "numba")

@@ -5,7 +5,6 @@ Only the requests concerned end, the others get the tokens that transformers giv
 
 from __future__ import annotations
 
-import copy
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -38,7 +37,7 @@ BAD: dict[str, Any] = {
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("poisoned")
-    model = copy.deepcopy(tiny_model("llama"))
+    model = tiny_model("llama")
     with torch.no_grad():
         model.get_input_embeddings().weight[POISON] = float("nan")
     model.save_pretrained(folder)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import importlib.util
 from collections.abc import Callable, Iterator
@@ -29,7 +28,7 @@ LONG = 120  # tokens; all that a request of the tiny model can have is 256
 @functools.cache
 def rounded() -> Any:
     """The tiny model with weights that F16 holds exactly: openvino-genai is given F16."""
-    return copy.deepcopy(tiny_model("llama")).half().float()
+    return tiny_model("llama").half().float()
 
 
 @pytest.fixture(scope="session")

@@ -34,7 +34,7 @@ def test_a_fused_model_answers_token_for_token_as_generate_does(
 
 @pytest.mark.parametrize("kind", KNOWN)
 def test_every_layer_of_a_known_model_is_fused(kind: str) -> None:
-    model = copy.deepcopy(tiny_model(kind))
+    model = tiny_model(kind)
     used = fusing.fuse(model)
     prefix = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}[kind]
     assert used == {f"{prefix}Attention": 2, f"{prefix}MLP": 2, f"{prefix}RMSNorm": 5}
@@ -44,7 +44,7 @@ def test_every_layer_of_a_known_model_is_fused(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", sorted(set(CONFIGS) - set(KNOWN)))
 def test_a_model_of_other_classes_stays_as_it_is(kind: str) -> None:
-    model = copy.deepcopy(tiny_model(kind))
+    model = tiny_model(kind)
     before = [type(one) for one in model.modules()]
     assert fusing.fuse(model) == {}
     assert [type(one) for one in model.modules()] == before
@@ -54,7 +54,7 @@ def test_a_model_of_other_classes_stays_as_it_is(kind: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", [1, 3, 700])
 def test_norm_and_feed_forward_give_the_numbers_of_the_class(rows: int, dtype: torch.dtype, threads: int) -> None:
-    layer: Any = copy.deepcopy(tiny_model("llama")).model.layers[0].to(dtype)
+    layer: Any = tiny_model("llama").model.layers[0].to(dtype)
     tolerance = 1e-5 if dtype is torch.float32 else 3e-2
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -71,7 +71,7 @@ def test_norm_and_feed_forward_give_the_numbers_of_the_class(rows: int, dtype: t
 
 
 def test_an_activation_that_is_not_compiled_keeps_its_class() -> None:
-    model = copy.deepcopy(tiny_model("llama"))
+    model = tiny_model("llama")
     for layer in model.model.layers:
         layer.mlp.config = copy.deepcopy(layer.mlp.config)
         layer.mlp.config.hidden_act = "gelu"
@@ -79,14 +79,14 @@ def test_an_activation_that_is_not_compiled_keeps_its_class() -> None:
 
 
 def test_joined_layers_are_packed_as_others_are() -> None:
-    model = copy.deepcopy(tiny_model("llama"))
+    model = tiny_model("llama")
     fusing.fuse(model)
     with torch.inference_mode():
         assert linears.pack(model, "onednn") == {"onednn": 9}  # 4 of each layer, and the head
 
 
 def test_infinity_and_nan_pass_through_the_compiled_exponential() -> None:
-    layer: Any = copy.deepcopy(tiny_model("llama")).model.layers[0]
+    layer: Any = tiny_model("llama").model.layers[0]
     fusing.fuse(layer)
     with torch.inference_mode():
         x = torch.randn(1, 2, 32)

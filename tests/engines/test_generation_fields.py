@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -189,7 +188,7 @@ class CountingTokenizer(PreTrainedTokenizerFast):  # type: ignore[misc]  # trans
 def test_what_grammars_need_is_made_when_the_stage_is_loaded() -> None:
     counting: Any = CountingTokenizer
     tokenizer = counting(tokenizer_object=tiny_tokenizer().backend_tokenizer, eos_token="<end>")
-    core = assemble(omni.Autoregressive(model="", kernels="torch"), copy.deepcopy(tiny_model("llama")), tokenizer).core
+    core = assemble(omni.Autoregressive(model="", kernels="torch"), tiny_model("llama"), tokenizer).core
     loaded = CountingTokenizer.made
     assert loaded > 0
     params = SamplingParams(grammar=Grammar("json_schema", "{}"))

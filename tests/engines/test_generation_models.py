@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -108,7 +107,7 @@ def test_what_a_layer_caches_is_found_by_a_pass() -> None:
 
 
 def test_a_prompt_that_gives_nan_ends_alone_and_its_blocks_are_not_cached() -> None:
-    model = copy.deepcopy(tiny_model("llama"))
+    model = tiny_model("llama")
     with torch.no_grad():
         model.get_input_embeddings().weight[POISON] = float("nan")
     answers = Answers(engine(model))
@@ -130,7 +129,7 @@ def test_a_prompt_that_gives_nan_ends_alone_and_its_blocks_are_not_cached() -> N
 
 @pytest.mark.parametrize("aborted", [False, True])
 def test_nan_in_freed_blocks_reaches_no_later_request(aborted: bool) -> None:
-    model = copy.deepcopy(tiny_model("llama"))
+    model = tiny_model("llama")
     with torch.no_grad():
         model.get_input_embeddings().weight[POISON] = float("nan")
     answers = Answers(engine(model))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -50,7 +49,7 @@ def answered(engine: Any, asked: list[tuple[str, list[int]]], params: SamplingPa
 @pytest.mark.parametrize("kernels", ["torch", pytest.param("numba", marks=NUMBA)])
 def test_each_row_of_a_batch_gets_the_tokens_of_its_own_merged_weights(kind: str, kernels: str, tmp_path: Path) -> None:
     folders = {"one": adapter(tmp_path / "1", kind), "two": adapter(tmp_path / "2", kind, seed=2, rank=3)}
-    models = {"": copy.deepcopy(tiny_model(kind)), **{name: merged(kind, path) for name, path in folders.items()}}
+    models = {"": tiny_model(kind), **{name: merged(kind, path) for name, path in folders.items()}}
     asked = list(zip(["one", "", "two", "one", "", "two"], prompts([3, 40, 9, 17, 5, 33]), strict=True))
     expected = [alone_with(models[name], prompt, 12) for name, prompt in asked]
     assert expected != [alone_with(models[""], prompt, 12) for _name, prompt in asked]
@@ -63,7 +62,7 @@ def test_each_row_of_a_batch_gets_the_tokens_of_its_own_merged_weights(kind: str
 def test_adapters_go_with_small_chunks_and_overlapping_steps(settings: dict[str, Any], tmp_path: Path) -> None:
     folder = adapter(tmp_path)
     asked = list(zip(["one", "", "one"], prompts([30, 20, 7]), strict=True))
-    models = {"": copy.deepcopy(tiny_model("llama")), "one": merged("llama", folder)}
+    models = {"": tiny_model("llama"), "one": merged("llama", folder)}
     with ranked("llama", 1, lora_modules={"one": folder}, **settings) as engine:
         assert answered(engine, asked) == [alone_with(models[name], prompt, 12) for name, prompt in asked]
 
@@ -71,14 +70,14 @@ def test_adapters_go_with_small_chunks_and_overlapping_steps(settings: dict[str,
 def test_preempted_requests_are_computed_again_with_their_adapter(tmp_path: Path) -> None:
     folder = adapter(tmp_path)
     asked = list(zip(["one", "", "one"], prompts([10, 9, 8]), strict=True))
-    models = {"": copy.deepcopy(tiny_model("llama")), "one": merged("llama", folder)}
+    models = {"": tiny_model("llama"), "one": merged("llama", folder)}
     with ranked("llama", 1, lora_modules={"one": folder}, kv_cache_bytes=12 << 10) as engine:
         assert answered(engine, asked) == [alone_with(models[name], prompt, 12) for name, prompt in asked]
         assert engine.scheduler.stats.preemptions > 0
 
 
 def test_parts_that_torch_compiles_stand_aside_in_passes_with_adapters(tmp_path: Path) -> None:
-    model, called = copy.deepcopy(tiny_model("llama")), 0
+    model, called = tiny_model("llama"), 0
 
     def compiler(function: Callable[..., Any]) -> Callable[..., Any]:
         def compiled(*given: Any, **named: Any) -> Any:
@@ -115,7 +114,7 @@ def test_drafts_of_a_request_with_an_adapter_are_verified_with_it(tmp_path: Path
     folder = adapter(tmp_path, "gpt_neox")
     params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
     asked = list(zip(["one", ""], prompts([8, 9]), strict=True))
-    models = {"": copy.deepcopy(tiny_model("gpt_neox")), "one": merged("gpt_neox", folder)}
+    models = {"": tiny_model("gpt_neox"), "one": merged("gpt_neox", folder)}
     drafts = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
     with ranked("gpt_neox", 1, lora_modules={"one": folder}, speculative_config=drafts) as engine:
         found = answered(engine, asked, params)
@@ -127,7 +126,7 @@ def test_drafts_of_a_request_with_an_adapter_are_verified_with_it(tmp_path: Path
 def test_two_ranks_have_their_shares_of_each_adapter(kind: str, tmp_path: Path) -> None:
     folders = {"one": adapter(tmp_path / "1", kind), "two": adapter(tmp_path / "2", kind, seed=2)}
     asked = list(zip(["one", "", "two"], prompts([30, 20, 7]), strict=True))
-    models = {"": copy.deepcopy(tiny_model(kind)), **{name: merged(kind, path) for name, path in folders.items()}}
+    models = {"": tiny_model(kind), **{name: merged(kind, path) for name, path in folders.items()}}
     expected = [alone_with(models[name], prompt, 12) for name, prompt in asked]
     with ranked(kind, 2, lora_modules={"one": folders["one"]}, max_loras=2) as engine:
         assert engine_operations.load_adapter(engine, "two", folders["two"]) == ["one", "two"]

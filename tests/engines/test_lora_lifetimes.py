@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import random
 from pathlib import Path
 from typing import Any
@@ -162,7 +161,7 @@ def test_a_stage_whose_adapter_cannot_be_loaded_does_not_start(tmp_path: Path) -
 
 
 def test_as_much_memory_is_kept_free_as_the_largest_adapters_take(tmp_path: Path) -> None:
-    model = copy.deepcopy(tiny_model("llama"))
+    model = tiny_model("llama")
     planned = adapting.planned(omni.Autoregressive(model="m", max_loras=3, max_lora_rank=4), model)
     assert planned is not None
     layers = planned.layers(PagedModel(model), None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 from pathlib import Path
 from typing import Any
@@ -36,7 +35,7 @@ def saved(folder: Path, kind: str, config: dict[str, Any]) -> Any:
     torch.manual_seed(5)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of peft, about layers of other models
-        model = peft.get_peft_model(copy.deepcopy(tiny_model(kind)), peft.LoraConfig(task_type="CAUSAL_LM", **config))
+        model = peft.get_peft_model(tiny_model(kind), peft.LoraConfig(task_type="CAUSAL_LM", **config))
         for name, one in model.named_parameters():
             if "lora_" in name:
                 torch.nn.init.normal_(one, std=0.3)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 from pathlib import Path
 from queue import SimpleQueue
@@ -52,7 +51,7 @@ def spec(checkpoint: Path, **settings: Any) -> omni.Autoregressive:
 
 
 def expected(checkpoint: Path, name: str = "") -> list[int]:
-    model = merged("llama", str(checkpoint / name)) if name else copy.deepcopy(tiny_model("llama"))
+    model = merged("llama", str(checkpoint / name)) if name else tiny_model("llama")
     return alone_with(model, TOKENS, 8)
 
 

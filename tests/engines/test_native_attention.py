@@ -118,12 +118,11 @@ def test_nan_of_a_row_reaches_its_output_and_no_other(poisoned: str) -> None:
 
 
 def test_kernels_of_numba_are_refused_for_a_dtype_without_them() -> None:
-    import copy
 
     import stage_runtime as omni
     from stage_runtime.engines.autoregressive.loading import loader
 
     spec = omni.Autoregressive(model="in memory", kernels="numba", dtype="float16", linears="plain")
-    model = copy.deepcopy(tiny_model("llama")).half()
+    model = tiny_model("llama").half()
     with pytest.raises(ConfigurationError, match="float32 or bfloat16"):
         loader.assemble(spec, model, tiny_tokenizer())

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 
 pytest.importorskip("numba")
@@ -17,7 +15,7 @@ from tests.engines.generation_kit import tiny_model
 
 
 def prepared(kind: str, *, loops: bool = True, **settings: object) -> PagedModel:
-    paged = PagedModel(copy.deepcopy(tiny_model(kind)))
+    paged = PagedModel(tiny_model(kind))
     preparing.prepare(Autoregressive(model="tiny", **settings), paged, loops=loops)  # type: ignore[arg-type]
     return paged
 

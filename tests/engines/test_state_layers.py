@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import random
 from typing import Any
@@ -123,7 +122,7 @@ def test_a_state_that_is_not_kept_is_not_taken_for_zeros() -> None:
 def test_a_stage_of_such_a_model_has_no_prefix_cache_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
     spec = Autoregressive(model="unused", max_requests=4, max_chunk=16, kv_cache_bytes=1 << 20)
     with caplog.at_level(logging.INFO):
-        loaded = loader.assemble(spec, copy.deepcopy(tiny_model("lfm2")), tiny_tokenizer())
+        loaded = loader.assemble(spec, tiny_model("lfm2"), tiny_tokenizer())
     said = [one.getMessage() for one in caplog.records if "no prefix cache" in one.getMessage()]
     assert said == ["a lfm2 model keeps state beside attention, of each request alone: there is no prefix cache"]
     answers = Answers(loaded.core)
@@ -153,9 +152,9 @@ def test_the_memory_of_states_is_known_before_there_are_requests(kind: str) -> N
 def test_states_come_out_of_the_memory_for_keys_and_values() -> None:
     def blocks(**settings: Any) -> int:
         spec = Autoregressive(model="unused", max_chunk=16, max_model_len=64, linears="plain", **settings)
-        return loader.assemble(spec, copy.deepcopy(tiny_model("qwen3_5")), tiny_tokenizer()).num_blocks
+        return loader.assemble(spec, tiny_model("qwen3_5"), tiny_tokenizer()).num_blocks
 
-    paged = PagedModel(copy.deepcopy(tiny_model("qwen3_5")))
+    paged = PagedModel(tiny_model("qwen3_5"))
     states = 4 * STATES_KEPT * paged.state_bytes
     block = 16 * loader.token_bytes(paged.layers.values(), paged.dtype)
     assert blocks(max_requests=4, kv_cache_bytes=states + 3 * block) == 1 + 3  # the padding, too

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import json
 import os
 import random
@@ -103,7 +102,7 @@ def test_two_ranks_give_the_tokens_of_one_each_with_half_of_the_heads(
 @pytest.mark.nightly  # by ranks as threads each time: test_lora_exact.py
 def test_two_ranks_by_gloo_compute_an_adapter_each_with_its_share(tmp_path: Path) -> None:
     folder = adapter(tmp_path / "one")
-    models = [copy.deepcopy(tiny_model("llama")), merged("llama", folder)]
+    models = [tiny_model("llama"), merged("llama", folder)]
     by_name = prompts([3, 17, 40, 9])
     with ranks(tmp_path, "llama", "torch", adapted=folder) as (first, second):
         output, errors = first.communicate(json.dumps(by_name), timeout=WAIT_S)
@@ -139,7 +138,7 @@ class Fixed:
 
 def test_a_model_without_a_plan_is_refused() -> None:
     with pytest.raises(UnsupportedModel, match="declares no plan"):
-        sharding.shard(copy.deepcopy(tiny_model("gpt2")), Fixed(2))  # type: ignore[arg-type]
+        sharding.shard(tiny_model("gpt2"), Fixed(2))  # type: ignore[arg-type]
 
 
 class OddExperts(nn.Module):
@@ -161,7 +160,7 @@ class OddExperts(nn.Module):
     ],
 )
 def test_experts_that_cannot_be_cut_are_refused(experts: OddExperts, message: str) -> None:
-    model = copy.deepcopy(tiny_model("llama"))
+    model = tiny_model("llama")
     model.model.layers[0].mlp.experts = experts
     model.config.base_model_tp_plan = {"layers.*.mlp.experts": "moe_tp_experts"}
     with pytest.raises(UnsupportedModel, match=message):
@@ -170,4 +169,4 @@ def test_experts_that_cannot_be_cut_are_refused(experts: OddExperts, message: st
 
 def test_heads_that_cannot_be_shared_are_refused() -> None:
     with pytest.raises(UnsupportedModel, match="2 KV heads cannot be shared by 4 ranks"):
-        sharding.shard(copy.deepcopy(tiny_model("llama")), Fixed(4))  # type: ignore[arg-type]
+        sharding.shard(tiny_model("llama"), Fixed(4))  # type: ignore[arg-type]
