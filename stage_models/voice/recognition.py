@@ -1,4 +1,4 @@
-"""Speech to text: Whisper by CTranslate2 in int8, by default tiny.en. Called by the stage `recognise`."""
+"""Speech to text: Whisper by CTranslate2, by default tiny.en in int8. Called by the stage `recognise`."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from stage_models.voice.audio import Samples
 class Recogniser:
     """One loaded model. Greedy and without fallback temperatures: the same sound gives the same words."""
 
-    def __init__(self, model: Path, *, threads: int, language: str = "en") -> None:
+    def __init__(self, model: Path, *, threads: int, language: str = "en", compute_type: str = "int8") -> None:
         """language: of speech that names none; ``auto``: the model finds out, where it knows more than English.
+        compute_type: of CTranslate2. The words of int8 differ a little between processors, those of float32 do not.
 
         Raises: InvalidRequest: the model does not know it.
         """
@@ -22,7 +23,12 @@ class Recogniser:
 
         logging.getLogger("faster_whisper").setLevel(logging.WARNING)  # it tells of every request it gets
         self._model: Any = WhisperModel(
-            str(model), device="cpu", compute_type="int8", cpu_threads=threads, num_workers=1, local_files_only=True
+            str(model),
+            device="cpu",
+            compute_type=compute_type,
+            cpu_threads=threads,
+            num_workers=1,
+            local_files_only=True,
         )
         self._known = frozenset(self._model.supported_languages)
         self._language = None if language == "auto" else language

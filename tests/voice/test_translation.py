@@ -39,7 +39,7 @@ spec:
   - name: recognise
     process: recognition
     factory: stage_models.voice.stages:recognise
-    factoryArgs: {{language: auto, weights: ["{PARTS[0]}:data", "{PARTS[1]}:data"]}}
+    factoryArgs: {{language: auto, compute_type: float32, weights: ["{PARTS[0]}:data", "{PARTS[1]}:data"]}}
     next: [write]
   - {{name: write, process: ears, factory: "stage_models.voice.stages:write", terminal: true}}
 """
