@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, Final, NamedTuple, cast
+from typing import Any, Final, NamedTuple, TypedDict, cast
 
 import torch
 
@@ -133,70 +133,36 @@ def assemble(
     if ranks is not None and (paged.sinks or paged.state_layers):
         what = "attention sinks" if paged.sinks else "state beside attention"
         raise UnsupportedModel(f"{type(model).__name__} has {what}, which tpSize does not share among ranks")
-    used: dict[linears.LinearsBackend, int] = {}
-    backend = _attention(spec, paged)
-    loops = isinstance(backend, attention_pages.PageAttention)
     if paged.device.type == "cpu":
         progress("choosing the fastest form of the weights")
-        used = preparing.prepare(spec, paged, loops=loops)
-    elif spec.compile:
-        compiling.compile_parts(model)
+    attention, used = _prepared(spec, paged)
     if lora is not None:
-        paged.adapters = lora.layers(paged, ranks, loops=loops)
-    length = min(paged.positions, spec.max_model_len or paged.positions)
+        paged.adapters = lora.layers(paged, ranks, loops=isinstance(attention, attention_pages.PageAttention))
     draft = None
     if speculation is not None and speculation.method == "draft_model" and (ranks is None or ranks.rank == 0):
         progress(f"loading the draft model {speculation.model}")
         draft = draft_models.load(speculation, paged, tokenizer)
         weights += digests.weights_digest(draft.model) if digest else ""
-        drafting = _attention(spec, draft)
-        if draft.device.type == "cpu":
-            preparing.prepare(spec, draft, loops=isinstance(drafting, attention_pages.PageAttention))
-        elif spec.compile:
-            compiling.compile_parts(draft.model)
+    length = min(paged.positions, spec.max_model_len or paged.positions)
+    drafting = None if draft is None else _prepared(spec, draft)[0]
     num_blocks = _blocks(spec, paged, length, draft, adapters=0 if lora is None else lora.nbytes)
     if ranks is not None:
         num_blocks = ranks.least(num_blocks)
-    pool = BlockPool(num_blocks)
-    limits = SchedulerLimits(
-        block_size=spec.block_size,
-        max_requests=spec.max_requests,
-        max_batched_tokens=max(spec.max_batched_tokens, spec.max_requests),
-        max_chunk=spec.max_chunk,
-        max_model_len=length,
-        policy=cast(Policy, spec.policy),
-        prefix_caching=spec.prefix_caching and not paged.state_layers,
-        num_speculative_tokens=0 if speculation is None else speculation.num_speculative_tokens,
-    )
-    if paged.state_layers and spec.prefix_caching:
-        kind = model.config.model_type
-        log.info("a %s model keeps state beside attention, of each request alone: there is no prefix cache", kind)
-    size: dict[str, Any] = {"num_blocks": num_blocks, "block_size": spec.block_size}
-    kept = KeptRows(spec.keep_rows, paged, **size) if spec.keep_rows else None
-    guessing = None
-    if draft is not None:
-        guessing = DraftModel(draft, drafting, vocab_size=paged.vocab_size, **size)
-        size |= {"proposer": guessing, "beside": guessing.regions()}
+    size = _Size(num_blocks=num_blocks, block_size=spec.block_size)
+    proposer: DraftModel | NgramProposer | None = None
+    if draft is not None and drafting is not None:
+        proposer = DraftModel(draft, drafting, vocab_size=paged.vocab_size, **size)
     elif speculation is not None and speculation.method == "ngram":
-        size["proposer"] = NgramProposer(speculation)
-    if ranks is not None and ranks.rank == 0:
-        runner: ModelRunner = Leading(paged, backend, ranks, kept=kept, **size)
-    elif experts is not None:
-        runner = ExpertRunner(paged, backend, kept=kept, **size)
-        runner.ranks = experts
-    else:
-        runner = ModelRunner(paged, backend, kept=kept if ranks is None else None, **size)
-    scheduler = Scheduler(limits, pool)
+        proposer = NgramProposer(speculation)
+    runner = _runner(spec, paged, attention, size, proposer, ranks=ranks, experts=experts)
+    scheduler = Scheduler(_limits(spec, paged, length, speculation), BlockPool(num_blocks))
     log.info("KV cache: %d blocks of %d tokens; a request has at most %d", num_blocks - 1, spec.block_size, length)
-    settle_long_rope(model, scheduler.longest)
-    if draft is not None:
-        settle_long_rope(draft.model, scheduler.longest)
+    for one in (paged, draft):
+        if one is not None:
+            settle_long_rope(one.model, scheduler.longest)
     text = not isinstance(tokenizer, decoders.TokensOnly)
     grammars = Grammars(tokenizer, paged.vocab_size, paged.end_ids, number_digits=spec.number_digits) if text else None
-    beside = paged.device.type != "cpu" or after_step is not None  # a hook's frames are sent while a step is computed
-    alone = ranks is None and experts is None
-    overlaps = beside and alone if spec.overlap == "auto" else spec.overlap
-    executor: ThreadExecutor | InlineExecutor = ThreadExecutor(runner) if overlaps else InlineExecutor(runner)
+    executor = _executor(spec, runner, alone=ranks is None and experts is None)
     core = EngineCore(
         scheduler,
         executor,
@@ -215,14 +181,87 @@ def assemble(
         progress("compiling and warming up" if spec.compile else "warming up")
         for tokens in sorted({1, spec.max_chunk}):  # the first pass of a shape chooses kernels and allocates
             runner.execute_dummy_batch(tokens)
-        if guessing is not None:
-            guessing.warm_up()
+        if isinstance(proposer, DraftModel):
+            proposer.warm_up()
         if grammars is not None:
             progress("preparing grammars")
             grammars.prepare()
         if core.adapters is not None and lora is not None:
             adapting.load(core.adapters, lora.settings, progress)
     return Loaded(core, tokenizer, num_blocks, used, runner, weights)
+
+
+class _Size(TypedDict):
+    """The size of the KV cache, as options of `ModelRunner` and `DraftModel`."""
+
+    num_blocks: int
+    block_size: int
+
+
+def _prepared(spec: Autoregressive, paged: PagedModel) -> tuple[AttentionBackend, dict[linears.LinearsBackend, int]]:
+    """Give a model its fastest form. Returns its attention, and how many linear layers each form replaced.
+
+    Raises: ConfigurationError: kernels are wanted that cannot be had.
+    """
+    attention = _attention(spec, paged)
+    if paged.device.type == "cpu":
+        return attention, preparing.prepare(spec, paged, loops=isinstance(attention, attention_pages.PageAttention))
+    if spec.compile:
+        compiling.compile_parts(paged.model)
+    return attention, {}
+
+
+def _limits(
+    spec: Autoregressive, paged: PagedModel, length: int, speculation: settings.Speculation | None
+) -> SchedulerLimits:
+    """length: tokens that a request has at most."""
+    if paged.state_layers and spec.prefix_caching:
+        kind = paged.model.config.model_type
+        log.info("a %s model keeps state beside attention, of each request alone: there is no prefix cache", kind)
+    return SchedulerLimits(
+        block_size=spec.block_size,
+        max_requests=spec.max_requests,
+        max_batched_tokens=max(spec.max_batched_tokens, spec.max_requests),
+        max_chunk=spec.max_chunk,
+        max_model_len=length,
+        policy=cast(Policy, spec.policy),
+        prefix_caching=spec.prefix_caching and not paged.state_layers,
+        num_speculative_tokens=0 if speculation is None else speculation.num_speculative_tokens,
+    )
+
+
+def _runner(
+    spec: Autoregressive,
+    paged: PagedModel,
+    attention: AttentionBackend,
+    size: _Size,
+    proposer: DraftModel | NgramProposer | None,
+    *,
+    ranks: Ranks | None,
+    experts: ExpertRanks | None,
+) -> ModelRunner:
+    """The runner of the first rank, of a further rank, of an engine that shares experts, or of one alone."""
+    kept = KeptRows(spec.keep_rows, paged, **size) if spec.keep_rows else None
+    options: dict[str, Any] = {**size, "proposer": proposer}
+    if isinstance(proposer, DraftModel):
+        options["beside"] = proposer.regions()
+    if ranks is not None and ranks.rank == 0:
+        return Leading(paged, attention, ranks, kept=kept, **options)
+    if experts is not None:
+        runner = ExpertRunner(paged, attention, kept=kept, **options)
+        runner.ranks = experts
+        return runner
+    return ModelRunner(paged, attention, kept=kept if ranks is None else None, **options)
+
+
+def _executor(spec: Autoregressive, runner: ModelRunner, *, alone: bool) -> ThreadExecutor | InlineExecutor:
+    """alone: the engine computes its passes without other ranks or engines."""
+    model = runner.model
+    beside = (
+        model.device.type != "cpu" or model.after_step is not None
+    )  # a hook's frames are sent while a step is computed
+    overlaps = beside and alone if spec.overlap == "auto" else spec.overlap
+    return ThreadExecutor(runner) if overlaps else InlineExecutor(runner)
 
 
 def _speculation(spec: Autoregressive, paged: PagedModel) -> settings.Speculation | None:
