@@ -19,6 +19,7 @@ from stage_runtime.rules.autoregressive.blocks import BlockPool
 from stage_runtime.rules.autoregressive.scheduling import Scheduler
 from stage_runtime.rules.autoregressive.steps import SchedulerLimits
 from tests.engines.generation_kit import VOCABULARY, Answers, alone, tiny_model
+from tests.thoroughness import rows
 
 PROMPTS = {"a": [1, 2, 3], "b": list(range(40)), "c": [9] * 17}
 
@@ -50,7 +51,7 @@ def test_a_compiled_model_answers_token_for_token_as_generate_does() -> None:
     assert answers_of(model) == expected("llama")
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma2", "gpt2", "gpt_neox", "phi"])
+@pytest.mark.parametrize("kind", rows(["llama", "gemma2", "gpt2", "gpt_neox", "phi"], each_run=2))
 def test_what_cannot_be_compiled_is_computed_as_it_was_and_not_tried_again(kind: str) -> None:
     tried: list[str] = []
 

@@ -14,6 +14,7 @@ from stage_runtime.errors import ConfigurationError
 from stage_runtime.metrics import catalog
 from tests.engines.engine_kit import running
 from tests.engines.generation_kit import tiny_model, tiny_tokenizer
+from tests.thoroughness import crossed
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
 SCHEMA = {
@@ -82,8 +83,9 @@ def test_stop_strings_choices_log_probabilities_and_grammars_are_those_of_a_stag
     assert len(by_name["logprobs"][1]) > 10
 
 
-@pytest.mark.parametrize("method", ["ngram", "draft_model"])
-@pytest.mark.parametrize("settings", [{}, {"own_process": True}, {"data_parallel_size": 2}])
+@pytest.mark.parametrize(
+    ("settings", "method"), crossed([{}, {"own_process": True}, {"data_parallel_size": 2}], ["ngram", "draft_model"])
+)
 def test_the_numbers_of_drafts_are_reported(checkpoint: Path, settings: dict[str, Any], method: str) -> None:
     config = NGRAM
     if method == "draft_model":
