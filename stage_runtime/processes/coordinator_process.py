@@ -21,6 +21,7 @@ from stage_runtime.coordinator.answering.unread_answers import AnswerLimits
 from stage_runtime.coordinator.coordinator import Coordinator
 from stage_runtime.coordinator.questions.profile_runs import ProfileLimits
 from stage_runtime.coordinator.reporting.tracing import RequestTracer
+from stage_runtime.coordinator.request_manager import RequestManager
 from stage_runtime.engines.making.resolving import resolve_hook
 from stage_runtime.errors import ConfigurationError, describe
 from stage_runtime.processes import collecting, logs, loops, process_context, signals, traces
@@ -114,19 +115,8 @@ async def _serve(settings: CoordinatorSettings) -> int:
             administration = Server(own, host=ADMIN_HOST, port=settings.admin_port, drain_s=0)
             await stack.enter_async_context(administration)
             serving.start("admin server", administration.ended())
-        _watch(settings.revisions.with_name(PROFILING_FILE), _limits, coordinator.profiling.limit, tasks, known=b"{}")
+        _watch_files(settings, coordinator, shown.api_keys, tls, tasks)
         tasks.start("profiles", _beat(coordinator.profiling.beat))
-        # The share is watched before the list of revisions: a new one is never served without the share that it may
-        # have.
-        _watch(settings.revisions.with_name(CANARY_FILE), _canary, coordinator.share_requests, tasks, known=b"null")
-        _watch(settings.revisions, _revisions, coordinator.update_revisions, tasks)
-        if settings.api_key_file is not None:
-            _watch(settings.api_key_file, _keys, shown.api_keys.replace, tasks)
-        if tls is not None and settings.certificate is not None:
-            tasks.start("watch of the certificate", _watch_certificate(*settings.certificate, tls))
-        _watch(settings.revisions.with_name(ASIDE), _hosts, coordinator.set_aside, tasks, known=b"[]")
-        on_demand = settings.revisions.with_name(ON_DEMAND_FILE)
-        _watch(on_demand, _groups, coordinator.start_on_demand, tasks, known=b"[]")
         tasks.start("memory", _give_memory_back(lambda: manager.stats.outcomes.total()))
         collecting.settle()
         statuspipe.report(settings.status_fd, statuspipe.Serving(url=server.url))
@@ -140,21 +130,46 @@ async def _serve(settings: CoordinatorSettings) -> int:
             manager.fail_all("the coordinator has crashed")
             await server.stop(drain_s=0)
             raise crashed.result()
-        statuspipe.report(settings.status_fd, statuspipe.Draining())
         stop.clear()
-        manager.drain()
-        if not settings.http_quiet_s:  # nothing else will serve, so a client gains nothing by another request here
-            manager.refuse("the coordinator is draining")
-        draining = asyncio.create_task(server.drain(quiet_s=settings.http_quiet_s))
-        again = asyncio.create_task(stop.wait())
-        await asyncio.wait([draining, again], timeout=drain_s, return_when=asyncio.FIRST_COMPLETED)
-        manager.refuse("the coordinator has stopped")
-        manager.fail_all("the coordinator has stopped")
-        await server.stop(drain_s=0)
-        again.cancel()
-        await draining
-        manager.close()
+        await _drain(settings, manager, server, stop, drain_s)
     return 0
+
+
+async def _drain(
+    settings: CoordinatorSettings, manager: RequestManager, server: Server, stop: asyncio.Event, drain_s: float
+) -> None:
+    """Finish the requests that are in flight, for so long at most. stop: set when the process is asked to end again."""
+    statuspipe.report(settings.status_fd, statuspipe.Draining())
+    manager.drain()
+    if not settings.http_quiet_s:  # nothing else will serve, so a client gains nothing by another request here
+        manager.refuse("the coordinator is draining")
+    draining = asyncio.create_task(server.drain(quiet_s=settings.http_quiet_s))
+    again = asyncio.create_task(stop.wait())
+    await asyncio.wait([draining, again], timeout=drain_s, return_when=asyncio.FIRST_COMPLETED)
+    manager.refuse("the coordinator has stopped")
+    manager.fail_all("the coordinator has stopped")
+    await server.stop(drain_s=0)
+    again.cancel()
+    await draining
+    manager.close()
+
+
+def _watch_files(
+    settings: CoordinatorSettings, coordinator: Coordinator, keys: ApiKeys, tls: Certificates | None, tasks: Tasks
+) -> None:
+    """Obey the files that the supervisor or the operator changes while the process runs."""
+    _watch(settings.revisions.with_name(PROFILING_FILE), _limits, coordinator.profiling.limit, tasks, known=b"{}")
+    # The share is watched before the list of revisions: a new one is never served without the share that it may
+    # have.
+    _watch(settings.revisions.with_name(CANARY_FILE), _canary, coordinator.share_requests, tasks, known=b"null")
+    _watch(settings.revisions, _revisions, coordinator.update_revisions, tasks)
+    if settings.api_key_file is not None:
+        _watch(settings.api_key_file, _keys, keys.replace, tasks)
+    if tls is not None and settings.certificate is not None:
+        tasks.start("watch of the certificate", _watch_certificate(*settings.certificate, tls))
+    _watch(settings.revisions.with_name(ASIDE), _hosts, coordinator.set_aside, tasks, known=b"[]")
+    on_demand = settings.revisions.with_name(ON_DEMAND_FILE)
+    _watch(on_demand, _groups, coordinator.start_on_demand, tasks, known=b"[]")
 
 
 def drain_seconds(timeout_s: float) -> float:
