@@ -99,8 +99,9 @@ def test_each_unit_claims_its_gpus_and_what_lacks_is_said(
     assert f"device class {DRIVER} does not exist" in found["message"]
     device_class(kube)
     eventually(lambda: "cannot allocate all claims" in kube.condition("duo", "Scheduled").get("message", ""))
+    devices(2, "small")  # enough for the last unit alone, which might take one of the two that the first one needs
+    eventually(lambda: nodes(kube, "duo") == {"last": f"{FAKE_GROUP}-2"}, what="the last unit has its GPU")
     devices(1, "small", "large")
-    devices(2, "small")
     ready = kube.wait_ready("duo")
     assert (ready["status"]["gpus"]["requested"], ready["status"]["gpus"]["ready"]) == (3, 3)
     pool = f"{FAKE_GROUP}-1"
@@ -155,8 +156,8 @@ def test_without_the_right_to_claims_no_pod_runs_without_its_gpu_and_all_start_w
     kube: Kube, operator: OperatorProcess, devices: Any, claims_right: Any
 ) -> None:
     device_class(kube)
-    devices(1, "small", "small")
-    devices(2, "small")
+    for number in (1, 2):  # whichever unit is placed first, there is a node for the other one
+        devices(number, "small", "small")
     claims_right(False)
     operator.start(**OFTEN)
     kube.apply(claiming())
