@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -253,7 +254,8 @@ def test_a_start_that_hangs_says_so_by_its_exit_code_and_message(tmp_path: Path)
     with stage_pod(tmp_path, Ports(), "hangs", startup=Startup(deadline_seconds=5)) as running:
         assert running.wait(PATIENCE_S) == crashes.EXIT_HUNG
     message = (tmp_path / "termination-log").read_text()
-    assert message.startswith("echo: no progress for 5 s while starting")
+    said = re.match(r"echo: no progress for (\d+) s while starting", message)
+    assert said is not None and int(said[1]) >= 5, message  # it is looked at once in a while: more on a busy machine
     assert "in hangs" in message, "where it hung"
 
 
