@@ -217,7 +217,7 @@ def _limits(
     """length: tokens that a request has at most."""
     if paged.state_layers and spec.prefix_caching:
         kind = paged.model.config.model_type
-        log.info("a %s model keeps state beside attention, of each request alone: there is no prefix cache", kind)
+        log.info("a %s model keeps state beside attention, of each request alone: the prefix cache is off", kind)
     return SchedulerLimits(
         block_size=spec.block_size,
         max_requests=spec.max_requests,
@@ -257,9 +257,8 @@ def _runner(
 def _executor(spec: Autoregressive, runner: ModelRunner, *, alone: bool) -> ThreadExecutor | InlineExecutor:
     """alone: the engine computes its passes without other ranks or engines."""
     model = runner.model
-    beside = (
-        model.device.type != "cpu" or model.after_step is not None
-    )  # a hook's frames are sent while a step is computed
+    # A hook's frames are sent while a step is computed.
+    beside = model.device.type != "cpu" or model.after_step is not None
     overlaps = beside and alone if spec.overlap == "auto" else spec.overlap
     return ThreadExecutor(runner) if overlaps else InlineExecutor(runner)
 
