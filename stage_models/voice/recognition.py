@@ -15,7 +15,7 @@ class Recogniser:
 
     def __init__(self, model: Path, *, threads: int, language: str = "en", compute_type: str = "int8") -> None:
         """language: of speech that names none; ``auto``: the model finds out, where it knows more than English.
-        compute_type: of CTranslate2. The words of int8 differ a little between processors, those of float32 do not.
+        compute_type: of CTranslate2. The words of int8 differ a little between processors.
 
         Raises: InvalidRequest: the model does not know the language. ValueError: this processor does not compute so.
         """

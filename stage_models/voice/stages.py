@@ -67,7 +67,7 @@ def recognise(
 
     weights: a Whisper model of CTranslate2; several places: of each, parts of its files. language: of speech whose
     request names none; ``auto``: the model finds out, as it does for translations. compute_type: of CTranslate2;
-    float32 is slower than int8 and hears better.
+    float32 is slower than int8 and more exact.
     """
     places = [checkpoints.locate(one) for one in ([weights] if isinstance(weights, str) else weights)]
     model = places[0] if len(places) == 1 else checkpoints.joined(places, report=context.progress)

@@ -40,6 +40,7 @@ spec:
   - name: recognise
     process: recognition
     factory: stage_models.voice.stages:recognise
+    # The words of int8 differ between processors.
     factoryArgs: {{language: auto, compute_type: float32, weights: ["{PARTS[0]}:data", "{PARTS[1]}:data"]}}
     next: [write]
   - {{name: write, process: ears, factory: "stage_models.voice.stages:write", terminal: true}}
