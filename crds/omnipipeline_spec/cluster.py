@@ -15,26 +15,38 @@ from msgspec import Meta, field
 
 from omnipipeline_spec.types.pods import HTTP_PORT
 from omnipipeline_spec.types.quantities import (
+    AmountField,
+    AmountName,
+    AnnotationName,
+    DataKey,
+    DeviceResource,
     EnvName,
+    EnvPrefix,
     EnvValue,
     Expression,
     GpuId,
     HostPattern,
+    LabelName,
+    LabelValue,
     Name,
+    Namespace,
+    PodField,
     Port,
     Quantity,
     ResourceName,
     Seconds,
+    ShortReference,
     ShortText,
     Text,
     WholeSeconds,
 )
 from omnipipeline_spec.types.values import Spec, doc
 
-Labels = Annotated[dict[ShortText, Text], Meta(max_length=64)]
+Labels = Annotated[dict[LabelName, LabelValue], Meta(max_length=64)]
+Annotations = Annotated[dict[AnnotationName, Text], Meta(max_length=64)]
 FreeObject = dict[str, Any]
 FreeObjects = Annotated[Sequence[FreeObject], Meta(max_length=64)]
-Quantities = Annotated[dict[ShortText, Quantity], Meta(max_length=16)]
+Quantities = Annotated[dict[AmountName, Quantity], Meta(max_length=16)]
 
 
 class LocalReference(Spec, frozen=True, kw_only=True):
@@ -47,21 +59,24 @@ class KeyReference(Spec, frozen=True, kw_only=True):
     """One key of a Secret or ConfigMap in the pipeline's own namespace."""
 
     name: Annotated[ResourceName, doc("Name of the object, in the pipeline's namespace.")]
-    key: Annotated[ShortText, doc("Key inside the object.")]
+    key: Annotated[DataKey, doc("Key inside the object.")]
     optional: Annotated[bool | None, doc("Whether the pod starts without it.")] = None
 
 
 class FieldReference(Spec, frozen=True, kw_only=True):
     """A field of the pod itself."""
 
-    field_path: Annotated[ShortText, doc("Such as `metadata.name` or `status.podIP`.")]
-    api_version: Annotated[ShortText | None, doc("Version of the schema the path is written in.")] = None
+    field_path: Annotated[PodField, doc("Such as `metadata.name` or `status.podIP`.")]
+    api_version: Annotated[
+        Annotated[str, Meta(max_length=2, pattern="^v1$")] | None,
+        doc("Version of the schema the path is written in: v1."),
+    ] = None
 
 
 class ResourceReference(Spec, frozen=True, kw_only=True):
     """A resource of the container itself."""
 
-    resource: Annotated[ShortText, doc("Such as `limits.memory`.")]
+    resource: Annotated[AmountField, doc("Such as `limits.memory`.")]
     container_name: Annotated[ShortText | None, doc("Container, when it is not this one.")] = None
     divisor: Annotated[Quantity | None, doc("Unit of the value.")] = None
 
@@ -93,7 +108,7 @@ class EnvReference(Spec, frozen=True, kw_only=True):
 class EnvFrom(Spec, frozen=True, kw_only=True):
     """All keys of one Secret or ConfigMap as environment variables (a hub token, for instance)."""
 
-    prefix: Annotated[ShortText | None, doc("Put before each key.")] = None
+    prefix: Annotated[EnvPrefix | None, doc("Put before each key.")] = None
     secret_ref: Annotated[EnvReference | None, doc("The Secret.")] = None
     config_map_ref: Annotated[EnvReference | None, doc("The ConfigMap.")] = None
 
@@ -108,9 +123,9 @@ class Resources(Spec, frozen=True, kw_only=True):
 class Toleration(Spec, frozen=True, kw_only=True):
     """A node taint that the pods tolerate."""
 
-    key: Annotated[ShortText | None, doc("Taint key; unset matches all.")] = None
+    key: Annotated[LabelName | None, doc("Taint key; unset matches all.")] = None
     operator: Annotated[Literal["Exists", "Equal"] | None, doc("How `value` is compared.")] = None
-    value: Annotated[ShortText | None, doc("Taint value.")] = None
+    value: Annotated[LabelValue | None, doc("Taint value.")] = None
     effect: Annotated[Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None, doc("Unset matches all.")] = None
     toleration_seconds: Annotated[int | None, doc("How long a NoExecute taint is tolerated.")] = None
 
@@ -131,15 +146,15 @@ class Placement(Spec, frozen=True, kw_only=True):
         ),
     ] = ()
     near_topology_keys: Annotated[
-        Annotated[Sequence[ShortText], Meta(max_length=8)],
+        Annotated[Sequence[LabelName], Meta(max_length=8)],
         doc("Labels of nodes, one for each kind of domain, the closest first: a node, an NVLink domain, a rack."),
     ] = ("kubernetes.io/hostname",)
     gpu_products: Annotated[
-        Annotated[Sequence[ShortText], Meta(max_length=32)],
+        Annotated[Sequence[LabelValue], Meta(max_length=32)],
         doc("GPU types that will do: values of the label nvidia.com/gpu.product, one of which a node must have."),
     ] = ()
-    priority_class_name: Annotated[ShortText | None, doc("Priority class of the pods.")] = None
-    runtime_class_name: Annotated[ShortText | None, doc("Runtime class of the pods.")] = None
+    priority_class_name: Annotated[ResourceName | None, doc("Priority class of the pods.")] = None
+    runtime_class_name: Annotated[ResourceName | None, doc("Runtime class of the pods.")] = None
 
 
 class Startup(Spec, frozen=True, kw_only=True):
@@ -215,7 +230,9 @@ class ProcessGroup(Spec, frozen=True, kw_only=True):
     resources: Annotated[Resources | None, doc("CPU, memory and others; those of the groups in one pod are added.")] = (
         None
     )
-    gpu_resource_name: Annotated[ShortText | None, doc("Extended resource of a GPU; unset is nvidia.com/gpu.")] = None
+    gpu_resource_name: Annotated[DeviceResource | None, doc("Extended resource of a GPU; unset is nvidia.com/gpu.")] = (
+        None
+    )
     gpu_claim: Annotated[
         GpuClaim | None,
         doc("GPUs by Dynamic Resource Allocation, instead of an extended resource. See docs/gpus.md."),
@@ -290,7 +307,8 @@ class Hold(Spec, frozen=True, kw_only=True):
         doc("How many may wait; unset is three quarters of http.maxInFlight, so that others are still admitted."),
     ] = None
     max_bytes: Annotated[
-        Annotated[int, Meta(ge=0, le=1 << 40)], doc("How large the requests that wait may be together.")
+        Annotated[int, Meta(ge=0, le=1 << 40)],
+        doc("How large the requests that wait may be together; one alone may be larger."),
     ] = 256 << 20
 
 
@@ -335,7 +353,7 @@ class Control(Spec, frozen=True, kw_only=True):
 class Rdma(Spec, frozen=True, kw_only=True):
     """RDMA devices for the stages' pods."""
 
-    resource_name: Annotated[ShortText, doc("Extended resource of the device plugin, such as rdma/hca.")]
+    resource_name: Annotated[DeviceResource, doc("Extended resource of the device plugin, such as rdma/hca.")]
     count: Annotated[Annotated[int, Meta(ge=1, le=64)], doc("Devices per pod.")] = 1
 
 
@@ -379,7 +397,9 @@ class ModelCache(Spec, frozen=True, kw_only=True):
             "its first pod."
         ),
     ] = "None"
-    image: Annotated[ShortText | None, doc("OCI reference of the weights; nodes share what they have pulled.")] = None
+    image: Annotated[ShortReference | None, doc("OCI reference of the weights; nodes share what they have pulled.")] = (
+        None
+    )
     pull_policy: Annotated[
         Literal["Always", "IfNotPresent", "Never"] | None,
         doc("The pull policy of that image; unset: Always for the tag latest, else IfNotPresent."),
@@ -389,7 +409,7 @@ class ModelCache(Spec, frozen=True, kw_only=True):
         Quantity | None,
         doc("Size of the EmptyDir, or of a claim that the operator creates; the claim outlives the pipeline."),
     ] = None
-    storage_class_name: Annotated[ShortText | None, doc("Storage class of that claim.")] = None
+    storage_class_name: Annotated[ResourceName | None, doc("Storage class of that claim.")] = None
     prefetch: Annotated[Prefetch, doc("Filling the cache before pods start.")] = field(default_factory=Prefetch)
 
 
@@ -402,23 +422,23 @@ class Service(Spec, frozen=True, kw_only=True):
         Literal["SingleStack", "PreferDualStack", "RequireDualStack"] | None,
         doc("IP families of the Service; unset is PreferDualStack: both, where the cluster has both."),
     ] = None
-    annotations: Annotated[Labels, doc("Annotations of the Service.")] = {}
+    annotations: Annotated[Annotations, doc("Annotations of the Service.")] = {}
 
 
 class Ingress(Spec, frozen=True, kw_only=True):
     """An Ingress in front of the Service."""
 
-    class_name: Annotated[ShortText | None, doc("Ingress class.")] = None
-    host: Annotated[ShortText | None, doc("Host name; unset matches all.")] = None
+    class_name: Annotated[ResourceName | None, doc("Ingress class.")] = None
+    host: Annotated[HostPattern | None, doc("Host name; unset matches all.")] = None
     tls_secret_name: Annotated[ResourceName | None, doc("Secret with the certificate; unset is plain HTTP.")] = None
-    annotations: Annotated[Labels, doc("Annotations of the Ingress: body size, time-outs, cert-manager.")] = {}
+    annotations: Annotated[Annotations, doc("Annotations of the Ingress: body size, time-outs, cert-manager.")] = {}
 
 
 class RouteParent(Spec, frozen=True, kw_only=True):
     """A Gateway that serves a route."""
 
     name: Annotated[ResourceName, doc("Name of the Gateway.")]
-    namespace: Annotated[Name | None, doc("Its namespace; unset is the pipeline's.")] = None
+    namespace: Annotated[Namespace | None, doc("Its namespace; unset is the pipeline's.")] = None
     section_name: Annotated[
         ResourceName | None, doc("The one listener of it that serves; unset: all that allow it.")
     ] = None
@@ -438,7 +458,7 @@ class Route(Spec, frozen=True, kw_only=True):
     https: Annotated[bool, doc("Whether clients reach the Gateway by HTTPS: the scheme of the URL in the status.")] = (
         True
     )
-    annotations: Annotated[Labels, doc("Annotations of the HTTPRoute.")] = {}
+    annotations: Annotated[Annotations, doc("Annotations of the HTTPRoute.")] = {}
 
 
 class Expose(Spec, frozen=True, kw_only=True):

@@ -41,6 +41,7 @@ from omnipipeline_spec.types.quantities import (
     Fraction01,
     Function,
     GpuId,
+    ImageReference,
     Name,
     Quantity,
     ResourceName,
@@ -295,7 +296,7 @@ class PipelineConfig(Spec, frozen=True, kw_only=True):
     ] = None
 
     image: Annotated[
-        Text | None, doc("Image of all pods; unset is the operator's default when the revision is made.")
+        ImageReference | None, doc("Image of all pods; unset is the operator's default when the revision is made.")
     ] = None
     image_pull_policy: Annotated[
         Literal["Always", "IfNotPresent", "Never"] | None, doc("When the image is pulled.")
@@ -359,7 +360,7 @@ class PipelineConfig(Spec, frozen=True, kw_only=True):
         return {stage.name: stage.gpus[0] if stage.tp_size == 1 else stage.gpus for stage in self.stages if stage.gpus}
 
     def stage(self, name: str) -> StageConfig:
-        """The stage of that name; KeyError if there is none."""
+        """The stage of that name. Raises: KeyError: no stage has it."""
         for stage in self.stages:
             if stage.name == name:
                 return stage

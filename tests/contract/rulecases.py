@@ -47,6 +47,11 @@ def _scaled(**limits: Any) -> Document:
     return {"name": "b", "autoscaling": {"maxReplicas": 4, **limits}}
 
 
+def _tolerant(toleration: Document) -> Document:
+    """Coordinators with a toleration."""
+    return pair(coordinator={"placement": {"tolerations": [toleration]}})
+
+
 _TP = {"tpSize": 2, "gpu": [0, 1], "process": None}
 _DEVICES = {"deviceClassName": "gpu.example.com"}
 _IMAGE = {"type": "Image", "image": "localhost/weights:1"}
@@ -123,10 +128,10 @@ CASES: dict[tuple[str, str], tuple[Document, Document]] = {
     ),
     (
         "PipelineConfig",
-        "minReplicas: 0 needs coordinator.hold.seconds: a request must wait for its first instance",
+        "minReplicas: 0 needs a coordinator.hold without a 0: a request must wait for its first instance",
     ): (
-        pair(processGroups=[_scaled(minReplicas=0)]),
-        pair(processGroups=[_scaled(minReplicas=0)], coordinator={"hold": {"seconds": 0}}),
+        pair(processGroups=[_scaled(minReplicas=0)], coordinator={"hold": {"maxRequests": 1, "maxBytes": 1}}),
+        pair(processGroups=[_scaled(minReplicas=0)], coordinator={"hold": {"maxBytes": 0}}),
     ),
     ("ProcessGroup", "must not have both gpuResourceName and gpuClaim"): (
         pair(second={"gpu": [0]}, processGroups=[{"name": "b", "gpuResourceName": "", "gpuClaim": _DEVICES}]),
@@ -266,6 +271,38 @@ CASES: dict[tuple[str, str], tuple[Document, Document]] = {
         pair(modelCache={**_IMAGE, "pullPolicy": "Never"}),
         pair(modelCache={"type": "EmptyDir", "pullPolicy": "Never"}),
     ),
+    ("ProcessGroup", "gpuResourceName must not begin with requests."): (
+        pair({"gpu": [0]}, processGroups=[{"name": "a", "gpuResourceName": "a.b/gpu"}]),
+        pair({"gpu": [0]}, processGroups=[{"name": "a", "gpuResourceName": "requests.a.b/gpu"}]),
+    ),
+    ("Rdma", "resourceName must not begin with requests."): (
+        pair(dataPlane={"rdma": {"resourceName": "rdma/hca"}}),
+        pair(dataPlane={"rdma": {"resourceName": "requests.rdma/hca"}}),
+    ),
+    ("Toleration", "must have operator Exists where key is unset"): (
+        _tolerant({"operator": "Exists"}),
+        _tolerant({"effect": "NoSchedule"}),
+    ),
+    ("Toleration", "must not have value with operator Exists"): (
+        _tolerant({"key": "k", "operator": "Exists", "value": ""}),
+        _tolerant({"key": "k", "operator": "Exists", "value": "v"}),
+    ),
+    ("Toleration", "tolerationSeconds needs effect NoExecute"): (
+        _tolerant({"key": "k", "effect": "NoExecute", "tolerationSeconds": 5}),
+        _tolerant({"key": "k", "tolerationSeconds": 5}),
+    ),
+    ("ResourceReference", "divisor must be 1 or 1m of cpu, and 1, 1k, 1Ki … of bytes"): (
+        pair(env=[{"name": "A", "valueFrom": {"resourceFieldRef": {"resource": "limits.cpu", "divisor": "1m"}}}]),
+        pair(env=[{"name": "A", "valueFrom": {"resourceFieldRef": {"resource": "limits.cpu", "divisor": "1Ki"}}}]),
+    ),
+    ("Ingress", "host must not be an address"): (
+        pair(expose={"ingress": {"host": "a.example.org"}}),
+        pair(expose={"ingress": {"host": "10.0.0.1"}}),
+    ),
+    ("ModelCache", "size of a PersistentVolumeClaim must be a quantity of more than 0"): (
+        pair(modelCache={"type": "EmptyDir", "size": 0}),
+        pair(modelCache={**_CLAIM, "size": 0}),
+    ),
     ("ModelCache", "size does not apply to type Image"): (
         pair(modelCache={"type": "EmptyDir", "size": "1Gi"}),
         pair(modelCache={**_IMAGE, "size": "1Gi"}),
@@ -292,9 +329,13 @@ CASES: dict[tuple[str, str], tuple[Document, Document]] = {
     ),
     ("Route", "must not name a parent twice"): (
         pair(
-            expose={"route": {"parentRefs": [_GATEWAY, {**_GATEWAY, "sectionName": "tls"}, {**_GATEWAY, "port": 80}]}}
+            expose={"route": {"parentRefs": [{**_GATEWAY, "port": 80}, {**_GATEWAY, "port": 443}, {"name": "shared"}]}}
         ),
-        pair(expose={"route": {"parentRefs": [{**_GATEWAY, "port": 80}, _GATEWAY, {**_GATEWAY, "port": 80}]}}),
+        pair(expose={"route": {"parentRefs": [{**_GATEWAY, "port": 80}, {"name": "other"}, {**_GATEWAY, "port": 80}]}}),
+    ),
+    ("Route", "parents of one name must all have sectionName, or none, and so with port"): (
+        pair(expose={"route": {"parentRefs": [{**_GATEWAY, "sectionName": each} for each in ("web", "tls")]}}),
+        pair(expose={"route": {"parentRefs": [{**_GATEWAY, "sectionName": "web"}, _GATEWAY]}}),
     ),
     ("ProfilingStorage", "must have exactly one of emptyDir and claimName"): (
         pair(profiling={"storage": {"emptyDir": {}}}),

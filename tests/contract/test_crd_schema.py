@@ -28,7 +28,7 @@ def test_the_config_reference_is_fresh() -> None:
 
 def test_the_crd_is_small_enough_to_be_applied_and_annotated() -> None:
     """`kubectl apply` keeps it in an annotation, and a resource's annotations have at most 256 KiB."""
-    assert len(schema.render().encode()) < 82 * 1024
+    assert len(schema.render().encode()) < 92 * 1024
 
 
 def test_names_categories_and_columns() -> None:

@@ -106,6 +106,20 @@ def test_an_odd_value_among_the_arguments_of_a_factory_is_planned_or_refused(wha
     _planned_or_refused(("stages", "factory_args"), WRAPS[wrap](ODD[what]()))
 
 
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("code", "inline"), {"m.py": "# caf\udce9\n"}),
+        (("code", "inline"), {"\udce9.py": ""}),
+        (("name",), "a" * 60 + "\udce9"),
+    ],
+)
+def test_half_of_a_surrogate_pair_is_refused_with_its_place(path: tuple[str, ...], value: Any) -> None:
+    with pytest.raises(InvalidPipeline):
+        planning.plan(pipeline(path, value))
+    _planned_or_refused(path, value)
+
+
 @pytest.mark.proves("odd-python-values")
 @settings(max_examples=examples(60))
 @given(path=st.sampled_from(sorted(PLACES)), what=st.sampled_from(sorted(ODD)), wrap=st.sampled_from(sorted(WRAPS)))

@@ -81,6 +81,7 @@ def test_resources_add_up_by_name() -> None:
         ("voice-peers", "voice-pipeline"),
         ("///", "pipeline"),
         ("Ünï", "n"),
+        ("a" * 60 + "\udcff", f"{'a' * 33}-29d5"),
     ],
 )
 def test_any_text_becomes_a_legal_name(name: str, slug: str) -> None:

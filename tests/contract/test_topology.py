@@ -311,8 +311,8 @@ CASES: dict[str, tuple[Document, list[str]]] = {
     "every missing process": (
         pair({"process": None}, {"process": None}),
         [
-            f"stages[{index}].process: of '{name}' is required: stages with the same value share an OS process, "
-            "there is no default"
+            f"stages[{index}].process: of '{name}' is required: stages with the same value share an OS process; "
+            "it has no default"
             for index, name in enumerate("ab")
         ],
     ),
@@ -479,6 +479,16 @@ CASES: dict[str, tuple[Document, list[str]]] = {
             "processGroups[0].autoscaling: 'a' has both targetQueueSeconds and targetUtilization: leave one out",
             "processGroups[1].autoscaling.minReplicas: of 'b' is 0 and needs coordinator.hold.seconds: a request waits "
             "for its first instance",
+        ],
+    ),
+    "no request may wait for a group that may have no instance": (
+        pair(
+            coordinator={"hold": {"maxRequests": 0, "maxBytes": 0}},
+            processGroups=[{"name": "b", "autoscaling": {"minReplicas": 0, "maxReplicas": 2}}],
+        ),
+        [
+            "processGroups[0].autoscaling.minReplicas: of 'b' is 0 and needs coordinator.hold.maxRequests: a request "
+            "waits for its first instance",
         ],
     ),
     "one pod, two places and two templates": (
@@ -693,8 +703,15 @@ CASES: dict[str, tuple[Document, list[str]]] = {
         ],
     ),
     "a route with a parent twice": (
-        pair(expose={"route": {"parentRefs": [{"name": "g"}, {"name": "g", "port": 80}, {"name": "g"}]}}),
+        pair(expose={"route": {"parentRefs": [{"name": "g", "port": each} for each in (443, 80, 443)]}}),
         ["expose.route.parentRefs[2]: names Gateway g twice, with the same listener and port"],
+    ),
+    "a route to all listeners of a Gateway and to one of them": (
+        pair(expose={"route": {"parentRefs": [{"name": "g"}, {"name": "h"}, {"name": "g", "sectionName": "tls"}]}}),
+        [
+            "expose.route.parentRefs[2].sectionName: names Gateway g with sectionName, an earlier one without it: the "
+            "Gateway API takes all with it, or none"
+        ],
     ),
     "an address without a bucket": (
         pair(modelPath="s3:///m?x", modelCache={"prefetch": {"secretName": "keys"}}),

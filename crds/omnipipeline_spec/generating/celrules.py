@@ -19,8 +19,8 @@ import msgspec
 from omnipipeline_spec import cluster
 from omnipipeline_spec.pipeline import Disaggregation, GpuMemory, PipelineConfig, StageConfig
 from omnipipeline_spec.types.pods import ADMIN_PORT, CONTROL_PORT, COORDINATOR, PROBE_PORT, PUBLISH_PORT
-from omnipipeline_spec.types.quantities import MAX_STAGES
-from omnipipeline_spec.validation import variables
+from omnipipeline_spec.types.quantities import MAX_STAGES, QUOTA_PREFIX
+from omnipipeline_spec.validation import deployment, variables
 
 _LAST_CONTROL_PORT: Final = CONTROL_PORT + MAX_STAGES - 1
 
@@ -59,6 +59,13 @@ def _is_positive(field: str) -> Rule:
         rule=f"!has(self.{field}) || (type(self.{field}) == int ? self.{field} > 0 : isQuantity(self.{field}) && "
         f"quantity(self.{field}).isGreaterThan(quantity('0')))",
         message=f"{field} must be a quantity of more than 0",
+    )
+
+
+def _is_in_a_container(field: str) -> Rule:
+    return Rule(
+        rule=f"!has(self.{field}) || !self.{field}.startsWith('{QUOTA_PREFIX}')",
+        message=f"{field} must not begin with {QUOTA_PREFIX}",
     )
 
 
@@ -144,8 +151,10 @@ _PIPELINE: Final = (
     Rule(
         rule="!has(self.processGroups) || self.processGroups.all(g, !has(g.autoscaling) || "
         "g.autoscaling.minReplicas > 0 || !has(self.coordinator) || !has(self.coordinator.hold) || "
-        "!has(self.coordinator.hold.seconds) || self.coordinator.hold.seconds > 0)",
-        message="minReplicas: 0 needs coordinator.hold.seconds: a request must wait for its first instance",
+        "((!has(self.coordinator.hold.seconds) || self.coordinator.hold.seconds > 0) && "
+        "(!has(self.coordinator.hold.maxRequests) || self.coordinator.hold.maxRequests > 0) && "
+        "(!has(self.coordinator.hold.maxBytes) || self.coordinator.hold.maxBytes > 0)))",
+        message="minReplicas: 0 needs a coordinator.hold without a 0: a request must wait for its first instance",
     ),
 )
 
@@ -216,6 +225,7 @@ RULES: Final[Mapping[type[msgspec.Struct], tuple[Rule, ...]]] = {
     ),
     cluster.ProcessGroup: (
         _is_positive("sharedMemory"),
+        _is_in_a_container("gpuResourceName"),
         Rule(
             rule="!has(self.replicas) || !has(self.autoscaling)",
             message="must not have both replicas and autoscaling",
@@ -223,6 +233,37 @@ RULES: Final[Mapping[type[msgspec.Struct], tuple[Rule, ...]]] = {
         Rule(
             rule="!has(self.gpuResourceName) || self.gpuResourceName == '' || !has(self.gpuClaim)",
             message="must not have both gpuResourceName and gpuClaim",
+        ),
+    ),
+    cluster.Rdma: (_is_in_a_container("resourceName"),),
+    cluster.Toleration: (
+        Rule(
+            rule="(has(self.key) && self.key != '') || (has(self.operator) && self.operator == 'Exists')",
+            message="must have operator Exists where key is unset",
+        ),
+        Rule(
+            rule="!has(self.operator) || self.operator != 'Exists' || !has(self.value) || self.value == ''",
+            message="must not have value with operator Exists",
+        ),
+        Rule(
+            rule="!has(self.tolerationSeconds) || (has(self.effect) && self.effect == 'NoExecute')",
+            message="tolerationSeconds needs effect NoExecute",
+        ),
+    ),
+    cluster.ResourceReference: (
+        Rule(
+            rule="!has(self.divisor) || (self.resource.endsWith('.cpu') ? "
+            f"{list(deployment.CPU_UNITS)} : {list(deployment.BYTE_UNITS)}).exists(unit, type(self.divisor) == int ? "
+            "unit == string(self.divisor) : isQuantity(self.divisor) && "
+            f"!self.divisor.matches('{deployment.EXPONENT}') && "
+            "quantity(self.divisor).compareTo(quantity(unit)) == 0)",
+            message="divisor must be 1 or 1m of cpu, and 1, 1k, 1Ki … of bytes",
+        ),
+    ),
+    cluster.Ingress: (
+        Rule(
+            rule=f"!has(self.host) || !self.host.matches('^{deployment.ADDRESS}$')",
+            message="host must not be an address",
         ),
     ),
     cluster.Autoscaling: (
@@ -294,6 +335,10 @@ RULES: Final[Mapping[type[msgspec.Struct], tuple[Rule, ...]]] = {
             message="pullPolicy needs type Image",
         ),
         Rule(
+            rule=f"self.type != 'PersistentVolumeClaim' || ({_is_positive('size').rule})",
+            message="size of a PersistentVolumeClaim must be a quantity of more than 0",
+        ),
+        Rule(
             rule="self.type != 'Image' || !has(self.size)",
             message="size does not apply to type Image",
         ),
@@ -331,6 +376,13 @@ RULES: Final[Mapping[type[msgspec.Struct], tuple[Rule, ...]]] = {
             "(has(q.sectionName) ? q.sectionName : '') == (has(p.sectionName) ? p.sectionName : '') && "
             "(has(q.port) ? q.port : 0) == (has(p.port) ? p.port : 0)))",
             message="must not name a parent twice",
+        ),
+        Rule(
+            rule="self.parentRefs.all(p, self.parentRefs.all(q, q.name != p.name || "
+            "(has(q.__namespace__) ? q.__namespace__ : '') != (has(p.__namespace__) ? p.__namespace__ : '') || "
+            "((has(q.sectionName) && q.sectionName != '') == (has(p.sectionName) && p.sectionName != '') && "
+            "has(q.port) == has(p.port))))",
+            message="parents of one name must all have sectionName, or none, and so with port",
         ),
     ),
     cluster.ProfilingStorage: (

@@ -19,6 +19,7 @@ from omnipipeline_spec.generating import celrules
 from omnipipeline_spec.generating.celrules import Rule
 from omnipipeline_spec.generating.writing import to_yaml
 from omnipipeline_spec.pipeline import PipelineConfig
+from omnipipeline_spec.types.quantities import FORMS
 from omnipipeline_spec.types.resource import GROUP, KIND, PLURAL, VERSION
 from omnipipeline_spec.types.status import PipelineStatus
 from omnipipeline_spec.types.values import (
@@ -227,7 +228,16 @@ def _map(kind: inspect.DictType) -> dict[str, Any]:
     bounds = _bounds(kind.max_length, "maxProperties")
     if isinstance(value, inspect.AnyType):
         return {"type": "object", "x-kubernetes-preserve-unknown-fields": True, **bounds}
-    return {"type": "object", "additionalProperties": _type(value, extra_of(kind.value_type)), **bounds}
+    return {"type": "object", "additionalProperties": _type(value, extra_of(kind.value_type)), **bounds, **_keys(kind)}
+
+
+def _keys(kind: inspect.DictType) -> dict[str, Any]:
+    """The rule for the names in a map: a structural schema has a pattern for values alone."""
+    pattern = getattr(without_none(kind.key_type), "pattern", None)
+    if not isinstance(pattern, str) or pattern not in FORMS:
+        return {}
+    rule = Rule(rule=f"self.all(k, k.matches('{pattern}'))", message=f"each key must be {FORMS[pattern]}")
+    return {"x-kubernetes-validations": [_rule(rule)]}
 
 
 def _range(kind: inspect.IntType | inspect.FloatType) -> dict[str, Any]:

@@ -77,7 +77,7 @@ def defaults(name: str, folder: Path) -> PipelineConfig:
     """A value of the class that a plain file names as ``pkg.mod:Class``, with nothing set.
 
     folder: of that file; modules in it are found before all others.
-    Raises: UnreadableSpec: there is no such class, or its defaults make no instance.
+    Raises: UnreadableSpec: the class does not exist, or its defaults make no instance.
     """
     cls = _config_class(name, folder)
     unset: dict[str, Any] = dict.fromkeys(_required(cls))

@@ -11,10 +11,11 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, field
 
-from omnipipeline_spec.types.quantities import ShortText, Text
+from omnipipeline_spec.types.quantities import MAX_STAGES, ShortText, Text
 from omnipipeline_spec.types.values import Spec, doc
 
 Count = Annotated[int, Meta(ge=0)]
+MAX_UNITS = 2 * MAX_STAGES + 1  # those of a revision that was taken back, those that serve again, and the coordinators
 Message = Annotated[str, Meta(max_length=32768)]
 
 
@@ -119,7 +120,7 @@ class PipelineStatus(Spec, frozen=True, kw_only=True):
     canary: Annotated[CanaryStatus | None, doc("The revision that is tried with a share of the requests.")] = None
     yielded: Annotated[YieldedGpus | None, doc("Unset where it waits for no GPUs that others hold.")] = None
     units: Annotated[
-        Annotated[Sequence[UnitStatus], Meta(max_length=65, extra={"map_key": "name"})], doc("The pod units.")
+        Annotated[Sequence[UnitStatus], Meta(max_length=MAX_UNITS, extra={"map_key": "name"})], doc("The pod units.")
     ] = ()
     conditions: Annotated[
         Annotated[Sequence[Condition], Meta(max_length=32, extra={"map_key": "type"})],

@@ -9,11 +9,13 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterator
+from typing import Final
 
-from omnipipeline_spec.cluster import EnvVar, Resources
+from omnipipeline_spec.cluster import EnvVar
 from omnipipeline_spec.pipeline import PipelineConfig
 from omnipipeline_spec.types import pods, quantities, stores
 from omnipipeline_spec.types.errors import Fault
+from omnipipeline_spec.types.quantities import QUOTA_PREFIX
 from omnipipeline_spec.validation import podtemplates, variables
 
 MODELS = "/models/"  # where a model cache is mounted
@@ -25,6 +27,14 @@ TAKEN_MODULES = sys.stdlib_module_names | {
     *("click", "cryptography", "fastapi", "httptools", "httpx", "msgspec", "numpy", "prometheus_client"),
     *("pydantic", "python_multipart", "rich", "soundfile", "starlette", "torch", "uvicorn", "uvloop", "yaml", "zmq"),
 }
+EXPONENT: Final = "[0-9][eE][-+]?[0-9]"
+ADDRESS: Final = "[0-9]+([.][0-9]+){3}"
+CPU_UNITS: Final = ("0", "1", "1m")  # of a variable's amount; 0 is the same as 1
+BYTE_UNITS: Final = (
+    "0",
+    "1",
+    *(f"1{unit}" for unit in ("k", "M", "G", "T", "P", "E", "Ki", "Mi", "Gi", "Ti", "Pi", "Ei")),
+)
 MAX_CODE_BYTES = 512 * 1024  # with the plan beside it in one ConfigMap, which holds 1 MiB
 
 
@@ -55,6 +65,7 @@ def _environment(spec: PipelineConfig) -> Iterator[Fault]:
         if variable.value_from is not None and _sources(variable) != 1:
             message = f"of {variable.name!r} must have exactly one source"
             yield Fault(path=f"{path}.valueFrom", message=message, names=(variable.name,))
+        yield from _divisor(variable, path)
     yield from variables.faults(spec)
     yield from podtemplates.faults(spec)
     for index, source in enumerate(spec.env_from):
@@ -81,29 +92,40 @@ def _code(spec: PipelineConfig) -> Iterator[Fault]:
         if module in TAKEN_MODULES and ending.endswith(("py", "so")):
             message = f"would be imported in place of the module {module}; give it another name"
             yield Fault(path=f"code.inline[{name!r}]", message=message, names=(name,))
-    total = sum(len(text.encode()) for text in files.values())
+    total = sum(len(text.encode(errors="surrogatepass")) for text in files.values())  # `shapes` refuses halves of pairs
     if total > MAX_CODE_BYTES:
         message = f"has {total} bytes; at most {MAX_CODE_BYTES} are allowed: build an image FROM ours instead"
         yield Fault(path="code.inline", message=message)
 
 
 def _amounts(spec: PipelineConfig) -> Iterator[Fault]:
-    """Amounts that the API server refuses only when a pod is created, without a path: limits below requests, none."""
-    places = [(f"processGroups[{index}].resources", group.resources) for index, group in enumerate(spec.process_groups)]
-    for path, resources in [*places, ("coordinator.resources", spec.coordinator.resources)]:
-        yield from _limits(resources or Resources(), path)
+    """Amounts that the API server refuses only when a child is created, without a path. See also `amounts`."""
     for index, group in enumerate(spec.process_groups):
         if group.shared_memory is not None and quantities.parse_quantity(group.shared_memory) <= 0:
             message = f"{group.shared_memory!r} must be more than 0 bytes"
             yield Fault(path=f"processGroups[{index}].sharedMemory", message=message, names=(group.name,))
+        if (group.gpu_resource_name or "").startswith(QUOTA_PREFIX):
+            message = f"{group.gpu_resource_name!r} begins with {QUOTA_PREFIX}, as in a quota: leave that out"
+            yield Fault(path=f"processGroups[{index}].gpuResourceName", message=message, names=(group.name,))
+    rdma = spec.data_plane.rdma
+    if rdma is not None and rdma.resource_name.startswith(QUOTA_PREFIX):
+        message = f"{rdma.resource_name!r} begins with {QUOTA_PREFIX}, as in a quota: leave that out"
+        yield Fault(path="dataPlane.rdma.resourceName", message=message)
+    size = spec.model_cache.size if spec.model_cache.type == "PersistentVolumeClaim" else None
+    if size is not None and quantities.parse_quantity(size) <= 0:
+        yield Fault(path="modelCache.size", message=f"{size!r} must be more than 0 bytes")
 
 
-def _limits(resources: Resources, path: str) -> Iterator[Fault]:
-    for name in sorted(set(resources.requests) & set(resources.limits)):
-        request, limit = resources.requests[name], resources.limits[name]
-        if quantities.parse_quantity(limit) < quantities.parse_quantity(request):
-            message = f"{limit} is less than the request of {request}"
-            yield Fault(path=f"{path}.limits.{name}", message=message, names=(name,))
+def _divisor(variable: EnvVar, path: str) -> Iterator[Fault]:
+    """The unit of a variable that has an amount of its container."""
+    source = variable.value_from.resource_field_ref if variable.value_from else None
+    if source is None or source.divisor is None:
+        return
+    units = CPU_UNITS if source.resource.endswith(".cpu") else BYTE_UNITS
+    known = quantities.parse_quantity(source.divisor) in map(quantities.parse_quantity, units)
+    if not known or re.search(EXPONENT, source.divisor):
+        message = f"{source.divisor!r} is not a unit of {source.resource}: use one of {', '.join(units[1:])}"
+        yield Fault(path=f"{path}.valueFrom.resourceFieldRef.divisor", message=message, names=(variable.name,))
 
 
 def _coordinator(spec: PipelineConfig) -> Iterator[Fault]:
@@ -193,11 +215,23 @@ def _stored(spec: PipelineConfig) -> Iterator[Fault]:
 
 
 def _route(spec: PipelineConfig) -> Iterator[Fault]:
+    host = spec.expose.ingress.host if spec.expose.ingress else None
+    if host is not None and re.fullmatch(ADDRESS, host):
+        yield Fault(path="expose.ingress.host", message=f"{host!r} is an address: an Ingress needs a name, or none")
     parents = spec.expose.route.parent_refs if spec.expose.route else ()
     for index, each in enumerate(parents):
         if each in parents[:index]:
             message = f"names Gateway {each.name} twice, with the same listener and port"
             yield Fault(path=f"expose.route.parentRefs[{index}]", message=message)
+        first = next(one for one in parents if (one.name, one.namespace) == (each.name, each.namespace))
+        for field, here, there in (
+            ("sectionName", each.section_name, first.section_name),
+            ("port", each.port, first.port),
+        ):
+            if (here is None) != (there is None):
+                message = f"names Gateway {each.name} {'without' if here is None else 'with'} {field}, an earlier one "
+                message += f"{'with' if here is None else 'without'} it: the Gateway API takes all with it, or none"
+                yield Fault(path=f"expose.route.parentRefs[{index}].{field}", message=message)
 
 
 def _storage(spec: PipelineConfig) -> Iterator[Fault]:

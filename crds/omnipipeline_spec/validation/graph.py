@@ -188,7 +188,7 @@ def _cycles(spec: PipelineConfig) -> Iterator[Fault]:
 
 
 def _cycle_through(start: str, out: Mapping[str, tuple[str, ...]]) -> list[str]:
-    """The shortest path from a stage back to itself; empty if there is none."""
+    """The shortest path from a stage back to itself; empty if no path leads back."""
     ways = [[start]]
     seen: set[str] = set()
     while ways:

@@ -1,6 +1,7 @@
-"""Faults of placements: stages to be near, GPU types, and an author's own affinity beside them.
+"""Faults of placements: tolerations, stages to be near, GPU types, and an author's own affinity beside them.
 
-Here: what `placement.near` and `placement.gpuProducts` need. Not here: which processes share a pod (`placement`).
+Here: what `placement.tolerations`, `placement.near` and `placement.gpuProducts` need. Not here: which processes share a
+pod (`placement`).
 Called by `placement` on a spec with its prefill stages.
 """
 
@@ -23,9 +24,11 @@ def faults(spec: PipelineConfig, groups: Grouping) -> Iterator[Fault]:
             yield from _near(group.placement, groups, path, own=group.name)
             has_gpu = group.name in groups.groups and bool(grouping.gpus_of(groups.groups[group.name]))
             yield from _products(group.placement, path, group.name, has_gpu=has_gpu)
+            yield from _tolerations(group.placement, path)
     if spec.coordinator.placement is not None:
         yield from _near(spec.coordinator.placement, groups, "coordinator.placement", own=None)
         yield from _products(spec.coordinator.placement, "coordinator.placement", "coordinator", has_gpu=False)
+        yield from _tolerations(spec.coordinator.placement, "coordinator.placement")
 
 
 def _near(placement: Placement, groups: Grouping, path: str, *, own: str | None) -> Iterator[Fault]:
@@ -43,6 +46,17 @@ def _near(placement: Placement, groups: Grouping, path: str, *, own: str | None)
         yield Fault(path=f"{path}.nearTopologyKeys", message=message)
     if placement.near and "podAffinity" in placement.affinity:
         yield Fault(path=f"{path}.near", message="and affinity.podAffinity exclude each other: write one of them")
+
+
+def _tolerations(placement: Placement, path: str) -> Iterator[Fault]:
+    for index, each in enumerate(placement.tolerations):
+        where = f"{path}.tolerations[{index}]"
+        if not each.key and each.operator != "Exists":
+            yield Fault(path=f"{where}.operator", message="must be Exists where key is unset: all taints are tolerated")
+        if each.value and each.operator == "Exists":
+            yield Fault(path=f"{where}.value", message="is for operator Equal; Exists tolerates all values")
+        if each.toleration_seconds is not None and each.effect != "NoExecute":
+            yield Fault(path=f"{where}.tolerationSeconds", message="needs effect: NoExecute")
 
 
 def _products(placement: Placement, path: str, name: str, *, has_gpu: bool) -> Iterator[Fault]:

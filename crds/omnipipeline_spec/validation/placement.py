@@ -19,7 +19,7 @@ from omnipipeline_spec.types import quantities
 from omnipipeline_spec.types.canonical import INT_BOUND
 from omnipipeline_spec.types.errors import Fault
 from omnipipeline_spec.types.pods import COORDINATOR
-from omnipipeline_spec.validation import disaggregation, grouping, nearness
+from omnipipeline_spec.validation import amounts, disaggregation, grouping, nearness
 from omnipipeline_spec.validation.graph import quoted
 from omnipipeline_spec.validation.grouping import Grouping
 
@@ -47,11 +47,12 @@ def _faults(spec: PipelineConfig) -> Iterator[Fault]:
     yield from _refinements(spec, groups)
     yield from _units(spec, groups)
     yield from nearness.faults(spec, groups)
+    yield from amounts.faults(spec, groups, _own_devices(spec, groups))
 
 
 def _process(stage: StageConfig, path: str) -> Iterator[Fault]:
     if stage.tp_size == 1 and not stage.process:
-        message = f"of {stage.name!r} is required: stages with the same value share an OS process, there is no default"
+        message = f"of {stage.name!r} is required: stages with the same value share an OS process; it has no default"
         yield Fault(path=f"{path}.process", message=message, names=(stage.name,))
     for field, name in (("name", stage.name), ("process", stage.process)):
         if name == COORDINATOR:
@@ -238,8 +239,11 @@ def _autoscaling(spec: PipelineConfig, refined: ProcessGroup, path: str) -> Iter
     if limits.target_queue_seconds is not None and limits.target_utilization is not None:
         message = f"{name!r} has both targetQueueSeconds and targetUtilization: leave one out"
         yield Fault(path=where, message=message, names=(name,))
-    if limits.min_replicas == 0 and not spec.coordinator.hold.seconds:
-        message = f"of {name!r} is 0 and needs coordinator.hold.seconds: a request waits for its first instance"
+    hold = spec.coordinator.hold
+    bounds = {"seconds": hold.seconds, "maxRequests": hold.max_requests, "maxBytes": hold.max_bytes}
+    nothing = [field for field, bound in bounds.items() if bound == 0]
+    if limits.min_replicas == 0 and nothing:
+        message = f"of {name!r} is 0 and needs coordinator.hold.{nothing[0]}: a request waits for its first instance"
         yield Fault(path=f"{where}.minReplicas", message=message, names=(name,))
 
 
@@ -261,11 +265,20 @@ def _amounts_of_devices(spec: PipelineConfig, refined: ProcessGroup, groups: Gro
     if rdma is not None:
         wanted[rdma.resource_name] = (rdma.count, f"dataPlane.rdma.count is {rdma.count}")
     given = refined.resources or Resources()
-    for kind, amounts in (("requests", given.requests), ("limits", given.limits)):
+    for kind, amount_of in (("requests", given.requests), ("limits", given.limits)):
         for name, (count, why) in wanted.items():
-            if name in amounts and quantities.parse_quantity(amounts[name]) != count:
-                message = f"is {amounts[name]}, but {why}: leave it out"
+            if name in amount_of and quantities.parse_quantity(amount_of[name]) != count:
+                message = f"is {amount_of[name]}, but {why}: leave it out"
                 yield Fault(path=f"{path}.resources.{kind}.{name}", message=message, names=(refined.name,))
+
+
+def _own_devices(spec: PipelineConfig, groups: Grouping) -> dict[str, set[str]]:
+    """Process group -> the resources that its pod gets by the stages' ``gpu`` and by ``dataPlane.rdma``."""
+    rdma = {spec.data_plane.rdma.resource_name} if spec.data_plane.rdma is not None else set()
+    return {
+        name: rdma | ({_gpu_resource(spec, groups, name)} if grouping.gpus_of(stages) else set())
+        for name, stages in groups.groups.items()
+    }
 
 
 def _gpu_resource(spec: PipelineConfig, groups: Grouping, name: str) -> str:

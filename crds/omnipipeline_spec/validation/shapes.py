@@ -27,7 +27,7 @@ Spelling = Literal["resource", "plain"]
 
 
 def check(document: Any, struct: type[msgspec.Struct], *, spelling: Spelling) -> tuple[Any, tuple[Fault, ...]]:
-    """The document in the resource's form, and its faults. Use the document only if there are none.
+    """The document in the resource's form, and its faults. Use the document only if it has no faults.
 
     None if a list or a map has more entries than its bound: its entries are not checked.
     """
@@ -306,4 +306,6 @@ def _pattern_message(pattern: str, given: str) -> str:
         )
     if pattern == quantities.FUNCTION_PATTERN:
         return f"{given!r} is not a function: write it as package.module:function"
+    if pattern in quantities.FORMS:
+        return f"{given!r} is not {quantities.FORMS[pattern]}"
     return f"{given!r} does not match {pattern}"
