@@ -6,7 +6,6 @@ hook, which takes the conversion webhook out of the CRD before the release that 
 
 from __future__ import annotations
 
-import gc
 import json
 import logging
 import os
@@ -14,6 +13,7 @@ import socket
 import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from typing import Final
 
 import uvloop
 
@@ -22,7 +22,7 @@ from omnipipeline_operator.cluster.client import Client, WriteLimiter
 from omnipipeline_operator.cluster.lease import LeaseLost
 from omnipipeline_operator.cluster.token_bucket import TokenBucket
 from omnipipeline_operator.errors import ConfigurationError, OperatorError
-from omnipipeline_operator.handlers import lifecycle, watching
+from omnipipeline_operator.handlers import free_memory, lifecycle, watching
 from omnipipeline_operator.handlers.lifecycle import WatchesChanged
 from omnipipeline_operator.settings import Settings
 from omnipipeline_spec.conversion import versions as released
@@ -30,12 +30,11 @@ from omnipipeline_spec.conversion.versions import Versions
 
 log = logging.getLogger(__name__)
 
-#: Thresholds of `gc`. Parsed objects are trees and need no collector; with Python's default thresholds the collector
-#: walked the whole store so often that it took a quarter of all processor time.
-COLLECTING = (50_000, 20, 20)
-
-
 WITHDRAW = "withdraw-conversion"
+#: The API server takes objects of 10,000 levels. Python's own limit, 1000, would end every list and watch that has one;
+#: the planner refuses it with its place. A decoder in C overflows a stack of 8 MiB from 20,000 levels on and ends the
+#: process: a client of the webhook could send them.
+MOST_CALLS: Final = 12_000
 
 
 def main(arguments: Sequence[str] = ()) -> int:
@@ -51,7 +50,8 @@ def main(arguments: Sequence[str] = ()) -> int:
     configure_logging(configuration.log_format)
     if arguments:
         return uvloop.run(withdraw(configuration))
-    gc.set_threshold(*COLLECTING)
+    free_memory.bound()
+    sys.setrecursionlimit(MOST_CALLS)
     return uvloop.run(serve(configuration))
 
 

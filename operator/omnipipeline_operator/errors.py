@@ -32,7 +32,7 @@ class NotAllowed(OperatorError):
 
 
 class ClusterError(OperatorError):
-    """A request to the API server failed. ``status`` is 0 when there was no answer."""
+    """A request to the API server failed. ``status`` is 0 when it was not answered."""
 
     def __init__(self, what: str, status: int, message: str, *, reason: str = "", retry_after_s: float = 0.0) -> None:
         self.what = what  #: Verb and object, for logs and conditions.

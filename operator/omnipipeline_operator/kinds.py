@@ -22,6 +22,12 @@ class Kind(msgspec.Struct, frozen=True, kw_only=True):
     group: str  #: Empty for the core group.
     version: str
     plural: str
+    alias: str = ""  #: Its key, where another kind has its name.
+
+    @property
+    def key(self) -> str:
+        """Its name in the operator's tables."""
+        return self.alias or self.name
 
     @property
     def api_version(self) -> str:
@@ -53,22 +59,36 @@ ROUTE: Final = Kind(name="HTTPRoute", group="gateway.networking.k8s.io", version
 DEVICES: Final = Kind(
     name="ResourceClaimTemplate", group="resource.k8s.io", version="v1", plural="resourceclaimtemplates"
 )
+#: That of scheduler-plugins (Coscheduling).
 POD_GROUP: Final = Kind(name="PodGroup", group="scheduling.x-k8s.io", version="v1alpha1", plural="podgroups")
+#: Kubernetes' own (GangScheduling).
+OWN_POD_GROUP: Final = Kind(
+    name="PodGroup",
+    group="scheduling.k8s.io",
+    version="v1alpha2",
+    plural="podgroups",
+    alias="PodGroup.scheduling.k8s.io",
+)
 JOB: Final = Kind(name="Job", group="batch", version="v1", plural="jobs")
 #: It belongs to no namespace.
 DEFINITION: Final = Kind(
     name="CustomResourceDefinition", group="apiextensions.k8s.io", version="v1", plural="customresourcedefinitions"
 )
+CRD: Final = f"{PIPELINE.plural}.{PIPELINE.group}"  #: The name of the DEFINITION of PIPELINE.
 LEASE: Final = Kind(name="Lease", group="coordination.k8s.io", version="v1", plural="leases")
 
 #: Children that are watched by label. Secrets are not: the operator may create them and may not read them.
-WATCHED: Final = (DEPLOYMENT, POD, CONFIG_MAP, SERVICE, CLAIM, BUDGET, POLICY, INGRESS, JOB, ROUTE, DEVICES, POD_GROUP)
+WATCHED: Final = (
+    *(DEPLOYMENT, POD, CONFIG_MAP, SERVICE, CLAIM, BUDGET, POLICY, INGRESS, JOB, ROUTE, DEVICES),
+    *(POD_GROUP, OWN_POD_GROUP),
+)
 #: A cluster may lack these of them; they are watched while it has them.
-OPTIONAL: Final = (ROUTE, DEVICES, POD_GROUP)
+OPTIONAL: Final = (ROUTE, DEVICES, POD_GROUP, OWN_POD_GROUP)
 #: Children that are kept as the plan has them, and deleted when it no longer has them.
-APPLIED: Final = (SERVICE, INGRESS, ROUTE, POLICY, BUDGET, POD_GROUP)
+APPLIED: Final = (SERVICE, INGRESS, ROUTE, POLICY, BUDGET, POD_GROUP, OWN_POD_GROUP)
 
-_BY_NAME: Final = {each.name: each for each in (PIPELINE, SECRET, EVENT, LEASE, CONTROLLER_REVISION, *WATCHED)}
+_BY_KEY: Final = {each.key: each for each in (PIPELINE, SECRET, EVENT, LEASE, CONTROLLER_REVISION, *WATCHED)}
+_ALIASES: Final = {(each.api_version, each.name): each.alias for each in _BY_KEY.values() if each.alias}
 
 
 def plural_in(path: str) -> str:
@@ -78,6 +98,12 @@ def plural_in(path: str) -> str:
     return parts[2] if parts[0] == "namespaces" and len(parts) > 2 else parts[0]
 
 
+def key_of(manifest: Mapping[str, Any]) -> str:
+    """The key of an object's kind."""
+    name: str = manifest["kind"]
+    return _ALIASES.get((manifest.get("apiVersion", ""), name), name)
+
+
 def of(manifest: Mapping[str, Any]) -> Kind:
     """The kind of an object."""
-    return _BY_NAME[manifest["kind"]]
+    return _BY_KEY[key_of(manifest)]

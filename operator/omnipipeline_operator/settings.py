@@ -19,6 +19,7 @@ from omnipipeline_operator.errors import ConfigurationError
 from omnipipeline_spec.cluster import Resources
 from omnipipeline_spec.types import quantities
 from omnipipeline_spec.types.pods import PROBE_PORT
+from omnipipeline_spec.validation import amounts as container_amounts
 
 
 class LeaseSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -212,9 +213,13 @@ def _resources(environ: Mapping[str, str], name: str) -> DefaultResources:
     text = environ.get(name) or "{}"
     try:  # values files may hold numbers where Kubernetes has quantities
         amounts = json.loads(text, parse_int=str, parse_float=str)
-        return msgspec.convert(amounts, DefaultResources)
+        made = msgspec.convert(amounts, DefaultResources)
     except (ValueError, msgspec.ValidationError) as error:
         raise ConfigurationError(f"{name}: {error}") from error
+    for container, each in (("stage", made.stage), ("coordinator", made.coordinator)):
+        for fault in container_amounts.of_container(each, container, container):
+            raise ConfigurationError(f"{name}: {fault}")
+    return made
 
 
 def _users(environ: Mapping[str, str], name: str) -> PodUsers:
@@ -227,7 +232,7 @@ def _users(environ: Mapping[str, str], name: str) -> PodUsers:
 
 
 def _node_models(environ: Mapping[str, str], name: str) -> NodeModels | None:
-    """A JSON map; without a path there is none."""
+    """A JSON map; empty without a path."""
     text = environ.get(name)
     try:
         given = msgspec.json.decode(text, type=NodeModels) if text else NodeModels(path="")

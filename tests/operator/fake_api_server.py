@@ -41,13 +41,13 @@ class ApiServer:
         return copy.deepcopy(made)
 
     async def get(self, kind: Kind, namespace: str, name: str) -> Manifest:
-        found = self.objects.get((kind.name, namespace, name))
+        found = self.objects.get((kind.key, namespace, name))
         if found is None:
             raise errors.NotFound(f"GET {kind.plural} {name}", 404, "not found")
         return copy.deepcopy(found)
 
     async def listed(self, kind: Kind, namespace: str | None, selector: str | None = None) -> AsyncIterator[Manifest]:
-        for found in [each for each in self.objects.values() if each["kind"] == kind.name]:
+        for found in [each for each in self.objects.values() if kinds.key_of(each) == kind.key]:
             yield copy.deepcopy(found)
 
     async def pods_at(self, namespace: str, address: str) -> list[Manifest]:
@@ -81,13 +81,19 @@ class ApiServer:
     ) -> Manifest:
         found = await self.get(kind, namespace, name)
         self._record("merge", found)
-        return self.put(_merged(found, patch))
+        return self._end(self.put(_merged(found, patch)))
 
     async def delete(self, kind: Kind, namespace: str, name: str, *, uid: str) -> None:
-        found = self.objects.get((kind.name, namespace, name))
+        found = self.objects.get((kind.key, namespace, name))
         if found is not None:
             self._record("delete", found)
-            del self.objects[_address(found)]
+            self._end(self.put({**found, "metadata": {**found["metadata"], "deletionTimestamp": "now"}}))
+
+    def _end(self, manifest: Manifest) -> Manifest:
+        """Remove a deleted object that no finalizer keeps."""
+        if "deletionTimestamp" in manifest["metadata"] and not manifest["metadata"].get("finalizers"):
+            del self.objects[_address(manifest)]
+        return manifest
 
     def _record(self, verb: str, manifest: Mapping[str, Any]) -> None:
         write = (verb, manifest["kind"], manifest["metadata"]["name"])
@@ -97,7 +103,7 @@ class ApiServer:
 
 
 def _address(manifest: Mapping[str, Any]) -> tuple[str, str, str]:
-    return manifest["kind"], manifest["metadata"]["namespace"], manifest["metadata"]["name"]
+    return kinds.key_of(manifest), manifest["metadata"]["namespace"], manifest["metadata"]["name"]
 
 
 def _merged(old: Mapping[str, Any], new: Mapping[str, Any]) -> Manifest:

@@ -31,7 +31,7 @@ TOLERATED = [{"key": "fake", "operator": "Exists"}]
 
 
 def eventually(probe: Callable[[], T | Literal[False]], *, within_s: float = 90.0, what: str = "") -> T:
-    """The first truthy answer. Raises: AssertionError: with the last answer, when there is none in time."""
+    """The first truthy answer. Raises: AssertionError: with the last answer, when none comes in time."""
     until = time.monotonic() + patience(within_s)
     while True:
         answer = probe()
@@ -58,7 +58,7 @@ class Kube:
         self("apply", "-f", "-", stdin=text)
 
     def get(self, kind: str, name: str) -> Any:
-        """The object; None when there is none."""
+        """The object; None when it does not exist."""
         return cluster_objects.of(self.cluster.kubeconfig).get(kind, name, self.namespace)
 
     def all(self, kinds: str, selector: str = "") -> list[Any]:
@@ -68,7 +68,7 @@ class Kube:
         return {each["metadata"]["name"] for each in self.all(kind, selector)}
 
     def condition(self, pipeline: str, kind: str) -> dict[str, Any]:
-        """A condition of a pipeline; empty when there is none yet."""
+        """A condition of a pipeline; empty when it has none yet."""
         found = self.get("omnipipeline", pipeline) or {}
         conditions = found.get("status", {}).get("conditions", [])
         return next((each for each in conditions if each["type"] == kind), {})

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from typing import Any
 
+import msgspec
 import pytest
 from rich.console import Console
 
@@ -14,6 +16,8 @@ from omnipipeline_operator.desired import naming
 from omnipipeline_operator.kinds import CONFIG_MAP, DEPLOYMENT, PIPELINE, POD
 from omnipipeline_operator.kubectl import tree
 from omnipipeline_spec.types.pods import CANARY_FILE, COORDINATOR
+from omnipipeline_spec.types.quantities import MAX_STAGES
+from omnipipeline_spec.types.status import PipelineStatus
 from tests.operator.test_reconcile_snapshots import KEY, Operator
 
 CANARY = {"weight": 40, "stepSeconds": 30, "abortOn": {"errorRate": 0.1}}
@@ -275,3 +279,25 @@ def _shown(cluster: Cluster) -> str:
     with console.capture() as captured:
         console.print(tree.tree(cluster.operator.live(PIPELINE, "duo"), [], {}))
     return captured.get()
+
+
+async def test_the_crd_takes_the_status_when_every_process_was_renamed_and_the_revision_is_taken_back() -> None:
+    def stages(suffix: str) -> list[dict[str, Any]]:
+        names = [f"s{number}" for number in range(MAX_STAGES)]
+        made: list[dict[str, Any]] = [
+            {"name": name, "process": f"{name}{suffix}", "factory": "m:f", "next": [after]}
+            for name, after in itertools.pairwise([*names, ""])
+        ]
+        return [*made[:-1], {key: value for key, value in made[-1].items() if key != "next"} | {"terminal": True}]
+
+    cluster = Cluster()
+    cluster.edit(stages=stages("a"), processGroups=[])
+    await cluster.operator.reconcile()
+    await cluster.settle()
+    cluster.edit(stages=stages("b"), processGroups=[])
+    await cluster.settle()
+    old, new = cluster.status["revision"]["current"], cluster.status["revision"]["update"]
+    cluster.outcomes = {old: RevisionOutcomes(completed=60), new: RevisionOutcomes(completed=0, failed=40)}
+    await cluster.settle(40)
+    assert cluster.condition("Ready") == ("False", "CanaryAborted")
+    msgspec.convert(cluster.status, PipelineStatus)

@@ -50,6 +50,11 @@ def decided(before: Canary | None = RUNS, new: Attempts = NONE, old: Attempts = 
         pytest.param(decided(BACK), BACK, id="taken back, and it stays so"),
         pytest.param(decided(BACK, new=quick(100)), BACK, id="taken back, however good what ends later is"),
         pytest.param(decided(), RUNS, id="its step is not over"),
+        pytest.param(
+            decided(msgspec.structs.replace(RUNS, since=NOW + 3600)),
+            msgspec.structs.replace(RUNS, since=NOW),
+            id="the clock was set back: its step begins anew",
+        ),
         pytest.param(decided(DUE, reached=False), DUE, id="no coordinator answers: it gets no more"),
         pytest.param(decided(DUE, filled=False), DUE, id="the pods of its share are not ready, or the roll is paused"),
         pytest.param(decided(FULL, new=quick(0, failed=99)), FULL, id="it has everything: nothing to go back to"),

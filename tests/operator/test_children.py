@@ -396,6 +396,17 @@ def test_a_comment_in_inline_code_changes_the_text_of_a_plan_and_no_template() -
     assert ["immutable" in each.plan for each in after] == [False, False, True]
 
 
+@pytest.mark.parametrize("unit, gpus", [("ears", 1), ("mouth", 0)])
+@pytest.mark.parametrize(
+    "said", [{pods.CLAIMED_GPUS: "64"}, {pods.GPU_RESOURCE: "cpu"}, {pods.GPU_RESOURCE: None}, None]
+)
+def test_a_pod_template_does_not_say_how_many_gpus_a_pod_has(unit: str, gpus: int, said: Any) -> None:
+    """Other pipelines wait for GPUs, or let go of theirs, by what this one has."""
+    made = desired(processGroups=[{"name": unit, "podTemplate": {"metadata": {"annotations": said}}}])
+    deployment = next(each.deployment for each in made.workloads if each.unit == unit)
+    assert pods.gpus(deployment) == gpus
+
+
 @pytest.mark.parametrize("amount", ["1", 1, "1000m"])
 def test_devices_that_the_author_writes_out_are_requested_once(amount: object) -> None:
     resources = {"requests": {"nvidia.com/gpu": amount, "rdma/hca": 2}, "limits": {"nvidia.com/gpu": amount}}
@@ -461,6 +472,7 @@ def test_the_largest_pipelines_revisions_fit_a_config_map_in_mid_roll() -> None:
 def test_a_broken_list_of_revisions_reads_as_none() -> None:
     assert config.read_revisions({"data": {config.REVISIONS_FILE: "[{]"}}) == ()
     assert config.read_revisions({"data": {config.REVISIONS_FILE: '[{"revision": 1}]'}}) == ()
+    assert config.read_revisions({"data": {config.REVISIONS_FILE: '[{"other":' + "[" * 5000 + "]" * 5000 + "}]"}}) == ()
     assert config.read_revisions(None) == ()
 
 

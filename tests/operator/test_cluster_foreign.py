@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import time
+from collections import Counter
 from functools import partial
 
 import pytest
@@ -42,6 +44,26 @@ def test_a_foreign_service_under_our_name_is_never_adopted(
     kube("annotate", "omnipipeline", "duo", "look=again")
     kube.wait_ready("duo")
     assert kube.get("service", "duo")["spec"]["selector"]["omnipipeline.dev/pipeline"] == "duo"
+
+
+def test_kubectl_scale_of_a_pipeline_is_refused_and_a_patch_of_one_group_scales_that_one(
+    kube: Kube, operator: OperatorProcess
+) -> None:
+    operator.start()
+    kube.apply(pipeline())
+    before = kube.wait_ready("duo")
+    refused = kube.cluster.kubectl("-n", kube.namespace, "scale", "omnipipeline", "duo", "--replicas=3", check=False)
+    assert refused.returncode == 1
+    assert 'omnipipelines.omnipipeline.dev "duo" not found' in refused.stderr, "the API server's words for no scale"
+    assert kube.get("omnipipeline", "duo")["spec"] == before["spec"]
+    groups = [each["name"] for each in before["spec"]["processGroups"]]
+    change = {"op": "add", "path": f"/spec/processGroups/{groups.index('last')}/replicas", "value": 2}
+    kube("patch", "omnipipeline", "duo", "--type=json", "-p", json.dumps([change]))
+    kube.wait_ready("duo")
+    units = [
+        each["metadata"]["labels"]["omnipipeline.dev/unit"] for each in kube.all("pods", "omnipipeline.dev/pipeline")
+    ]
+    assert Counter(units) == {"first": 1, "last": 2, "coordinator": 1}
 
 
 def test_our_fields_are_restored_and_foreign_ones_stay(kube: Kube, operator: OperatorProcess, audit: Audit) -> None:

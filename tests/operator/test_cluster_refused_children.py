@@ -135,16 +135,16 @@ def test_an_invalid_child_of_the_spec_is_named_and_the_others_are_written(
     operator.start()
     kube.apply(pipeline())
     kube.wait_ready("duo")
-    uid = kube.get("service", "duo")["metadata"]["uid"]
-    bad = {"service": {"annotations": {"not a key!": "x"}}}
+    uid = kube.get("networkpolicy", "duo-http")["metadata"]["uid"]
+    bad = {"ingressFrom": [{"ipBlock": {"cidr": "not a block!"}}]}
     first = {"name": "first", "replicas": 2}
-    kube.apply(pipeline(expose=bad, processGroups=[first], envDefaults={"A": "1"}))
+    kube.apply(pipeline(networkPolicy=bad, processGroups=[first], envDefaults={"A": "1"}))
     refused = eventually(
         lambda: kube.condition("duo", "Accepted").get("reason") == "ChildRefused" and kube.condition("duo", "Accepted")
     )
-    assert "not a key!" in refused["message"]
+    assert "not a block!" in refused["message"]
     eventually(lambda: len(kube.all("pods", "omnipipeline.dev/unit=first")) == 2, what="the edit is carried out")
-    assert kube.get("service", "duo")["metadata"]["uid"] == uid, "a spec's fault deletes nothing"
+    assert kube.get("networkpolicy", "duo-http")["metadata"]["uid"] == uid, "a spec's fault deletes nothing"
     kube.apply(pipeline(processGroups=[first], envDefaults={"A": "1"}))
     kube.wait_ready("duo")
 

@@ -15,6 +15,7 @@ import aiohttp
 import msgspec
 import pytest
 from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -23,7 +24,7 @@ from omnipipeline_operator.conversion import certificates, publishing, reviews, 
 from omnipipeline_operator.conversion.certificates import Held
 from omnipipeline_operator.conversion.publishing import Publisher
 from omnipipeline_operator.conversion.serving import Server
-from omnipipeline_operator.kinds import DEFINITION, SECRET
+from omnipipeline_operator.kinds import CRD, DEFINITION, SECRET
 from omnipipeline_operator.settings import ConversionSettings
 from omnipipeline_spec.conversion.versions import Spoke, Versions
 from tests.contract.next_version import HUB, NAME, VERSIONS
@@ -183,6 +184,34 @@ def test_a_damaged_secret_is_replaced(field: str, how: str) -> None:
     leaf(made).verify_directly_issued_by(trusted(made)[0])
 
 
+def test_a_secret_with_a_certificate_that_names_no_host_or_a_locked_key_is_replaced() -> None:
+    held = certificates.renewed(None, "one.svc", NOW)
+    [authority] = trusted(held)
+    key: Any = serialization.load_pem_private_key(held.authority_key, password=None)
+    nameless = (
+        x509.CertificateBuilder()
+        .subject_name(authority.subject)
+        .issuer_name(authority.subject)
+        .public_key(authority.public_key())
+        .serial_number(1)
+        .not_valid_before(NOW)
+        .not_valid_after(NOW + certificates.LIFE)
+        .sign(key, hashes.SHA256())
+    )
+    locked = key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.BestAvailableEncryption(b"secret")
+    )
+    for damaged in (
+        msgspec.structs.replace(
+            held, certificate=nameless.public_bytes(serialization.Encoding.PEM), key=held.authority_key
+        ),
+        msgspec.structs.replace(held, key=locked),
+    ):
+        made = certificates.renewed(damaged, "one.svc", NOW)
+        leaf(made).verify_directly_issued_by(trusted(made)[0])
+        assert leaf(made) != leaf(damaged)
+
+
 def test_another_host_gets_another_certificate_and_an_expired_one_is_replaced_at_once() -> None:
     held = certificates.renewed(None, "one.svc", NOW)
     for made in (
@@ -222,8 +251,8 @@ async def test_reviews_are_answered_over_tls_and_the_next_connection_gets_a_rene
             await _post(port, held, asked)
 
 
-async def test_a_server_that_leaves_still_answers_and_ends_each_connection_with_an_answer() -> None:
-    """An API server keeps its connections, and repeats no review whose connection ends under it."""
+async def test_each_answer_ends_its_connection_also_while_the_server_leaves() -> None:
+    """An API server keeps connections and repeats no review, so one that the server closed while idle could cost it."""
     server, held = Server(VERSIONS), certificates.renewed(None, "127.0.0.1", datetime.now(UTC))
     server.show(held)
     asked = json.dumps(review()).encode()
@@ -242,20 +271,20 @@ async def test_a_server_that_leaves_still_answers_and_ends_each_connection_with_
 
     ready = asyncio.get_running_loop().create_future()
     served = asyncio.create_task(serve(ready))
-    reader, writer = await asyncio.open_connection("127.0.0.1", await ready, ssl=context)
-    for leaves in (False, True):
-        if leaves:
-            ends.set()
-            await leaves_now.wait()
-        writer.write(head + asked)
-        found = (await reader.readuntil(b"\r\n\r\n")).lower()
-        assert found.startswith(b"http/1.1 200") and (b"connection: close" in found) is leaves
-        [length] = [int(line.split()[1]) for line in found.splitlines() if line.startswith(b"content-length")]
-        await reader.readexactly(length)
-    assert await reader.read() == b""
-    writer.close()
-    assert (await _post(await ready, held, asked))[0] == 200, "a new connection is taken, too"
-    gone.set()
+    try:
+        for leaves in (False, True):
+            if leaves:
+                ends.set()
+                await leaves_now.wait()
+            reader, writer = await asyncio.open_connection("127.0.0.1", await ready, ssl=context)
+            writer.write(head + asked)
+            async with asyncio.timeout(patience(30)):
+                answer = (await reader.read()).lower()
+            writer.close()
+            assert answer.startswith(b"http/1.1 200") and b"connection: close" in answer
+    finally:
+        ends.set()
+        gone.set()
     await served
 
 
@@ -362,10 +391,34 @@ async def test_of_two_replicas_that_start_together_one_makes_the_certificate() -
     assert (server.serves, cluster.patches) == (False, [])
     await publisher.publish()
     assert (server.serves, len(cluster.patches)) == (True, 1)
-    assert publishing.CRD == "omnipipelines.omnipipeline.dev"
+    assert CRD == "omnipipelines.omnipipeline.dev"
 
 
 CONFIGURED = ConversionSettings(port=1, namespace="omni", name="web")
+
+
+async def test_a_publisher_says_once_that_the_definition_is_gone_and_publishes_when_it_is_back(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Bereft(Cluster):
+        looks = 0
+
+        async def get(self, kind: Any, namespace: Any, name: str) -> Any:
+            self.looks += kind is DEFINITION
+            if kind is DEFINITION and self.looks <= 5:
+                raise errors.NotFound(f"GET {name}", 404, "not found")
+            return await super().get(kind, namespace, name)
+
+    cluster, server = Bereft(), Server(VERSIONS)
+    publisher = Publisher(cluster, server, CONFIGURED, clock=lambda: NOW, retry_s=0.0)  # type: ignore[arg-type]
+    keeping = asyncio.create_task(publisher.keep())
+    async with asyncio.timeout(patience(30)):
+        while not server.serves:
+            await asyncio.sleep(0)
+    keeping.cancel()
+    assert (cluster.looks, len(cluster.patches)) == (6, 1)
+    warned = [each.getMessage() for each in caplog.records if each.levelno == logging.WARNING]
+    assert len(warned) == 1 and "omnipipelines.omnipipeline.dev" in warned[0], warned
 
 
 def definition(*versions: Any, stored: tuple[str, ...] = ("v1",), name: str = "web") -> Any:
@@ -473,3 +526,27 @@ def test_an_operator_without_the_webhook_does_not_import_what_makes_certificates
     program = "import omnipipeline_operator.cli, sys; print('cryptography' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=patience(60))
     assert done.stdout == "False\n", done.stderr
+
+
+DEEP = """
+import sys
+from omnipipeline_operator import cli
+from omnipipeline_operator.conversion import reviews
+from omnipipeline_spec.conversion import kept, versions
+
+sys.setrecursionlimit(cli.MOST_CALLS)
+deep = '{"a":' * 200_000 + "1" + "}" * 200_000
+print(kept.read({"annotations": {kept.ANNOTATION: '{"v": [{"at": [], "value": ' + deep + "}]}"}}))
+try:
+    reviews.answer(deep.encode(), versions.Versions())
+except reviews.NotAReview as error:
+    print(error)
+"""
+
+
+def test_a_body_of_more_levels_than_a_stack_takes_is_refused_and_the_operator_stays() -> None:
+    """The depth that ``main`` allows for objects of the API server must not be enough to end the process."""
+    ended = subprocess.run([sys.executable, "-c", DEEP], capture_output=True, text=True, timeout=patience(60))
+    assert ended.returncode == 0, ended
+    notes, refusal = ended.stdout.splitlines()
+    assert notes == "{}" and refusal.startswith("the body is not JSON: maximum recursion depth exceeded")

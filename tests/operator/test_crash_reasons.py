@@ -167,6 +167,14 @@ def test_a_pod_that_was_ready_long_ago_is_not_late_in_starting() -> None:
     )
 
 
+@pytest.mark.parametrize("reason", ["FailedMount", "FailedPrepareDynamicResources", "FailedCreatePodSandBox"])
+def test_what_a_kubelet_tries_again_comes_before_what_the_scheduler_waits_for(reason: str) -> None:
+    failed, placed = (Diagnostic(unit="u", reason=each, message="m") for each in (reason, "Unschedulable"))
+    pulled = Diagnostic(unit="u", reason="ImagePullBackOff", message="m")
+    assert diagnostics.worst([placed, failed]) == failed
+    assert diagnostics.worst([failed, pulled]) == pulled
+
+
 def test_the_same_diagnostic_with_other_numbers_keeps_its_message() -> None:
     def diagnostic(message: str, reason: str = "CrashLoopBackOff") -> Diagnostic:
         return Diagnostic(unit="first", reason=reason, message=message)
@@ -181,6 +189,9 @@ def test_the_same_diagnostic_with_other_numbers_keeps_its_message() -> None:
         diagnostics.stabilized(hung, "StartupDeadlineExceeded", "no progress for 60 s").message
         == "no progress for 60 s"
     )
+    claims = diagnostic("claim 1f6e8a4c-9a9c: no driver", "FailedPrepareDynamicResources")
+    kept = diagnostics.stabilized(claims, claims.reason, "claim 7d12a0b3-11fe: no driver")
+    assert kept.message == "claim 7d12a0b3-11fe: no driver"
     nodes = diagnostic("0/4 nodes", "Unschedulable")
     assert diagnostics.stabilized(nodes, "Unschedulable", "0/3 nodes") == nodes, "how many is what one wants to know"
     vague = diagnostic('pod p: container c: Back-off pulling image "x"', "ImagePullBackOff")

@@ -92,3 +92,17 @@ def test_an_ingress_that_serves_and_a_route_that_waits_are_both_shown() -> None:
     served = child("Ingress", loadBalancer={"ingress": [{"ip": "192.0.2.1"}]})
     found = shown({"route": ROUTE, "ingress": {}}, served)
     assert (found.external, found.pending) == ("http://192.0.2.1", WAITS)
+
+
+def test_an_ingress_of_a_pattern_has_no_url() -> None:
+    served = child("Ingress", loadBalancer={"ingress": [{"ip": "192.0.2.1"}]})
+    assert shown({"ingress": {"host": "*.example.org"}}, served) == Exposure(url=URL)
+
+
+@pytest.mark.parametrize(
+    "kind, expose, port",
+    [("Ingress", {"ingress": {}}, ""), ("Service", {"service": {"type": "LoadBalancer"}}, ":8000")],
+)
+def test_an_ipv6_address_stands_in_brackets(kind: str, expose: dict[str, Any], port: str) -> None:
+    served = child(kind, loadBalancer={"ingress": [{"ip": "2001:db8::1"}]})
+    assert shown(expose, served) == Exposure(url=URL, external=f"http://[2001:db8::1]{port}")

@@ -64,6 +64,16 @@ AWAY = Yielded(since=NOW - P, to="a", gpus=4, tries=1)
 OLD = gang("a", 100, serves=True, held=3)
 
 
+def test_a_clock_that_was_set_back_keeps_none_away() -> None:
+    away = gang("a", 100, yielded=Yielded(since=NOW + 3600, gpus=2, tries=1))
+    kept = gangs.decide(away, [], now=NOW, patience_s=P, taking_s=TAKING)
+    assert kept == Yielded(since=NOW, gpus=2, tries=1)
+    later = gangs.decide(
+        msgspec.structs.replace(away, yielded=kept), [], now=NOW + 2 * P, patience_s=P, taking_s=TAKING
+    )
+    assert later == Yielded(since=None, gpus=2, tries=1)
+
+
 @pytest.mark.parametrize(
     ("own", "others", "kept"),
     [
@@ -352,7 +362,7 @@ def test_no_pipelines_wait_for_each_other_for_ever_and_none_that_serves_lets_go(
 def test_of_two_that_are_always_wanted_and_may_sleep_each_has_its_turn(
     first: int, second: int, begin: int, seed: int
 ) -> None:
-    """The first one needs no less, and there is no room for both."""
+    """The first one needs no less, and both do not fit."""
     first, second = max(first, second), min(first, second)
     pipelines = [
         Simulated(name=f"p{number}", created_at=NOW + at * STEP_S, needs=needs, sleeps=True)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import copy
+import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from omnipipeline_operator.changes.conditions import rfc3339
 from omnipipeline_operator.cluster.status_client import CoordinatorStatus, GroupLoad
+from omnipipeline_operator.desired import naming
 from omnipipeline_operator.desired.naming import QUEUE_LABEL
-from omnipipeline_operator.kinds import DEPLOYMENT, PIPELINE, POD
+from omnipipeline_operator.desired.pod_templates import pods
+from omnipipeline_operator.kinds import CONFIG_MAP, DEPLOYMENT, PIPELINE, POD
 from tests.operator.test_reconcile_snapshots import KEY, SETTINGS, Operator
 
 GPUS = [
@@ -100,14 +105,15 @@ async def test_the_younger_one_lets_go_says_so_and_the_older_one_keeps_what_it_h
     assert operator.again_s is not None and operator.again_s <= PATIENCE_S / 10
 
 
-async def test_it_comes_back_when_the_older_one_is_gone() -> None:
+@pytest.mark.parametrize("passed_s", [10, -3600])
+async def test_it_comes_back_when_the_older_one_is_gone_whatever_the_clock_says(passed_s: float) -> None:
     operator = await half_each()
     for unit in ("first", "last"):
         operator.store.drop(operator.live(POD, f"duo-{unit}-x"))
     await operator.reconcile()
     assert operator.replicas("duo") == AWAY
     operator.store.drop(operator.live(PIPELINE, "older"))
-    operator.now += 10
+    operator.now += passed_s
     await operator.reconcile()
     assert operator.replicas("duo") == WHOLE
 
@@ -231,3 +237,49 @@ async def test_a_turn_that_has_just_begun_ends_for_a_higher_priority() -> None:
     await operator.step()
     assert operator.replicas("duo") == AWAY
     assert "has a higher priority" in operator.conditions("duo")["Scheduled"]["message"]
+
+
+def _annotated(deployment: dict[str, Any]) -> None:
+    deployment["metadata"].setdefault("annotations", {})[naming.RETRIED_AT] = "soon"
+
+
+def _counted(deployment: dict[str, Any]) -> None:
+    deployment["spec"]["template"]["metadata"]["annotations"][pods.CLAIMED_GPUS] = "9" * 5000
+
+
+def _selecting_otherwise(deployment: dict[str, Any]) -> None:
+    expression = {"key": "app", "operator": "Exists"}
+    deployment["spec"]["selector"] = {"matchExpressions": [expression]}
+
+
+@pytest.mark.parametrize("edit", [_annotated, _counted, _selecting_otherwise])
+async def test_what_somebody_writes_into_a_deployment_stops_no_other_pipeline(
+    edit: Callable[[dict[str, Any]], None],
+) -> None:
+    operator = await half_each()
+    edited = copy.deepcopy(operator.deployments("older")[0])
+    edit(edited)
+    operator.watch(edited)
+    operator.now += 60
+    await operator.reconcile()
+    assert operator.conditions("duo")["Accepted"]["status"] == "True"
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "field, value", [("groups", {}), ("stages", {"first": "ghost"}), ("edges", [["x", "last", "kv"]])]
+)
+async def test_a_list_of_revisions_that_somebody_edited_stops_no_pipeline_and_is_written_again(
+    name: str, field: str, value: Any
+) -> None:
+    operator = await half_each()
+    operator.place(name, "coordinator", node="n", ready=True)
+    listed = copy.deepcopy(operator.live(CONFIG_MAP, f"{name}-revisions"))
+    before = listed["data"]["revisions.json"]
+    [only] = json.loads(before)
+    listed["data"]["revisions.json"] = json.dumps([{**only, "revision": "other", field: value}, only])
+    operator.watch(listed)
+    operator.now += 60
+    await operator.reconcile()
+    await operator.both()
+    assert operator.live(CONFIG_MAP, f"{name}-revisions")["data"]["revisions.json"] == before

@@ -57,7 +57,7 @@ async def test_each_object_of_all_pages_gets_its_kind() -> None:
     async with reading(page([service(0), service(1)], more="next"), page([service(2)])) as (client, queries):
         found = [each async for each in client.listed(SERVICE, None, "a=b")]
     assert found == [{**service(number), "kind": "Service", "apiVersion": "v1"} for number in range(3)]
-    assert queries == ["limit=500&labelSelector=a%3Db", "limit=500&labelSelector=a%3Db&continue=next"]
+    assert queries == ["limit=100&labelSelector=a%3Db", "limit=100&labelSelector=a%3Db&continue=next"]
 
 
 @pytest.mark.parametrize("items", [[], None])

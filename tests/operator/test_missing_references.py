@@ -94,6 +94,18 @@ async def test_units_with_missing_references_are_held_and_each_reference_is_chec
     assert sorted(server.calls) == ["ConfigMap code", "Secret hub"]
 
 
+@pytest.mark.parametrize("name", ["../../other/configmaps/theirs", "..", "a?b", "a/b", "A b"])
+async def test_the_api_server_is_asked_for_no_name_that_leads_elsewhere(name: str) -> None:
+    """The path of a request is cut where it has two points: a tenant could ask for objects of other namespaces."""
+    server = Server()
+    volumes = [{"name": "c", "configMap": {"name": name}}, {"name": "s", "secret": {"secretName": name}}]
+    found = await ask(server, processGroups=[{"name": "only", "podTemplate": {"spec": {"volumes": volumes}}}])
+    assert [each.message for each in found.diagnostics] == [
+        f"ConfigMap {name} (volume c), Secret {name} (volume s) do not exist"
+    ]
+    assert server.calls == []
+
+
 @pytest.mark.parametrize(
     "refusal", [errors.Forbidden("POST", 403, "exceeded quota"), errors.Unavailable("POST", 0, "")]
 )
@@ -109,6 +121,19 @@ async def test_workloads_that_have_started_are_not_checked() -> None:
     )
     assert await ask(server, runs, **NEEDS) == MissingReferences()
     assert server.calls == []
+
+
+async def test_a_new_pod_of_a_workload_that_has_started_is_reported_while_it_waits_for_its_volumes() -> None:
+    """A Secret that has lost a key: the pods that run keep what they have read."""
+    runs = ObservedPod(name="p", uid="u", started=True, ready=True, created_at=NOW - 900)
+    one = msgspec.structs.replace(waiting(60), pods=(runs, *waiting(60).pods))
+    server = Server(secret=False, events=(event("FailedMount", 9),))
+    found = await ask(server, one, **NEEDS)
+    assert [(each.unit, each.reason, each.message) for each in found.diagnostics] == [
+        ("only", "FailedMount", "pod p0: FailedMount because")
+    ]
+    assert (found.held, found.again_s) == (frozenset(), 30.0)
+    assert server.calls == ["events of {'uid': 'u0'}"]
 
 
 async def test_without_an_api_for_claims_a_unit_that_needs_it_gets_no_pods_unless_it_runs() -> None:
@@ -149,6 +174,18 @@ async def test_of_many_waiting_pods_the_oldest_ones_newest_failure_is_reported()
 async def test_an_old_event_of_a_kubelet_is_ignored() -> None:
     server = Server(events=(event("FailedMount", RECENT_S + 1),))
     assert (await ask(server, waiting(600))).diagnostics == ()
+
+
+async def test_the_time_of_an_event_may_be_any_that_kubernetes_takes() -> None:
+    odd = {**event("FailedMount", 1), "lastTimestamp": "0000-01-01T00:00:00Z"}
+    found = await ask(Server(events=(odd, event("FailedAttachVolume", 2))), waiting(600))
+    assert [each.reason for each in found.diagnostics] == ["FailedAttachVolume"]
+
+
+def test_pods_that_are_refused_are_retried_though_the_clock_was_set_back() -> None:
+    refused = Workload(unit="only", revision="", name="d", uid="u", replicas=1, refused_since=NOW - 60, refused="quota")
+    soon = [msgspec.structs.replace(refused, tried_at=NOW + ahead) for ahead in (-60, 3600)]
+    assert [missing.retry_at(each, NOW) for each in soon] == [NOW - 50] * 2
 
 
 async def test_a_job_without_pods_is_reported_with_the_last_refusal_of_one() -> None:

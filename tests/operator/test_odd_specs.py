@@ -5,6 +5,11 @@ Only a `SpecError` or a `NotAllowed` is reported in the status; any other except
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +23,7 @@ from omnipipeline_operator.errors import NotAllowed
 from omnipipeline_spec import loading, planning
 from omnipipeline_spec.types.errors import SpecError
 from omnipipeline_spec.types.resource import API_VERSION, KIND
+from tests.patience import patience
 from tests.thoroughness import examples
 
 OWNER = Owner(namespace="space", name="demo", uid="uid-1")
@@ -302,3 +308,56 @@ def test_an_amount_that_pods_cannot_have_is_refused_with_its_place(
     with pytest.raises(SpecError) as refused:
         made(pipeline({}, **spec), allow_privileged=False)
     assert field in str(refused.value) and problem in str(refused.value)
+
+
+DEEP = """
+import json, sys
+from omnipipeline_operator import cli
+from omnipipeline_operator.cluster.store import Store
+from omnipipeline_operator.controller.revisions.plan_cache import PlanCache
+from omnipipeline_operator.controller.work_queue import WorkQueue
+from omnipipeline_operator.handlers.watching import Watcher
+from omnipipeline_operator.kinds import PIPELINE
+from omnipipeline_spec.types.errors import SpecError
+from omnipipeline_spec.types.resource import API_VERSION, KIND
+
+try:
+    cli.main([])
+except Exception as error:
+    print(type(error).__name__)
+text = {text!r}
+resource = {{
+    "apiVersion": API_VERSION,
+    "kind": KIND,
+    "metadata": {{"name": "demo", "namespace": "space", "uid": "u", "generation": 1, "resourceVersion": "5"}},
+    "spec": json.loads(text.replace('"deep"', '{{"a":' * 9900 + "1" + "}}" * 9900)),  # as kopf's watches read it
+}}
+store = Store()
+Watcher(store, WorkQueue()).on_event(PIPELINE, "ADDED", resource)
+try:
+    PlanCache().of(store.pipeline(("space", "demo")), None)
+except SpecError as error:
+    print("refused", "nested" in str(error))
+"""
+
+
+@pytest.mark.parametrize("where", ["factoryArgs", "podTemplate"])
+def test_an_object_as_deep_as_the_api_server_takes_it_is_refused_alone(where: str, tmp_path: Path) -> None:
+    """One that no watch could read would end the operator, and end the next one, for all pipelines."""
+    spec: dict[str, Any] = {"stages": [{"name": "a", "factory": "m.f", "process": "p", "terminal": True}]}
+    if where == "factoryArgs":
+        spec["stages"][0]["factoryArgs"] = {"x": "deep"}
+    else:
+        spec["processGroups"] = [{"name": "p", "podTemplate": {"spec": {"x": "deep"}}}]
+    ended = subprocess.run(
+        [sys.executable, "-c", DEEP.format(text=json.dumps(spec))],
+        env={
+            **os.environ,
+            "OMNI_OPERATOR_STAGE_IMAGE": "x:1",
+            "KUBECONFIG": str(tmp_path / "none"),
+        },  # it starts, and ends at once
+        capture_output=True,
+        text=True,
+        timeout=patience(60),
+    )
+    assert (ended.returncode, ended.stdout) == (0, "ConfigException\nrefused True\n"), ended.stderr[-2000:]

@@ -31,7 +31,7 @@ SETTINGS = Settings(stage_image="stage:1")
 
 
 class Coordinators:
-    """A status client whose answers the test chooses; at first there are none."""
+    """A status client whose answers the test chooses; at first it has none."""
 
     def __init__(self) -> None:
         self.answers: list[CoordinatorStatus] = []
@@ -79,7 +79,7 @@ class Operator:
         self.store.put(self.server.put(manifest))
 
     def live(self, kind: Any, name: str) -> dict[str, Any]:
-        found: dict[str, Any] = self.server.objects[kind.name, KEY[0], name]
+        found: dict[str, Any] = self.server.objects[kind.key, KEY[0], name]
         return found
 
     async def reconcile(self, before_write: Callable[[Write], None] = lambda write: None) -> list[Write]:
@@ -159,6 +159,44 @@ async def test_deployments_that_an_earlier_operator_has_made_are_left_as_they_ar
             del live["spec"]["progressDeadlineSeconds"], live["spec"]["template"]["metadata"]["annotations"]
             operator.watch(live)
     assert await operator.reconcile() == []
+
+
+@pytest.mark.parametrize("refused", [("delete", "Ingress"), ("merge", "Pod"), ("apply", "Service")])
+async def test_a_deletion_an_annotation_or_an_adoption_that_is_refused_stops_no_other_write(
+    operator: Operator, refused: tuple[str, str]
+) -> None:
+    def refuse(write: Write) -> None:
+        if write[:2] == refused:
+            raise errors.Forbidden("", 403, "a policy denies it")
+
+    more: dict[str, Any] = {"expose": {"ingress": {}}, "disruption": {"podDisruptionBudget": {}}}
+    operator.edit(operator.live(PIPELINE, "duo"), **more)
+    await operator.reconcile()
+    template = next(
+        one["spec"]["template"]
+        for one in operator.server.objects.values()
+        if one["kind"] == DEPLOYMENT.name and one["metadata"]["labels"][naming.UNIT_LABEL] == COORDINATOR
+    )
+    metadata = {**template["metadata"], "annotations": {}, "name": "pod", "namespace": KEY[0], "uid": "pod"}
+    operator.watch({"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "status": {"podIP": "10.0.0.1"}})
+    orphan = operator.live(SERVICE, "duo-peers")
+    orphan["metadata"]["ownerReferences"] = []
+    operator.watch(orphan)
+    operator.edit(operator.live(PIPELINE, "duo"))
+    with pytest.raises(errors.Forbidden):
+        await operator.reconcile(refuse)
+    written = {write[:2] for write in operator.server.writes}
+    assert {("delete", "PodDisruptionBudget"), ("apply status", "OmniPipeline")} <= written
+
+
+async def test_a_deployment_that_somebody_made_with_another_selector_is_made_anew(operator: Operator) -> None:
+    name = next(name for kind, _, name in operator.server.objects if kind == DEPLOYMENT.name)
+    live = operator.live(DEPLOYMENT, name)
+    ours = live["spec"]["selector"]
+    live["spec"]["selector"] = {"matchExpressions": [{"key": "app", "operator": "Exists"}]}
+    operator.watch(live)
+    await operator.reconcile()
+    assert operator.live(DEPLOYMENT, name)["spec"]["selector"] == ours
 
 
 @pytest.mark.proves("odd-values")

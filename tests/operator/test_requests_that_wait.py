@@ -15,7 +15,7 @@ ALONE = {"maxSurge": 0, "maxUnavailable": 1}
 
 
 def awaited(operator: Operator) -> list[str] | None:
-    """The list as coordinators read it; None: there is no such list."""
+    """The list as coordinators read it; None: the list does not exist."""
     text = operator.live(CONFIG_MAP, "duo-revisions")["data"].get(ON_DEMAND_FILE)
     return None if text is None else msgspec.json.decode(text, type=list[str])
 

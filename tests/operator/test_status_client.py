@@ -88,6 +88,7 @@ async def test_a_fetch_is_read_and_a_forged_one_is_none(body: object, expected: 
         ("tcp://[::2]:5", "::2"),
         ("tcp://name:5", ""),
         ("tcp://10.0.0.1,metadata.name=x:5", ""),
+        ("tcp://[fe80::1%a=b,metadata.name]:5", ""),
         ("tcp://[", ""),
         ("ipc:///x", ""),
         ("", ""),
@@ -125,8 +126,14 @@ async def test_an_answer_that_is_too_long_or_leads_elsewhere_is_no_answer(port: 
     async def lengthy(request: web.Request) -> web.Response:
         return web.json_response({"instances": [{**INSTANCES[0], "unit": "u" * 1000}]})
 
+    async def deep(request: web.Request) -> web.Response:
+        return web.Response(body=b'{"other": ' + b"[" * 10**5 + b"]" * 10**5 + b"}")
+
+    async def other_text(request: web.Request) -> web.Response:
+        return web.Response(body=b'{"revisions": ["\xff"]}')
+
     sent: list[int] = []
-    for handler in (endless, elsewhere, compressed, crowded, negative, lengthy):
+    for handler in (endless, elsewhere, compressed, crowded, negative, lengthy, deep, other_text):
         async with serving(handler) as bad, StatusClient(port=bad) as client:
             assert await client.ask(["127.0.0.1"]) == [], handler.__name__
     assert sum(sent) < 3 * MAX_BODY_BYTES, "it is not read to its end"

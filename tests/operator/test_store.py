@@ -91,6 +91,7 @@ def test_a_child_that_loses_its_label_is_no_longer_a_child() -> None:
 def test_a_relabelled_child_changes_the_pipeline_that_lost_it_too() -> None:
     """A watch by label reports no deletion: the child still has the label, with another value."""
     store, other = Store(), ("space", "other")
+    store.put(pipeline(3))
     store.put(service(5))
     before = store.changes(KEY)
     relabelled = service(6)
@@ -140,6 +141,15 @@ def test_changes_of_children_and_of_the_spec_are_counted_and_those_of_the_status
         store.put(manifest)
         observed.append(store.changes(KEY))
     assert observed == [0, 1, 1, 2, 3, 3, 4]
+
+
+def test_nothing_is_kept_of_a_deleted_pipeline_that_a_late_child_names() -> None:
+    store = Store()
+    store.put(pipeline(3))
+    store.drop(pipeline(5))
+    assert store.put(service(6)) == {KEY}
+    store.drop(service(7))
+    assert [name for name, value in vars(store).items() if value and name != "_deletions"] == []
 
 
 def test_an_edit_that_arrived_with_the_answer_to_our_write_is_counted() -> None:

@@ -58,7 +58,7 @@ class Watched:
 
     def is_watched(self, kind: Kind) -> bool:
         """Whether kopf would watch it."""
-        return any(each.id == kind.plural for each in self._watcher.registry()._watching._handlers)
+        return any(each.id == kind.key for each in self._watcher.registry()._watching._handlers)
 
     def known(self) -> dict[str, list[str]]:
         """namespace -> the kinds of what the store has of its pipeline."""
@@ -79,8 +79,10 @@ async def test_everything_that_can_be_read_is_known() -> None:
     assert watched.known() == {"a": WHOLE, "b": WHOLE}
 
 
-@pytest.mark.parametrize("refused", [(PIPELINE.name, "a"), (SERVICE.name, "a")])
-@pytest.mark.parametrize("error", [FORBIDDEN, GONE])
+@pytest.mark.parametrize(
+    "refused, error",
+    [((PIPELINE.name, "a"), FORBIDDEN), ((SERVICE.name, "a"), FORBIDDEN), ((SERVICE.name, "a"), GONE)],
+)
 async def test_of_a_namespace_that_cannot_be_read_nothing_is_known_and_the_others_are(
     refused: tuple[str, str], error: errors.ClusterError
 ) -> None:
@@ -106,6 +108,7 @@ async def test_a_namespace_that_was_readable_is_forgotten_and_comes_back_whole()
     [
         (("a", "b"), [(PIPELINE.name, "a"), (SERVICE.name, "b")], FORBIDDEN),
         ((), [(SERVICE.name, None)], FORBIDDEN),
+        (("a", "b"), [(PIPELINE.name, "a")], GONE),  # the CRD is gone, and back before the next namespace is read
         (("a", "b"), [(SERVICE.name, "b")], errors.Unavailable("GET", 503, "overloaded")),
         (("a", "b"), [(SERVICE.name, "b")], errors.Forbidden("GET", 401, "the token has expired")),
     ],

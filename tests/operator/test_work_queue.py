@@ -219,3 +219,21 @@ async def test_a_key_that_always_fails_is_measured_from_its_first_failure(given:
     clock.now_s += MAX_RETRY_S
     given.done(await given.take())
     assert given.longest_failing_s() == 0.0
+
+
+async def test_a_pipeline_that_fails_for_days_is_still_retried(given: WorkQueue, clock: Clock) -> None:
+    for _ in range(1_100):  # 2.0 ** 1_024 is not a float
+        given.add(A)
+        clock.now_s += MAX_RETRY_S
+        await given.take()
+        wait_s = given.failed(A)
+    assert wait_s == MAX_RETRY_S
+
+
+async def test_a_pipeline_whose_writes_are_undone_for_days_is_still_reconciled(given: WorkQueue, clock: Clock) -> None:
+    given.add(A)
+    for _ in range(1_100):
+        await given.take()
+        given.done(A, changed=True)
+        clock.now_s += MAX_CHANGED_DELAY_S
+    assert await given.take() == A

@@ -80,7 +80,7 @@ def is_orphan(live: Mapping[str, Any], owner: Owner) -> bool:
             return stamped and name == naming.revisions(pipeline)
         case kinds.SERVICE.name:
             return stamped and name in (naming.service(pipeline), naming.peers(pipeline))
-        case kinds.INGRESS.name | kinds.ROUTE.name | kinds.POD_GROUP.name:
+        case kinds.INGRESS.name | kinds.ROUTE.name | kinds.POD_GROUP.name:  # either kind of PodGroup
             return stamped and name == pipeline
         case kinds.POLICY.name:
             return stamped and name in (naming.pods_policy(pipeline), naming.http_policy(pipeline))
@@ -92,6 +92,8 @@ def is_orphan(live: Mapping[str, Any], owner: Owner) -> bool:
 
 
 def _covers(live: Any, desired: Any) -> bool:
+    if type(desired) is str:  # most values; the checks for a Mapping take ten times as long
+        return bool(live == desired)
     if isinstance(desired, Mapping):
         return isinstance(live, Mapping) and all(
             _comparison(key)(live.get(key), value) or (key not in live and _is_dropped(key, value))

@@ -7,7 +7,7 @@ Here: `Workload`, `ObservedPod`, and how they are read from live objects. Not he
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from datetime import datetime
 from typing import Any, Final
 
@@ -15,6 +15,7 @@ import msgspec
 
 from omnipipeline_operator.desired import naming, podgroups
 from omnipipeline_operator.desired.pod_templates import fetching, pods
+from omnipipeline_operator.kinds import Kind
 from omnipipeline_spec import crashes
 from omnipipeline_spec.types.pods import COORDINATOR
 
@@ -23,7 +24,7 @@ FINISHED: Final = ("Succeeded", "Failed")
 PREEMPTS: Final = "PreemptLowerPriority"  # the default of a PriorityClass
 LOST_S: Final = 60.0  # after the end of its grace period, a kubelet has long killed a pod and given back its devices
 _CONTAINERS: Final = ("initContainerStatuses", "containerStatuses")
-
+MAX_DIGITS: Final = 12
 
 #: Reasons of a waiting container: its image cannot be pulled.
 UNPULLABLE: Final = ("ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull", "ImageInspectError")
@@ -84,7 +85,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
     image: str = ""  #: The image pinned when it was made; a spec or a podTemplate may name another one.
     control_secret: str | None = None
     drifted: bool = False  #: Its template was edited by hand; the operator never edits one.
-    grouped: bool = False  #: Its pods are members of the PodGroup.
+    grouped: str = ""  #: The key of the kind of PodGroup that its pods name.
     refused: str | None = None  #: Why the API server refuses its pods: a quota, pod security.
     refused_since: float = 0.0
     tried_at: float = 0.0  #: When a retry was last requested.
@@ -149,11 +150,11 @@ def read_workload(
         gpus=pods.gpus(deployment),
         image=annotations.get(naming.IMAGE_PIN) or template["spec"]["containers"][0].get("image", ""),
         control_secret=secrets[0] if secrets else None,
-        grouped=podgroups.LABEL in template.get("metadata", {}).get("labels", {}),
+        grouped=podgroups.key_in(template),
         drifted=annotations.get(TEMPLATE_REVISION, "1") != "1",
         refused=None if refusal is None else str(refusal.get("message") or refusal.get("reason") or "pods are refused"),
         refused_since=timestamp((refusal or {}).get("lastTransitionTime")),
-        tried_at=float(annotations.get(naming.RETRIED_AT) or 0),
+        tried_at=_seconds(annotations.get(naming.RETRIED_AT, "")),
     )
 
 
@@ -194,26 +195,48 @@ def read_pod(manifest: Mapping[str, Any], *, now: float = 0.0) -> ObservedPod:
     )
 
 
-def grouped(observed: Iterable[Workload], desired: Mapping[str, str], *, wanted: bool) -> podgroups.Grouped:
-    """The units whose pods have the label of the PodGroup.
+def grouped(
+    observed: Iterable[Workload], desired: Mapping[str, str], members: Collection[str], *, wanted: Kind | None
+) -> dict[str, podgroups.Grouped]:
+    """The units whose pods name a PodGroup, by the key of its kind.
 
     desired: unit -> its desired revision.
-    wanted:  new ones get it. Otherwise, and without any pod that has it, nobody asks who lacks it.
+    members: units whose pods are to name one.
+    wanted:  new ones name such a group. Nobody asks who lacks another kind that no pod names.
     """
     live = list(observed)
-    if not wanted and not any(each.grouped for each in live):
-        return podgroups.Grouped()
+    replaced = [
+        each
+        for each in live
+        if each.gpus
+        and not each.idle
+        and desired.get(each.unit) != each.revision
+        and (each.unit in members or each.unit not in desired)
+    ]
     own = [each for each in live if desired.get(each.unit) == each.revision]
-    return podgroups.Grouped(
-        units=frozenset(each.unit for each in own if each.grouped),
-        others=frozenset(each.unit for each in own if not each.grouped),
-        any=any(each.grouped and not each.idle for each in live),
-    )
+    return {
+        kind.key: podgroups.Grouped(
+            units=frozenset(each.unit for each in own if each.grouped == kind.key),
+            others=frozenset(each.unit for each in own if each.grouped != kind.key),
+            any=any(each.grouped == kind.key and not each.idle for each in live),
+            apart=any(each.grouped != kind.key for each in replaced),
+        )
+        for kind in podgroups.KINDS
+        if kind is wanted or any(each.grouped == kind.key for each in live)
+    }
 
 
 def timestamp(text: str | None) -> float:
-    """Seconds since the epoch of an RFC 3339 time; 0 for none."""
-    return datetime.fromisoformat(text).timestamp() if text else 0.0
+    """Seconds since the epoch of an RFC 3339 time; 0 for none, and for one that Python cannot hold: the year 0."""
+    try:
+        return datetime.fromisoformat(text).timestamp() if text else 0.0
+    except ValueError:
+        return 0.0
+
+
+def _seconds(text: str) -> float:
+    """A number of whole seconds that the operator has written; 0 for anything else."""
+    return float(text) if text.isdecimal() and len(text) < MAX_DIGITS else 0.0
 
 
 def _has_succeeded(manifest: Mapping[str, Any]) -> bool:

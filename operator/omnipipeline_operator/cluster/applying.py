@@ -16,7 +16,7 @@ that is refused too, the whole object.
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Final
 
 from omnipipeline_operator import errors, kinds
@@ -34,6 +34,8 @@ MANAGER: Final = "omnipipeline-operator"
 SCALER: Final = "omnipipeline-operator-scaler"
 #: Owns for a moment what was replaced; MANAGER takes it over.
 REPLACER: Final = "omnipipeline-operator-replacer"
+#: The finalizer by which Kubernetes keeps a PodGroup while pods name it.
+PROTECTION: Final = "scheduling.k8s.io/podgroup-protection"
 _HEAD: Final = ("labels", "ownerReferences")
 
 
@@ -64,24 +66,28 @@ class Applier:
         Raises:  NameTaken: the name belongs to an object of another owner.
         """
         absent = _with_metadata(manifest, resourceVersion="1")
-        return await self._create_or_restore(manifest, self._client.apply(absent, manager=MANAGER))
+        return await self._create_or_restore(manifest, lambda: self._client.apply(absent, manager=MANAGER))
 
     async def create_once(self, manifest: Manifest) -> Manifest:
         """Create a child that MANAGER never updates, by POST: less work for the API server."""
-        return await self._create_or_restore(manifest, self._client.create(manifest, manager=MANAGER))
+        return await self._create_or_restore(manifest, lambda: self._client.create(manifest, manager=MANAGER))
 
-    async def _create_or_restore(self, manifest: Manifest, making: Awaitable[Manifest]) -> Manifest:
+    async def _create_or_restore(self, manifest: Manifest, make: Callable[[], Awaitable[Manifest]]) -> Manifest:
+        kind, name = kinds.of(manifest), manifest["metadata"]["name"]
         try:
-            return self._remember(await making)
+            return self._remember(await make())
         except errors.Conflict:
-            live = await self._client.get(kinds.of(manifest), self._owner.namespace, manifest["metadata"]["name"])
+            live = await self._client.get(kind, self._owner.namespace, name)
         foreign_owner = comparing.foreign_owner(live, self._owner)
         ends = "deletionTimestamp" in live["metadata"]
+        if ends and foreign_owner is None and live["metadata"].get("finalizers") == [PROTECTION]:
+            await self._unprotect(kind, live)
+            return self._remember(await make())
         if foreign_owner is not None or ends:
             temporary = ends or comparing.belongs_to_predecessor(live, self._owner)
             raise NameTaken(
                 manifest["kind"],
-                manifest["metadata"]["name"],
+                name,
                 foreign_owner or f"this pipeline, and is being deleted{_waits(live)}",
                 temporary=temporary,
             )
@@ -95,11 +101,27 @@ class Applier:
             body["spec"] = {"replicas": live["spec"]["replicas"]}
         return self._remember(await self._client.apply(body, manager=SCALER))
 
+    async def _unprotect(self, kind: Kind, deleted: Manifest) -> None:
+        """Let a deleted PodGroup end while pods name it, so that another one can take its name.
+
+        The API permits that. Pods that have a node stay there, and others wait for the new group.
+        """
+        metadata = deleted["metadata"]
+        same = {key: metadata[key] for key in ("uid", "resourceVersion")}
+        patch = {"metadata": {**same, "finalizers": None}}
+        try:
+            await self._client.merge(kind, self._owner.namespace, metadata["name"], patch)
+        except errors.NotFound:
+            return
+
     async def update(self, manifest: Manifest, live: Mapping[str, Any]) -> Manifest:
         """Update a live child to the manifest; fields that are no longer in it are removed.
 
         Raises: errors.Invalid, errors.Forbidden: the manifest itself is refused.
         """
+        if kinds.of(manifest) is kinds.OWN_POD_GROUP and not comparing.matches({"spec": manifest["spec"]}, live):
+            await self.delete(live)  # its spec cannot be edited
+            return await self.create(manifest)
         same = _with_metadata(manifest, uid=live["metadata"]["uid"])
         try:
             return self._remember(await self._client.apply(same, manager=MANAGER))

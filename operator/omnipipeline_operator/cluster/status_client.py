@@ -28,6 +28,8 @@ MAX_BODY_BYTES: Final = 16 << 20  # 3,000 instances with 5 KiB of gauges each
 MAX_INSTANCES: Final = 10_000
 MAX_TIMES: Final = 1000  # different times of one revision's attempts
 READ_AT_ONCE: Final = 4  # bodies of one pipeline's coordinators, so that together they are bounded, too
+#: Also text that is not UTF-8, and lists in lists beyond Python's limit.
+MISREAD: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 MAX_ADDRESSES: Final = 2000  # remembered; above it, the least recently asked address is forgotten
 
 
@@ -56,7 +58,8 @@ class InstanceStatus(msgspec.Struct, frozen=True, kw_only=True):
         """The IP address of its pod; empty when the endpoint has none."""
         try:
             host = urlsplit(self.endpoint).hostname or ""
-            return host if ipaddress.ip_address(host) else ""
+            # An IPv6 address may have a zone, which is any text: the host becomes a part of a field selector.
+            return "" if getattr(ipaddress.ip_address(host), "scope_id", None) else host
         except ValueError:
             return ""
 
@@ -188,5 +191,5 @@ class StatusClient:
                     if len(body) > MAX_BODY_BYTES:
                         return None
                 return msgspec.json.decode(body, type=form)
-        except (aiohttp.ClientError, OSError, TimeoutError, msgspec.MsgspecError):
+        except (aiohttp.ClientError, OSError, TimeoutError, *MISREAD):
             return None

@@ -15,11 +15,12 @@ import sys
 from collections.abc import Container, Iterator, Mapping
 from typing import Any, Final
 
-from omnipipeline_operator.desired import config, naming
+from omnipipeline_operator import kinds
+from omnipipeline_operator.desired import config, naming, podgroups
 from omnipipeline_operator.kinds import CONFIG_MAP, DEPLOYMENT, PIPELINE, POD, Kind, Manifest
 
 PipelineKey = tuple[str, str]  # namespace, name of the pipeline
-Address = tuple[str, str, str]  # kind, namespace, name
+Address = tuple[str, str, str]  # key of the kind, namespace, name
 
 LAST_APPLIED: Final = "kubectl.kubernetes.io/last-applied-configuration"
 MAX_SHARED: Final = 128  # characters; longer texts, as those of a plan, are seldom equal
@@ -56,7 +57,8 @@ class Store:
         concerned = _pipelines_of(manifest, known)
         if manifest["kind"] != PIPELINE.name or known is None or _spec_identity(known) != _spec_identity(manifest):
             for each in concerned:
-                self._changes[each] = self._changes.get(each, 0) + 1
+                if self.pipeline(each) is not None:  # a label may name any pipeline
+                    self._changes[each] = self._changes.get(each, 0) + 1
         return concerned
 
     def changes(self, key: PipelineKey) -> int:
@@ -95,7 +97,7 @@ class Store:
         """
         changed: set[PipelineKey] = set()
         for address, known in list(self._objects.items()):
-            unlisted = address[0] == kind.name and address not in listed and address[1] not in kept
+            unlisted = address[0] == kind.key and address not in listed and address[1] not in kept
             if unlisted and _version(known) <= older_than:
                 changed |= self.drop(known)
         return changed
@@ -120,12 +122,12 @@ class Store:
 
     def children(self, key: PipelineKey, kind: Kind) -> list[Manifest]:
         """All children of a kind with the pipeline's label, sorted by name."""
-        found = sorted(address for address in self._children.get(key, ()) if address[0] == kind.name)
+        found = sorted(address for address in self._children.get(key, ()) if address[0] == kind.key)
         return [self._objects[address] for address in found]
 
     def child(self, key: PipelineKey, kind: Kind, name: str) -> Manifest | None:
         """One child by name; None also for an object without our label."""
-        address = (kind.name, key[0], name)
+        address = (kind.key, key[0], name)
         return self._objects[address] if address in self._children.get(key, ()) else None
 
     def newest(self) -> int:
@@ -146,7 +148,7 @@ class Store:
 def address_of(manifest: Mapping[str, Any]) -> Address:
     """Kind, namespace and name of an object."""
     metadata = manifest["metadata"]
-    return manifest["kind"], metadata["namespace"], metadata["name"]
+    return kinds.key_of(manifest), metadata["namespace"], metadata["name"]
 
 
 def _pipelines_of(*manifests: Mapping[str, Any] | None) -> set[PipelineKey]:
@@ -199,14 +201,15 @@ def _slim_pod_spec(spec: Mapping[str, Any]) -> Manifest:
 
 
 def _slim_template(template: Mapping[str, Any]) -> Manifest:
-    """A pod template is written once and never compared; its image, GPUs and Secret's name are read back."""
+    """A pod template is written once and never compared; its image, GPUs, Secret's name and group are read back."""
     spec = template["spec"]
     containers = [
         {key: value for key, value in each.items() if key in ("name", "image", "resources")}
         for each in spec.get("containers", ())
     ]
     volumes = [each for each in spec.get("volumes", ()) if "secret" in each]
-    return {"metadata": template.get("metadata", {}), "spec": {"containers": containers, "volumes": volumes}}
+    group = {key: value for key, value in spec.items() if key == podgroups.FIELD}
+    return {"metadata": template.get("metadata", {}), "spec": {"containers": containers, "volumes": volumes, **group}}
 
 
 def shared(value: Any) -> Any:
@@ -214,12 +217,18 @@ def shared(value: Any) -> Any:
 
     A parser makes them anew for every object: with 500 pipelines they were half of the store's memory.
     """
-    match value:
-        case str():
-            return sys.intern(value) if type(value) is str and len(value) <= MAX_SHARED else value
-        case Mapping():
-            return {shared(key): shared(item) for key, item in value.items()}
-        case list() | tuple():
-            return [shared(each) for each in value]
-        case _:
-            return value
+    kind = type(value)  # a parser makes no other types than these: `isinstance` of a Mapping takes as long as the rest
+    if kind is str:
+        return sys.intern(value) if len(value) <= MAX_SHARED else value
+    # Loops: a comprehension is a call of its own, and each level of an object would count twice (`cli.MOST_CALLS`).
+    if kind is dict or (kind is not list and isinstance(value, Mapping)):
+        copied = {}
+        for key, item in value.items():
+            copied[shared(key)] = shared(item)
+        return copied
+    if kind is list or isinstance(value, list | tuple):
+        items = []
+        for each in value:
+            items.append(shared(each))
+        return items
+    return value

@@ -39,8 +39,10 @@ async def adopt(
         head = naming.child(kinds.of(live), metadata["name"], snapshot.owner, of=labels)
         try:
             await applier.restore_owner(head, live)
-        except (errors.NotFound, errors.Conflict, errors.Invalid):
-            continue  # deleted, or replaced by another object
+        except (errors.NotFound, errors.Conflict, errors.Invalid, errors.Forbidden) as error:
+            # Deleted, replaced, or refused by a policy: the write of this child will report that its name is taken.
+            log.info("%s/%s: cannot adopt: %s", snapshot.owner.namespace, snapshot.owner.name, error)
+            continue
         log.info(
             "%s/%s: %s %s is adopted", snapshot.owner.namespace, snapshot.owner.name, live["kind"], metadata["name"]
         )

@@ -13,34 +13,35 @@ from typing import Any
 
 import msgspec
 
-from omnipipeline_operator import errors
+from omnipipeline_operator import errors, kinds
 from omnipipeline_operator.changes import conditions, workloads
-from omnipipeline_operator.changes.deciding import nearness, rollout
+from omnipipeline_operator.changes.deciding import rollout
 from omnipipeline_operator.changes.deciding import scaling as changes_scaling
 from omnipipeline_operator.changes.reporting import assessment
-from omnipipeline_operator.changes.reporting.status_inputs import Refusal, is_available
+from omnipipeline_operator.changes.reporting.status_inputs import Refusal
 from omnipipeline_operator.changes.workloads import Workload
 from omnipipeline_operator.cluster.applying import Applier, NameTaken
 from omnipipeline_operator.cluster.client import Client
 from omnipipeline_operator.cluster.status_client import CoordinatorStatus, StatusClient
 from omnipipeline_operator.cluster.store import PipelineKey, Store
-from omnipipeline_operator.controller import adopting, reporting
+from omnipipeline_operator.controller import adopting, findings, reporting
 from omnipipeline_operator.controller.event_recorder import EventRecorder
-from omnipipeline_operator.controller.observing import coordinators, missing, model_cache
+from omnipipeline_operator.controller.findings import Findings
+from omnipipeline_operator.controller.observing import coordinators, model_cache
 from omnipipeline_operator.controller.observing.gpu_rivals import GpuRivals
 from omnipipeline_operator.controller.observing.missing import MissingReferences, ReferenceChecker, retry_at
 from omnipipeline_operator.controller.observing.snapshots import Snapshot
 from omnipipeline_operator.controller.reporting import StatusReporter
-from omnipipeline_operator.controller.revisions import canaries, pinning, revision_history
+from omnipipeline_operator.controller.revisions import canaries, pinning, restarts, revision_history
 from omnipipeline_operator.controller.revisions.plan_cache import ManifestCache, PlanCache
 from omnipipeline_operator.controller.revisions.planned import Planned, rollout_goal
+from omnipipeline_operator.controller.revisions.restarts import KeyChange
 from omnipipeline_operator.controller.writing import ChildError, ChildWriter, DesiredState
-from omnipipeline_operator.desired import config, naming, podgroups
+from omnipipeline_operator.desired import naming, podgroups
 from omnipipeline_operator.desired.naming import Owner
 from omnipipeline_operator.desired.pod_templates.pods import PodFacts
-from omnipipeline_operator.kinds import PIPELINE, POD_GROUP, Manifest
+from omnipipeline_operator.kinds import PIPELINE, Manifest
 from omnipipeline_operator.settings import Settings
-from omnipipeline_spec import scaling
 from omnipipeline_spec.scaling import Seen
 from omnipipeline_spec.types.errors import SpecError
 
@@ -142,10 +143,14 @@ class Reconciler:
             image=spec.image,
             default_image=self._settings.stage_image,
             random_id=secrets.token_hex(5),
-            asked_rotation=_asked_rotation(resource),
+            asked_rotation=restarts.asked_rotation(resource),
         )
         lacking = {kind: error.message for kind, error in self._lacking().items()}
-        scheduler = "" if POD_GROUP.name in lacking else self._settings.group_scheduler
+        queue = resource["metadata"].get("labels", {}).get(naming.QUEUE_LABEL, "")
+        scheduler = self._settings.group_scheduler
+        kind = podgroups.chosen(scheduler, lacking, queue)
+        members = podgroups.members(plan)
+        grouped = workloads.grouped(snapshot.workloads, plan.current.units, members, wanted=kind)
         inputs = PodFacts(
             owner=snapshot.owner,
             image=pins.image,
@@ -154,124 +159,82 @@ class Reconciler:
             default_resources=self._settings.default_resources,
             users=self._settings.pod_users,
             node_models=self._settings.node_models,
-            group_scheduler=scheduler,
-            grouped=workloads.grouped(snapshot.workloads, plan.current.units, wanted=bool(scheduler)),
-            queue=resource["metadata"].get("labels", {}).get(naming.QUEUE_LABEL, ""),
+            groups=podgroups.Groups(kind=kind, scheduler=scheduler, grouped=grouped),
+            queue=queue,
         )
         desired = self._manifests.of(spec, plan, inputs)
-        applied = tuple(each for each in desired.applied if each["kind"] not in lacking)
+        applied = tuple(each for each in desired.applied if kinds.key_of(each) not in lacking)
         desired = msgspec.structs.replace(desired, applied=applied)
         goal = rollout_goal(spec, plan)
-        note = podgroups.remark(plan, self._settings.group_scheduler, lacking.get(POD_GROUP.name))
+        note = podgroups.remark(plan, scheduler, lacking)
         return Planned(spec=spec, plan=plan, goal=goal, pins=pins, desired=desired, lacking=lacking, note=note)
 
+    # --- writing and reporting ----------------------------------------------------------------------------------
+
     async def _apply(self, resource: Manifest, planned: Planned, snapshot: Snapshot, applier: Applier) -> float | None:
-        observed = snapshot.workloads
+        """Restart all units, if that is due; else write what differs, and report."""
         writer = ChildWriter(snapshot, applier, lambda: self._ensure_exists(snapshot.owner))
-        known, before = snapshot.entries(), conditions.reported(resource.get("status", {}))
-        keeps_key = canaries.holds_key(planned, before)
-        is_lost = await self._secret_is_lost(planned, snapshot, observed, applier)
-        if is_lost and not (keeps_key and is_available(known, observed)):
-            log.warning(
-                "%s/%s: Secret %s is missing: a new one is created, and all units restart",
-                snapshot.owner.namespace,
-                snapshot.owner.name,
-                planned.pins.control_secret,
-            )
-            await writer.restart_units(snapshot.entries(), planned.pins, rekey=True)
-            return SOON_S
-        asked = _asked_rotation(resource)
-        rotates = planned.spec.control.security.mode == "Curve" and asked not in (None, "", planned.pins.rotation)
-        if rotates and keeps_key is None:
-            log.info(
-                "%s/%s: the key is rotated (%s): all units restart",
-                snapshot.owner.namespace,
-                snapshot.owner.name,
-                asked,
-            )
-            await writer.restart_units(snapshot.entries(), planned.pins, rekey=True, rotation=asked)
-            return SOON_S
-        if planned.pins.has_mixed_images:
-            log.info(
-                "%s/%s: the units run different images: all units restart",
-                snapshot.owner.namespace,
-                snapshot.owner.name,
-            )
-            await writer.restart_units(snapshot.entries(), planned.pins, rekey=False)
+        before = conditions.reported(resource.get("status", {}))
+        key = await restarts.key_change(resource, planned, snapshot, before, applier, now=self._clock())
+        restart = restarts.due(planned, snapshot, key)
+        if restart is not None:
+            log.log(restart.level, "%s/%s: %s", snapshot.owner.namespace, snapshot.owner.name, restart.message)
+            rekey, rotation = restart.rekey, restart.rotation
+            await writer.restart_units(snapshot.entries(), planned.pins, rekey=rekey, rotation=rotation)
             return SOON_S
         await writer.apply_independent(planned.desired)
-        statuses = await coordinators.ask(self._status_client, snapshot)
-        planned = self._scaled(planned, snapshot, before, statuses)
-        asleep = planned.goal.asleep
-        serving = {each.revision: each.units for each in known}.get(before.get("revision", {}).get("current", ""), {})
-        planned = canaries.decide(planned, known, before, observed, statuses, now=self._clock())
-        update, tried = planned.target, planned.canary
-        taken_back = tried.revision if tried is not None and tried.is_away else None
-        may_shrink = all(update.revision in each.revisions for each in statuses)
-        decision, now = rollout.decide(planned.goal, observed, serving), self._clock()
-        checker = ReferenceChecker(self._client, applier, snapshot.owner, now=now)
-        missing_references = await self._missing_references(checker, planned, snapshot, observed, decision)
-        gpus = self._gpu_rivals.decide(resource, planned, snapshot)
-        held = missing_references.held | gpus.held
-        expected = coordinators.expected_groups(planned, observed, statuses, held)
-        state = DesiredState(
-            desired=planned.desired,
-            decision=decision,
-            entries=rollout.entries(
-                update,
-                [each for each in known if each.revision != taken_back],
-                observed,
-                kept=decision.replicas if coordinators.have_complete(statuses, update, asleep) else None,
-                asleep=asleep,
-            ),
-            pins=planned.pins,
-            image=planned.pins.images.get(update.revision, planned.pins.image) if taken_back else planned.pins.image,
-            canary=canaries.share(tried),
-            held=held,
-            waiting=nearness.waiting(planned.near, decision.replicas, observed, held),
-            prefetch_held=missing_references.prefetch_held,
-            aside=await coordinators.aside(self._client, snapshot, statuses),
-            retried=[each for each in observed if each.refused is not None and retry_at(each, now) <= now],
-            now=now,
-            profiling=planned.spec.profiling,
-            on_demand=expected,
-            curve=planned.spec.control.security.mode == "Curve",
-            may_shrink=may_shrink or planned.goal.suspended,
-            lacking=planned.lacking.keys(),
-            loads=coordinators.loads(statuses),
-        )
-        # No watch reports when coordinators have read the list.
-        switches = len(state.entries) == 1 and coordinators.have_switched(statuses, update) is False
-        awaits = bool(statuses) and set(expected) > set(scaling.on_demand(planned.plan))
-        again = SOON_S if switches or awaits or not may_shrink else None
-        runs = tried is not None and tried.runs
-        if (runs or planned.plan.autoscaling) and not planned.goal.suspended:
-            again = SCALED_EVERY_S
+        found = await self._findings(resource, planned, snapshot, before, applier)
+        state = findings.desired_state(found, await coordinators.aside(self._client, snapshot, found.statuses))
         try:
             await writer.apply(state)
         except (NameTaken, errors.Invalid, errors.Forbidden) as error:
             writer.refused.append(error)
-        refusal = _refusal(writer.refused)
-        taken = [each for each in writer.refused if isinstance(each, NameTaken)]
-        failed = next((each for each in writer.refused if isinstance(each, errors.ClusterError)), None)
-        if taken:
-            again = SOON_S if any(each.temporary for each in taken) else LATER_S
-        after = self._snapshot(snapshot.owner)
-        claim_refusal, kept_key = writer.claim_refusal, keeps_key if is_lost or rotates else None
+        return _soonest(
+            _again_s(found, state, writer.refused), await self._report(resource, found, writer, key, applier)
+        )
+
+    async def _findings(
+        self, resource: Manifest, planned: Planned, snapshot: Snapshot, before: Mapping[str, Any], applier: Applier
+    ) -> Findings:
+        """Ask the coordinators, and decide what to write. before: the status, as it was reported last."""
+        statuses = await coordinators.ask(self._status_client, snapshot)
+        known, observed = snapshot.entries(), snapshot.workloads
+        planned = self._scaled(planned, snapshot, before, statuses)
+        planned = canaries.decide(planned, known, before, observed, statuses, now=self._clock())
+        serving = {each.revision: each.units for each in known}.get(before.get("revision", {}).get("current", ""), {})
+        decision, now = rollout.decide(planned.goal, observed, serving), self._clock()
+        checker = ReferenceChecker(self._client, applier, snapshot.owner, now=now)
+        return Findings(
+            planned=planned,
+            snapshot=snapshot,
+            statuses=statuses,
+            serving=serving,
+            decision=decision,
+            missing=await self._missing_references(checker, planned, snapshot, observed, decision),
+            gpus=self._gpu_rivals.decide(resource, planned, snapshot),
+            now=now,
+        )
+
+    async def _report(
+        self, resource: Manifest, found: Findings, writer: ChildWriter, key: KeyChange, applier: Applier
+    ) -> float | None:
+        """Write the status of what is there after the writes.
+
+        Returns: seconds until something in it changes without a watch that reports it.
+        Raises:  errors.ClusterError: a child was refused; its status is written.
+        """
+        planned, after = found.planned, self._snapshot(found.snapshot.owner)
         fetches, fetched = await model_cache.progress(self._status_client, after, planned.desired.created)
         inputs = reporting.inputs(
-            planned,
+            found,
             after,
-            statuses,
-            refusal,
-            serving,
-            missing_references,
-            claim_refusal,
-            gpus,
-            kept_key=kept_key,
+            refusal=_refusal(writer.refused),
+            claim_refusal=writer.claim_refusal,
+            kept_key=key.kept,
             fetched=fetched,
         )
         reported, counts_again_s = await self._reporter.summarise(resource, inputs, applier)
+        failed = next((each for each in writer.refused if isinstance(each, errors.ClusterError)), None)
         if failed is not None:
             raise failed
         if conditions.is_true(reported, "Ready"):
@@ -280,15 +243,13 @@ class Reconciler:
         now = self._clock()
         times = [retry_at(each, now) for each in inputs.observed if each.refused is not None]
         times += filter(None, [assessment.deadline(inputs, now)])
-        waits = [
-            again,
+        return _soonest(
             counts_again_s,
             FETCHING_S if fetches else None,
-            missing_references.again_s,
-            gpus.again_s,
+            found.missing.again_s,
+            found.gpus.again_s,
             *(max(each - now, SOON_S) for each in times),
-        ]
-        return min((each for each in waits if each is not None), default=None)
+        )
 
     def _scaled(
         self,
@@ -306,19 +267,6 @@ class Reconciler:
         decided = changes_scaling.decide(planned.plan, snapshot.workloads, before, reports, seen, now=self._clock())
         self._seen[key] = decided.seen
         return msgspec.structs.replace(planned, goal=changes_scaling.scaled(planned.goal, decided), scaling=decided)
-
-    async def _secret_is_lost(
-        self, planned: Planned, snapshot: Snapshot, observed: Sequence[Workload], applier: Applier
-    ) -> bool:
-        """Whether the key's Secret is missing; asked before new workloads are made, and when pods do not start."""
-        if planned.spec.control.security.mode != "Curve" or planned.pins.is_new:
-            return False
-        existing = {(each.unit, each.revision) for each in observed}
-        creates = any((each.unit, each.revision) not in existing for each in planned.desired.workloads)
-        if not creates and not missing.pods_are_stuck(observed, self._clock()):
-            return False
-        manifest = config.secret(planned.pins.control_secret, snapshot.owner, bytes(config.KEY_BYTES))
-        return await applier.secret_is_missing(manifest)
 
     async def _missing_references(
         self,
@@ -350,10 +298,20 @@ class Reconciler:
             raise PipelineDeleted(f"{owner.namespace}/{owner.name} is being deleted")
 
 
-def _asked_rotation(resource: Manifest) -> str | None:
-    """The value for which `kubectl omni rotate-key` has asked for a new key."""
-    asked = resource["metadata"].get("annotations", {}).get(naming.KEY_ROTATION)
-    return None if asked is None else str(asked)
+def _again_s(found: Findings, state: DesiredState, refused: Sequence[ChildError]) -> float | None:
+    """Seconds until the writes may lead further without a watch that reports it."""
+    planned, tried = found.planned, found.planned.canary
+    taken = [each for each in refused if isinstance(each, NameTaken)]
+    if taken:
+        return SOON_S if any(each.temporary for each in taken) else LATER_S
+    runs = tried is not None and tried.runs
+    if (runs or planned.plan.autoscaling) and not planned.goal.suspended:
+        return SCALED_EVERY_S
+    return SOON_S if findings.awaits_coordinators(found, state) else None
+
+
+def _soonest(*waits_s: float | None) -> float | None:
+    return min((each for each in waits_s if each is not None), default=None)
 
 
 def _refusal(refused: Sequence[ChildError]) -> Refusal | None:

@@ -7,7 +7,7 @@ spec is refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -18,51 +18,43 @@ from omnipipeline_operator.changes.deciding import rollout
 from omnipipeline_operator.changes.reporting import status
 from omnipipeline_operator.changes.reporting.status_inputs import Refusal, StatusInputs, is_available
 from omnipipeline_operator.cluster.applying import Applier
-from omnipipeline_operator.cluster.status_client import CoordinatorStatus
 from omnipipeline_operator.controller.event_recorder import EventRecorder
-from omnipipeline_operator.controller.observing import coordinators as coordinators_of
-from omnipipeline_operator.controller.observing import exposure, model_cache
-from omnipipeline_operator.controller.observing.gpu_rivals import NO_VERDICT, Verdict
-from omnipipeline_operator.controller.observing.missing import MissingReferences
+from omnipipeline_operator.controller.findings import Findings
+from omnipipeline_operator.controller.observing import coordinators, exposure, model_cache
 from omnipipeline_operator.controller.observing.snapshots import Snapshot
-from omnipipeline_operator.controller.revisions.planned import Planned
 from omnipipeline_operator.desired.naming import Owner
 from omnipipeline_operator.kinds import Manifest
 from omnipipeline_spec import scaling
 
 
 def inputs(
-    planned: Planned,
-    snapshot: Snapshot,
-    coordinators: Sequence[CoordinatorStatus],
-    refusal: Refusal | None,
-    serving: Mapping[str, str],
-    missing: MissingReferences,
-    claim_refusal: str | None,
-    gpus: Verdict = NO_VERDICT,
+    found: Findings,
+    after: Snapshot,
     *,
+    refusal: Refusal | None,
+    claim_refusal: str | None,
     kept_key: str | None = None,
     fetched: tuple[int, int] | None = None,
 ) -> StatusInputs:
     """The inputs that the status is made of.
 
-    snapshot:      taken after the writes.
+    after:         taken after the writes.
     claim_refusal: why the model cache's claim cannot grow.
-    gpus:          whether it has let go of its GPUs.
     kept_key:      why the key is not replaced though that was asked for, or though its Secret is missing.
     fetched:       (bytes of the model that the prefetch Job has fetched, all of its bytes), if known.
     """
+    planned, missing, gpus = found.planned, found.missing, found.gpus
     observed = [
         msgspec.structs.replace(each, refused=missing.refused.get(each.name, each.refused))
         if each.refused is not None
         else each
-        for each in snapshot.workloads
+        for each in after.workloads
     ]
     created = planned.desired.created
     pods, surge = sum(scaling.most(planned.plan, one) for one in planned.plan.replicas), planned.goal.max_surge
     notes = [
-        model_cache.shared_claim(snapshot, created, pods, surge=surge if planned.goal.strategy == "Coherent" else 0),
-        model_cache.other_claim(snapshot, created, claim_refusal),
+        model_cache.shared_claim(after, created, pods, surge=surge if planned.goal.strategy == "Coherent" else 0),
+        model_cache.other_claim(after, created, claim_refusal),
         gpus.note,
         planned.note,
         kept_key,
@@ -70,19 +62,19 @@ def inputs(
     return StatusInputs(
         plan=planned.plan,
         goal=planned.goal,
-        decision=rollout.decide(planned.goal, observed, serving),
+        decision=rollout.decide(planned.goal, observed, found.serving),
         observed=observed,
-        entries=snapshot.entries(),
-        exposure=exposure.exposure(planned.spec, snapshot, planned.lacking),
-        registered=coordinators_of.registered(coordinators),
-        switched=coordinators_of.have_switched(coordinators, planned.target),
+        entries=after.entries(),
+        exposure=exposure.exposure(planned.spec, after, planned.lacking),
+        registered=coordinators.registered(found.statuses),
+        switched=coordinators.have_switched(found.statuses, planned.target),
         refusal=refusal,
         progress_deadline_s=float(planned.spec.rollout.progress_deadline_seconds),
         missing=[*missing.diagnostics, *gpus.diagnostics],
         yielded=gpus.yielded,
         image=planned.pins.image,
         images=planned.pins.images,
-        fetching=model_cache.fetching(snapshot, created, planned.spec.model_path or "", fetched),
+        fetching=model_cache.fetching(after, created, planned.spec.model_path or "", fetched),
         scaling=planned.scaling.reasons,
         canary=planned.canary,
         target=planned.target,

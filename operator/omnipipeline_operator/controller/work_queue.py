@@ -23,6 +23,7 @@ COOL_DOWN_S: Final = 0.1  # between two reconciles of one pipeline, edits apart:
 MAX_COOL_DOWNS: Final = 1000  # above this size, expired cool-downs are pruned
 MAX_CHANGED_DELAY_S: Final = 5.0
 MAX_URGENT_IN_A_ROW: Final = 8  # after so many urgent keys in a row another one is taken: neither starves
+MOST_DOUBLINGS: Final = 20  # beyond any delay here; beyond 1,023 a float would overflow
 CHANGED_RETRY_S: Final = 1.0  # not at once: the failing reconcile may have made the change itself
 
 
@@ -89,7 +90,7 @@ class WorkQueue:
         self._start_cool_down(key)
         if changed:
             count = self._changed_in_a_row[key] = self._changed_in_a_row.get(key, 0) + 1
-            again_s = min(COOL_DOWN_S * 2.0 ** (count - 1), MAX_CHANGED_DELAY_S, again_s or math.inf)
+            again_s = min(_doubled(COOL_DOWN_S, count - 1), MAX_CHANGED_DELAY_S, again_s or math.inf)
         else:
             self._changed_in_a_row.pop(key, None)
         if self._in_progress.pop(key):
@@ -102,7 +103,7 @@ class WorkQueue:
         count = self._failures.get(key, 0)
         self._failures[key] = count + 1
         self._failing_since.setdefault(key, self._now())
-        wait: float = min(MIN_RETRY_S * 2.0**count, MAX_RETRY_S) * (1 + 0.2 * self._jitter())
+        wait: float = min(_doubled(MIN_RETRY_S, count), MAX_RETRY_S) * (1 + 0.2 * self._jitter())
         if self._in_progress.pop(key):  # a change arrived, which may resolve the failure
             wait = min(wait, CHANGED_RETRY_S)
         self.add(key, max(wait, least_s))
@@ -143,3 +144,7 @@ class WorkQueue:
         while self._heap and self._due.get(self._heap[0][1]) != self._heap[0][0]:
             heapq.heappop(self._heap)
         return self._heap[0][0] - self._now() if self._heap else None
+
+
+def _doubled(first_s: float, times: int) -> float:
+    return first_s * 2.0 ** min(times, MOST_DOUBLINGS)

@@ -87,13 +87,13 @@ class ChildWriter:
         )
         await self._workloads(state, config.digest(revisions))
         for each in state.retried:
-            await self._apply.annotate_deployment(each.name, {naming.RETRIED_AT: str(int(state.now))})
+            await self._attempt(self._apply.annotate_deployment(each.name, {naming.RETRIED_AT: str(int(state.now))}))
         await self._refresh_coordinators(revisions)
         await self._delete_undesired([*state.desired.applied, *state.desired.created])
         await self._delete_retired(state.decision.retired, state.desired)
 
     async def _attempt(self, writing: Awaitable[object]) -> None:
-        """Write one child; remember a refusal."""
+        """Write or delete one child; remember a refusal."""
         try:
             await writing
         except (NameTaken, errors.Invalid, errors.Forbidden) as error:
@@ -205,7 +205,9 @@ class ChildWriter:
         It may have been edited by hand, or created with another image. Pods that end are not waited for: scaled up
         meanwhile, the Deployment would run what was edited.
         """
-        observed = next(each for each in self._snapshot.workloads if each.name == live["metadata"]["name"])
+        observed = next((each for each in self._snapshot.workloads if each.name == live["metadata"]["name"]), None)
+        if observed is None:
+            return True  # somebody made it anew with another selector, which cannot be edited
         if observed.serves:
             return False
         if observed.image != desired.deployment["metadata"]["annotations"][naming.IMAGE_PIN]:
@@ -290,7 +292,7 @@ class ChildWriter:
             metadata = pod["metadata"]
             running = pod.get("status", {}).get("podIP") and "deletionTimestamp" not in metadata
             if running and metadata.get("annotations", {}).get(naming.REVISIONS_DIGEST) != digest:
-                await self._apply.annotate_pod(metadata["name"], {naming.REVISIONS_DIGEST: digest})
+                await self._attempt(self._apply.annotate_pod(metadata["name"], {naming.REVISIONS_DIGEST: digest}))
 
     def _prefetching(self, created: Sequence[Manifest]) -> bool:
         """Whether units must wait for the Job that fetches the model."""
@@ -303,17 +305,17 @@ class ChildWriter:
     # --- deletions ----------------------------------------------------------------------------------------------
 
     async def _delete_undesired(self, desired: Sequence[Manifest]) -> None:
-        names = {(each["kind"], each["metadata"]["name"]) for each in desired}
+        names = {(kinds.key_of(each), each["metadata"]["name"]) for each in desired}
         for kind in (*kinds.APPLIED, JOB):  # a claim stays: the next pipeline can use the fetched model
             for live in self._snapshot.children(kind):
-                if (kind.name, live["metadata"]["name"]) not in names:
-                    await self._apply.delete(live)
+                if (kind.key, live["metadata"]["name"]) not in names:
+                    await self._attempt(self._apply.delete(live))
 
     async def _delete_retired(self, retired: Sequence[Workload], desired: children.Children) -> None:
         for each in retired:
             live = self._snapshot.child(DEPLOYMENT, each.name)
             if live is not None:
-                await self._apply.delete(live)
+                await self._attempt(self._apply.delete(live))
         kept = {each["metadata"]["name"] for each in self._snapshot.children(DEPLOYMENT)}
         kept -= {each.name for each in retired}
         kept |= {each.deployment["metadata"]["name"] for each in desired.workloads}
@@ -321,7 +323,7 @@ class ChildWriter:
             for live in self._snapshot.children(kind):
                 metadata = live["metadata"]
                 if naming.REVISION_LABEL in metadata["labels"] and metadata["name"].removesuffix(suffix) not in kept:
-                    await self._apply.delete(live)
+                    await self._attempt(self._apply.delete(live))
 
     # --- creating -----------------------------------------------------------------------------------------------
 

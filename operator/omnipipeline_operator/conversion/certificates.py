@@ -14,6 +14,7 @@ from typing import Any, Final
 
 import msgspec
 from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
@@ -22,6 +23,9 @@ AUTHORITY_LIFE: Final = timedelta(days=3650)
 LIFE: Final = timedelta(days=90)  # renewed at a third: an operator that is down for a month still finds it valid
 SKEW: Final = timedelta(hours=1)  # clocks of API servers may be late
 SETTLING: Final = timedelta(hours=1)  # of a new authority: until then certificates are of the one before
+#: The errors of cryptography for entries of others: also for a key with a password, an unknown algorithm, or a
+#: certificate that names no host.
+UNREADABLE: Final = (ValueError, TypeError, UnsupportedAlgorithm, x509.ExtensionNotFound)
 _PEM: Final = serialization.Encoding.PEM
 
 
@@ -53,12 +57,12 @@ def renewed(held: Held | None, host: str, now: datetime) -> Held:
     """
     try:
         return _renewed(held, host, now) if held is not None else _made(host, now)
-    except ValueError:  # it is not ours, or damaged: nothing served with it
+    except UNREADABLE:  # it is not ours, or damaged: nothing served with it
         return _made(host, now)
 
 
 def _renewed(held: Held, host: str, now: datetime) -> Held:
-    """Raises: ValueError: a part cannot be read."""
+    """Raises: one of `UNREADABLE`: a part cannot be read."""
     authorities = x509.load_pem_x509_certificates(held.authorities)
     signing = _key(held.authority_key)
     leaf = x509.load_pem_x509_certificate(held.certificate)

@@ -19,13 +19,11 @@ from omnipipeline_operator.cluster.client import Client
 from omnipipeline_operator.conversion import certificates, serving
 from omnipipeline_operator.conversion.certificates import Held
 from omnipipeline_operator.conversion.serving import Server
-from omnipipeline_operator.kinds import DEFINITION, SECRET, Manifest
+from omnipipeline_operator.kinds import CRD, DEFINITION, SECRET, Manifest
 from omnipipeline_operator.settings import ConversionSettings
-from omnipipeline_spec.types.resource import GROUP, PLURAL
 
 log = logging.getLogger(__name__)
 
-CRD: Final = f"{PLURAL}.{GROUP}"
 MANAGER: Final = "omnipipeline-conversion"
 AGAIN_S: Final = 60.0
 RETRY_S: Final = 2.0
@@ -39,24 +37,35 @@ class Publisher:
     """One replica's view of the certificate."""
 
     def __init__(
-        self, client: Client, server: Server, settings: ConversionSettings, *, clock: Callable[[], datetime]
+        self,
+        client: Client,
+        server: Server,
+        settings: ConversionSettings,
+        *,
+        clock: Callable[[], datetime],
+        retry_s: float = RETRY_S,
     ) -> None:
         self._client = client
         self._server = server
         self._settings = settings
         self._clock = clock
+        self._retry_s = retry_s
 
     async def keep(self) -> None:
         """Look at both objects now and every minute."""
+        said = ""
         while True:
             wait = AGAIN_S * random.uniform(0.8, 1.2)
             try:
                 await self.publish()
+                said = ""
             except errors.Conflict:
                 wait = 0.0  # another replica was first
             except errors.ClusterError as error:
-                wait = RETRY_S
-                log.warning("conversion webhook: %s", error)
+                wait = self._retry_s
+                if str(error) != said:  # not every two seconds the same
+                    log.warning("conversion webhook: %s", error)
+                said = str(error)
             await asyncio.sleep(wait)
 
     async def publish(self) -> None:
@@ -95,7 +104,7 @@ def conversion(settings: ConversionSettings, held: Held) -> Manifest:
 
 
 def _held(secret: Manifest) -> Held | None:
-    """The certificate in the Secret; None: there is nothing yet, or something else."""
+    """The certificate in the Secret; None: it is empty yet, or holds something else."""
     try:
         return certificates.of({name: base64.b64decode(text) for name, text in (secret.get("data") or {}).items()})
     except ValueError:

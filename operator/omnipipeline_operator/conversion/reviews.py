@@ -23,7 +23,7 @@ KIND: Final = "ConversionReview"
 
 
 class NotAReview(Exception):
-    """The body is not a review, so there is nothing to answer: 400."""
+    """The body is not a review, and is answered with 400."""
 
 
 def answer(body: bytes, versions: Versions) -> bytes:

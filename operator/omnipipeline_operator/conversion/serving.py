@@ -27,9 +27,7 @@ PATH: Final = "/convert"
 MAX_NBYTES: Final = 16 << 20  # of one review; etcd takes no object beyond 1.5 MB
 ALL_NBYTES: Final = 64 << 20  # of all that are being read
 READ_S: Final = 10.0  # API servers give a review 30 s
-#: A process that ends still answers for so long. API servers keep connections, also to a pod that the Service no longer
-#: has, and do not repeat a review whose connection ends under it: an answer tells that it is the connection's last one.
-LEAVING_S: Final = 5.0
+LEAVING_S: Final = 5.0  # a process that ends still answers: routes of the Service may lead to it a little longer
 
 
 Leave: TypeAlias = Callable[[], Awaitable[None]]
@@ -44,7 +42,6 @@ class Server:
         self._tls.minimum_version = ssl.TLSVersion.TLSv1_2
         self._nbytes = 0  #: Bytes of the reviews that are being read. The bound is `ALL_NBYTES`.
         self._held: Held | None = None
-        self._leaves = False  #: Answers end their connections.
 
     @property
     def serves(self) -> bool:
@@ -73,14 +70,17 @@ class Server:
             await site.start()
             yield runner.addresses[0][1]
         finally:
-            self._leaves = True
             await leave()
             await runner.cleanup()
 
     async def _convert(self, request: web.Request) -> web.Response:
+        """Answer, and end the connection with it.
+
+        An API server does not repeat a review whose connection ends under it. It keeps connections, also to a pod that
+        the Service no longer has, and may take one that is idle at the moment at which this process closes it.
+        """
         response = await self._answer(request)
-        if self._leaves:
-            response.force_close()
+        response.force_close()
         return response
 
     async def _answer(self, request: web.Request) -> web.Response:

@@ -15,7 +15,7 @@ from typing import Any, Final
 from omnipipeline_operator import errors
 from omnipipeline_operator.cluster.client import Client
 from omnipipeline_operator.conversion import publishing
-from omnipipeline_operator.kinds import DEFINITION, SECRET, Manifest
+from omnipipeline_operator.kinds import CRD, DEFINITION, SECRET, Manifest
 from omnipipeline_operator.settings import ConversionSettings
 
 log = logging.getLogger(__name__)
@@ -46,16 +46,16 @@ async def withdraw(client: Client, settings: ConversionSettings) -> None:
 
 async def _withdraw(client: Client, settings: ConversionSettings) -> None:
     try:
-        definition = await client.get(DEFINITION, None, publishing.CRD)
+        definition = await client.get(DEFINITION, None, CRD)
     except errors.NotFound:
-        log.info("there is no CRD")
+        log.info("the CRD does not exist")
         return
     patch = without(definition, settings)
     if patch is None:
         log.info("the CRD does not name the Service %s", settings.name)
         return
     await _delete_secret(client, settings)
-    definition = await client.get(DEFINITION, None, publishing.CRD)
+    definition = await client.get(DEFINITION, None, CRD)
     patch = without(definition, settings)
     if patch is not None:
         definition = await _patched(client, patch, manager=publishing.MANAGER)
@@ -95,7 +95,7 @@ def without(definition: Manifest, settings: ConversionSettings) -> Manifest | No
 async def _patched(client: Client, patch: Manifest, *, manager: str = "") -> Manifest:
     """The CRD after a merge patch."""
     timeout_s = publishing.CRD_TIMEOUT_S
-    return await client.merge(DEFINITION, None, publishing.CRD, patch, manager=manager, timeout_s=timeout_s)
+    return await client.merge(DEFINITION, None, CRD, patch, manager=manager, timeout_s=timeout_s)
 
 
 async def _delete_secret(client: Client, settings: ConversionSettings) -> None:

@@ -77,7 +77,6 @@ def children(
             plan=config.plan(plan.coordinator, COORDINATOR, owner),
         )
     )
-    together = podgroups.group(plan, owner, facts.grouped, wanted=bool(facts.group_scheduler) and not facts.queue)
     doors = (services.ingress(spec, owner), services.route(spec, owner))
     return Children(
         workloads=tuple(workloads),
@@ -85,7 +84,7 @@ def children(
             services.http(spec, owner),
             services.peers(owner),
             *(each for each in doors if each is not None),
-            *([together] if together else []),
+            *podgroups.made(plan, owner, facts.groups),
             *policies.network(spec, owner, scrapers),
             *policies.budgets(spec, plan, owner, coordinators=coordinators(spec)),
         ),

@@ -99,9 +99,17 @@ def read_revisions(manifest: Mapping[str, Any] | None) -> tuple[PipelineRevision
         return ()
     try:
         text = manifest.get("data", {}).get(REVISIONS_FILE, "[]")
-        return tuple(msgspec.json.decode(text, type=list[PipelineRevision]))
-    except (msgspec.MsgspecError, UnicodeError):
+        listed = msgspec.json.decode(text, type=list[PipelineRevision])
+    except (msgspec.MsgspecError, UnicodeError, RecursionError):
         return ()
+    return tuple(listed) if all(map(_is_whole, listed)) else ()
+
+
+def _is_whole(revision: PipelineRevision) -> bool:
+    """Whether each stage that it names has a group, and each group a unit: somebody may have edited the list."""
+    prefills = {source for source, _, kind in revision.edges if kind == "kv"}
+    units = {revision.groups.get(group) for group in revision.stages.values()}
+    return prefills <= revision.stages.keys() and units <= revision.units.keys()
 
 
 def read_images(manifest: Mapping[str, Any] | None) -> dict[str, str]:
@@ -111,7 +119,7 @@ def read_images(manifest: Mapping[str, Any] | None) -> dict[str, str]:
     found = {each.revision: usual for each in read_revisions(manifest)} if usual else {}
     try:
         return found | msgspec.json.decode(annotations.get(naming.IMAGES_PIN, "{}"), type=dict[str, str])
-    except (msgspec.MsgspecError, UnicodeError):
+    except (msgspec.MsgspecError, UnicodeError, RecursionError):
         return found
 
 

@@ -28,9 +28,10 @@ from omnipipeline_operator.controller.work_queue import WorkQueue
 from omnipipeline_operator.controller.worker import Worker
 from omnipipeline_operator.conversion import serving
 from omnipipeline_operator.conversion.serving import Server
-from omnipipeline_operator.handlers import metrics, probes, watching
+from omnipipeline_operator.handlers import free_memory, metrics, probes, watching
 from omnipipeline_operator.handlers.metrics import OperatorMetrics
 from omnipipeline_operator.handlers.watching import Watcher
+from omnipipeline_operator.kinds import CRD
 from omnipipeline_operator.settings import ConversionSettings, Settings
 from omnipipeline_spec.conversion import versions as released
 from omnipipeline_spec.conversion.versions import Versions
@@ -143,6 +144,7 @@ class Operator:
         try:
             await kopf.operator(
                 registry=self._watcher.registry(),
+                memories=watching.NoMemories(),
                 standalone=True,
                 # The identity is for peering, which is off. kopf looks up the user's name without it, which an
                 # arbitrary uid does not have.
@@ -154,6 +156,9 @@ class Operator:
         except Exception as error:
             if not watching.is_refusal(error):
                 raise
+            if not await self._watcher.is_defined(self._client, self._settings.namespaces):
+                gone = f"the API server no longer serves pipelines: the CRD {CRD} has been deleted"
+                raise WatchesChanged(gone) from error
             raise WatchesChanged(f"a watch has ended: {str(error).strip()}") from error
         raise StopRequested("stopped by a signal")
 
@@ -167,6 +172,9 @@ class Operator:
                 )  # a process that is taking over reconciles at once
                 unreadable = await self._watcher.relist(self._client, self._settings.namespaces, spread_s=spread_s)
                 self._compare_readable(unreadable)
+                if self._listed_at is None:
+                    free_memory.keep_out_of_collections()
+                free_memory.give_back()
                 self._listed_at, self._listed_from = time.monotonic(), began
                 self._metrics.relists.labels("success").inc()
                 said = ""

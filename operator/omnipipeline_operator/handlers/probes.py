@@ -6,11 +6,16 @@ been due for too long. Ready: one list has been completed; a standby is ready to
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
+from typing import Final
 
 from aiohttp import web
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry, Metric, generate_latest
+from prometheus_client.registry import Collector
+
+SAMPLES: Final = 100  # written in one go, in 1 ms; 500 pipelines have 7,000
 
 Health = Callable[[], str | None]  #: The reason of a failed probe; None: it succeeds.
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -43,6 +48,35 @@ def _probe(health: Health) -> Handler:
 
 def _metrics(registry: CollectorRegistry) -> Handler:
     async def answer(request: web.Request) -> web.Response:
-        return web.Response(body=generate_latest(registry), headers={"Content-Type": "text/plain; version=0.0.4"})
+        return web.Response(body=await written(registry), headers={"Content-Type": "text/plain; version=0.0.4"})
 
     return answer
+
+
+async def written(registry: CollectorRegistry) -> bytes:
+    """The text of all metrics. Other tasks run between its parts: in one go, those of 500 pipelines took 50 ms."""
+    text = bytearray()
+    for family in registry.collect():
+        parts = _gauge_parts(family) if family.type == "gauge" else iter([family])
+        for number, part in enumerate(parts):
+            lines = generate_latest(_Only(part))
+            text += lines.split(b"\n", 2)[2] if number else lines  # its help and its type stand there once
+            await asyncio.sleep(0)
+    return bytes(text)
+
+
+def _gauge_parts(family: Metric) -> Iterator[Metric]:
+    for first in range(0, len(family.samples) or 1, SAMPLES):
+        part = Metric(family.name, family.documentation, family.type)
+        part.samples = family.samples[first : first + SAMPLES]
+        yield part
+
+
+class _Only(Collector):
+    """A collector of one family."""
+
+    def __init__(self, family: Metric) -> None:
+        self._family = family
+
+    def collect(self) -> Iterator[Metric]:
+        yield self._family

@@ -8,10 +8,12 @@ kubectl is run instead of calling the API, so that its credential plugins and it
 from __future__ import annotations
 
 import base64
+import collections
 import json
 import re
 import subprocess
 import tempfile
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -49,17 +51,16 @@ class Kubectl(msgspec.Struct, frozen=True, kw_only=True):
     def run(self, *arguments: str, stdin: str | None = None) -> str:
         """The output of kubectl. Raises: KubectlError."""
         try:
-            done = subprocess.run(
-                self.command(*arguments),
-                input=stdin,
-                capture_output=True,
-                text=True,
-                encoding="utf-8",
-                errors="replace",
-                timeout=TIMEOUT_S,
-            )
-        except FileNotFoundError as error:
-            raise KubectlError(f"{self.program} is not on the PATH") from error
+            with self._started():
+                done = subprocess.run(
+                    self.command(*arguments),
+                    input=stdin,
+                    capture_output=True,
+                    text=True,
+                    encoding="utf-8",
+                    errors="replace",
+                    timeout=TIMEOUT_S,
+                )
         except subprocess.TimeoutExpired as error:
             raise KubectlError(f"kubectl {arguments[0]}: no answer within {TIMEOUT_S} s") from error
         if done.returncode:
@@ -67,11 +68,12 @@ class Kubectl(msgspec.Struct, frozen=True, kw_only=True):
         return done.stdout
 
     def show(self, *arguments: str) -> int:
-        """Let kubectl write to the terminal; its exit code."""
-        return subprocess.run(self.command(*arguments)).returncode
+        """Let kubectl write to the terminal; its exit code. Raises: KubectlError: it cannot be started."""
+        with self._started():
+            return subprocess.run(self.command(*arguments)).returncode
 
     def pipeline(self, name: str) -> Manifest:
-        """The resource. Raises: KubectlError: there is none."""
+        """The resource. Raises: KubectlError: it does not exist."""
         return self._read("get", RESOURCE, name)
 
     def listed(self, kind: str, selector: Mapping[str, str]) -> list[Manifest]:
@@ -91,21 +93,29 @@ class Kubectl(msgspec.Struct, frozen=True, kw_only=True):
     def forwarded(self, pod: str, port: int) -> Iterator[int]:
         """A port of this machine that leads to the pod's, while the block runs. Raises: KubectlError."""
         command = self.command("port-forward", f"pod/{pod}", f":{port}", "--address=127.0.0.1")
-        try:
+        with self._started():
             process = subprocess.Popen(
-                command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, encoding="utf-8", errors="replace"
+                command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, encoding="utf-8", errors="replace"
             )
-        except FileNotFoundError as error:
-            raise KubectlError(f"{self.program} is not on the PATH") from error
         with process:
+            assert process.stdout is not None
+            said: list[str] = []
             try:
-                assert process.stdout is not None and process.stderr is not None
-                found = _FORWARDING.match(process.stdout.readline())
-                if found is None:
+                for line in process.stdout:
+                    found = _FORWARDING.match(line)
+                    if found is not None:
+                        break
+                    said.append(line)
+                else:
+                    raise KubectlError("".join(said).strip() or "kubectl port-forward has ended")
+                # kubectl writes a line for each connection, and would stop where nobody reads them.
+                rest = threading.Thread(target=collections.deque, args=(process.stdout, 0), daemon=True)
+                rest.start()
+                try:
+                    yield int(found[1])
+                finally:
                     process.kill()
-                    problem = process.stderr.read().strip() or "kubectl port-forward has ended"
-                    raise KubectlError(problem)
-                yield int(found[1])
+                    rest.join()
             finally:
                 process.kill()
 
@@ -142,6 +152,16 @@ class Kubectl(msgspec.Struct, frozen=True, kw_only=True):
             "deleteOptions": {"preconditions": {"uid": metadata["uid"]}},
         }
         self.run("create", f"--raw={path}", "--filename=-", stdin=json.dumps(body))
+
+    @contextmanager
+    def _started(self) -> Iterator[None]:
+        """Raises: KubectlError: the program cannot be started."""
+        try:
+            yield
+        except FileNotFoundError as error:
+            raise KubectlError(f"{self.program} is not on the PATH") from error
+        except OSError as error:
+            raise KubectlError(f"{self.program} cannot be started: {error.strerror or error}") from error
 
     def _read(self, *arguments: str) -> Manifest:
         found: Manifest = json.loads(self.run(*arguments, "--output=json"))

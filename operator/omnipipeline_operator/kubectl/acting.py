@@ -92,6 +92,8 @@ def _evicted(kubectl: Kubectl, pod: Manifest, report: Report, reported: bool) ->
     try:
         kubectl.evict(pod)
     except KubectlError as error:
+        if "(NotFound)" in str(error):
+            return True  # it has ended meanwhile
         if "TooManyRequests" not in str(error) and "disruption budget" not in str(error):
             raise
         if not reported:

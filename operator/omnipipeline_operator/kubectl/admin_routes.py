@@ -1,10 +1,11 @@
 """The admin routes of a pipeline's coordinator, over a port-forward.
 
-Here: which coordinator, its key, asking. Not here: kubectl (`access`), what is asked (`profiling`, the commands).
+Here: which coordinator, its key, asking. Not here: kubectl (`access`), what is asked (`profiles`, the commands).
 """
 
 from __future__ import annotations
 
+import http.client
 import json
 import urllib.error
 import urllib.request
@@ -29,7 +30,14 @@ class AdminRoutes:
         self._headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
 
     def post(self, path: str, body: dict[str, Any], *, timeout_s: float = TIMEOUT_S) -> dict[str, Any]:
-        answer: dict[str, Any] = json.loads(self._ask(path, json.dumps(body).encode(), timeout_s))
+        """Raises: KubectlError: as `get`, and when the answer is not a JSON object."""
+        text = self._ask(path, json.dumps(body).encode(), timeout_s)
+        try:
+            answer = json.loads(text)
+        except (ValueError, RecursionError):
+            answer = None
+        if not isinstance(answer, dict):
+            raise KubectlError(f"the coordinator answers {text[:40]!r}: is it of another version?")
         return answer
 
     def get(self, path: str) -> bytes:
@@ -48,8 +56,8 @@ class AdminRoutes:
             with error:
                 reason = _reason(error)
             raise KubectlError(f"the coordinator refuses: {reason}") from None
-        except OSError as error:
-            raise KubectlError(f"the connection to the coordinator broke: {error}") from error
+        except (OSError, http.client.HTTPException) as error:
+            raise KubectlError(f"the connection to the coordinator broke: {str(error).strip()}") from error
 
 
 @contextmanager
@@ -111,5 +119,5 @@ def _is_ready(pod: Manifest) -> bool:
 def _reason(error: urllib.error.HTTPError) -> str:
     try:
         return str(json.loads(error.read())["error"]["message"])
-    except (ValueError, LookupError, TypeError):
+    except (ValueError, LookupError, TypeError, RecursionError, OSError, http.client.HTTPException):
         return "it has no such route (an older version?)" if error.code == 404 else f"status {error.code}"

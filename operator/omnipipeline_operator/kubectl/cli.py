@@ -22,7 +22,7 @@ from rich.table import Table
 from omnipipeline_operator.desired import children, naming
 from omnipipeline_operator.errors import NotAllowed
 from omnipipeline_operator.kinds import Manifest
-from omnipipeline_operator.kubectl import acting, admin_routes, offline, page, picture, profiling, tree
+from omnipipeline_operator.kubectl import acting, admin_routes, offline, page, picture, profiles, tree
 from omnipipeline_operator.kubectl import history as past
 from omnipipeline_operator.kubectl.access import RESOURCE, Kubectl, KubectlError
 from omnipipeline_spec import consoles, operations, terminal
@@ -81,10 +81,11 @@ def logs(
     """Logs of the pods that run a stage, of every replica, each line with its pod."""
     with errors_as_messages():
         unit = None if stage is None else _unit_of(kubectl.pipeline(name), stage)
-    selector = ",".join(f"{label}={value}" for label, value in naming.selector(name, unit).items())
-    arguments = ["logs", f"--selector={selector}", "--prefix", f"--tail={tail}", "--max-log-requests=50"]
-    chosen = {"--follow": follow, "--previous": previous, f"--since={since}": since}
-    sys.exit(kubectl.show(*arguments, *(flag for flag, given in chosen.items() if given)))
+        selector = ",".join(f"{label}={value}" for label, value in naming.selector(name, unit).items())
+        arguments = ["logs", f"--selector={selector}", "--prefix", f"--tail={tail}", "--max-log-requests=50"]
+        chosen = {"--follow": follow, "--previous": previous, f"--since={since}": since}
+        code = kubectl.show(*arguments, *(flag for flag, given in chosen.items() if given))
+    sys.exit(code)
 
 
 @main.command()
@@ -203,12 +204,12 @@ def profile(
     """
     with errors_as_messages():
         with admin_routes.forwarded(kubectl, name, api_key, pod=pod, any_one=False) as admin:
-            run = profiling.record(
+            run = profiles.record(
                 admin, seconds=seconds, torch=torch, report=lambda line: terminal.echo(line, err=True)
             )
             terminal.echo(admin.get(f"/profiles/{run}/report?format=table").decode().rstrip("\n"))
             if out is not None:
-                for path in profiling.save(admin, run, out):
+                for path in profiles.save(admin, run, out):
                     terminal.echo(str(path), err=True)
 
 
@@ -247,7 +248,10 @@ def call(
         raise click.BadParameter(str(error), param_hint="--arguments") from None
     with errors_as_messages(), admin_routes.forwarded(kubectl, name, api_key, pod=None, any_one=True) as admin:
         answer = admin.post(operations.ROUTE, body, timeout_s=timeout + operations.ANSWER_S)
-    lines = list(operations.lines(answer))
+        try:
+            lines = list(operations.lines(answer))
+        except (LookupError, TypeError):
+            raise KubectlError("the coordinator's answer has no results: is it of another version?") from None
     for line in lines:
         terminal.echo(line.text, err=line.failed)
     sys.exit(1 if any(line.failed for line in lines) else 0)
@@ -321,6 +325,14 @@ def errors_as_messages() -> Iterator[None]:
         sys.exit(1)
     except (SpecError, NotAllowed, KubectlError) as error:
         terminal.echo(f"error: {error}", err=True)
+        sys.exit(1)
+    except BrokenPipeError:
+        raise  # click ends without a word when nobody reads on
+    except OSError as error:  # no temporary folder, a full disk
+        terminal.echo(f"error: {error}", err=True)
+        sys.exit(1)
+    except RecursionError:  # the API server takes 10,000 levels; the operator refuses them with their place
+        terminal.echo("error: the resource nests too deep for this command: see kubectl get", err=True)
         sys.exit(1)
 
 

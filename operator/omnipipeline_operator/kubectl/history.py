@@ -54,17 +54,17 @@ def entries(kubectl: Kubectl, name: str) -> list[ServedRevision]:
 
 
 def chosen(found: list[ServedRevision], number: int | None) -> ServedRevision:
-    """The entry with ``number``, else the newest that is not the current spec. Raises: KubectlError: there is none."""
+    """The entry with ``number``, else the newest that is not the current spec. Raises: KubectlError: it is missing."""
     if number is None:
         earlier = [one for one in found if not one.current]
         if not earlier:
-            raise KubectlError("there is no earlier revision that has served")
+            raise KubectlError("no earlier revision has served")
         return earlier[-1]
     for one in found:
         if one.number == number:
             return one
     known = ", ".join(str(one.number) for one in found) or "nothing"
-    raise KubectlError(f"there is no revision {number}; the history has {known}")
+    raise KubectlError(f"revision {number} is not in the history, which has {known}")
 
 
 def undo(kubectl: Kubectl, name: str, entry: ServedRevision) -> None:
@@ -87,15 +87,27 @@ def restored(old: Mapping[str, Any], live: Mapping[str, Any]) -> Manifest:
             del spec[section]
     groups = {group["name"]: group for group in spec.get("processGroups", ())}
     counts = {group["name"]: group.get("replicas") for group in live.get("processGroups", ())}
-    processes = {stage.get("process") or stage["name"] for stage in spec["stages"]}
+    processes = _processes(spec)
     for group in groups.values():
         group.pop("replicas", None)
     for name, count in counts.items():
-        if count is not None and (name in groups or name in processes):
+        scales = "autoscaling" in groups.get(name, ())  # beside it, replicas are refused
+        if count is not None and not scales and (name in groups or name in processes):
             groups.setdefault(name, {"name": name})["replicas"] = count
     if groups:
         spec["processGroups"] = list(groups.values())
     return spec
+
+
+def _processes(spec: Mapping[str, Any]) -> set[str]:
+    """The names that a process group of the spec may have: none of a stage that is fused into another's process."""
+    by_stage = {}
+    for stage in spec["stages"]:
+        apart = stage.get("disaggregation") or {}
+        by_stage[stage["name"]] = stage.get("process") or (apart.get("decode") or {}).get("process") or stage["name"]
+    prefill = {each["disaggregation"]["prefill"]["process"] for each in spec["stages"] if each.get("disaggregation")}
+    fused = {by_stage[name]: by_stage[names[0]] for names in spec.get("fusedStages", ()) for name in names}
+    return {fused.get(process, process) for process in by_stage.values()} | prefill
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[str, ...]:

@@ -27,6 +27,6 @@ def test_an_operation_is_asked_of_any_ready_coordinator_and_each_answer_is_shown
     assert none.exit_code == 1
     assert re.fullmatch(r"\S+ [0-9a-f]{16}: stage 'shout' takes no operations\n", none.stderr)
     assert (wrong.exit_code, wrong.stdout) == (1, "")
-    assert wrong.stderr.startswith("error: the coordinator refuses: there is no stage 'shuot': the pipeline has ")
+    assert wrong.stderr.startswith("error: the coordinator refuses: 'shuot' is not a stage: the pipeline has ")
     assert bad.exit_code == 2 and "a JSON object is expected" in bad.stderr
     assert nan.exit_code == 2 and "NaN" in nan.stderr

@@ -68,6 +68,25 @@ def test_what_was_scaled_suspended_or_paused_since_then_stays_so() -> None:
     assert old["processGroups"][0]["replicas"] == 2, "the entry itself is left alone"
 
 
+def test_replicas_are_not_set_beside_autoscaling() -> None:
+    scaled = [{"name": "p", "autoscaling": {"maxReplicas": 4}}]
+    live = spec(processGroups=[{"name": "p", "replicas": 5}, {"name": "q", "replicas": 2}])
+    assert history.restored(spec(processGroups=scaled), live)["processGroups"] == [
+        *scaled,
+        {"name": "q", "replicas": 2},
+    ]
+
+
+def test_replicas_of_prefill_stay_and_those_of_a_process_that_was_fused_go() -> None:
+    apart = {**STAGES[1], "disaggregation": {"prefill": {"process": "early"}}}
+    alone = {"name": "c", "factory": "m:c", "disaggregation": {"prefill": {"process": "x"}, "decode": {"process": "r"}}}
+    live = spec(processGroups=[{"name": name, "replicas": 3} for name in ("p", "q", "early", "r")])
+    old = {"stages": [STAGES[0], apart, alone]}
+    assert history.restored(old, live)["processGroups"] == live["processGroups"]
+    fused = history.restored(spec(fusedStages=[["a", "b"]]), live)
+    assert fused["processGroups"] == [{"name": "p", "replicas": 3}]
+
+
 groups = st.lists(
     st.fixed_dictionaries(
         {"name": st.sampled_from("pq")},
@@ -101,5 +120,5 @@ def test_the_newest_entry_that_is_not_the_spec_is_the_default() -> None:
     assert history.chosen([entry(1), entry(3)], None).number == 3, "the spec has never served"
     with pytest.raises(KubectlError, match="no earlier revision"):
         history.chosen([entry(4, current=True)], None)
-    with pytest.raises(KubectlError, match="no revision 2; the history has 1, 3"):
+    with pytest.raises(KubectlError, match="revision 2 is not in the history, which has 1, 3"):
         history.chosen([entry(1), entry(3)], 2)

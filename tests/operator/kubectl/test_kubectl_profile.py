@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import re
+import select
 import signal
+import socket
 import sys
 import tarfile
 import threading
@@ -17,10 +20,11 @@ import httpx
 import pytest
 from click.testing import CliRunner, Result
 
-from omnipipeline_operator.kubectl import admin_routes, profiling
+from omnipipeline_operator.kubectl import admin_routes, profiles
 from omnipipeline_operator.kubectl.access import Kubectl, KubectlError
 from omnipipeline_operator.kubectl.cli import main
 from tests.cli.test_up import base, up
+from tests.patience import patience
 
 __all__ = ["base"]
 
@@ -128,7 +132,7 @@ def test_a_running_pipeline_is_profiled_and_its_files_are_fetched(base: Path, tm
     assert re.search(r"│ split +│ shout +│ payload +│", done.stdout)
     assert re.search(r"^recording run-[-0-9]+ for 0.5 s$", done.stderr, re.M)
     found = tmp_path / "out"
-    assert sorted(each.name for each in found.iterdir()) == sorted(profiling.FILES)
+    assert sorted(each.name for each in found.iterdir()) == sorted(profiles.FILES)
     assert json.loads((found / "report.json").read_text())["request_count"] > 0
     assert json.loads((found / "perfetto.json").read_text())["traceEvents"]
     with tarfile.open(found / "files.tar") as files:
@@ -168,3 +172,63 @@ def test_a_port_forward_that_fails_is_said_in_kubectls_words(tmp_path: Path) -> 
     cluster = FakeCluster(tmp_path, pods=[pod("c")], pipelines={"p": {}})
     done = cluster.omni("profile", "p")
     assert (done.exit_code, done.stderr) == (1, "error: error: unable to forward port because pod is not running\n")
+
+
+@pytest.mark.parametrize(
+    ("answer", "problem"),
+    [
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 90\r\n\r\n{", "the connection to the coordinator broke: IncompleteRead"),
+        (b"HTTP/1.1 500 Oh\r\nContent-Length: 90\r\n\r\n{", "the coordinator refuses: status 500"),
+        (b"SSH-2.0-x\r\n", "the connection to the coordinator broke: SSH-2.0-x"),
+        (b"HTTP/1.1 200 OK\r\n\r\n<html>", "the coordinator answers b'<html>': is it of another version?"),
+        (b"HTTP/1.1 200 OK\r\n\r\n[]", "the coordinator answers b'[]': is it of another version?"),
+        (
+            b'HTTP/1.1 200 OK\r\n\r\n{"results": [{}]}',
+            "the coordinator's answer has no results: is it of another version?",
+        ),
+    ],
+)
+def test_a_broken_answer_is_said_in_one_line(tmp_path: Path, answer: bytes, problem: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def answers() -> None:
+            connection, _ = listening.accept()
+            with connection:
+                connection.recv(1 << 16)
+                connection.sendall(answer)
+
+        thread = threading.Thread(target=answers)
+        thread.start()
+        cluster = FakeCluster(tmp_path, pods=[pod("c")], pipelines={"p": {}}, port=listening.getsockname()[1])
+        done = cluster.omni("call", "p", "stage", "flush")
+        thread.join()
+    assert done.exit_code == 1 and done.stderr.startswith(f"error: {problem}"), done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+#: Forwards, and says so, more often than a pipe holds; then tells the other end of a FIFO.
+TALKATIVE = """\
+#!{python}
+import sys, time
+print("Warning: something", file=sys.stderr, flush=True)
+print("Forwarding from 127.0.0.1:4711 -> 8001", flush=True)
+for stream in (sys.stdout, sys.stderr):
+    print("Handling connection for 4711\\n" * 10_000, file=stream, flush=True)
+with open({fifo!r}, "w") as told:
+    told.write("done")
+time.sleep(600)
+"""
+
+
+def test_a_port_forward_goes_on_however_many_connections_it_reports(tmp_path: Path) -> None:
+    fifo, program = tmp_path / "fifo", tmp_path / "kubectl"
+    os.mkfifo(fifo)
+    program.write_text(TALKATIVE.format(python=sys.executable, fifo=str(fifo)))
+    program.chmod(0o755)
+    reading = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        with Kubectl(program=str(program)).forwarded("pod", 8001) as port:
+            told, _, _ = select.select([reading], [], [], patience(10))
+    finally:
+        os.close(reading)
+    assert (port, told) == (4711, [reading])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from omnipipeline_operator.kubectl import cli, tree
-from tests.operator.kubectl.test_kubectl_tree import pipeline, pod, shown
+from tests.operator.kubectl.test_kubectl_tree import READY, pipeline, pod, shown
 from tests.operator.running import pipeline as resource
 
 MARKUP = "[shout] [/] [red]x[/red] :smile: \U0001f642"
@@ -93,3 +94,59 @@ def test_a_crashed_pod_shows_the_line_that_the_condition_has() -> None:
     assert lines[-1] == "a  CrashLoopBackOff: FileNotFoundError: no weights  node n1"
     failed = pod("a", phase="Failed", containerStatuses=[{"state": {"terminated": ended}}])
     assert tree._state(failed) == ("failed: FileNotFoundError: no weights", "red")
+
+
+@pytest.mark.parametrize(
+    "arguments", [("status", "hello"), ("history", "hello"), ("logs", "hello", "--stage", "shout")]
+)
+def test_a_resource_of_thousands_of_levels_is_said_to_nest_too_deep(
+    omni: Callable[..., Result], tmp_path: Path, arguments: tuple[str, ...]
+) -> None:
+    deep = '{"a":' * 9000 + "1" + "}" * 9000
+    text = json.dumps({"omnipipelines": made(envDefaults={"deep": "here"})}).replace('"here"', deep)
+    program = tmp_path / "kubectl"
+    program.write_text(f"#!/bin/sh\ncat {tmp_path}/deep.json\n")
+    (tmp_path / "deep.json").write_text(text)
+    done = omni(*arguments)
+    assert (done.exit_code, done.stderr) == (
+        1,
+        "error: the resource nests too deep for this command: see kubectl get\n",
+    )
+
+
+@pytest.mark.parametrize("arguments", [("status", "hello"), ("logs", "hello"), ("ui", "hello")])
+def test_a_kubectl_that_is_not_there_or_no_program_is_said_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...]
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    done = CliRunner().invoke(cli.main, arguments)
+    assert (done.exit_code, done.stderr) == (1, "error: kubectl is not on the PATH\n")
+    (tmp_path / "kubectl").write_text("no program")
+    (tmp_path / "kubectl").chmod(0o755)
+    done = CliRunner().invoke(cli.main, arguments)
+    assert (done.exit_code, done.stderr) == (1, "error: kubectl cannot be started: Exec format error\n")
+
+
+def test_a_pod_that_ends_before_it_is_evicted_is_drained(omni: Callable[..., Result], tmp_path: Path) -> None:
+    left, other = pod("left", **READY), pod("other", **READY)
+    for each in (left, other):
+        each["metadata"] |= {"namespace": "team", "uid": each["metadata"]["name"]}
+    names = ["first.json", "then.json"]
+    for name, pods in zip(names, ([left, other], [other]), strict=True):
+        (tmp_path / name).write_text(json.dumps({"items": pods}))
+    program = tmp_path / "kubectl"
+    program.write_text(
+        f"#!/bin/sh\ncd {tmp_path}\nif [ $1 = create ]; then mv then.json first.json\n"
+        "echo 'Error from server (NotFound): pods \"left\" not found' >&2; exit 1; fi\ncat first.json\n"
+    )
+    done = omni("drain", "hello", "left")
+    assert (done.exit_code, done.output) == (0, "left has ended\n")
+
+
+def test_a_disk_that_takes_no_file_is_said_in_one_line(
+    omni: Callable[..., Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
+    done = omni("restart", "hello", omnipipelines=made())
+    assert done.exit_code == 1 and done.stderr.count("\n") == 1
+    assert done.stderr.startswith("error: [Errno 2] No such file or directory: ")

@@ -104,6 +104,9 @@ def decide(
     """
     if update == serving:
         return None
+    if before is not None and before.since is not None and before.since > now:
+        # The clock was set back: the step would last until it is there again.
+        before = msgspec.structs.replace(before, since=now)
     stands = before is not None and before.aborted and before.revision == update
     if before is not None and not stands and before.weight < 100:
         if suspended or (before.is_interrupted and not restored):

@@ -1,8 +1,8 @@
-"""Pipelines that each hold a part of the GPUs that they need, and wait for the others': who lets go, and until when.
+"""Pipelines that each hold a part of the GPUs that they need, and wait for the others': which lets go, and until when.
 
 Here: one rule. Not here: which pods a pipeline has (`workloads`), carrying the verdict out. Pure. The scheduler places
-pod by pod, so that of two pipelines each may get a half. They are in an order: whoever has failed less often, then the
-older one. The first of those that wait alone keeps what it holds:
+pod by pod, so that of two pipelines each may get a half. They are in an order: those that failed less often first, then
+older ones. The first of those that wait alone keeps what it holds:
 
 - One that holds GPUs, does not serve, and has had pods without a node for ``patience_s`` lets go when one before it
   waits. It may come back when there is room, or when a while has passed, twice as long each time; it does when none
@@ -21,8 +21,8 @@ that none lets go for it again. One that serves takes none.
 
 Those that may sleep (all their units with GPUs have ``minReplicas: 0``) take turns. One that has served for
 ``patience_s`` lets go when another one, of no lower priority, has waited for so long and lacks no more than such ones
-hold: whoever has served longest first, for whoever has waited longest. It waits again as soon as the other one has the
-GPUs.
+hold: the one that has served longest first, for the one that has waited longest. It waits again as soon as the other
+one has the GPUs.
 """
 
 from __future__ import annotations
@@ -87,6 +87,9 @@ def decide(own: Gang, others: Sequence[Gang], *, now: float, patience_s: float, 
     """
     if not own.needs or (own.serves and own.is_away and not own.held):
         return None
+    if own.yielded is not None and own.yielded.since is not None and own.yielded.since > now:
+        # The clock was set back: it would stay away until the clock is there again.
+        own = msgspec.structs.replace(own, yielded=msgspec.structs.replace(own.yielded, since=now))
     rivals = sorted((one for one in others if one.waits), key=lambda one: one.rank)
     if own.yielded is not None and own.yielded.since is not None:
         ahead = [

@@ -16,8 +16,8 @@ While a revision is tried (`changes.deciding.canary`), f is at most its share of
 as that is worth; so each changing unit keeps an old pod. One that was taken back is dropped: the old revision is the
 goal again.
 
-U is maxUnavailable, and at most R - 1, so that a complete set remains. An old pod counts until it has ended if there is
-no surge, because its GPU is not free before; and the only pod of a unit ends first, as under Recreate: requests wait
+U is maxUnavailable, and at most R - 1, so that a complete set remains. An old pod counts until it has ended without a
+surge, because its GPU is not free before; and the only pod of a unit ends first, as under Recreate: requests wait
 for its successor (`awaited`).
 """
 

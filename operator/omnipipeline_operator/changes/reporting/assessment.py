@@ -260,7 +260,7 @@ def _waiting_for(inputs: StatusInputs) -> str:
 
 
 def _ending(inputs: StatusInputs) -> str:
-    """The first old pod that still ends, its node, and how many more there are; empty: there is none."""
+    """The first old pod that still ends, its node, and how many more there are; empty: no old pod is left."""
     desired = {name: one.revision for name, one in inputs.goal.units.items()}
     desired[COORDINATOR] = inputs.goal.coordinator.revision
     old = [each for each in inputs.observed if desired.get(each.unit) != each.revision]

@@ -24,7 +24,7 @@ _SEVERITY: Final = (
     "ImagePullBackOff",
     "ReferenceNotFound",
     "DeviceClaimsMissing",
-    "FailedMount",
+    "Failed",  # FailedMount, FailedPrepareDynamicResources, …: what a kubelet tries again
     "CreateContainerConfigError",
     "CreateContainerError",
     "StartError",
@@ -44,7 +44,7 @@ _SEVERITY: Final = (
 )
 
 
-_OUT_OF: Final = "OutOf"
+_KINDS: Final = ("OutOf", "Failed")  # what reasons begin with whose rest names the resource, or what has failed
 
 
 class Diagnostic(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,8 +60,12 @@ class Diagnostic(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def rank(self) -> int:
-        reason = _OUT_OF if self.reason.startswith(_OUT_OF) else self.reason
+        reason = _kind(self.reason)
         return _SEVERITY.index(reason) if reason in _SEVERITY else len(_SEVERITY)
+
+
+def _kind(reason: str) -> str:
+    return next((each for each in _KINDS if reason.startswith(each)), reason)
 
 
 def of_workload(workload: Workload, *, startup_deadline_s: float, now: float) -> Diagnostic | None:
@@ -167,7 +171,7 @@ def stabilized(diagnostic: Diagnostic, reason: str | None, message: str | None) 
     if diagnostic.message.endswith(_SO):
         same = _POD.sub("", diagnostic.message) == _POD.sub("", message)
         return msgspec.structs.replace(diagnostic, message=message) if same else diagnostic
-    if diagnostic.reason not in _REPEATED:
+    if _kind(diagnostic.reason) not in _REPEATED:
         return diagnostic
     vague = _BACK_OFF in diagnostic.message
     same = _NUMBERS.sub("#", diagnostic.message) == _NUMBERS.sub("#", message)
@@ -181,7 +185,7 @@ _REPEATED: Final = (
     "StartupDeadlineExceeded",
     "ImagePullBackOff",
     "CreateContainerError",
-    "FailedMount",
+    "Failed",
     "QuotaExceeded",
     "PodsRefused",
     "PodSecurity",

@@ -39,7 +39,8 @@ def _ways(spec: PipelineConfig, snapshot: Snapshot, lacking: Mapping[str, str]) 
         if address is None:  # no Ingress controller serves it yet
             yield Exposure(url=url, pending=f"Ingress {ingress['metadata']['name']} has no address yet")
         else:
-            yield Exposure(url=url, external=f"{scheme}://{spec.expose.ingress.host or address}")
+            named = spec.expose.ingress.host or address
+            yield Exposure(url=url, external=None if named.startswith("*") else f"{scheme}://{named}")
     if spec.expose.route is not None:
         route = snapshot.child(kinds.ROUTE, snapshot.owner.name)
         yield _routed(spec.expose.route, route or {}, url, snapshot.owner.name, lacking.get(kinds.ROUTE.name))
@@ -72,6 +73,7 @@ def _routed(route: Route, live: Mapping[str, Any], url: str, name: str, lacks: s
 
 
 def _address(manifest: Mapping[str, Any]) -> str | None:
-    """The address of an Ingress or of a Service of type LoadBalancer."""
+    """The address of an Ingress or of a Service of type LoadBalancer, as a URL has it."""
     given = manifest.get("status", {}).get("loadBalancer", {}).get("ingress", [])
-    return next((each.get("hostname") or each.get("ip") for each in given), None)
+    host: str | None = next((each.get("hostname") or each.get("ip") for each in given), None)
+    return f"[{host}]" if host and ":" in host else host

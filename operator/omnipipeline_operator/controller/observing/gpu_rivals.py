@@ -143,7 +143,7 @@ class GpuRivals:
     def _others(self, own: PipelineKey, resources: frozenset[str]) -> list[Gang]:
         """The other pipelines that want GPUs of the same kind; read again only after a while."""
         now = self._clock()
-        if now - self._read_at >= READ_EVERY_S * len(self._known):
+        if not 0 <= now - self._read_at < READ_EVERY_S * len(self._known):  # nor when the clock was set back
             self._read_at = now
             self._known = {key: found for key in self._store.pipelines() if (found := self._read(key)) is not None}
         gangs_of = {key: each.gang for key, each in self._known.items() if key != own and each.resources & resources}

@@ -25,6 +25,7 @@ from omnipipeline_operator.desired import children, naming, references
 from omnipipeline_operator.desired.naming import Owner
 from omnipipeline_operator.desired.references import Reference
 from omnipipeline_operator.kinds import Manifest
+from omnipipeline_spec.types import quantities
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +84,10 @@ class ReferenceChecker:
         for each in desired.workloads:
             key, template = (each.unit, each.revision), each.deployment["spec"]["template"]
             workload = by_key.get(key)
-            if not decided.get(key) or (workload is not None and workload.started):
+            if not decided.get(key):
+                continue
+            if workload is not None and workload.started:
+                found += await self._check_mounts(workload, again)
                 continue
             if each.devices is not None and each.devices["kind"] in lacking:
                 held.add(key)
@@ -140,6 +144,10 @@ class ReferenceChecker:
                 return [
                     Diagnostic(unit=workload.unit, reason=pod.reason, message=f"pod {pod.name}: {pod.message}{also}")
                 ]
+        return await self._check_mounts(workload, again)
+
+    async def _check_mounts(self, workload: Workload, again: list[float]) -> list[Diagnostic]:
+        """Why a pod waits for its volumes, as the kubelet's last Event says."""
         waiting = [pod for pod in workload.present if pod.waits_for_volumes]
         if not waiting:
             return []
@@ -177,6 +185,8 @@ class ReferenceChecker:
         return self._known[key]
 
     async def _reference_exists(self, reference: Reference) -> bool:
+        if not quantities.is_object_name(reference.name):
+            return False  # a podTemplate may hold any text, and this one becomes a part of a path
         if reference.kind == kinds.CONFIG_MAP.name:
             try:
                 await self._client.get(kinds.CONFIG_MAP, self._owner.namespace, reference.name)
@@ -198,7 +208,8 @@ def pods_are_stuck(observed: Sequence[Workload], now: float) -> bool:
 def retry_at(refused: Workload, now: float) -> float:
     """When to retry its refused pods: every 10 s at first, every 60 s after ten minutes."""
     wait = min(max(RETRY_REFUSED_S, (now - refused.refused_since) / 10), MAX_RETRY_REFUSED_S)
-    return max(refused.tried_at, refused.refused_since) + wait
+    tried_at = refused.tried_at if refused.tried_at <= now else 0.0  # the clock was set back
+    return max(tried_at, refused.refused_since) + wait
 
 
 def _check_after(age_s: float) -> float:

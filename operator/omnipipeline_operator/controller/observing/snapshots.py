@@ -26,7 +26,7 @@ class Snapshot:
     def __init__(self, store: Store, key: PipelineKey, owner: Owner, *, now: float) -> None:
         self.owner = owner
         self._now = now
-        self._labelled = {kind.name: store.children(key, kind) for kind in kinds.WATCHED}
+        self._labelled = {kind.key: store.children(key, kind) for kind in kinds.WATCHED}
 
     def child(self, kind: Kind, name: str) -> Manifest | None:
         """One child of ours by name."""
@@ -34,20 +34,20 @@ class Snapshot:
 
     def children(self, kind: Kind) -> list[Manifest]:
         """Children of ours that are not being deleted."""
-        return [each for each in self._labelled[kind.name] if self._is_ours(each)]
+        return [each for each in self._labelled[kind.key] if self._is_ours(each)]
 
     def claim(self, name: str) -> Manifest | None:
         """The model cache's claim: it has no owner, only the label of the pipeline that it was made for."""
-        return next((each for each in self._labelled[kinds.CLAIM.name] if each["metadata"]["name"] == name), None)
+        return next((each for each in self._labelled[kinds.CLAIM.key] if each["metadata"]["name"] == name), None)
 
     def pods(self, unit: str | None = None) -> list[Manifest]:
         """Pods with the pipeline's label, or with that of one unit; their owners are ReplicaSets."""
-        pods = self._labelled[kinds.POD.name]
+        pods = self._labelled[kinds.POD.key]
         return [each for each in pods if unit is None or each["metadata"]["labels"].get(naming.UNIT_LABEL) == unit]
 
     @functools.cached_property
     def workloads(self) -> list[Workload]:
-        """The Deployments of all unit revisions, each with its pods."""
+        """The Deployments of all unit revisions, each with its pods; not one that selects other pods than ours do."""
         by_revision: dict[tuple[str, str], list[Manifest]] = {}
         for pod in self.pods():
             labels = pod["metadata"]["labels"]
@@ -55,8 +55,10 @@ class Snapshot:
             by_revision.setdefault(of, []).append(pod)
         found = []
         for deployment in self.children(kinds.DEPLOYMENT):
-            labels = deployment["spec"]["selector"]["matchLabels"]
+            labels = deployment["spec"]["selector"].get("matchLabels", {})
             of = (labels.get(naming.UNIT_LABEL, ""), labels.get(naming.REVISION_LABEL, ""))
+            if labels != naming.selector(self.owner.name, *of):
+                continue
             found.append(workloads.read_workload(deployment, by_revision.get(of, ()), now=self._now))
         return found
 

@@ -1,9 +1,9 @@
 """Pod templates of stage units and of the coordinator, and the Deployments around them.
 
-Here: everything that is written once per (unit, revision) and never edited: containers, probes, security, resources,
-environment. Not here: volumes (`volumes`), probes (`probes`), replicas (`changes.deciding.rollout` decides them), the
-plan's text (`config`), the author's merge (`templates`). Called by `children`. The pods satisfy the "restricted" pod
-security standard.
+Here: everything that is written once per (unit, revision) and never edited: containers, security, resources. Not
+here: volumes (`volumes`), probes (`probes`), variables (`environment`), replicas (`changes.deciding.rollout` decides
+them), the plan's text (`config`), the author's merge (`templates`). Called by `children`. The pods satisfy the
+"restricted" pod security standard.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from omnipipeline_operator.desired.naming import Owner
 from omnipipeline_operator.desired.pod_templates import (
     affinity,
     devices,
+    environment,
     fetching,
     podsecurity,
     probes,
@@ -30,10 +31,9 @@ from omnipipeline_operator.errors import NotAllowed
 from omnipipeline_operator.kinds import Manifest
 from omnipipeline_operator.settings import OWN_USER, DefaultResources, NodeModels, PodUsers
 from omnipipeline_spec.cluster import Resources
-from omnipipeline_spec.types import quantities, stores
+from omnipipeline_spec.types import quantities
 from omnipipeline_spec.types.plan import CoordinatorPlan, UnitPlan
 from omnipipeline_spec.types.pods import ADMIN_PORT, CONTROL_PORT, COORDINATOR, PROBE_PORT, PUBLISH_PORT
-from omnipipeline_spec.validation.variables import JOINED
 
 PRE_STOP_S: Final = 3  # endpoints and load balancers drop a pod before it stops listening
 STAGE: Final = "stage"  # the container of a unit's pods; that of the coordinator's has the unit's name
@@ -53,19 +53,20 @@ class PodFacts(msgspec.Struct, frozen=True, kw_only=True):
     default_resources: DefaultResources = DefaultResources()
     users: PodUsers = OWN_USER
     node_models: NodeModels | None = None  #: None: not allowed.
-    group_scheduler: str = ""  #: The scheduler of PodGroups; empty: none.
-    grouped: podgroups.Grouped = podgroups.Grouped()
+    groups: podgroups.Groups = podgroups.Groups()  #: No new pod names one where there is a queue.
     queue: str = ""  #: Kueue's, for the units' pods.
 
 
 def unit_deployment(unit: UnitPlan, facts: PodFacts) -> Manifest:
     """The Deployment of one unit revision, without replicas."""
     owner, ports = facts.owner, [_port(f"control-{group.index}", CONTROL_PORT + group.index) for group in unit.groups]
-    environment = [
-        *_common_environment(unit),
-        _variable("OMNI_COORDINATOR", f"tcp://{naming.peers(owner.name)}.{owner.namespace}.svc:{CONTROL_PORT}"),
+    variables = [
+        *environment.common(unit),
+        environment.variable(
+            "OMNI_COORDINATOR", f"tcp://{naming.peers(owner.name)}.{owner.namespace}.svc:{CONTROL_PORT}"
+        ),
     ]
-    container = _container(STAGE, ["supervisor"], unit.pod, facts, environment, groups=len(unit.groups))
+    container = _container(STAGE, ["supervisor"], unit.pod, facts, variables, groups=len(unit.groups))
     container["ports"] = [_port("probes", PROBE_PORT), *ports]
     return _deployment(
         unit,
@@ -80,21 +81,25 @@ def unit_deployment(unit: UnitPlan, facts: PodFacts) -> Manifest:
 
 def coordinator_deployment(plan: CoordinatorPlan, facts: PodFacts) -> Manifest:
     """The Deployment of one revision of the coordinator, without replicas."""
-    environment = [
-        *_common_environment(plan),
-        _variable("OMNI_REVISIONS", f"{volumes.REVISIONS_DIR}/revisions.json"),
-        _variable("OMNI_LISTEN", f"tcp://*:{CONTROL_PORT}"),
-        _variable("OMNI_ADVERTISE", f"tcp://$(OMNI_POD_IP):{CONTROL_PORT}"),
-        _variable("OMNI_PUBLISH", f"tcp://*:{PUBLISH_PORT}"),
-        _variable("OMNI_PUBLISH_ADVERTISE", f"tcp://$(OMNI_POD_IP):{PUBLISH_PORT}"),
-        _variable("OMNI_HTTP_HOST", "*"),
-        _variable("OMNI_HTTP_PORT", str(plan.http_port)),
-        _variable("OMNI_ADMIN_PORT", str(ADMIN_PORT)),
-        _variable("OMNI_PROBE_PORT", str(PROBE_PORT)),
-        *([_variable("OMNI_API_KEY_FILE", f"{volumes.API_KEY_DIR}/key")] if "apiKeySecretRef" in plan.pod else []),
-        *(_certificate() if "tlsSecretName" in plan.pod else []),
+    variables = [
+        *environment.common(plan),
+        environment.variable("OMNI_REVISIONS", f"{volumes.REVISIONS_DIR}/revisions.json"),
+        environment.variable("OMNI_LISTEN", f"tcp://*:{CONTROL_PORT}"),
+        environment.variable("OMNI_ADVERTISE", f"tcp://$(OMNI_POD_IP):{CONTROL_PORT}"),
+        environment.variable("OMNI_PUBLISH", f"tcp://*:{PUBLISH_PORT}"),
+        environment.variable("OMNI_PUBLISH_ADVERTISE", f"tcp://$(OMNI_POD_IP):{PUBLISH_PORT}"),
+        environment.variable("OMNI_HTTP_HOST", "*"),
+        environment.variable("OMNI_HTTP_PORT", str(plan.http_port)),
+        environment.variable("OMNI_ADMIN_PORT", str(ADMIN_PORT)),
+        environment.variable("OMNI_PROBE_PORT", str(PROBE_PORT)),
+        *(
+            [environment.variable("OMNI_API_KEY_FILE", f"{volumes.API_KEY_DIR}/key")]
+            if "apiKeySecretRef" in plan.pod
+            else []
+        ),
+        *(environment.certificate() if "tlsSecretName" in plan.pod else []),
     ]
-    container = _container(COORDINATOR, ["coordinator"], plan.pod, facts, environment)
+    container = _container(COORDINATOR, ["coordinator"], plan.pod, facts, variables)
     container["ports"] = [
         _port("http", plan.http_port),
         _port("probes", PROBE_PORT),
@@ -128,14 +133,15 @@ def gpus(deployment: Mapping[str, Any]) -> int:
 
 
 def _whole(amount: Any) -> int:
-    """A number of devices; 0 for what the API server would refuse."""
-    return int(amount) if str(amount).isdecimal() else 0
+    """A number of devices; 0 for what the API server would refuse, and for what no node has."""
+    return int(amount) if str(amount).isdecimal() and len(str(amount)) < MAX_DIGITS else 0
 
 
 #: Volumes that the cluster autoscaler may delete with the pod. Any other emptyDir makes it keep the pod's node.
 LOSES_NOTHING: Final = "cluster-autoscaler.kubernetes.io/safe-to-evict-local-volumes"
 GPU_RESOURCE: Final = "omnipipeline.dev/gpu-resource"  # the extended resource, or the DeviceClass
 CLAIMED_GPUS: Final = "omnipipeline.dev/claimed-gpus"  # per pod, where they come by a claim
+MAX_DIGITS: Final = 10  # of a number of devices; an annotation may have thousands, which Python refuses to read
 
 
 def _deployment(
@@ -149,17 +155,7 @@ def _deployment(
     more_volumes: Sequence[Manifest] = (),
     before: Sequence[Manifest] = (),
 ) -> Manifest:
-    owner, settings = facts.owner, plan.pod
-    named = naming.unit(owner.name, unit, plan.revision)
-    labels = naming.labels(owner.name, unit, plan.revision)
-    pinned = {naming.IMAGE_PIN: facts.image}
-    deployment = naming.child(kinds.DEPLOYMENT, named, owner, of=labels, annotations=pinned)
-    placement = settings.get("placement", {})
-    if unit == COORDINATOR and not placement.get("topologySpreadConstraints"):
-        placement = {**placement, "affinity": {**_apart(owner.name, plan.revision), **placement.get("affinity", {})}}
-    ours = affinity.of(placement, owner.name)
-    if ours:
-        placement = {**placement, "affinity": {**placement.get("affinity", {}), **ours}}
+    owner = facts.owner
     own = volumes.volumes(
         plan,
         unit,
@@ -168,10 +164,46 @@ def _deployment(
         shared_memory=shared_memory,
         node_models=facts.node_models.path if facts.node_models else "",
     )
+    pod = _pod(plan, unit, facts, [container], [*own, *more_volumes], before)
+    annotations = {
+        "kubectl.kubernetes.io/default-container": container["name"],
+        LOSES_NOTHING: ",".join(volumes.disposable(own)),
+        **_gpu_annotations(plan.pod),
+    }
+    labels = naming.labels(owner.name, unit, plan.revision)
+    deployment = naming.child(
+        kinds.DEPLOYMENT,
+        naming.unit(owner.name, unit, plan.revision),
+        owner,
+        of=labels,
+        annotations={naming.IMAGE_PIN: facts.image},
+    )
+    deployment["spec"] = {
+        "selector": {"matchLabels": naming.selector(owner.name, unit, plan.revision)},
+        # A template edited by hand (kubectl rollout restart) needs this: no pod is removed before its successor is
+        # ready.
+        "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}},
+        "progressDeadlineSeconds": ceil(startup_deadline_s) + AFTER_START_S,
+        "revisionHistoryLimit": 1,
+        "template": _template(pod, labels, annotations, plan.pod, unit, facts),
+    }
+    return deployment
+
+
+def _pod(
+    plan: UnitPlan | CoordinatorPlan,
+    unit: str,
+    facts: PodFacts,
+    containers: Sequence[Manifest],
+    mounted: Sequence[Manifest],
+    before: Sequence[Manifest],
+) -> Manifest:
+    """The pod's spec. mounted: its volumes. before: containers that end before the others start."""
+    settings, placement = plan.pod, _placement(plan, unit, facts.owner)
     pod: Manifest = {
         **({"initContainers": [*before]} if before else {}),
-        "containers": [container],
-        "volumes": [*own, *more_volumes],
+        "containers": [*containers],
+        "volumes": [*mounted],
         "securityContext": _pod_security(facts.users),
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
@@ -184,36 +216,50 @@ def _deployment(
     for field in ("imagePullSecrets", "serviceAccountName"):
         if settings.get(field):
             pod[field] = settings[field]
-    pod |= devices.of_pod(settings, naming.devices(owner.name, unit, plan.revision))
-    annotations = {
-        "kubectl.kubernetes.io/default-container": container["name"],
-        LOSES_NOTHING: ",".join(volumes.disposable(own)),
-    }
+    return pod | devices.of_pod(settings, naming.devices(facts.owner.name, unit, plan.revision))
+
+
+def _placement(plan: UnitPlan | CoordinatorPlan, unit: str, owner: Owner) -> Mapping[str, Any]:
+    """The author's placement, and what coordinators and ``near`` add to its affinity."""
+    placement: Mapping[str, Any] = plan.pod.get("placement", {})
+    if unit == COORDINATOR and not placement.get("topologySpreadConstraints"):
+        placement = {**placement, "affinity": {**_apart(owner.name, plan.revision), **placement.get("affinity", {})}}
+    ours = affinity.of(placement, owner.name)
+    if ours:
+        placement = {**placement, "affinity": {**placement.get("affinity", {}), **ours}}
+    return placement
+
+
+def _gpu_annotations(settings: Mapping[str, Any]) -> dict[str, str]:
+    """The annotations that `gpus` reads."""
     if "gpuClaim" in settings:
-        annotations[GPU_RESOURCE] = settings["gpuClaim"]["deviceClassName"]
-        annotations[CLAIMED_GPUS] = str(settings["gpus"])
-    elif settings.get("gpus"):
-        annotations[GPU_RESOURCE] = settings["gpuResourceName"]
-    if facts.group_scheduler and not facts.queue and unit != COORDINATOR and podgroups.is_member(settings):
-        labels = {**labels, podgroups.LABEL: owner.name}
-        pod["schedulerName"] = facts.group_scheduler
+        return {GPU_RESOURCE: settings["gpuClaim"]["deviceClassName"], CLAIMED_GPUS: str(settings["gpus"])}
+    return {GPU_RESOURCE: settings["gpuResourceName"]} if settings.get("gpus") else {}
+
+
+def _template(
+    pod: Manifest,
+    labels: Mapping[str, str],
+    annotations: Mapping[str, str],
+    settings: Mapping[str, Any],
+    unit: str,
+    facts: PodFacts,
+) -> Manifest:
+    """The author's ``podTemplate`` over ours; with the scheduler's group and Kueue's queue, where the pod has them."""
+    group = facts.groups.kind if unit != COORDINATOR and podgroups.is_member(settings) else None
+    if group is not None:
+        pod = {**pod, "schedulerName": facts.groups.scheduler}
     queue = {naming.QUEUE_LABEL: facts.queue} if facts.queue and unit != COORDINATOR else {}
-    template: Manifest = {"metadata": {"labels": queue | labels, "annotations": annotations}, "spec": pod}
-    template = _merged(template, settings.get("podTemplate", {}), unit, facts)
-    template["metadata"]["labels"] = {
-        **template["metadata"].get("labels", {}),
-        **labels,
-    }  # they must match the selector
-    deployment["spec"] = {
-        "selector": {"matchLabels": naming.selector(owner.name, unit, plan.revision)},
-        # A template edited by hand (kubectl rollout restart) needs this: no pod is removed before its successor is
-        # ready.
-        "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}},
-        "progressDeadlineSeconds": ceil(startup_deadline_s) + AFTER_START_S,
-        "revisionHistoryLimit": 1,
-        "template": template,
+    metadata = {"labels": {**queue, **labels}, "annotations": {**annotations}}
+    template = _merged({"metadata": metadata, "spec": pod}, settings.get("podTemplate", {}), unit, facts)
+    # Last: labels must match the selector, and the GPUs of a pipeline decide on those of others.
+    template["metadata"]["labels"] = {**template["metadata"].get("labels", {}), **labels}
+    theirs = template["metadata"].get("annotations", {})
+    template["metadata"]["annotations"] = {
+        **{name: text for name, text in theirs.items() if name not in (GPU_RESOURCE, CLAIMED_GPUS)},
+        **_gpu_annotations(settings),
     }
-    return deployment
+    return template if group is None else podgroups.joined(template, group, facts.owner.name)
 
 
 def _merged(template: Manifest, patch: Mapping[str, Any], unit: str, facts: PodFacts) -> Manifest:
@@ -279,7 +325,7 @@ def _container(
     arguments: list[str],
     settings: Mapping[str, Any],
     facts: PodFacts,
-    environment: list[Manifest],
+    variables: list[Manifest],
     *,
     groups: int = 1,
 ) -> Manifest:
@@ -288,64 +334,18 @@ def _container(
         "name": name,
         "image": settings.get("image") or facts.image,
         "args": arguments,
-        "env": _with_authors(environment, settings.get("env", [])),
+        "env": environment.with_authors(variables, settings.get("env", [])),
         "resources": _resources(settings, getattr(facts.default_resources, name), groups),
         **probes.probes(),
         "lifecycle": {"preStop": {"sleep": {"seconds": PRE_STOP_S}}},
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "securityContext": _container_security(),
-        "volumeMounts": volumes.mounts(settings, environment),
+        "volumeMounts": volumes.mounts(settings, variables),
     }
     for field in ("imagePullPolicy", "envFrom"):
         if settings.get(field):
             container[field] = settings[field]
     return container
-
-
-def _with_authors(environment: list[Manifest], given: Sequence[Mapping[str, Any]]) -> list[Manifest]:
-    """The author's variables merged over ours; `validation.variables` has refused those that would break the pod."""
-    ours = {variable["name"]: variable for variable in environment}
-    joined = [
-        {**one, "value": ":".join(filter(None, (ours[JOINED]["value"], one.get("value"))))}
-        if one["name"] == JOINED and JOINED in ours
-        else one
-        for one in given
-    ]
-    merged: list[Manifest] = templates.merge({"env": environment}, {"env": joined})["env"]
-    return merged
-
-
-def _common_environment(plan: UnitPlan | CoordinatorPlan) -> list[Manifest]:
-    settings = plan.pod
-    environment = [
-        _variable("OMNI_PLAN", f"{volumes.PLAN_DIR}/plan.json"),
-        {"name": "OMNI_POD_IP", "valueFrom": {"fieldRef": {"apiVersion": "v1", "fieldPath": "status.podIP"}}},
-        {"name": "OMNI_POD_UID", "valueFrom": {"fieldRef": {"apiVersion": "v1", "fieldPath": "metadata.uid"}}},
-        _variable("OMNI_LOG_FORMAT", "json"),
-        _variable("OMNI_PROFILE_ROOT", volumes.PROFILES_DIR),
-    ]
-    if plan.code_config_map:
-        environment.append(_variable(JOINED, volumes.CODE_DIR))
-    if plan.security == "Curve":
-        environment.append(_variable("OMNI_CONTROL_KEY_FILE", f"{volumes.CONTROL_DIR}/key"))
-    cache = settings.get("modelCache", {}).get("type", "Image")
-    if cache == "Node" and isinstance(plan, UnitPlan) and not stores.is_address(plan.model_path):
-        # HF_HOME stays in /tmp, since libraries write there: code of a model, a token.
-        environment += [_variable("HF_HUB_CACHE", f"{volumes.HUB_DIR}/hub"), _variable("HF_HUB_OFFLINE", "1")]
-    elif cache == "Node":
-        environment.append(_variable("OMNI_MODELS_DIR", volumes.MODELS_DIR))
-    elif cache != "Image":  # nothing is downloaded beside an image
-        environment.append(_variable("HF_HOME", volumes.HUB_DIR))
-        if isinstance(plan, UnitPlan) and stores.is_address(plan.model_path):
-            environment.append(_variable("OMNI_MODELS_DIR", volumes.MODELS_DIR))
-    tracing = settings.get("tracing", {})
-    if tracing.get("endpoint"):
-        environment += [
-            _variable("OTEL_EXPORTER_OTLP_ENDPOINT", tracing["endpoint"]),
-            _variable("OTEL_TRACES_SAMPLER", "parentbased_traceidratio"),
-            _variable("OTEL_TRACES_SAMPLER_ARG", str(tracing.get("sampleRatio", 1))),
-        ]
-    return environment
 
 
 def _resources(settings: Mapping[str, Any], default: Resources, groups: int) -> Manifest:
@@ -369,11 +369,6 @@ def _resources(settings: Mapping[str, Any], default: Resources, groups: int) -> 
 def default_resources(default: Resources) -> Manifest:
     """Requests and limits of a container for which the author gives none."""
     return _resources({}, default, groups=1)
-
-
-def _certificate() -> list[Manifest]:
-    files = (("OMNI_TLS_CERT_FILE", "tls.crt"), ("OMNI_TLS_KEY_FILE", "tls.key"))
-    return [_variable(name, f"{volumes.TLS_DIR}/{file}") for name, file in files]
 
 
 def _apart(pipeline: str, revision: str) -> Manifest:
@@ -417,10 +412,6 @@ def _container_security() -> Manifest:
     device may lock is the limit that the container runtime sets.
     """
     return {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]}}
-
-
-def _variable(name: str, value: str) -> Manifest:
-    return {"name": name, "value": value}
 
 
 def _port(name: str, number: int) -> Manifest:
