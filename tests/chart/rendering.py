@@ -28,6 +28,13 @@ COMBINATIONS: dict[str, list[str]] = {
     "users by admission": ["podSecurityContext=null", "pipelinePodSecurityContext=null"],
     "models on nodes": ["nodeModels.path=/var/lib/omnipipeline/models", "nodeModels.bound=200Gi"],
     "gangs": ["podGroupScheduler=scheduler-plugins-scheduler"],
+    "without defaults": [
+        *(f"pod{each}=null" for each in ("Annotations", "Labels", "GroupScheduler")),
+        *(f"{each}=null" for each in ("scrapers", "watchNamespaces", "imagePullSecrets", "resources", "replicas")),
+        *(f"{each}=null" for each in ("nodeSelector", "tolerations", "affinity", "topologySpreadConstraints")),
+        *(f"{each}=null" for each in ("priorityClassName", "nameOverride", "fullnameOverride", "logFormat")),
+        *(f"{each}=null" for each in ("gpuPatienceSeconds", "gpuPrioritySeconds", "defaultResources.stage")),
+    ],
     "by digest": [f"image.digest=sha256:{'0' * 64}", f"stageImage.digest=sha256:{'1' * 64}"],
     "placed": ["nodeSelector.pool=system", "tolerations[0].operator=Exists", "imagePullSecrets[0].name=registry"],
 }

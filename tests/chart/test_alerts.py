@@ -46,6 +46,9 @@ READY: Final = (
     'omnipipeline_process_ready{namespace="team", omnipipeline_dev_pipeline="duo", omnipipeline_dev_unit="first"}'
 )
 ANSWERS: Final = 'omnipipeline_http_requests_total{namespace="team", omnipipeline_dev_pipeline="duo", status="%s"}'
+CERTIFICATE: Final = (
+    'omnipipeline_http_certificate_%s{namespace="team", omnipipeline_dev_pipeline="duo", pod="coordinator"}'
+)
 RESTARTS: Final = 'omnipipeline_process_restarts_total{namespace="team", pod="p", process="first"}'
 
 CASES: Final = [
@@ -137,6 +140,26 @@ CASES: Final = [
         series={RESTARTS: "0 0 0 1 1 1 2 2 2 3 3 3 4 4 4 5 5 5 6"},
         minute=16,
         rings=("OmniPipelineProcessCrashLooping",),
+    ),
+    # A life of 100 minutes, of which half are over when promtool's clock begins.
+    *(
+        Case(
+            name=f"minute {50 + minute} of a certificate's 100",
+            series={
+                CERTIFICATE % "not_before_timestamp_seconds": "-3000x60",
+                CERTIFICATE % "not_after_timestamp_seconds": "3000x60",
+                CERTIFICATE % "refused": "0x60",
+            },
+            minute=minute,
+            rings=rings,
+        )
+        for minute, rings in ((39, ()), (46, ("OmniPipelineCertificateEnds",)), (55, ("OmniPipelineCertificateEnds",)))
+    ),
+    Case(
+        name="a Secret holds another certificate's key",
+        series={CERTIFICATE % "refused": "0x3 1x30"},
+        minute=12,
+        rings=("OmniPipelineCertificateRefused",),
     ),
     Case(
         name="the liveness probe restarts an operator that is stuck",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from datetime import UTC, datetime
@@ -15,6 +16,7 @@ from omnipipeline_operator import cli, settings
 from omnipipeline_operator.conversion import certificates, publishing
 from omnipipeline_operator.settings import ConversionSettings
 from omnipipeline_spec.generating import schema
+from omnipipeline_spec.types import quantities
 from tests.chart.rendering import CHART, COMBINATIONS, MONITORED, NAMESPACE, helm, objects, rendered, sets
 from tests.cluster_kit import Cluster
 from tests.contract import next_version
@@ -255,6 +257,20 @@ def test_a_name_that_yaml_would_take_for_something_else_stays_a_text(api_server:
     for made in objects(done.stdout):
         if made["kind"] != "CustomResourceDefinition":
             texts_of(made, "")
+
+
+@pytest.mark.parametrize("release", ["release", "9lives", "a.b.c", f"1.{'a' * 30}-peers", f"{'a' * 31}.b"])
+def test_the_pipeline_of_the_test_and_the_webhooks_service_have_names_that_they_can_have(
+    api_server: Cluster, release: str
+) -> None:
+    """helm takes releases with dots, and such that begin with a digit."""
+    done = helm(api_server, "template", release, str(CHART), "-n", NAMESPACE, "--set", "conversion.enabled=true")
+    made = objects(done.stdout)
+    [smoke] = [each for each in made if each["kind"] == "Pod"]
+    variables = {each["name"]: each["value"] for each in smoke["spec"]["containers"][0]["env"]}
+    assert quantities.is_pipeline_name(variables["SMOKE_NAME"])
+    for service in [each["metadata"]["name"] for each in made if each["kind"] == "Service"]:
+        assert re.fullmatch("[a-z]([-a-z0-9]{0,61}[a-z0-9])?", service)
 
 
 def test_the_namespaced_operator_has_no_right_on_the_cluster(api_server: Cluster) -> None:

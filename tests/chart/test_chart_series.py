@@ -38,7 +38,7 @@ def expressions() -> Iterator[str]:
 
 def test_whatever_the_chart_asks_for_is_served() -> None:
     live = metrics.series(
-        [*catalog.COORDINATOR, *catalog.SERVICE, *catalog.PLANES, *catalog.PROCESSES, *OPERATOR, *STATUS]
+        [*catalog.COORDINATOR, *catalog.TLS, *catalog.SERVICE, *catalog.PLANES, *catalog.PROCESSES, *OPERATOR, *STATUS]
     )
     queries = list(expressions())
     missing = []

@@ -12,9 +12,14 @@
 {{- end -}}
 {{- end -}}
 
+{{/* The full name as that of a Service, or of a pipeline: a release's may have dots, and begin with a digit. */}}
+{{- define "omnipipeline.service" -}}
+{{- regexReplaceAll "^([0-9])" (include "omnipipeline.fullname" . | replace "." "-") "r${1}" -}}
+{{- end -}}
+
 {{/* The Service and the Secret of the conversion webhook. */}}
 {{- define "omnipipeline.conversion" -}}
-{{- printf "%s-conversion" (include "omnipipeline.fullname" . | trunc 52 | trimSuffix "-") -}}
+{{- printf "%s-conversion" (include "omnipipeline.service" . | trunc 52 | trimSuffix "-") -}}
 {{- end -}}
 
 {{- define "omnipipeline.selector" -}}
@@ -71,7 +76,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" | 
 {{- $own := dict
   "namespaceSelector" (dict "matchLabels" (dict "kubernetes.io/metadata.name" .Release.Namespace))
   "podSelector" (dict "matchLabels" (include "omnipipeline.selector" . | fromYaml)) -}}
-{{- prepend .Values.scrapers $own | toJson -}}
+{{- prepend (default list .Values.scrapers) $own | toJson -}}
 {{- end -}}
 
 {{/* The operator's rights on a pipeline's children; the same in a ClusterRole and in a Role. */}}
@@ -123,7 +128,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" | 
   verbs: [get, list, watch, create, patch, delete]
 {{- end }}
 {{- if .Values.podGroupScheduler }}
-- apiGroups: [scheduling.x-k8s.io]
+- apiGroups: [scheduling.x-k8s.io, scheduling.k8s.io]
   resources: [podgroups]
   verbs: [get, list, watch, create, patch, delete]
 {{- end }}
