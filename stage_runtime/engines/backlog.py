@@ -53,7 +53,7 @@ class Backlog(Generic[Item]):
         self._tokens.put(None)
 
     def take(self, timeout: float | None = None) -> Item | None:
-        """The next entry; None when there is none and the queue is closed, or ``timeout`` seconds have passed."""
+        """The next entry; None when the queue is empty and closed, or ``timeout`` seconds have passed."""
         deadline = None if timeout is None else time.monotonic() + timeout
         while True:
             try:
@@ -70,7 +70,7 @@ class Backlog(Generic[Item]):
                 timeout = max(0.0, deadline - time.monotonic())
 
     def take_nowait(self) -> Item | None:
-        """The next entry, or None when there is none now."""
+        """The next entry, or None when the queue is empty."""
         return self.take(0.0)
 
     def drop(self, of: object) -> list[Item]:

@@ -185,7 +185,7 @@ class Inbox:
         return self._next(timeout)
 
     def get_nowait(self) -> events.Incoming | None:
-        """The next event, or None when there is none now."""
+        """The next event, or None when none waits."""
         return self._next(0.0)
 
     @property

@@ -12,6 +12,7 @@ from typing import Any
 from stage_runtime.engines import events, running
 from stage_runtime.engines.base import Inbox, Outbox
 from stage_runtime.engines.simple import TakesNoChunks
+from stage_runtime.metrics import catalog
 from stage_runtime.wire.values import StagePayload
 
 logger = logging.getLogger(__name__)
@@ -71,7 +72,8 @@ class BatchedEngine:
         if self._gauges is None:
             return
         try:
-            inbox.gauges = {str(name): float(value) for name, value in self._gauges().items()}
+            given = dict(self._gauges())
+            inbox.gauges = {name: float(given[name]) for name in catalog.CACHE if name in given}
         except Exception:
             logger.exception("expected numbers by name from omni.Batched.gauges; it is asked no more")
             self._gauges = None

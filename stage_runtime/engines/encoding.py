@@ -18,6 +18,7 @@ from stage_runtime.errors import ConfigurationError, ContextLengthExceeded, Inva
 from stage_runtime.wire.values import Scores, StagePayload, Usage, Vectors
 
 POOLINGS: Final = ("auto", "mean", "cls", "last")
+FORMS: Final = {"texts": "a text", "tokens": "a list of token ids", "pairs": "two texts"}
 UNBOUNDED: Final = 1 << 20  # tokenizers without a bound of their own have one far above
 
 Encoded = dict[str, list[int]]
@@ -55,10 +56,7 @@ class EncoderModel:
         self._pooling = _pooling(spec)
         if tokenizer.pad_token is None:
             tokenizer.pad_token = tokenizer.eos_token
-        positions = getattr(model.config, "max_position_embeddings", None) or UNBOUNDED
-        if getattr(model.config, "position_embedding_type", "") == "absolute" and model.config.model_type in _ROBERTA:
-            positions -= 2  # counted from the padding's position on
-        self.longest = min(positions, tokenizer.model_max_length, spec.max_model_len or UNBOUNDED)
+        self.longest = min(_positions(model), tokenizer.model_max_length, spec.max_model_len or UNBOUNDED)
 
     def run(self, payloads: list[StagePayload]) -> list[Any]:
         """The function of `omni.Batched`: what is wrong with a request fails that request alone."""
@@ -86,13 +84,24 @@ class EncoderModel:
         return encoded
 
     def _tokens(self, name: str, given: Any) -> Encoded:
-        if name == "tokens":
-            size = self._model.config.vocab_size
-            wrong = [one for one in given if type(one) is not int or not 0 <= one < size]
-            if wrong:
-                raise InvalidRequest(f"the vocabulary has {size} tokens, and not token {wrong[0]!r}", param="inputs")
-            return {"input_ids": list(given)}
-        return self._texts.around(*given) if name == "pairs" else self._texts.around(given)
+        match name, given:
+            case "tokens", list():
+                size = self._model.config.vocab_size
+                wrong = [one for one in given if type(one) is not int or not 0 <= one < size]
+                if wrong:
+                    problem = f"the vocabulary has {size} tokens, and not token {wrong[0]!r:.80}"
+                    raise InvalidRequest(problem, param="inputs")
+                made: Encoded = {"input_ids": list(given)}
+            case "texts", str():
+                made = self._texts.around(given)
+            case "pairs", [str(), str()]:
+                made = self._texts.around(*given)
+            case _:
+                problem = f"inputs.{name}: expected {FORMS[name]} each, got {type(given).__name__}"
+                raise InvalidRequest(problem, param="inputs")
+        if not made["input_ids"]:
+            raise InvalidRequest(f"inputs.{name}: expected one token or more each, got none", param="inputs")
+        return made
 
     def _computed(self, texts: Sequence[Encoded]) -> list[Any]:
         """A row for each, in order; texts of about one length are computed together, so that little is padding."""
@@ -116,8 +125,10 @@ class EncoderModel:
             yield places
 
     def _batch(self, texts: Sequence[Encoded]) -> Any:
-        padded = self._tokenizer.pad({key: [one[key] for one in texts] for key in texts[0]}, return_tensors="pt")
-        padded = padded.to(self._model.device)
+        keys = dict.fromkeys(key for one in texts for key in one)
+        # Token ids of a client have no types: theirs are those of a text that stands alone.
+        rows = {key: [one.get(key) or [0] * len(one["input_ids"]) for one in texts] for key in keys}
+        padded = self._tokenizer.pad(rows, return_tensors="pt").to(self._model.device)
         made = self._model(**padded)
         if self._spec.scores:
             return _as_scores(made.logits.float())
@@ -138,7 +149,14 @@ class EncoderModel:
         return [Vectors(torch.stack(mine).cpu().contiguous()), usage]
 
 
-_ROBERTA: Final = ("roberta", "xlm-roberta", "camembert")
+def _positions(model: Any) -> int:
+    """The number of tokens that a text may have. Models of RoBERTa's kind count positions from that of padding on."""
+    given: int = getattr(model.config, "max_position_embeddings", None) or UNBOUNDED
+    for name, module in model.named_modules():
+        padding = getattr(module, "padding_idx", None) if name.endswith("position_embeddings") else None
+        if padding is not None:
+            return int(given - padding - 1)
+    return given
 
 
 def _as_scores(logits: Any) -> Any:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-from stage_runtime.errors import ProtocolError, describe
+from stage_runtime.errors import UNDECODABLE, ProtocolError, describe
 from stage_runtime.kv_transfer.layout import KVLayout
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def decode_ask(record: bytes, tensors: Sequence[Tensor]) -> PromptAsk:
     """Raises: ProtocolError: it is something else, or its tensors are not those that it names."""
     try:
         ask = _decode_ask(record)
-    except msgspec.MsgspecError as error:
+    except UNDECODABLE as error:
         raise ProtocolError(f"an ask for KV: {describe(error)}") from error
     if not 0 <= ask.first < ask.end:
         raise ProtocolError(f"an ask for KV: blocks {ask.first} to {ask.end}")
@@ -101,7 +101,7 @@ def decode_header(header: bytes) -> PieceHeader:
     """Raises: ProtocolError: it is something else."""
     try:
         found = _decode_header(header)
-    except msgspec.MsgspecError as error:
+    except UNDECODABLE as error:
         raise ProtocolError(f"a piece of KV: {describe(error)}") from error
     if not 0 <= found.computed_s < math.inf:
         raise ProtocolError(f"a piece of KV: computed_s: expected seconds, got {found.computed_s}")

@@ -121,17 +121,15 @@ class KVReceiver(_End):
         wanted = (self._ask.key, self._prompt, self._ask.layout.digest)
         if (header.key, header.prompt, header.layout) != wanted:
             raise ProtocolError("a piece of another ask, prompt or layout")
-        blocks = set(range(header.first, header.first + max(header.count, 0)))
-        if not blocks or not blocks <= self._missing:
-            raise ProtocolError(
-                f"blocks {header.first} to {header.first + header.count} were not asked for, or came twice"
-            )
+        blocks = range(header.first, header.first + header.count)
+        if not 0 < header.count <= len(self._missing) or not self._missing.issuperset(blocks):
+            raise ProtocolError(f"blocks {blocks.start} to {blocks.stop} were not asked for, or came twice")
         nbytes = header.count * self._manager.block_nbytes
         if len(tensors) != 1 or str(tensors[0].dtype) != "torch.uint8" or tensors[0].numel() != nbytes:
             raise ProtocolError(f"{header.count} blocks have {nbytes} bytes, and something else came")
         if self._ask.checksum and header.checksum is None:
             raise ProtocolError("a piece without a checksum")
-        self._missing -= blocks
+        self._missing.difference_update(blocks)
         self._happen(RoomEvent.MOVED)
         return tensors[0].view(-1)
 

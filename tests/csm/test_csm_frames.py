@@ -14,6 +14,7 @@ import transformers as untyped
 from stage_models.csm.decoders import Csm, text_rows
 from stage_runtime.engines.autoregressive.core.engine_core import EngineCore
 from stage_runtime.engines.autoregressive.core.executors import InlineExecutor
+from stage_runtime.engines.autoregressive.core.preprocessing import ModelFacts
 from stage_runtime.engines.autoregressive.model.model_runner import ModelRunner
 from stage_runtime.engines.autoregressive.model.models import PagedModel
 from stage_runtime.engines.autoregressive.model.paged_attention.attention import GatherAttention
@@ -108,9 +109,7 @@ def core(blocks: int) -> tuple[EngineCore, Any]:
     made = EngineCore(
         Scheduler(limits, BlockPool(blocks)),
         InlineExecutor(ModelRunner(paged, GatherAttention(), num_blocks=blocks, block_size=4)),
-        vocab_size=paged.vocab_size,
-        embeddings=ModelEmbeddings(32, paged.dtype),
-        feeds_itself=True,
+        ModelFacts(paged.vocab_size, embeddings=ModelEmbeddings(32, paged.dtype), feeds_itself=True),
     )
     return made, embedding
 

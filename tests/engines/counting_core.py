@@ -14,10 +14,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from stage_runtime.engines.autoregressive.core.engine_core import EngineCore
+from stage_runtime.engines.autoregressive.core.preprocessing import ModelFacts
 from stage_runtime.engines.autoregressive.core.serving import Served
 from stage_runtime.engines.autoregressive.expert_parallel.places import Place
 from stage_runtime.engines.autoregressive.sampling.model_output import ModelOutput
 from stage_runtime.engines.autoregressive.sampling.parameters import SamplingParams
+from stage_runtime.engines.autoregressive.text.reasoning import Matcher
+from stage_runtime.engines.autoregressive.text.structured_output.grammar_texts import Grammar, GrammarRefused
+from stage_runtime.engines.autoregressive.text.structured_output.grammars import prepared_schema
 from stage_runtime.rules.autoregressive.blocks import BlockPool
 from stage_runtime.rules.autoregressive.scheduling import Scheduler
 from stage_runtime.rules.autoregressive.steps import SchedulerLimits, SchedulerOutput
@@ -95,7 +99,7 @@ def counting(
         from stage_runtime.engines.autoregressive.expert_parallel.meetings import ExpertRanks
 
         executor.ranks = ExpertRanks(place)
-    core = EngineCore(Scheduler(limits, BlockPool(BLOCKS)), executor, vocab_size=VOCABULARY)
+    core = EngineCore(Scheduler(limits, BlockPool(BLOCKS)), executor, ModelFacts(VOCABULARY, grammars=_refused))
     utilities: dict[str, Callable[..., Any]] = {
         "echo": lambda core, *values: list(values),
         "double": lambda core, rows: rows * 2,
@@ -108,6 +112,11 @@ def counting(
     }
 
     return Served(core, BLOCKS, utilities, lockstep=executor.ranks)
+
+
+def _refused(grammar: Grammar) -> Matcher:
+    prepared_schema(grammar.text, grammar.place)
+    raise GrammarRefused(grammar.place, "answers that count follow none")
 
 
 def _fail(core: EngineCore) -> None:

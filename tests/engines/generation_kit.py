@@ -16,6 +16,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from stage_runtime.engines.autoregressive.core.engine_core import EngineCore
 from stage_runtime.engines.autoregressive.core.engine_requests import EngineCoreOutput, EngineCoreRequest
 from stage_runtime.engines.autoregressive.core.executors import InlineExecutor, ThreadExecutor
+from stage_runtime.engines.autoregressive.core.preprocessing import EndTokens, ModelFacts
 from stage_runtime.engines.autoregressive.kernels import fusing, linears
 from stage_runtime.engines.autoregressive.kernels.attention_pages import PageAttention
 from stage_runtime.engines.autoregressive.model.model_runner import ModelRunner
@@ -230,11 +231,15 @@ def core(
     return EngineCore(
         scheduler,
         executor,
-        end_ids=frozenset({END}),
-        vocab_size=VOCABULARY,
-        embeddings=ModelEmbeddings(paged.row_size or 0, paged.dtype, axes=paged.axes, layers=len(paged.decoder_layers)),
-        feeds_itself=after_step is not None,
-        grammars=grammars,
+        ModelFacts(
+            VOCABULARY,
+            ends=EndTokens(frozenset({END})),
+            grammars=grammars,
+            embeddings=ModelEmbeddings(
+                paged.row_size or 0, paged.dtype, axes=paged.axes, layers=len(paged.decoder_layers)
+            ),
+            feeds_itself=after_step is not None,
+        ),
     )
 
 
@@ -315,4 +320,4 @@ class ScriptedExecutor:
 def scripted_core(executor: ScriptedExecutor, *, blocks: int = 64, **limits: Any) -> EngineCore:
     chosen = {"block_size": 4, "max_requests": 8, "max_batched_tokens": 32, "max_chunk": 16, "max_model_len": 120}
     scheduler = Scheduler(SchedulerLimits(**{**chosen, **limits}), BlockPool(blocks))
-    return EngineCore(scheduler, executor, end_ids=frozenset({END}), vocab_size=VOCABULARY)
+    return EngineCore(scheduler, executor, ModelFacts(VOCABULARY, ends=EndTokens(frozenset({END}))))

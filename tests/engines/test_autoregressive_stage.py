@@ -14,6 +14,7 @@ import pytest
 import stage_runtime as omni
 from stage_runtime.engines import events
 from stage_runtime.engines.autoregressive.core.engine_core import EngineCore
+from stage_runtime.engines.autoregressive.core.preprocessing import ModelFacts
 from stage_runtime.engines.autoregressive.stage.thread_engine import AutoregressiveEngine
 from stage_runtime.engines.making import loading
 from stage_runtime.errors import ConfigurationError, ContextLengthExceeded
@@ -371,7 +372,7 @@ def test_a_long_grammar_is_compiled_while_other_requests_are_computed() -> None:
 
     released = threading.Event()
     scheduler = Scheduler(SchedulerLimits(), BlockPool(64))
-    core = EngineCore(scheduler, ScriptedExecutor(), vocab_size=VOCABULARY, grammars=compile)
+    core = EngineCore(scheduler, ScriptedExecutor(), ModelFacts(VOCABULARY, grammars=compile))
     spec = omni.Autoregressive(model="", prompt=formed, deliver=collect, params={"temperature": 0})
     with running(AutoregressiveEngine(spec, core, tiny_tokenizer(), None)) as rig:
         rig.start("long", 5000)

@@ -179,4 +179,14 @@ def test_an_author_s_numbers_are_read_after_each_batch_and_odd_ones_end_no_stage
             rig.start(f"r{index}")
             assert rig.outbox.next() == (f"r{index}", "done", 0)
     assert rig.inbox.gauges == {"cache_hits_total": 2.5}
+
     assert len(answers) == 1, "it was asked no more"
+
+
+def test_gauges_of_other_names_than_a_caches_reach_no_beat() -> None:
+    """A name that no message can carry would end the process with its next beat; ``kv_blocks`` means something."""
+    numbers = {"cache_bytes": 3, "half \udc80": 1, "kv_blocks": 5, "adapters": 1}
+    with running(as_engine(omni.Batched(lambda given: [0] * len(given), gauges=lambda: numbers))) as rig:
+        rig.start("one")
+        assert rig.outbox.next() == ("one", "done", 0)
+    assert rig.inbox.gauges == {"cache_bytes": 3.0}

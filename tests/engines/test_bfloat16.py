@@ -13,6 +13,7 @@ import stage_runtime as omni
 from stage_runtime.engines.autoregressive.core.engine_core import EngineCore
 from stage_runtime.engines.autoregressive.core.engine_requests import EngineCoreRequest
 from stage_runtime.engines.autoregressive.core.executors import InlineExecutor
+from stage_runtime.engines.autoregressive.core.preprocessing import ModelFacts
 from stage_runtime.engines.autoregressive.kernels import fusing
 from stage_runtime.engines.autoregressive.loading import loader
 from stage_runtime.engines.autoregressive.model import dtypes
@@ -36,7 +37,7 @@ def answered(model: Any, backend: str, fused: bool) -> tuple[list[int], list[flo
     if fused:
         fusing.fuse(paged.model)
     runner = ModelRunner(paged, attention(backend), num_blocks=64, block_size=4)
-    core = EngineCore(Scheduler(limits, BlockPool(64)), InlineExecutor(runner), vocab_size=VOCABULARY)
+    core = EngineCore(Scheduler(limits, BlockPool(64)), InlineExecutor(runner), ModelFacts(VOCABULARY))
     params = SamplingParams(temperature=0.0, max_tokens=NEW, ignore_eos=True, logprobs=0, prompt_logprobs=0)
     core.add_request(EngineCoreRequest(request_id="one", prompt_token_ids=PROMPT, params=params))
     tokens, found = list(PROMPT), list[float]()
@@ -55,6 +56,7 @@ def by_transformers(model: Any, tokens: list[int]) -> torch.Tensor:
     return torch.stack([all_of_them[place, token] for place, (_before, token) in enumerate(itertools.pairwise(tokens))])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("backend", "fused"), [("gather", False), ("pages", True)])
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
 def test_log_probabilities_in_bf16_are_as_near_to_f32_as_those_of_transformers(

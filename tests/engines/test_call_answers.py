@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.engines.call_kit import parsed
@@ -110,6 +110,9 @@ PIECES = ["so ", "<", "[1]", "{", "}", '{"a": 1}', "\n", "é", "<think>", "</thi
 
 @pytest.mark.parametrize("form", FORMS)
 @given(pieces=st.lists(st.sampled_from(PIECES)), count=st.integers(1, 300))
+@example(pieces=["{", "A", "}"], count=2)
+@example(pieces=["{", "A", "}"], count=20)
+@example(pieces=["{", "B"], count=49)
 @settings(max_examples=60)
 def test_a_cut_answer_is_a_beginning_of_the_whole_one(form: str, pieces: list[str], count: int) -> None:
     first, second = WRITTEN[form]

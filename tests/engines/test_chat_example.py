@@ -15,6 +15,8 @@ import pytest
 import pytest_asyncio
 
 from stage_runtime.processes.one_machine.local import LocalOptions, LocalPipeline
+from tests.e2e.test_called_tools import check_calls
+from tests.engines import http_prompts
 from tests.engines.generation_kit import alone, tiny_model, tiny_tokenizer
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -97,6 +99,16 @@ async def test_the_chat_server_calls_tools_writes_json_and_gives_several_answers
 ) -> None:
     async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
         await _check_fields(client)
+
+
+async def test_prompts_errors_and_usage_reach_a_client_as_documented(server: LocalPipeline) -> None:
+    await http_prompts.reach_a_client(server.url)
+
+
+@pytest.mark.long
+async def test_calls_with_references_and_schemas_reach_a_client_whole_and_streamed(server: LocalPipeline) -> None:
+    async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        await check_calls(client)
 
 
 async def _check_fields(client: openai.AsyncOpenAI) -> None:

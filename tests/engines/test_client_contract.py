@@ -23,7 +23,7 @@ from stage_runtime.rules.autoregressive.requests import Hold
 from tests.engines.counting_core import LAUNCHED
 
 PATIENCE_S = 100.0
-LAUNCH = EngineLaunch(factory=LAUNCHED)
+LAUNCH = EngineLaunch(factory=LAUNCHED, kwargs={"step_s": 0.005})  # no request ends before it is aborted
 
 
 def ask(name: str, first: int = 1, count: int = 3, **fields: Any) -> EngineCoreRequest:

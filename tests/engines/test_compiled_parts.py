@@ -11,6 +11,7 @@ from torch import nn
 
 from stage_runtime.engines.autoregressive.core.engine_core import EngineCore
 from stage_runtime.engines.autoregressive.core.executors import InlineExecutor
+from stage_runtime.engines.autoregressive.core.preprocessing import ModelFacts
 from stage_runtime.engines.autoregressive.loading import compiling
 from stage_runtime.engines.autoregressive.model.model_runner import ModelRunner
 from stage_runtime.engines.autoregressive.model.models import PagedModel
@@ -27,7 +28,7 @@ PROMPTS = {"a": [1, 2, 3], "b": list(range(40)), "c": [9] * 17}
 def engine(model: Any) -> EngineCore:
     limits = SchedulerLimits(block_size=4, max_requests=8, max_batched_tokens=32, max_chunk=16, max_model_len=120)
     runner = ModelRunner(PagedModel(model), GatherAttention(), num_blocks=64, block_size=4)
-    return EngineCore(Scheduler(limits, BlockPool(64)), InlineExecutor(runner), vocab_size=VOCABULARY)
+    return EngineCore(Scheduler(limits, BlockPool(64)), InlineExecutor(runner), ModelFacts(VOCABULARY))
 
 
 def answers_of(model: Any) -> dict[str, list[int]]:
@@ -42,6 +43,7 @@ def expected(kind: str) -> dict[str, list[int]]:
     return {name: alone(kind, prompt, 12) for name, prompt in PROMPTS.items()}
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)  # it runs a C++ compiler, where there is one
 @pytest.mark.filterwarnings("ignore")  # of torch's compiler, about itself
 def test_a_compiled_model_answers_token_for_token_as_generate_does() -> None:

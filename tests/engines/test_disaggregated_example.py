@@ -37,6 +37,7 @@ async def kv_metrics(url: str) -> str:
             await asyncio.sleep(0.1)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 async def test_prompts_of_the_disaggregated_example_are_computed_by_the_other_group() -> None:
     questions = [f"{number}: a question of a user that is longer than two blocks of the cache" for number in range(6)]

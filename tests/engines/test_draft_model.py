@@ -21,7 +21,7 @@ from stage_runtime.errors import ConfigurationError
 from tests.engines.generation_kit import CONFIGS, END, Answers, alone, tiny_model, tiny_tokenizer, transformers
 from tests.engines.kv_pair_kit import Pair
 from tests.engines.rank_threads import ranked
-from tests.engines.test_generation_exact import prompts
+from tests.engines.test_generation_exact import check_interleaved, prompts
 from tests.engines.test_kv_folder import Stored
 from tests.thoroughness import examples
 
@@ -156,26 +156,7 @@ def test_any_interleaving_of_arrivals_and_aborts_gives_the_tokens_of_each_alone(
     settings = {"max_chunk": data.draw(st.sampled_from([3, 8, 32])), "overlap": data.draw(st.booleans())}
     of_block = 3072 if kind == "gpt2" else 2048  # bytes: the longest request has 53 tokens, and 16 blocks hold 60
     engine = loaded(folder, tiny_model(kind), kv_cache_bytes=blocks * of_block, **settings).core
-    answers, pool = Answers(engine), prompts([6, 19, 11, 28, 19, 3], seed=5)
-    pool[4] = pool[1][:12] + pool[4][:7]
-    waiting, found, aborted = list(range(6)), dict[str, Any](), set[str]()
-    while waiting or engine.has_work():
-        action = data.draw(st.sampled_from(["add", "step", "step", "step", "abort"]))
-        if action == "add" and waiting:
-            name = str(waiting[0])
-            found[name] = pool[waiting.pop(0)]
-            answers.ask(name, found[name], SamplingParams(temperature=0.0, max_tokens=25, ignore_eos=True))
-        elif action == "abort" and found:
-            name = data.draw(st.sampled_from(sorted(found)))
-            if name not in answers.finish:
-                aborted.add(name)
-                engine.abort_requests([name])
-        else:
-            answers.step()
-    for name, prompt in found.items():
-        whole = alone(kind, prompt, 25)
-        assert answers.tokens[name] == (whole[: len(answers.tokens[name])] if name in aborted else whole)
-    assert engine.scheduler.pool.free == engine.scheduler.pool.capacity
+    check_interleaved(data, engine, kind, SamplingParams(temperature=0.0, max_tokens=25, ignore_eos=True))
     engine.shutdown()
 
 

@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 
 from stage_runtime.engines.autoregressive.text.prompts import prompting
 from stage_runtime.engines.autoregressive.text.prompts.controls import TextEncoder
+from stage_runtime.engines.autoregressive.text.tool_calls.calls import arguments_of
+from stage_runtime.engines.autoregressive.text.tool_calls.verbatim import WrittenChat
 from stage_runtime.errors import InvalidRequest
 from stage_runtime.wire.values import OmniRequest, StagePayload
 from tests.engines.generation_kit import tiny_tokenizer
@@ -97,3 +99,27 @@ def test_broken_arguments_are_refused_by_a_sentence_with_their_place(broken: Any
         prompt(encoder(DUMPING["arguments"]), "{}", broken)
     assert caught.value.param == "messages[1].tool_calls[1].function.arguments"
     assert str(caught.value).startswith(f"{caught.value.param}: expected the text of a JSON object, got ")
+
+
+class Searched(str):
+    """A text that counts how often it is searched."""
+
+    searches = 0
+
+    def count(self, *given: Any) -> int:
+        self.searches += 1
+        return super().count(*given)
+
+
+def test_a_text_is_searched_once_for_the_arguments_of_any_number_of_calls() -> None:
+    """A body may have tens of thousands of calls: a search for each took minutes."""
+    raw = [f'{{"a":{number}.10}}' for number in range(300)]
+    calls = [{"function": {"name": "f", "arguments": arguments_of(one, "")}} for one in raw]
+
+    def write(messages: Any) -> str:
+        return "".join(json.dumps(call["function"]["arguments"]) for call in messages[0]["tool_calls"])
+
+    chat = WrittenChat([{"role": "assistant", "tool_calls": calls}], stand_in=True)
+    text = Searched(write(chat.messages))
+    assert (chat.has_dumped(text), text.searches) == (True, 1)
+    assert chat.filled(text) == "".join(raw)

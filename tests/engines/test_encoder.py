@@ -30,11 +30,14 @@ def model(kind: str) -> Any:
     return made.eval()
 
 
-def encoder(**settings: Any) -> encoding.EncoderModel:
+def encoder(*, types: bool = False, **settings: Any) -> encoding.EncoderModel:
+    """types: the tokenizer gives each token of a text the type of its text, as BERT's does."""
     spec = omni.Encoder(model="", **settings)
     kind = "AutoModelForSequenceClassification" if spec.scores else "AutoModel"
     tokenizer = tiny_tokenizer()
     tokenizer.padding_side = "right"
+    if types:
+        tokenizer.model_input_names = ["input_ids", "token_type_ids", "attention_mask"]
     return encoding.EncoderModel(spec, model(kind), tokenizer)
 
 
@@ -62,10 +65,13 @@ def test_vectors_do_not_depend_on_what_is_batched_with_them(pooling: str, most: 
     assert [first[1], second[1]] == [Usage(12), Usage(21)]
 
 
-def test_token_ids_give_the_vector_of_their_text() -> None:
+@pytest.mark.parametrize("types", [False, True])
+def test_token_ids_give_the_vector_of_their_text_also_beside_it(types: bool) -> None:
     tokens = tiny_tokenizer()("hello there")["input_ids"]
-    [[of_tokens, _], [of_text, _]] = encoder().run([payload({"tokens": [tokens]}), payload({"texts": ["hello there"]})])
-    torch.testing.assert_close(of_tokens.values, of_text.values)
+    asked = [payload({"tokens": [tokens]}), payload({"texts": ["hello there"]})]
+    for order in (asked, asked[::-1]):
+        [[first, _], [second, _]] = encoder(types=types).run(order)
+        torch.testing.assert_close(first.values, second.values)
 
 
 def test_scores_are_the_probabilities_of_a_cross_encoder() -> None:
@@ -89,12 +95,38 @@ def test_scores_are_the_probabilities_of_a_cross_encoder() -> None:
         ({"tokens": [[1, VOCABULARY]]}, InvalidRequest, f"not token {VOCABULARY}"),
         ({"texts": []}, InvalidRequest, "expected a list of texts"),
         ("hello", InvalidRequest, "expected a list of texts"),
+        ({"texts": [["a"]]}, InvalidRequest, "expected a text each, got list"),
+        ({"texts": [""]}, InvalidRequest, "expected one token or more each, got none"),
+        ({"tokens": [[1], []]}, InvalidRequest, "expected one token or more each, got none"),
+        ({"tokens": [7]}, InvalidRequest, "expected a list of token ids each, got int"),
     ],
 )
-def test_a_wrong_request_fails_alone(data: Any, error: type[Exception], problem: str) -> None:
-    wrong, right = encoder().run([payload(data), payload({"texts": ["a"]})])
+@pytest.mark.parametrize("most", [1, 8192])
+def test_a_wrong_request_fails_alone(data: Any, error: type[Exception], problem: str, most: int) -> None:
+    wrong, right = encoder(max_batched_tokens=most).run([payload(data), payload({"texts": ["a"]})])
     assert isinstance(wrong, error) and problem in str(wrong)
     assert isinstance(right[0], Vectors)
+
+
+@pytest.mark.parametrize("pair", ["ab", ["a"], ["a", "b", "c"], ["a", None], [["a"], "b"], {"text": "a"}, []])
+def test_a_pair_that_is_not_two_texts_fails_alone(pair: Any) -> None:
+    wrong, right = encoder(scores=True).run([payload({"pairs": [pair]}), payload({"pairs": [["a", "b"]]})])
+    assert isinstance(wrong, InvalidRequest) and "expected two texts each" in str(wrong)
+    assert isinstance(right[0], Scores)
+
+
+@pytest.mark.parametrize(("kind", "longest"), [("Bert", 64), ("Roberta", 62), ("XLMRobertaXL", 62), ("MPNet", 62)])
+def test_a_text_has_as_many_tokens_as_its_model_has_positions(kind: str, longest: int) -> None:
+    config = getattr(transformers, f"{kind}Config")(
+        vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=24,
+        max_position_embeddings=64,
+    )  # fmt: skip
+    made = encoding.EncoderModel(
+        omni.Encoder(model=""), transformers.AutoModel.from_config(config).eval(), tiny_tokenizer()
+    )
+    right, wrong = made.run([payload({"tokens": [[5] * longest]}), payload({"tokens": [[5] * (longest + 1)]})])
+    assert isinstance(right[0], Vectors)
+    assert isinstance(wrong, ContextLengthExceeded)
 
 
 def test_an_unknown_pooling_is_refused_when_the_stage_is_loaded() -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -13,6 +15,7 @@ import pytest
 from stage_runtime.engines.autoregressive.clients.async_mp import AsyncMPClient
 from stage_runtime.engines.autoregressive.clients.data_parallel import DPLBAsyncMPClient
 from stage_runtime.engines.autoregressive.core.engine_requests import EngineCoreRequest
+from stage_runtime.engines.autoregressive.data_parallel.dp_coordinator import DPCoordinator
 from stage_runtime.engines.autoregressive.process.launching import EngineLaunch
 from stage_runtime.engines.autoregressive.sampling.parameters import SamplingParams
 from stage_runtime.errors import ConfigurationError, EngineDeadError
@@ -63,6 +66,17 @@ async def executed(client: AsyncMPClient, rank: int) -> tuple[int, int]:
     """Steps of an engine, and how often it met the others."""
     steps, meetings = await client.call_utility_async("executed", rank=rank)
     return steps, meetings
+
+
+@pytest.mark.parametrize("start", [lambda: DPCoordinator(2), lambda: AsyncMPClient(LAUNCH)])
+def test_a_process_that_cannot_be_made_leaves_no_folder(
+    start: Callable[[], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMNI_RUN", str(tmp_path))
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    with pytest.raises(FileNotFoundError):
+        start()
+    assert not list(tmp_path.iterdir())
 
 
 async def test_requests_are_spread_over_engines_and_ranks_and_pins_are_kept() -> None:
@@ -117,6 +131,7 @@ async def test_an_independent_engine_that_is_killed_takes_its_own_requests_alone
             await asyncio.wait_for(reader.task, PATIENCE_S)
 
 
+@pytest.mark.long
 async def test_in_lockstep_all_engines_meet_before_each_step_of_one_and_rest_after_the_wave() -> None:
     client = await DPLBAsyncMPClient.launch_all(LAUNCH, 2, lockstep=True)
     async with client:
@@ -140,6 +155,7 @@ async def until_met(client: AsyncMPClient, times: int) -> None:
             await asyncio.sleep(0.02)
 
 
+@pytest.mark.long
 async def test_a_request_that_is_held_lets_all_engines_rest_and_begins_a_wave_when_it_is_released() -> None:
     client = await DPLBAsyncMPClient.launch_all(LAUNCH, 2, lockstep=True)
     async with client:
@@ -154,6 +170,7 @@ async def test_a_request_that_is_held_lets_all_engines_rest_and_begins_a_wave_wh
         await until_met(client, 22)
 
 
+@pytest.mark.long
 async def test_engines_in_lockstep_end_together_when_one_is_asked_to_and_finish_what_all_have() -> None:
     client = await DPLBAsyncMPClient.launch_all(
         msgspec.structs.replace(LAUNCH, kwargs={"step_s": 0.02}), 2, lockstep=True

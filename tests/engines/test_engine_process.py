@@ -17,6 +17,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import psutil
 import pytest
 
 from stage_runtime.engines.autoregressive.clients.abstract import UtilityFailed
@@ -36,6 +37,7 @@ from stage_runtime.engines.autoregressive.process.messages.engine_messages impor
     identity,
 )
 from stage_runtime.engines.autoregressive.sampling.parameters import SamplingParams
+from stage_runtime.engines.autoregressive.text.structured_output.grammar_texts import Grammar
 from stage_runtime.errors import ConfigurationError, EngineDeadError, RequestError
 from stage_runtime.rules.autoregressive.requests import Hold
 from tests.engines.counting_core import BLOCKS, LAUNCHED
@@ -115,6 +117,31 @@ def test_a_request_that_fails_its_checks_fails_alone(shared: SyncMPClient) -> No
         "long": "context_length_exceeded",
     }
     assert "no token 5000" in answers.refused["unknown token"][1]
+
+
+def test_a_refusal_that_quotes_a_half_of_a_surrogate_pair_fails_its_request_alone(shared: SyncMPClient) -> None:
+    """A schema that a client gives as text may have one, which JSON alone can write."""
+    schema = r'{"$id": "http://\ud800\u2100/#a"}'
+    shared.add_request(ask("half", grammar=Grammar("json_schema", schema, "structured_outputs.json")))
+    shared.add_request(ask("sound"))
+    answers = Answers(shared)
+    assert answers.until("half", "sound") == {"sound": [2, 3, 4]}
+    [(code, message)] = answers.refused.values()
+    assert code == "invalid_request" and message.startswith(r"structured_outputs.json: netloc '\ud800")
+
+
+def test_a_request_with_the_id_of_an_aborted_one_is_announced_too() -> None:
+    with SyncMPClient(EngineLaunch(factory=LAUNCHED, kwargs={"step_s": 0.05})) as client:
+        scheduled: list[str] = []
+        client.on_scheduled = lambda requests: scheduled.extend(name for name, _cached in requests)
+        client.add_request(ask("a", 1, 400))
+        while not scheduled:
+            client.get_output(PATIENCE_S)
+        client.abort_requests(["a"])
+        client.add_request(ask("a", 5, 2))  # the step under way ends after both
+        while "a" in client.reqs_in_flight:
+            client.get_output(PATIENCE_S)
+        assert scheduled == ["a", "a"]
 
 
 def test_a_request_held_for_remote_kv_is_computed_when_it_is_released(shared: SyncMPClient) -> None:
@@ -248,11 +275,14 @@ def test_aborted_requests_give_nothing_more_and_all_blocks_come_back() -> None:
         ({"factory": "tests.engines.counting_core:none"}, "none"),
         ({"factory": "tests.engines.counting_core:no_engine", "kwargs": {}}, "Served"),
         ({"ready_within_s": 0.0}, "not ready"),
+        ({"cores": ((4095,),)}, r"cores=\[4095\]: Invalid argument: this process has [0-9]"),
     ],
 )
 def test_an_engine_that_cannot_start_fails_the_client_with_its_cause(changes: dict[str, Any], cause: str) -> None:
+    before = {one.pid for one in psutil.Process().children()}
     with pytest.raises(ConfigurationError, match=cause):
         SyncMPClient(msgspec.structs.replace(LAUNCH, **changes))
+    assert {one.pid for one in psutil.Process().children()} <= before
 
 
 def test_an_engine_that_fails_ends_every_wait_with_an_engine_dead_error() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from stage_runtime.engines.autoregressive.clients.sync_mp import SyncMPClient
 from stage_runtime.engines.autoregressive.core.engine_requests import EngineCoreRequest
 from stage_runtime.engines.autoregressive.process.launching import EngineLaunch
@@ -10,6 +12,7 @@ from tests.engines.generation_kit import GREEDY, alone
 PATIENCE_S = 100.0
 
 
+@pytest.mark.nightly  # test_engine_storms.py has a stage with such an engine each time
 def test_greedy_tokens_across_the_boundary_equal_those_of_generate() -> None:
     prompts = {"a": [1, 2, 3], "b": list(range(40, 60)), "c": [200]}
     tokens: dict[str, list[int]] = {name: [] for name in prompts}

@@ -62,6 +62,7 @@ def deliver(payload: omni.StagePayload, generation: omni.Generation) -> Iterator
         yield omni.Result(generation.finish)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("where", [{}, {"own_process": True}], ids=["in the stage", "own process"])
 def test_in_a_storm_only_the_requests_concerned_end_and_all_blocks_come_back(

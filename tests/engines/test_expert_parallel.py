@@ -32,7 +32,7 @@ from tests.engines.generation_kit import MIXTURES, VOCABULARY, Answers, tiny_mod
 from tests.engines.test_engine_parallel import Reader, until
 from tests.thoroughness import rows
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
 
 LIMITS: dict[str, Any] = {
     "block_size": 4,
@@ -95,7 +95,9 @@ async def ask(client: DPLBAsyncMPClient, *names: str) -> None:
 
 
 @pytest.mark.parametrize("kind", rows([*MIXTURES], each_run=2))
-async def test_two_engines_with_half_of_the_experts_give_the_tokens_of_one(kind: str, tmp_path: Path) -> None:
+async def test_two_engines_with_half_of_the_experts_give_the_tokens_of_one_and_end_together(
+    kind: str, tmp_path: Path
+) -> None:
     folder = checkpoint(kind, tmp_path / "model")
     client = await DPLBAsyncMPClient.launch_all(launch(folder), 2, lockstep=True)
     async with client:
@@ -121,25 +123,31 @@ async def test_two_engines_with_half_of_the_experts_give_the_tokens_of_one(kind:
         await reader.until(*ASKED)
         assert {name: reader.tokens[name] for name in ASKED} == expected
         assert await client.call_utility_async("breaks", rank=1) == 1
+        await end_together(client, reader, signal.SIGKILL)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.nightly)])
-async def test_all_engines_end_within_seconds_when_one_is_killed_or_frozen(number: int, tmp_path: Path) -> None:
+@pytest.mark.nightly  # the test above kills one each time
+async def test_all_engines_end_within_seconds_when_one_is_frozen(tmp_path: Path) -> None:
     folder = checkpoint("mixtral", tmp_path / "model")
     client = await DPLBAsyncMPClient.launch_all(launch(folder, frozen_after_s=2.0), 2, lockstep=True)
     async with client:
-        reader = Reader(client)
-        await client.add_request_async(request("long", 150), data_parallel_rank=0)
-        await until(lambda: "long" in reader.tokens or reader.task.done())
-        pids = client.pids_by_rank()
-        os.kill(pids[1], number)
-        begun = time.monotonic()
-        with pytest.raises(EngineDeadError, match=r"engine 1 .*enable_expert_parallel"):
-            await asyncio.wait_for(reader.task, 60)
-        await until(lambda: not any(map(alive, pids.values())))
-        assert time.monotonic() - begun < 40
-        with pytest.raises(EngineDeadError):
-            await ask(client, "short")
+        await end_together(client, Reader(client), signal.SIGSTOP)
+
+
+async def end_together(client: DPLBAsyncMPClient, reader: Reader, number: int) -> None:
+    """All engines end within seconds when one gets this signal, with a request under way at the other one."""
+    lasting = msgspec.structs.replace(request("long", 150), request_id="lasting")
+    await client.add_request_async(lasting, data_parallel_rank=0)
+    await until(lambda: "lasting" in reader.tokens or reader.task.done())
+    pids = client.pids_by_rank()
+    os.kill(pids[1], number)
+    begun = time.monotonic()
+    with pytest.raises(EngineDeadError, match=r"engine 1 .*enable_expert_parallel"):
+        await asyncio.wait_for(reader.task, 60)
+    await until(lambda: not any(map(alive, pids.values())))
+    assert time.monotonic() - begun < 40
+    with pytest.raises(EngineDeadError):
+        await ask(client, "short")
 
 
 def alive(pid: int) -> bool:

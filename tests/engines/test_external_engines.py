@@ -17,10 +17,11 @@ from stage_runtime.engines.autoregressive.external.openvino import OpenVINOClien
 from stage_runtime.engines.autoregressive.stage.process_engine import ProcessEngine
 from stage_runtime.engines.making import loading
 from stage_runtime.errors import ConfigurationError, EngineDeadError
+from stage_runtime.rules.autoregressive import requests
 from tests.engines import external_kit
-from tests.engines.engine_kit import running
+from tests.engines.engine_kit import PATIENCE_S, running
 from tests.engines.external_kit import ends
-from tests.engines.generation_kit import CONFIGS, tiny_model
+from tests.engines.generation_kit import CONFIGS, tiny_model, tiny_tokenizer
 
 
 class Status(Enum):
@@ -71,6 +72,11 @@ class Handle:
 class Config:
     """The wishes of a request, as in openvino-genai."""
 
+    min_new_tokens: int
+    max_new_tokens: int
+    do_sample: bool
+    top_p: float
+
     def __init__(self) -> None:
         self.stop_token_ids: set[int] = set()
         self.ignore_eos = False
@@ -92,6 +98,8 @@ class Pipeline:
     def add_request(self, number: int, prompt: list[int], config: Config) -> Handle:
         if prompt[0] == self.REFUSED:
             raise RuntimeError("no such request")
+        if config.min_new_tokens > config.max_new_tokens or (config.do_sample and not config.top_p > 0):
+            raise RuntimeError("as openvino-genai's GenerationConfig.validate")
         self.added.append(config)
         self.handles.append(Handle(prompt, config))
         self.most = max(self.most, len(self.handles))
@@ -141,6 +149,12 @@ def test_requests_are_answered_and_end_by_length_or_by_a_stop_token() -> None:
     assert rig.crash is None
 
 
+def test_a_probability_of_0_and_more_tokens_than_there_is_room_for_are_no_errors() -> None:
+    with running(engine(Pipeline(), longest=4)) as rig:
+        rig.start("one", {"tokens": [1], "params": {"temperature": 1, "top_p": 0, "min_tokens": 5}})
+        assert ends(rig, 1) == {"one": ("done", ["length", 3])}
+
+
 def test_an_error_of_one_request_ends_it_alone() -> None:
     with running(engine(Pipeline())) as rig:
         for name, first in (("refused", Pipeline.REFUSED), ("large", Pipeline.TOO_LARGE), ("good", 1)):
@@ -176,6 +190,24 @@ def test_an_aborted_request_is_cancelled_in_the_pipeline() -> None:
         assert ends(rig, 1) == {"second": ("done", ["length", 5])}
     assert rig.inbox.gauges["running"] == rig.inbox.gauges["waiting"] == 0
     assert not pipeline.handles
+
+
+@pytest.mark.parametrize("data", [{"params": {"stop": ["b"]}}, {"raises": True}])
+def test_tokens_that_come_after_an_answer_s_end_go_to_no_later_request_of_its_id(data: dict[str, Any]) -> None:
+    """The engine learns later of an end that the stage has found: a stop string, an author's error."""
+    client = external_kit.Dictated()
+    [stop] = tiny_tokenizer()("b")["input_ids"]
+    with running(external_kit.engine(client)) as rig:
+        rig.start("one", {"tokens": [1], **data})
+        first = client.added.get(timeout=PATIENCE_S)
+        client.says(first, [stop])
+        assert ends(rig, 1)["one"][0] in ("done", "failed")
+        del rig.works["one"]
+        rig.start("one", {"tokens": [1]})
+        second = client.added.get(timeout=PATIENCE_S)
+        client.says(first, [stop, stop])
+        client.says(second, [stop], requests.FinishReason.LENGTH)
+        assert ends(rig, 1) == {"one": ("done", ["length", 1])}
 
 
 def test_a_step_that_raises_ends_the_engine_and_every_request() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -10,6 +12,7 @@ import pytest
 
 from stage_runtime.engines.autoregressive.core.engine_core import EngineCore
 from stage_runtime.engines.autoregressive.core.engine_requests import EngineCoreRequest
+from stage_runtime.engines.autoregressive.core.preprocessing import ModelFacts
 from stage_runtime.engines.autoregressive.sampling.parameters import SamplingParams
 from stage_runtime.engines.autoregressive.text.structured_output import schemas
 from stage_runtime.engines.autoregressive.text.structured_output.grammar_texts import Grammar, GrammarRefused
@@ -115,6 +118,117 @@ def test_a_reference_chain_of_thousands_is_read_soon() -> None:
         schemas.prepared({"$ref": "#/$defs/a0", "$defs": {**chain, f"a{count}": {"$ref": "#"}}})
 
 
+def _many(count: int) -> dict[str, Any]:
+    """A schema that requires ``count`` others at once, each in three ways, and says its type as often."""
+    names = [f"p{index}" for index in range(count)]
+    return {
+        "allOf": [{"type": "null"} for _ in names],
+        "type": ["object"] * count,
+        "properties": {name: {"$ref": f"#/$defs/{name}"} for name in names},
+        "required": names,
+        "$defs": {name: {"anyOf": [{"type": "null"}]} for name in names},
+    }
+
+
+def _calls(schema: dict[str, Any]) -> int:
+    """The number of calls of functions that reading it takes."""
+    calls, before = 0, sys.getprofile()
+
+    def count(_frame: Any, event: str, _argument: Any) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    try:
+        schemas.prepared(schema)
+    finally:
+        sys.setprofile(before)
+    return calls
+
+
+def test_twice_as_many_schemas_in_one_take_twice_as_many_calls() -> None:
+    few, many = _calls(_many(200)), _calls(_many(400))
+    assert few < many < 2.1 * few
+
+
+def _patterns(count: int) -> list[dict[str, Any]]:
+    return [{"type": "string", "pattern": f"a.*{index}"} for index in range(count)]
+
+
+#: Schemas whose texts follow so many patterns at once. The time that llguidance takes doubles with each.
+JOINED: dict[str, Callable[[int], Any]] = {
+    "allOf": lambda count: {"allOf": _patterns(count)},
+    "items": lambda count: {"allOf": [{"type": "array", "items": one} for one in _patterns(count)]},
+    "a property": lambda count: {"allOf": [{"type": "object", "properties": {"a": one}} for one in _patterns(count)]},
+    "alternatives": lambda count: {"allOf": [{"anyOf": [one, {"type": "null"}]} for one in _patterns(count)]},
+    "references": lambda count: {
+        "$ref": "#/$defs/0",
+        "$defs": {
+            **{str(at): {**one, "$ref": f"#/$defs/{at + 1}"} for at, one in enumerate(_patterns(count))},
+            str(count): {"type": "string"},
+        },
+    },
+}
+
+
+@pytest.mark.parametrize("name", JOINED)
+def test_many_patterns_of_one_text_are_refused_before_they_are_compiled(name: str) -> None:
+    problem = f"expected at most {schemas.MOST_JOINED} patterns and formats that may apply to one text"
+    schema = JOINED[name](40)
+    [found] = Writing("{")(response_format=formatted(schema))
+    assert found.error == f"response_format: {problem}"
+    [found] = Writing("{")(structured_outputs={"grammar": f"start: %json {json.dumps(schema)}"})
+    assert found.error == f"structured_outputs.grammar: {problem}"
+    assert schemas.prepared(JOINED[name](schemas.MOST_JOINED))
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "integer", "multipleOf": 99_999_989},
+        {"type": "integer", "multipleOf": 10**400},
+        {"type": "integer", "multipleOf": 1234.5678},
+        {"type": "integer", "multipleOf": 10**8, "minimum": 0, "maximum": 10**9},
+        {"allOf": [{"type": "integer", "multipleOf": one} for one in (9973, 9967)]},
+        {"type": "object", "properties": {f"p{at}": {"type": "integer", "multipleOf": 9901 + at} for at in range(9)}},
+    ],
+)
+def test_multiples_that_take_too_much_memory_are_refused_before_they_are_compiled(schema: Any) -> None:
+    [found] = Writing("1")(response_format=formatted(schema))
+    assert found.error == (
+        f"response_format: expected multipleOf to be at most {schemas.MOST_STEPS} together, without a decimal point"
+    )
+
+
+@pytest.mark.parametrize("multiple", [0.01, 5, 3600, 10_000, 1e-9])
+def test_usual_multiples_are_served(multiple: float) -> None:
+    schema = {"type": "integer" if multiple >= 1 else "number", "multipleOf": multiple, "minimum": 0, "maximum": 10**9}
+    [found] = Writing("0")(response_format=formatted(schema), max_tokens=20)
+    assert found.error == ""
+
+
+def test_rules_that_join_many_expressions_are_refused_before_they_are_compiled() -> None:
+    rules = "start: A\nA: " + " & ".join(f"/.*a.*{index}.*/" for index in range(40))
+    [found] = Writing("a")(structured_outputs={"grammar": rules})
+    assert found.error == f"structured_outputs.grammar: expected at most {schemas.MOST_ANDS} times '&' in a grammar"
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "object", "properties": {f"p{index}": one for index, one in enumerate(_patterns(40))}},
+        {"anyOf": _patterns(40)},
+        {
+            "allOf": [{"type": "object"}, {"type": "object"}],
+            "properties": {f"p{index}": one for index, one in enumerate(_patterns(40))},
+        },
+    ],
+)
+def test_many_patterns_of_different_texts_are_served(schema: Any) -> None:
+    [found] = Writing("{")(response_format=formatted(schema), max_tokens=20)
+    assert found.error == ""
+
+
 def test_stop_tokens_that_leave_none_for_min_tokens_are_refused() -> None:
     everything = [*range(VOCABULARY)]
     [found] = Writing("abc")(stop_token_ids=everything, min_tokens=1)
@@ -137,14 +251,14 @@ class _Broken:
     def mask(self) -> Any:
         self._left -= 1
         if self._left < 0:
-            raise GrammarRefused("response_format", "it cannot be followed: too many items")
+            raise GrammarRefused("response_format", "it cannot be followed: too many items \ud800")
         return np.ones(VOCABULARY, dtype=np.bool_)
 
     def take(self, token: int) -> bool:
         return True
 
     def copy(self) -> Any:
-        raise AssertionError("there are no drafts")
+        raise AssertionError("nothing is drafted")
 
 
 class _Masked(ScriptedExecutor):
@@ -158,7 +272,7 @@ class _Masked(ScriptedExecutor):
 
 def test_a_grammar_that_fails_in_mid_answer_is_the_clients_fault_and_names_its_field() -> None:
     scheduler = Scheduler(SchedulerLimits(block_size=4, max_model_len=120), BlockPool(64))
-    core = EngineCore(scheduler, _Masked(), vocab_size=VOCABULARY, grammars=lambda grammar: _Broken(2))
+    core = EngineCore(scheduler, _Masked(), ModelFacts(VOCABULARY, grammars=lambda grammar: _Broken(2)))
     params = SamplingParams(grammar=Grammar("json_schema", "{}"), max_tokens=9)
     core.add_request(EngineCoreRequest(request_id="a", prompt_token_ids=[1], params=params))
     core.add_request(EngineCoreRequest(request_id="b", prompt_token_ids=[1], params=SamplingParams(max_tokens=4)))
@@ -168,5 +282,5 @@ def test_a_grammar_that_fails_in_mid_answer_is_the_clients_fault_and_names_its_f
     core.shutdown()
     [failed] = [one for one in outputs if one.request_id == "a" and one.finish is not None]
     assert failed.refused == "response_format"
-    assert failed.reason == "response_format: it cannot be followed: too many items"
+    assert failed.reason == r"response_format: it cannot be followed: too many items \ud800"  # it can be sent
     assert len([one for one in outputs if one.request_id == "b"]) == 4

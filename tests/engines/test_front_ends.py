@@ -16,10 +16,20 @@ from stage_runtime.engines.autoregressive.clients.async_mp import AsyncMPClient
 from stage_runtime.engines.autoregressive.clients.data_parallel import DPAsyncMPClient, DPLBAsyncMPClient
 from stage_runtime.engines.autoregressive.data_parallel.dp_coordinator import DPCoordinator
 from stage_runtime.engines.autoregressive.process.launching import EngineLaunch
-from stage_runtime.engines.autoregressive.process.messages.engine_messages import Attach, EngineCoreRequestType
+from stage_runtime.engines.autoregressive.process.messages.engine_messages import (
+    Attach,
+    EngineCoreOutputs,
+    EngineCoreRequestType,
+    SchedulerStats,
+)
 from stage_runtime.errors import ConfigurationError
+from stage_runtime.rules.autoregressive.waves import PublishState
+from stage_runtime.sockets import multipart
 from tests.engines.front_end import LAUNCH, ask
 from tests.engines.test_engine_parallel import Reader, until
+from tests.patience import patience
+
+PATIENCE_S = patience(60.0)
 
 
 async def another(ended: str, kind: str, address: Any) -> Process:
@@ -37,6 +47,32 @@ async def line(process: Process) -> str:
 
 async def running(client: AsyncMPClient) -> int:
     return sum(one[0] + one[1] for one in await client.call_each_async("stats"))
+
+
+@pytest.mark.parametrize("garbage", [b"\x81\xa1x" + b"\x91" * 100_000, b"\xc1", b"\x81\xa4type\xa1\xff"], ids=range(3))
+def test_a_message_that_cannot_be_decoded_ends_no_coordinator(garbage: bytes) -> None:
+    context = multipart.SocketContext()
+    with DPCoordinator(1) as coordinator:
+        engine = context.connect("PUSH", coordinator.coordination.output)
+        client = context.connect("XSUB", coordinator.coordination.stats)
+        try:
+            engine.send([garbage], block=True)
+            client.send([garbage], block=True)
+            client.subscribe()
+            published = multipart.Poller(client, coordinator.pidfd)
+            assert published.wait(PATIENCE_S)
+            assert client.receive() is not None, "the coordinator has ended"
+            engine.send([garbage, b""], block=True)
+            counts = EngineCoreOutputs(scheduler_stats=SchedulerStats(3, 2, 1))
+            engine.send([msgspec.msgpack.encode(counts)], block=True)
+            assert published.wait(PATIENCE_S)
+            frames = client.receive()
+            assert frames is not None, "the coordinator has ended"
+            assert msgspec.msgpack.decode(frames[0], type=PublishState).counts == ((3, 2),)
+        finally:
+            for socket in (engine, client):
+                socket.close()
+            context.close()
 
 
 @pytest.mark.parametrize("kind", ["one engine", "all engines"])

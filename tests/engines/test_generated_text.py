@@ -136,6 +136,31 @@ def test_a_vocabulary_s_own_replacement_character_is_spelled_as_it_is() -> None:
     assert spelling.bytes_of(2).decode() == spelling.text_of(2)
 
 
+class Counted:
+    """A tokenizer that counts its decodings."""
+
+    def __init__(self) -> None:
+        self._inner = tiny_tokenizer()
+        self.decodings = 0
+
+    def __call__(self, text: str, **options: Any) -> Any:
+        return self._inner(text, **options)
+
+    def decode(self, tokens: list[int]) -> Any:
+        self.decodings += 1
+        return self._inner.decode(tokens)
+
+
+def test_a_token_is_spelled_once_however_often_it_is_shown() -> None:
+    """A prompt that is echoed with the likeliest tokens of each place shows some hundred thousand."""
+    tokenizer = Counted()
+    spelling = Spelling(tokenizer)
+    once = spelling.bytes_of(7), spelling.bytes_of(7, first=True)
+    decodings = tokenizer.decodings
+    assert (spelling.bytes_of(7), spelling.bytes_of(7, first=True)) == once
+    assert tokenizer.decodings == decodings > 0
+
+
 PROMPT = (TokenLogprobs(-1.0, ()), TokenLogprobs(-2.0, ()))
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import random
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from stage_runtime.engines.autoregressive.core.engine_core import EngineCore
 from stage_runtime.engines.autoregressive.sampling.parameters import SamplingParams
 from tests.engines.generation_kit import BACKENDS, CONFIGS, GREEDY, VOCABULARY, Answers, alone, core
 from tests.thoroughness import crossed, examples
@@ -86,6 +86,33 @@ def test_requests_of_one_step_share_a_prefix_that_the_same_step_computes() -> No
     check(answers, "llama", asked)
 
 
+def check_interleaved(data: st.DataObject, engine: EngineCore, kind: str, params: SamplingParams = GREEDY) -> None:
+    """Requests come, step and are aborted as ``data`` chooses: each gets the tokens that it gets alone, up to its
+    abort. No block is left in use.
+    """
+    answers, pool = Answers(engine), prompts([6, 19, 11, 28, 19, 3], seed=5)
+    pool[4] = pool[1][:12] + pool[4][:7]
+    waiting, asked, aborted = list(range(6)), dict[str, list[int]](), set[str]()
+    while waiting or engine.has_work():
+        action = data.draw(st.sampled_from(["add", "step", "step", "step", "abort"]))
+        if action == "add" and waiting:
+            name = str(waiting[0])
+            asked[name] = pool[waiting.pop(0)]
+            answers.ask(name, asked[name], params)
+        elif action == "abort" and asked:
+            name = data.draw(st.sampled_from(sorted(asked)))
+            if name not in answers.finish:
+                aborted.add(name)
+                engine.abort_requests([name])
+        else:
+            answers.step()
+    for name, prompt in asked.items():
+        whole = alone(kind, prompt, params.max_tokens)
+        assert answers.tokens[name] == (whole[: len(answers.tokens[name])] if name in aborted else whole)
+    assert engine.scheduler.pool.free == engine.scheduler.pool.capacity
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("backend", BACKENDS)
 @settings(max_examples=examples(5))
 @given(data=st.data())
@@ -100,28 +127,8 @@ def test_any_interleaving_of_arrivals_and_aborts_gives_the_tokens_of_each_alone(
         backend=backend,
         max_chunk=data.draw(st.sampled_from([3, 8, 32])),
     )
-    answers = Answers(engine)
-    pool = prompts([6, 19, 11, 28, 19, 3], seed=5)
-    pool[4] = pool[1][:12] + pool[4][:7]
-    waiting, asked, aborted = list(range(6)), dict[str, Any](), set[str]()
-    while waiting or engine.has_work():
-        action = data.draw(st.sampled_from(["add", "step", "step", "step", "abort"]))
-        if action == "add" and waiting:
-            name = str(waiting[0])
-            asked[name] = pool[waiting.pop(0)]
-            answers.ask(name, asked[name])
-        elif action == "abort" and asked:
-            name = data.draw(st.sampled_from(sorted(asked)))
-            if name not in answers.finish:
-                aborted.add(name)
-                engine.abort_requests([name])
-        else:
-            answers.step()
-    for name in aborted:
-        given_out = answers.tokens.pop(name)
-        assert given_out == alone(kind, asked.pop(name), 12)[: len(given_out)]
+    check_interleaved(data, engine, kind)
     engine.executor.shutdown()
-    check(answers, kind, asked)
 
 
 def test_a_seed_gives_the_same_answer_in_any_batch_and_after_a_preemption() -> None:

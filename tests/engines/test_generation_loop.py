@@ -15,6 +15,7 @@ from stage_runtime.engines.autoregressive.core.busy_loop import BusyLoop, Reques
 from stage_runtime.engines.autoregressive.core.engine_core import EngineCore
 from stage_runtime.engines.autoregressive.core.engine_requests import EngineCoreOutput, EngineCoreRequest
 from stage_runtime.engines.autoregressive.core.executors import InlineExecutor, ThreadExecutor
+from stage_runtime.engines.autoregressive.core.preprocessing import ModelFacts
 from stage_runtime.engines.autoregressive.sampling.model_output import ModelOutput
 from stage_runtime.engines.autoregressive.sampling.parameters import SamplingParams
 from stage_runtime.engines.autoregressive.text.structured_output.grammar_texts import Grammar
@@ -239,7 +240,7 @@ class OnceMasked:
         return token == 77
 
     def copy(self) -> Any:
-        raise AssertionError("there are no drafts")
+        raise AssertionError("nothing is drafted")
 
     def execute_model(self, step: SchedulerOutput, hold: bool = False, drafted: Any = None) -> ModelOutput:
         if hold:
@@ -276,7 +277,7 @@ def test_a_request_that_is_aborted_before_its_step_is_computed_fails_no_step() -
 def test_the_grammar_s_mask_is_made_while_the_model_computes(executor: Any) -> None:
     model: Any = OnceMasked()
     scheduler = Scheduler(SchedulerLimits(block_size=4, max_model_len=120), BlockPool(64))
-    core = EngineCore(scheduler, executor(model), vocab_size=VOCABULARY, grammars=lambda grammar: model)
+    core = EngineCore(scheduler, executor(model), ModelFacts(VOCABULARY, grammars=lambda grammar: model))
     answers = Answers(core)
     answers.ask("a", [1], SamplingParams(max_tokens=1, grammar=Grammar("json_schema", "{}")))
     answers.run()
@@ -303,7 +304,7 @@ class Counting:
         return token == self.taken
 
     def copy(self) -> Any:
-        raise AssertionError("there are no drafts")
+        raise AssertionError("nothing is drafted")
 
 
 def test_overlapping_steps_follow_a_grammar_whose_masks_need_the_token_before() -> None:
@@ -352,13 +353,13 @@ class Breaking:
         return token == 77
 
     def copy(self) -> Any:
-        raise AssertionError("there are no drafts")
+        raise AssertionError("nothing is drafted")
 
 
 @pytest.mark.parametrize("call", ["mask", "take"])
 def test_a_grammar_that_raises_ends_its_request_alone(call: str) -> None:
     scheduler = Scheduler(SchedulerLimits(block_size=4, max_model_len=120), BlockPool(64))
-    core = EngineCore(scheduler, Following(), vocab_size=VOCABULARY, grammars=lambda grammar: Breaking(grammar.text))
+    core = EngineCore(scheduler, Following(), ModelFacts(VOCABULARY, grammars=lambda grammar: Breaking(grammar.text)))
     answers = Answers(core)
     for name, grammar in (("bad", Grammar("lark", call)), ("good", Grammar("lark", "sound")), ("free", None)):
         answers.ask(name, [1], SamplingParams(max_tokens=2, grammar=grammar))

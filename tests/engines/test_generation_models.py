@@ -12,15 +12,16 @@ import transformers as untyped
 
 from stage_runtime.engines.autoregressive.core.engine_core import EngineCore
 from stage_runtime.engines.autoregressive.core.executors import InlineExecutor
+from stage_runtime.engines.autoregressive.core.preprocessing import ModelFacts
 from stage_runtime.engines.autoregressive.model.model_runner import NAN, ModelRunner
 from stage_runtime.engines.autoregressive.model.models import (
     PagedModel,
     UnsupportedModel,
     load_model,
     load_plain,
-    positions_of,
 )
 from stage_runtime.engines.autoregressive.model.paged_attention.attention import GatherAttention, LayerShape
+from stage_runtime.engines.autoregressive.model.positions import positions_of
 from stage_runtime.engines.autoregressive.model.refusals import check_config
 from stage_runtime.rules.autoregressive.blocks import BlockPool
 from stage_runtime.rules.autoregressive.requests import FinishReason
@@ -36,7 +37,7 @@ POISON = 61  # a token whose embedding is NaN; none of the answers here has it
 def engine(model: Any, backend: GatherAttention | None = None) -> EngineCore:
     limits = SchedulerLimits(block_size=4, max_requests=8, max_batched_tokens=64, max_chunk=64, max_model_len=120)
     runner = ModelRunner(PagedModel(model), backend or GatherAttention(), num_blocks=64, block_size=4)
-    return EngineCore(Scheduler(limits, BlockPool(64)), InlineExecutor(runner), vocab_size=VOCABULARY)
+    return EngineCore(Scheduler(limits, BlockPool(64)), InlineExecutor(runner), ModelFacts(VOCABULARY))
 
 
 def test_a_model_that_attends_by_itself_is_refused() -> None:
@@ -60,7 +61,7 @@ QUANTISED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("form", QUANTISED)
 @pytest.mark.parametrize("place", ["whole", "text part"])
 def test_a_quantised_checkpoint_is_refused_by_the_name_of_its_form(form: str, place: str, tmp_path: Path) -> None:
-    """There are no weights in the folder: it is refused before they are read."""
+    """The folder has no weights: it is refused before they are read."""
     quantised = {"quantization_config": QUANTISED[form]}
     config = {"model_type": "llama", **quantised}
     if place == "text part":

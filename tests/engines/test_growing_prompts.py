@@ -149,7 +149,9 @@ def test_what_is_wrong_with_a_stream_fails_its_request_alone_wherever_it_is() ->
     stage.at_rest(rig)
 
 
-@pytest.mark.parametrize("where", [{}, {"own_process": True}, {"data_parallel_size": 2}])
+@pytest.mark.parametrize(  # which of two engines a request is of: test_process_stage.py
+    "where", [{}, {"own_process": True}, pytest.param({"data_parallel_size": 2}, marks=pytest.mark.nightly)]
+)
 def test_rows_in_chunks_give_the_tokens_of_their_ids(tmp_path: Path, where: dict[str, Any]) -> None:
     tiny_model("llama").save_pretrained(tmp_path)
     tiny_tokenizer().save_pretrained(tmp_path)

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from stage_runtime.errors import CODES
 from stage_runtime.processes.one_machine.local import LocalOptions, LocalPipeline
+from stage_runtime.web.reading.generation_fields import ChatFields, handlings
 from tests.engines.generation_kit import tiny_model, tiny_tokenizer
 from tests.thoroughness import examples
 
@@ -26,11 +27,17 @@ GOOD = {"model": '"chat"', "messages": '[{"role":"user","content":"hi"}]', "max_
 DEADLINE_S = 60.0
 
 FIELDS = (
-    *("max_tokens", "max_completion_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p"),
-    *("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "seed", "n"),
-    *("logprobs", "top_logprobs", "prompt_logprobs", "stop", "stop_token_ids", "ignore_eos"),
-    *("response_format", "tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs"),
-    *("stream", "stream_options", "messages", "model", "cache_salt", "data_parallel_rank", "best_of", "echo"),
+    *handlings(ChatFields),
+    *(
+        "max_completion_tokens",
+        "stream",
+        "stream_options",
+        "messages",
+        "model",
+        "data_parallel_rank",
+        "best_of",
+        "echo",
+    ),
 )
 NUMBERS = (
     "NaN",
@@ -94,6 +101,7 @@ CASES = st.one_of(
 
 
 # Engines in processes of their own fail a request alone each time: test_process_stage.py.
+@pytest.mark.long
 @pytest.mark.parametrize("engines", [1, pytest.param(2, marks=pytest.mark.nightly)])
 async def test_any_value_of_any_field_of_a_chat_request_hurts_that_request_alone(engines: int) -> None:
     """The chats are answered by an engine in the stage's process, and by two in processes of their own."""

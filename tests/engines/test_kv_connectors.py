@@ -30,8 +30,15 @@ def test_settings_and_role_choose_the_connector(fields: dict[str, Any], role: st
 
 
 def test_a_stage_that_asks_for_two_connectors_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="blocks come from prefill or from a folder"):
+    with pytest.raises(ConfigurationError, match="disaggregation, kv_folder: blocks come from one of them"):
         registry.check(Autoregressive(model="tiny", kv_folder="/kv"), "decode")
+
+
+def test_any_two_lines_of_the_table_refuse_each_other() -> None:
+    line = registry.CONNECTORS["kv_folder"]
+    asked = registry.ConnectorEntry(line.module, wanted=lambda spec, role: True)
+    with pytest.raises(ConfigurationError, match="one, other: blocks come from one of them"):
+        registry.check(Autoregressive(model="tiny"), "", {"one": asked, "line": line, "other": asked})
 
 
 def test_the_settings_of_a_connector_that_is_not_asked_for_are_checked_too() -> None:

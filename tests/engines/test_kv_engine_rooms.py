@@ -242,7 +242,9 @@ def test_an_engine_is_chosen_by_the_prompt_that_is_asked_for() -> None:
     ask = PromptAsk(key=bytes(16), layout=layout, first=0, end=1, cache_salt="salt", adapter="sql")
     stage.sink.asked(ROOM, "decode", records.encode(ask), [torch.tensor([5, 6, 7, 8])])
     stage.sink.asked(Room("cc", "s", 1, 0), "decode", b"no ask", [BLOCK])  # its engine declines it
-    assert client.prompts == [([5, 6, 7, 8], "salt", "sql"), ([],)]
+    no_text = records.encode(msgspec.structs.replace(ask, cache_salt="Salt")).replace(b"Salt", b"\xffalt")
+    stage.sink.asked(Room("cc", "t", 1, 0), "decode", no_text, [torch.tensor([5, 6, 7, 8])])
+    assert client.prompts == [([5, 6, 7, 8], "salt", "sql"), ([],), ([],)]
 
 
 def test_a_stage_that_ends_ends_its_rooms() -> None:

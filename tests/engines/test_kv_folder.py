@@ -18,6 +18,7 @@ import httpx
 import pytest
 import torch
 
+from stage_runtime import testing
 from stage_runtime.api import Autoregressive
 from stage_runtime.engines.autoregressive.connectors import folder as folders
 from stage_runtime.engines.autoregressive.connectors import layouts, registry
@@ -380,12 +381,13 @@ async def received_tokens(client: httpx.AsyncClient) -> float:
     return number(text, "kv_received_tokens_total")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("own_process", [False, pytest.param(True, marks=pytest.mark.nightly)])
 async def test_a_stage_finds_after_a_restart_what_it_had_computed(tmp_path: Path, own_process: bool) -> None:
-    """The stage is asked over HTTP, as an author has it."""
+    """The first life is in this process, the second in a pipeline, which is asked over HTTP, as an author has it."""
     tiny_model("llama").save_pretrained(tmp_path / "model")
     tiny_tokenizer().save_pretrained(tmp_path / "model")
-    spec = {
+    spec: dict[str, Any] = {
         "name": "kept",
         "code": {"inline": {"kept.py": STAGE}},
         "stages": [
@@ -400,14 +402,17 @@ async def test_a_stage_finds_after_a_restart_what_it_had_computed(tmp_path: Path
     }
     (tmp_path / "pipeline.yaml").write_text(json.dumps(spec))
     expected = tiny_tokenizer().decode(alone("llama", PROMPT, 8), skip_special_tokens=True)
-    for received in (0, 16):
-        with tempfile.TemporaryDirectory(prefix="f-") as base:
-            overrides = [f"endpoints.basePath={base}"]
-            made = LocalPipeline(tmp_path / "pipeline.yaml", overrides=overrides, options=LocalOptions(port=0))
-            async with made as running, httpx.AsyncClient(base_url=running.url, timeout=60) as client:
-                answer = (await client.post("/v1/pipeline", json={"inputs": PROMPT})).json()
-                assert answer["results"]["words"] == expected
-                assert await received_tokens(client) == received
+    made_here: dict[str, Any] = {}
+    exec(STAGE, made_here)
+    [earlier] = testing.run_stage(made_here["words"], [PROMPT], **spec["stages"][0]["factoryArgs"])
+    assert earlier.result == expected
+    with tempfile.TemporaryDirectory(prefix="f-") as base:
+        overrides = [f"endpoints.basePath={base}"]
+        made = LocalPipeline(tmp_path / "pipeline.yaml", overrides=overrides, options=LocalOptions(port=0))
+        async with made as running, httpx.AsyncClient(base_url=running.url, timeout=60) as client:
+            answer = (await client.post("/v1/pipeline", json={"inputs": PROMPT})).json()
+            assert answer["results"]["words"] == expected
+            assert await received_tokens(client) == 16
 
 
 STAGE = """

@@ -25,7 +25,7 @@ PATIENCE_S = patience(100.0)
 MESSAGES = [{"role": "user", "content": "say it"}]
 ASKED: dict[str, Any] = {"max_tokens": 8, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 
 
 def expected(model: Any) -> list[int]:
@@ -89,13 +89,13 @@ async def test_a_client_chooses_an_adapter_by_its_model_and_operators_load_and_d
             answers = list(await asyncio.gather(told(http, "one"), told(http, "chat"), told(http, "one")))
             assert answers == [("one", tokens["one"]), ("chat", base), ("one", tokens["one"])]
             await other_routes_choose_too(http, tokens["one"])
-            await unknown_names_are_refused(http, "two", "there is one")
+            await unknown_names_are_refused(http, "two", "loaded: one")
             assert await operate(http, "load_adapter", name="two", path=paths["two"]) == ["one", "two"]
             assert await told(http, "two") == ("two", tokens["two"])
             refused = await operate(http, "load_adapter", name="three", path=paths["two"])
             assert "max_loras=2 are loaded" in refused
             assert await operate(http, "unload_adapter", name="one") == ["two"]
-            await unknown_names_are_refused(http, "one", "there is two")
+            await unknown_names_are_refused(http, "one", "loaded: two")
             await until(http, "/v1/models", lambda text: '"one"' not in text and '"two"' in text)
             await until(http, "/metrics", lambda text: shows(text, ['adapter="two"} 1', "adapters{", "adapter_bytes{"]))
 
@@ -124,7 +124,7 @@ async def test_vllms_routes_load_and_drop_adapters_from_allowed_folders() -> Non
             assert "max_loras=1 are loaded" in refused(await load(lora_name="b", lora_path=path), 400, "lora_name")
             done = await unload(lora_name="sql")
             assert (done.status_code, done.text) == (200, "Success: LoRA adapter 'sql' removed successfully.")
-            await unknown_names_are_refused(http, "sql", "there is none")
+            await unknown_names_are_refused(http, "sql", "loaded: none")
             assert refused(await unload(lora_name="sql"), 404, "lora_name") == "no adapter 'sql' is loaded"
             for wrong in (elsewhere, f"{folder}/allowed/link", f"{folder}/allowed/../elsewhere", "/"):
                 problem = refused(await load(lora_name="sql", lora_path=wrong), 400, "lora_path")

@@ -40,6 +40,7 @@ def batch(lengths: list[int], counts: list[int], draw: random.Random) -> tuple[B
     return BatchMeta(starts, computed, tables, torch.tensor(slots)), sum(needed) + 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @settings(max_examples=examples(25))
 @given(data=st.data())

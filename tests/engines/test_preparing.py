@@ -7,11 +7,11 @@ import pytest
 pytest.importorskip("numba")
 
 from stage_runtime.api import Autoregressive
-from stage_runtime.engines.autoregressive.kernels import decoder_layers
-from stage_runtime.engines.autoregressive.loading import preparing
+from stage_runtime.engines.autoregressive.kernels import decoder_layers, native
+from stage_runtime.engines.autoregressive.loading import loader, preparing
 from stage_runtime.engines.autoregressive.loading.compiling import CompiledPart
 from stage_runtime.engines.autoregressive.model.models import PagedModel
-from tests.engines.generation_kit import tiny_model
+from tests.engines.generation_kit import tiny_model, tiny_tokenizer
 
 
 def prepared(kind: str, *, loops: bool = True, **settings: object) -> PagedModel:
@@ -59,3 +59,9 @@ def test_what_no_compiled_loop_computes_is_compiled_by_torch_where_that_is_asked
     kind: str, settings: dict[str, object]
 ) -> None:
     assert count(prepared(kind, compile=True, **settings), CompiledPart) > 0  # type: ignore[arg-type]
+
+
+def test_a_model_with_torch_s_kernels_is_loaded_without_numba() -> None:
+    native.available.cache_clear()
+    loader.assemble(Autoregressive(model="tiny", kernels="torch"), tiny_model("llama"), tiny_tokenizer())
+    assert native.available.cache_info().misses == 0

@@ -12,6 +12,7 @@ from queue import SimpleQueue
 from typing import Any
 
 import msgspec
+import psutil
 import pytest
 
 import stage_runtime as omni
@@ -27,7 +28,6 @@ from stage_runtime.metrics import catalog
 from tests.engines.counting_core import LAUNCHED
 from tests.engines.engine_kit import Rig, running
 from tests.engines.generation_kit import alone, tiny_model, tiny_tokenizer
-from tests.thoroughness import rows
 
 PATIENCE_S = 100.0  # how long a test waits before it fails, on a machine that others use
 SLOW = 200
@@ -51,6 +51,16 @@ def deliver(payload: omni.StagePayload, generation: omni.Generation) -> Iterator
 def engine(client: AsyncMPClient) -> ProcessEngine:
     spec = omni.Autoregressive(model="", prompt=prompt, deliver=deliver, params={"max_tokens": 100_000})
     return ProcessEngine(spec, client, tiny_tokenizer(), None)
+
+
+@contextmanager
+def replaced_by(client: DPLBAsyncMPClient, launch: EngineLaunch) -> Iterator[None]:
+    """Engines that are started meanwhile are ``launch``'s."""
+    usual, client.launch = client.launch, launch
+    try:
+        yield
+    finally:
+        client.launch = usual
 
 
 @contextmanager
@@ -86,7 +96,30 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("where", rows([{"data_parallel_size": 2}, {"own_process": True}], each_run=1))
+def test_an_engine_that_cannot_be_replaced_is_tried_again_after_a_rest(caplog: pytest.LogCaptureFixture) -> None:
+    client = DPLBAsyncMPClient(LAUNCH, DPCoordinator(2), elastic=True)
+    stage = engine(client)
+    with running(stage) as rig:
+        with replaced_by(client, msgspec.structs.replace(LAUNCH, factory="nowhere:nothing")):
+            os.kill(client.pids_by_rank()[1], signal.SIGKILL)
+            until(lambda: client.lost == {1})
+            rig.start("a", {"tokens": [7]})
+            until(lambda: "tries again in 5 s" in caplog.text and not stage._busy)
+            assert set(answers(rig, 1)) == {"a"}
+            for name in "bc":
+                rig.start(name, {"tokens": [7]})
+                assert set(answers(rig, 1)) == {name}
+            assert (stage._busy, caplog.text.count("could not be replaced")) == (False, 1)
+        count = 0
+        while client.lost:
+            count += 1
+            rig.start(f"again {count}", {"tokens": [7]})
+            assert rig.outbox.several(1)[0][1] == "done"
+        assert len(client.pids) == 2
+
+
+@pytest.mark.nightly  # each time: test_engine_storms.py has one engine, e2e/test_engines_apart.py two
+@pytest.mark.parametrize("where", [{"data_parallel_size": 2}, {"own_process": True}])
 def test_engines_in_processes_give_the_tokens_that_transformers_gives_alone(
     checkpoint: Path, where: dict[str, Any]
 ) -> None:
@@ -150,6 +183,7 @@ def test_prompts_with_one_pin_go_to_one_engine_and_a_rank_names_its_engine() -> 
     assert chosen[4:] == [0, 1, 1]
 
 
+@pytest.mark.long
 def test_a_prompt_goes_to_the_engine_that_has_its_beginning_unless_that_one_is_busy_or_was_replaced() -> None:
     document = [token % 90 for token in range(320)]
     lasting = msgspec.structs.replace(LAUNCH, kwargs={"step_s": 0.2})  # no answer ends before it is aborted
@@ -236,6 +270,7 @@ def test_a_stage_crashes_when_its_only_engine_is_killed_or_frozen(number: int, r
     assert client.pids == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_one_of_two_engines_that_ends_takes_its_requests_alone_and_is_replaced(number: int) -> None:
     with two() as (rig, client):
@@ -315,3 +350,39 @@ def test_an_operation_adds_and_removes_engines_while_they_answer() -> None:
         assert "from 1 to 64" in str(scaled(rig, 2, drain=0))
     with one() as (rig, _client):
         assert "data_parallel_size is 2 or more" in str(scaled(rig, 2))
+
+
+def test_the_only_engine_that_computes_is_not_removed(caplog: pytest.LogCaptureFixture) -> None:
+    client = DPLBAsyncMPClient(LAUNCH, DPCoordinator(2), elastic=True)
+    stage = engine(client)
+    with running(stage) as rig:
+        with replaced_by(client, msgspec.structs.replace(LAUNCH, factory="nowhere:nothing")):
+            os.kill(client.pids_by_rank()[0], signal.SIGKILL)
+            until(lambda: client.lost == {0})
+            rig.start("a", {"tokens": [7]})
+            until(lambda: "tries again in 5 s" in caplog.text and not stage._busy)
+            assert "those that would stay have ended and were not replaced yet" in str(scaled(rig, 1))
+        rig.start("b", {"tokens": [7]})
+        assert set(answers(rig, 2)) == {"a", "b"}
+    assert rig.crash is None
+
+
+def test_engines_that_an_operation_starts_while_their_stage_ends_end_with_it() -> None:
+    replies: SimpleQueue[Any] = SimpleQueue()
+    before = set(psutil.Process().children())
+    with two() as (rig, _client):
+        rig.inbox.put(events.Admin("call", "scale_engines", {"engines": 3}, replies.put))
+    assert rig.crash is None
+    assert replies.get(timeout=PATIENCE_S) == 3
+    assert set(psutil.Process().children()) == before
+
+
+def test_an_operation_that_no_engine_has_answered_when_its_stage_ends_fails() -> None:
+    replies: SimpleQueue[Any] = SimpleQueue()
+    with one() as (rig, client):
+        rig.start("a", {"tokens": [SLOW]})
+        until(lambda: client.stats[0].running == 1 if client.stats else False)
+        rig.inbox.put(events.Admin("call", "reset_prefix_cache", {}, replies.put))
+        until(lambda: bool(client._results))
+        rig.abort("a")
+    assert isinstance(replies.get_nowait(), EngineDeadError)

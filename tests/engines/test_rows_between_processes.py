@@ -9,6 +9,7 @@ import random
 from typing import Any
 
 import msgspec
+import pytest
 import torch
 
 from stage_runtime.engines.autoregressive.clients.sync_mp import SyncMPClient
@@ -22,6 +23,7 @@ from tests.patience import patience
 PATIENCE_S = patience(100.0)
 
 
+@pytest.mark.long
 def test_rows_cross_a_process_boundary_both_ways_and_a_prompt_grows_there() -> None:
     draw = random.Random(5)
     prompt = [draw.randrange(VOCABULARY) for _ in range(40)]

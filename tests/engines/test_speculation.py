@@ -18,7 +18,7 @@ from stage_runtime.engines.autoregressive.speculation.proposing import NgramProp
 from stage_runtime.engines.autoregressive.speculation.settings import checked
 from stage_runtime.rules.autoregressive.steps import Row
 from tests.engines.generation_kit import BACKENDS, CONFIGS, END, VOCABULARY, Answers, alone, core
-from tests.engines.test_generation_exact import prompts
+from tests.engines.test_generation_exact import check_interleaved, prompts
 from tests.thoroughness import crossed, examples, rows
 
 pytestmark = pytest.mark.usefixtures("each_way")
@@ -102,6 +102,19 @@ def test_preempted_requests_are_computed_again_to_the_same_tokens() -> None:
     assert answers.tokens == {name: alone("llama", prompt, 40) for name, prompt in asked.items()}
 
 
+def test_a_request_with_the_id_of_one_that_has_just_ended_begins_anew() -> None:
+    first, second = prompts([10, 13])
+    proposer = Foreseeing({"a": alone("llama", first, 41)})
+    answers = Answers(core(proposer=proposer, num_speculative_tokens=4))
+    answers.ask("a", first, LONG)
+    while not answers.engine.scheduler.stats.accepted_tokens:
+        answers.step()
+    answers.engine.abort_requests(["a"])
+    answers.ask("a", second, LONG)
+    answers.run()
+    assert answers.tokens["a"] == alone("llama", second, 40)
+
+
 def test_a_prefix_of_tokens_of_drafts_is_found_by_later_prompts() -> None:
     (prompt,) = prompts([10])
     whole = alone("llama", prompt, 41)
@@ -157,28 +170,8 @@ def test_every_parameter_gives_the_tokens_that_it_gives_without_drafts(name: str
 def test_any_interleaving_of_arrivals_and_aborts_gives_the_tokens_of_each_alone(data: st.DataObject) -> None:
     kind = data.draw(st.sampled_from(["llama", "gemma2", "gpt2", "qwen3"]))
     engine = speculating(kind, blocks=data.draw(st.integers(16, 40)), max_chunk=data.draw(st.sampled_from([3, 8, 32])))
-    answers = Answers(engine)
-    pool = prompts([6, 19, 11, 28, 19, 3], seed=5)
-    pool[4] = pool[1][:12] + pool[4][:7]
-    waiting, asked, aborted = list(range(6)), dict[str, Any](), set[str]()
-    while waiting or engine.has_work():
-        action = data.draw(st.sampled_from(["add", "step", "step", "step", "abort"]))
-        if action == "add" and waiting:
-            name = str(waiting[0])
-            asked[name] = pool[waiting.pop(0)]
-            answers.ask(name, asked[name], SamplingParams(temperature=0.0, max_tokens=25, ignore_eos=True))
-        elif action == "abort" and asked:
-            name = data.draw(st.sampled_from(sorted(asked)))
-            if name not in answers.finish:
-                aborted.add(name)
-                engine.abort_requests([name])
-        else:
-            answers.step()
+    check_interleaved(data, engine, kind, SamplingParams(temperature=0.0, max_tokens=25, ignore_eos=True))
     engine.executor.shutdown()
-    for name, prompt in asked.items():
-        whole = alone(kind, prompt, 25)
-        assert answers.tokens[name] == (whole[: len(answers.tokens[name])] if name in aborted else whole)
-    assert engine.scheduler.pool.free == engine.scheduler.pool.capacity
 
 
 def test_a_model_that_is_not_finite_at_a_draft_fails_that_request_alone() -> None:

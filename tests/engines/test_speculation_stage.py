@@ -83,8 +83,13 @@ def test_stop_strings_choices_log_probabilities_and_grammars_are_those_of_a_stag
     assert len(by_name["logprobs"][1]) > 10
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
-    ("settings", "method"), crossed([{}, {"own_process": True}, {"data_parallel_size": 2}], ["ngram", "draft_model"])
+    ("settings", "method"),
+    [
+        *crossed([{}, {"own_process": True}], ["ngram", "draft_model"]),
+        pytest.param({"data_parallel_size": 2}, "ngram", marks=pytest.mark.nightly),  # sums: test_process_stage.py
+    ],
 )
 def test_the_numbers_of_drafts_are_reported(checkpoint: Path, settings: dict[str, Any], method: str) -> None:
     config = NGRAM

@@ -11,6 +11,7 @@ import pytest
 from stage_runtime.api import Autoregressive
 from stage_runtime.engines.autoregressive.core.engine_core import EngineCore
 from stage_runtime.engines.autoregressive.core.executors import InlineExecutor
+from stage_runtime.engines.autoregressive.core.preprocessing import ModelFacts
 from stage_runtime.engines.autoregressive.loading import loader
 from stage_runtime.engines.autoregressive.model.model_runner import ModelRunner
 from stage_runtime.engines.autoregressive.model.models import PagedModel
@@ -88,7 +89,7 @@ def test_rows_of_a_failed_pass_are_computed_again_from_the_states_before_it() ->
     limits = SchedulerLimits(block_size=4, max_batched_tokens=32, max_chunk=16, max_model_len=120, prefix_caching=False)
     backend = Failing()
     runner = ModelRunner(PagedModel(tiny_model("lfm2")), backend, num_blocks=64, block_size=4)
-    answers = Answers(EngineCore(Scheduler(limits, BlockPool(64)), InlineExecutor(runner), vocab_size=VOCABULARY))
+    answers = Answers(EngineCore(Scheduler(limits, BlockPool(64)), InlineExecutor(runner), ModelFacts(VOCABULARY)))
     asked = prompts(9, 21)
     for name, prompt in asked.items():
         answers.ask(name, prompt)
@@ -100,7 +101,7 @@ def test_states_end_with_their_requests() -> None:
     paged = PagedModel(tiny_model("mamba2"))
     runner = ModelRunner(paged, GatherAttention(), num_blocks=64, block_size=4)
     limits = SchedulerLimits(block_size=4, max_model_len=120, prefix_caching=False)
-    answers = Answers(EngineCore(Scheduler(limits, BlockPool(64)), InlineExecutor(runner), vocab_size=VOCABULARY))
+    answers = Answers(EngineCore(Scheduler(limits, BlockPool(64)), InlineExecutor(runner), ModelFacts(VOCABULARY)))
     slots: Any = runner._states
     for name, prompt in prompts(9, 21).items():
         answers.ask(name, prompt)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from stage_runtime.engines.autoregressive.core.engine_core import EngineCore
+from stage_runtime.engines.autoregressive.core.preprocessing import ModelFacts
 from stage_runtime.engines.autoregressive.core.step_dumps import MOST_FILES, StepDumps
 from stage_runtime.rules.autoregressive.blocks import BlockPool
 from stage_runtime.rules.autoregressive.scheduling import Scheduler
@@ -22,7 +23,7 @@ SECRET = 77
 def failing(dumps: StepDumps) -> tuple[Answers, ScriptedExecutor]:
     executor = ScriptedExecutor(lambda tokens: SECRET + 1)
     scheduler = Scheduler(SchedulerLimits(block_size=4, max_model_len=120), BlockPool(64))
-    core = EngineCore(scheduler, executor, vocab_size=VOCABULARY, dumps=dumps)
+    core = EngineCore(scheduler, executor, ModelFacts(VOCABULARY), dumps=dumps)
     return Answers(core), executor
 
 

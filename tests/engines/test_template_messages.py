@@ -49,6 +49,13 @@ def said(*pairs: tuple[str, str]) -> list[dict[str, Any]]:
     return [{"role": role, "content": content} for role, content in pairs]
 
 
+@pytest.mark.parametrize("message", [{"content": "hi"}, {"role": None, "content": "hi"}, {"role": 5, "content": "hi"}])
+def test_a_pipeline_s_message_without_a_role_is_the_client_s_fault(message: dict[str, Any]) -> None:
+    request = OmniRequest(id="r", inputs={"messages": [{"role": "user", "content": "a"}, message]})
+    with pytest.raises(InvalidRequest, match=r"^messages\[1\]\.role: expected a text$"):
+        prompting.default_prompt(StagePayload(request=request))
+
+
 @pytest.mark.parametrize(
     ("template", "prompt"),
     [

@@ -18,8 +18,9 @@ from torch import nn
 
 from stage_runtime.engines.autoregressive.model.models import UnsupportedModel
 from stage_runtime.engines.autoregressive.tensor_parallel import sharding
-from tests.engines.generation_kit import VOCABULARY, alone, alone_with, tiny_model, tiny_tokenizer
+from tests.engines.generation_kit import VOCABULARY, Answers, alone, alone_with, tiny_model, tiny_tokenizer
 from tests.engines.lora_kit import adapter, merged
+from tests.engines.rank_threads import ranked
 
 WAIT_S = 200  # two processes that import torch and transformers, on a machine that others use
 ROOT = Path(__file__).parents[2]
@@ -68,16 +69,29 @@ def printed(output: str) -> list[Any]:
     return [json.loads(line) for line in output.splitlines()]
 
 
+NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 1}
+
+
+def test_two_ranks_as_threads_give_the_tokens_of_one() -> None:
+    by_name = prompts([3, 17, 40, 9])
+    with ranked("llama", 2, kernels="auto", speculative_config=NGRAM) as core:
+        answers = Answers(core)
+        for name, prompt in by_name.items():
+            answers.ask(name, prompt)
+        answers.run()
+        assert core.scheduler.stats.accepted_tokens > 0
+    assert answers.tokens == {name: alone("llama", prompt, 12) for name, prompt in by_name.items()}
+
+
+@pytest.mark.nightly  # each time: the test above, and two processes in e2e/test_tensor_parallel_language.py
 @pytest.mark.parametrize(
     ("kind", "kernels", "speculative"),
     [
-        ("llama", "auto", {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 1}),
-        pytest.param(  # by ranks as threads each time: test_draft_model.py
-            "llama", "auto", {"method": "draft_model", "num_speculative_tokens": 4}, marks=pytest.mark.nightly
-        ),
-        pytest.param("gpt_neox", "torch", None, marks=pytest.mark.nightly),
-        pytest.param("qwen3", "torch", None, marks=pytest.mark.nightly),
-        pytest.param("gemma2", "torch", None, marks=pytest.mark.nightly),
+        ("llama", "auto", NGRAM),
+        ("llama", "auto", {"method": "draft_model", "num_speculative_tokens": 4}),  # as threads: test_draft_model.py
+        ("gpt_neox", "torch", None),
+        ("qwen3", "torch", None),
+        ("gemma2", "torch", None),
     ],
 )
 def test_two_ranks_give_the_tokens_of_one_each_with_half_of_the_heads(
@@ -114,7 +128,8 @@ def test_two_ranks_by_gloo_compute_an_adapter_each_with_its_share(tmp_path: Path
         assert second.returncode == 0, errors
 
 
-# A pipeline kills rank 1 each time: e2e/test_tensor_parallel_language.py.
+# A pipeline kills rank 1 each time: e2e/test_tensor_parallel.py.
+@pytest.mark.long
 @pytest.mark.parametrize("dying", [0, pytest.param(1, marks=pytest.mark.nightly)])
 def test_the_other_rank_says_that_one_has_ended_and_ends(tmp_path: Path, dying: int) -> None:
     with ranks(tmp_path, "llama", "torch", **{f"rank{dying}": "3"}) as both:

@@ -177,6 +177,29 @@ def test_earlier_calls_that_are_none_are_the_clients_fault(calls: Any) -> None:
         prompting.default_prompt(chat_with(calls))
 
 
+def nested(depth: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for _ in range(depth):
+        found = {"a": found}
+    return found
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"tools": [{"type": "function", "function": {"name": "f", "parameters": nested(900)}}]},
+        {"chat_template_kwargs": nested(900)},
+    ],
+)
+def test_values_too_deep_for_a_chat_template_are_the_clients_fault(params: dict[str, Any]) -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{{ tools }}{{ a }}"
+    request = OmniRequest(id="r", kind="chat", inputs=chat_with([]).request.inputs, params=params)
+    prompt = prompting.default_prompt(StagePayload(request=request))
+    with pytest.raises(InvalidRequest, match="nested too deeply"):
+        prompting.encode(prompt, TextEncoder(tokenizer))
+
+
 def test_a_prompt_is_as_long_as_its_calls_and_tools_too() -> None:
     """So one that is long is encoded apart, and no step of others waits for it."""
     call = {"function": {"name": "f", "arguments": msgspec.json.encode({"text": "x" * 9000}).decode()}}

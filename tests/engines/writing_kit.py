@@ -13,6 +13,7 @@ import numpy.typing as npt
 import stage_runtime as omni
 from stage_runtime.coordinator.events import AnswerEvent, ChunkEvent, ResultEvent
 from stage_runtime.engines.autoregressive.core.engine_core import EngineCore
+from stage_runtime.engines.autoregressive.core.preprocessing import EndTokens, ModelFacts
 from stage_runtime.engines.autoregressive.sampling.model_output import ModelOutput, TokenLogprobs
 from stage_runtime.engines.autoregressive.sampling.parameters import SamplingParams
 from stage_runtime.engines.autoregressive.stage.thread_engine import AutoregressiveEngine
@@ -116,9 +117,7 @@ class Writing:
         core = EngineCore(
             Scheduler(limits, BlockPool(600)),
             WritingExecutor(self._script, self._end),
-            end_ids=frozenset({self._end}),
-            vocab_size=self._size,
-            grammars=self._grammars.compile,
+            ModelFacts(self._size, ends=EndTokens(frozenset({self._end})), grammars=self._grammars.compile),
         )
         spec = omni.Autoregressive(
             model="", params={"max_tokens": 2000}, tool_calls=self._form, reasoning=self._reasoning

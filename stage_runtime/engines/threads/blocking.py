@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 TURN_S: Final = 0.5  # between two steps of a loop with requests, and between two checks: each wakes a thread
 HELD_S: Final = 1.0  # a call that lasts longer is named
 COMPUTES: Final = 0.1  # of a processor: far more than a frozen thread has, and what is left to one of many
-_MOST: Final = 32  # functions that are named; who has more has read the first ones
+_MOST: Final = 32  # functions that the log names: a reader needs no more of them
 _STDLIB: Final = sysconfig.get_paths()["stdlib"]
 _INSTALLED: Final = tuple({sysconfig.get_paths()[name] for name in ("purelib", "platlib")})
 

@@ -1,12 +1,16 @@
 """Ends a program whose role is over, though its authors' code has left threads, calls or child processes that go on.
 
-The interpreter waits for them without a bound when it ends. Called by the programs that run authors' code: `__main__`
-and the engine process.
+The interpreter waits for them without a bound when it ends. It also looks for garbage among all objects of all imported
+packages, several times: 1.4 s of processor time with transformers. Called by the programs that run authors' code:
+`__main__` and the engine process.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import gc
+import io
 import os
 import sys
 import threading
@@ -20,6 +24,24 @@ FAILED_S: Final = 1.0  # after one that failed: people wait for the reason
 #: The deadline without the GIL, which a thread may hold, and whatever holds the lock of an output. The exit code is
 #: then 1.
 FORCED_S: Final = 10.0
+_BUFFERED: Final = frozenset({io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom})
+
+
+def prepare() -> None:
+    """Have the interpreter look for garbage once when it ends. Objects of modules stay; files are written.
+
+    The program calls this first: exit handlers run in the reverse order, so this one runs after all others.
+    """
+    atexit.register(_look_once)
+
+
+def _look_once() -> None:
+    for one in gc.get_objects():
+        if type(one) in _BUFFERED:
+            with contextlib.suppress(Exception):
+                one.flush()
+    gc.collect()
+    gc.freeze()
 
 
 def exit_soon(code: int) -> None:

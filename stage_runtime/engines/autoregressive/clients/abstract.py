@@ -269,7 +269,7 @@ class MPClient:
         self._send(rank, EngineCoreRequestType.KV, *self._encoder.encode(message))
 
     def _engine_for(self, rank: int | None, pin: str | None, tokens: Sequence[int], *beside: str) -> int:
-        """tokens, beside: of its prompt. Raises: ValueError: there is no such rank."""
+        """tokens, beside: of its prompt. Raises: ValueError: the rank does not exist."""
         (only,) = self._ranks()
         if rank not in (None, only):
             raise ValueError(f"data_parallel_rank is {rank}; the only engine is {only}")

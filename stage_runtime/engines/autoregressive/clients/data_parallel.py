@@ -24,7 +24,7 @@ from stage_runtime.engines.autoregressive.process.messages.engine_messages impor
     ScaleEngines,
     identity,
 )
-from stage_runtime.errors import ConfigurationError, EngineDeadError
+from stage_runtime.errors import UNDECODABLE, ConfigurationError, EngineDeadError
 from stage_runtime.rules.autoregressive.balancing import Balancer
 from stage_runtime.rules.autoregressive.waves import PublishState
 from stage_runtime.rules.binding import prefixes
@@ -72,7 +72,7 @@ class DPAsyncMPClient(AsyncMPClient):
         while (frames := self._stats.receive()) is not None:
             try:
                 state = self._states.decode(frames[0])
-            except msgspec.MsgspecError as error:
+            except UNDECODABLE as error:
                 self.misread += 1
                 log.warning("dropped a message of the coordinator: %s", error)
                 continue
@@ -244,6 +244,9 @@ class DPLBAsyncMPClient(DPAsyncMPClient):
         if engines < 1:
             raise ConfigurationError(f"cannot scale to {engines} engines")
         self.ensure_alive()
+        if not any(rank < engines for rank in self._balancer.open):
+            problem = "those that would stay have ended and were not replaced yet"
+            raise ConfigurationError(f"cannot scale to {engines} engines: {problem}")
         before = self._coordinator.engines
         if engines > before:
             await self._add_engines(range(before, engines))

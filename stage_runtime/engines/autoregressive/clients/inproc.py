@@ -67,7 +67,7 @@ class InprocClient:
         self.engine_core.abort_requests(request_ids)
 
     def get_output(self, timeout_s: float | None = None) -> EngineCoreOutputs:
-        """The outputs of one step: none, if there is nothing to compute."""
+        """The outputs of one step; empty, if no request needs one."""
         if self._refused:
             given, self._refused = tuple(self._refused), []
             for one in given:

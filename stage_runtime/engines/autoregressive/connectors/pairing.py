@@ -26,7 +26,6 @@ def check(spec: Autoregressive, role: str) -> None:
         return
     refused = (
         (spec.engine != "own", f"(engine={spec.engine!r}): engine='own' alone transfers KV"),
-        (bool(spec.kv_folder), f"(kv_folder={spec.kv_folder!r}): blocks come from prefill or from a folder"),
         (not spec.prefix_caching, "(prefix_caching=False): blocks that come are found as a prefix"),
     )
     for wrong, what in refused:

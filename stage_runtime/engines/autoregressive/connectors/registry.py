@@ -6,10 +6,11 @@ Called by `stage.factory`, by `stage.thread_engine`, and by `process.served` in 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 from stage_runtime.api import Autoregressive
+from stage_runtime.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from stage_runtime.engines.autoregressive.core.engine_core import EngineCore
@@ -62,8 +63,8 @@ class ConnectorEntry(NamedTuple):
         return module  # type: ignore[no-any-return]
 
 
-#: A stage has at most one: the first that it asks for. `check` refuses settings that ask for two.
-CONNECTORS: Final = {
+#: A stage has at most one: `check` refuses settings that ask for two.
+CONNECTORS: Final[Mapping[str, ConnectorEntry]] = {
     "disaggregation": ConnectorEntry(
         "stage_runtime.engines.autoregressive.connectors.pairing", wanted=lambda spec, role: bool(role)
     ),
@@ -73,10 +74,13 @@ CONNECTORS: Final = {
 }
 
 
-def check(spec: Autoregressive, role: str) -> None:
-    """Raises: ConfigurationError: the settings of a connector are wrong, or do not go together."""
-    for entry in CONNECTORS.values():
+def check(spec: Autoregressive, role: str, table: Mapping[str, ConnectorEntry] = CONNECTORS) -> None:
+    """Raises: ConfigurationError: the settings of a connector are wrong, or ask for two connectors."""
+    for entry in table.values():
         entry.load().check(spec, role)
+    asked = [name for name, entry in table.items() if entry.wanted(spec, role)]
+    if len(asked) > 1:
+        raise ConfigurationError(f"omni.Autoregressive: {', '.join(asked)}: blocks come from one of them")
 
 
 def crosses(spec: Autoregressive, role: str) -> bool:

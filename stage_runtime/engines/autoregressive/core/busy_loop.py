@@ -1,4 +1,4 @@
-"""The loop around an engine core: take what has come, step, hand on. It blocks while there is nothing to do.
+"""The loop around an engine core: take what has come, step, hand on. It blocks while no request needs a step.
 
 Shutdown goes RUNNING → REQUESTED → COMPLETED: after a request for it, what is under way is finished (drained), or
 aborted; a WAKEUP lets a loop that is waiting notice.
@@ -105,7 +105,7 @@ class BusyLoop:
         return False
 
     def _process_input_queue(self) -> None:
-        """Take all that has come; wait for something while there is no work."""
+        """Take all that has come; wait for something while no request needs a step."""
         while not self._core.has_work() and self._waits():
             for callback in self._on_idle:
                 callback()

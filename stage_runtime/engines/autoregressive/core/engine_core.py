@@ -17,19 +17,16 @@ import msgspec
 from stage_runtime.engines.autoregressive.core.engine_requests import GRAMMAR_END, EngineCoreOutput, EngineCoreRequest
 from stage_runtime.engines.autoregressive.core.executors import Executor, Mask
 from stage_runtime.engines.autoregressive.core.kv_connector import KVConnector, KVLoads, Post
-from stage_runtime.engines.autoregressive.core.preprocessing import Preprocessor, keep_rows
+from stage_runtime.engines.autoregressive.core.preprocessing import ModelFacts, Preprocessor, keep_rows
 from stage_runtime.engines.autoregressive.core.step_dumps import StepDumps
-from stage_runtime.engines.autoregressive.lora.registry import Adapters
 from stage_runtime.engines.autoregressive.sampling.model_output import Drafted, ModelOutput
 from stage_runtime.engines.autoregressive.text.prompts.prompt_rows import (
-    Embeddings,
     Extension,
     PlacedRows,
 )
-from stage_runtime.engines.autoregressive.text.reasoning import Matcher
 from stage_runtime.engines.autoregressive.text.structured_output import draft_masks
-from stage_runtime.engines.autoregressive.text.structured_output.grammar_texts import Grammar, GrammarRefused
-from stage_runtime.errors import describe
+from stage_runtime.engines.autoregressive.text.structured_output.grammar_texts import GrammarRefused
+from stage_runtime.errors import describe, safe_str
 from stage_runtime.rules.autoregressive import drafts
 from stage_runtime.rules.autoregressive.requests import Reason, Request, RequestStatus
 from stage_runtime.rules.autoregressive.scheduling import Scheduler
@@ -45,40 +42,22 @@ class EngineCore:
         self,
         scheduler: Scheduler,
         executor: Executor,
+        model: ModelFacts,
         *,
-        end_ids: frozenset[int] = frozenset(),
-        vocab_size: int,
-        ends: frozenset[int] = frozenset(),
-        grammars: Callable[[Grammar], Matcher] | None = None,
-        embeddings: Embeddings | None = None,
-        feeds_itself: bool = False,
         dumps: StepDumps | None = None,
-        adapters: Adapters | None = None,
     ) -> None:
-        """ends: tokens by which grammars end, beside ``end_ids``. grammars: compiles one; in any thread; raises
-        ValueError. embeddings: of prompts with rows; None: the model takes none. feeds_itself: see `Request`.
-        dumps: of steps that fail; None: they leave no files. adapters: that requests may name; None: it takes none.
-        """
+        """dumps: of steps that fail; None: they leave no files."""
         self.kv: KVLoads | None = None  #: The loads of a connector.
         self.post: Post | None = None  #: The loop's: has a function called between two steps, from any thread.
-        self.adapters = adapters
+        self.adapters = model.adapters
         self._dumps = dumps
-        self._preprocessor = Preprocessor(
-            longest=scheduler.longest,
-            block_size=scheduler.limits.block_size,
-            vocab_size=vocab_size,
-            end_ids=end_ids,
-            grammars=grammars,
-            embeddings=embeddings,
-            feeds_itself=feeds_itself,
-            adapters=adapters,
-        )
+        self._preprocessor = Preprocessor(model, longest=scheduler.longest, block_size=scheduler.limits.block_size)
         self.scheduler = scheduler
         self.executor = executor
         self.aborts_queue: SimpleQueue[str] = SimpleQueue()  #: Ids, looked at between a pass and its update.
         self.steps = 0
         self.on_scheduled: Callable[[SchedulerOutput], None] = lambda step: None  #: Called before a step is executed.
-        self._ends = end_ids | ends  #: Tokens that are not text.
+        self._ends = model.ends.of_answers | model.ends.of_grammars  #: Tokens that are not text.
         self._unmasked: dict[str, Exception] = {}  #: Requests of steps under way whose grammars have failed, and why.
         self._masks: ThreadPoolExecutor | None = None  #: Makes masks while this thread executes the model.
         self._batch_queue: deque[tuple[Future[ModelOutput], SchedulerOutput]] = deque()
@@ -214,12 +193,20 @@ class EngineCore:
         if self.executor.max_concurrent_batches > 1:  # the model is executed in another thread
             drafted = self._hold(scheduled)
             return self.executor.sample_tokens(*self._masked(structured, drafted))
+        drafted = _drafted(scheduled)
+        masks = self._masked_beside(structured, drafted)
+        self._hold(scheduled, drafted)
+        return self.executor.sample_tokens(*(self._masked(structured, drafted) if masks is None else masks.result()))
+
+    def _masked_beside(self, requests: Sequence[Request], drafted: Drafted | None) -> Future[tuple[Any, ...]] | None:
+        """The result of `_masked` to come, from a thread of its own. None: no thread can start."""
         if self._masks is None:
             self._masks = ThreadPoolExecutor(1, thread_name_prefix="grammars")
-        drafted = _drafted(scheduled)
-        masks = self._masks.submit(self._masked, structured, drafted)
-        self._hold(scheduled, drafted)
-        return self.executor.sample_tokens(*masks.result())
+        try:
+            return self._masks.submit(self._masked, requests, drafted)
+        except RuntimeError:
+            self._masks = None  # it would carry this call out when it has a thread
+            return None
 
     def _hold(self, scheduled: SchedulerOutput, drafted: Drafted | None = None) -> Drafted | None:
         """Begin a step whose tokens wait for masks. Returns: its drafts to come, if rows with grammars may have any."""
@@ -306,7 +293,7 @@ class EngineCore:
                 continue
             output.failed[row.request.id] = describe(error)
             if isinstance(error, GrammarRefused):
-                output.failed[row.request.id], refused[row.request.id] = str(error), error.place
+                output.failed[row.request.id], refused[row.request.id] = safe_str(error), error.place
         return refused
 
     def _advance(self, scheduled: SchedulerOutput, output: ModelOutput, fields: dict[str, str]) -> dict[str, Reason]:
@@ -329,7 +316,7 @@ class EngineCore:
                 elif request.matcher.ended:
                     ended[request.id] = None if token in self._ends else GRAMMAR_END
             except GrammarRefused as error:
-                output.failed[request.id], fields[request.id] = str(error), error.place
+                output.failed[request.id], fields[request.id] = safe_str(error), error.place
             except Exception as error:
                 output.failed[request.id] = f"its grammar cannot be followed: {describe(error)}"
         return ended

@@ -94,6 +94,7 @@ class ThreadExecutor:
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="model")
+        self._pool.submit(int)  # the thread starts now: a step for which none could start would end the engine
 
     def add(self, request_id: str, params: SamplingParams, prompt: Sequence[int]) -> None:
         self._pool.submit(self._runner.keep, request_id, self._runner.state_of(params, prompt))  # after steps under way

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
+from typing import Final, NamedTuple
 
 from stage_runtime.engines.autoregressive.core.engine_requests import EngineCoreRequest
 from stage_runtime.engines.autoregressive.lora.registry import Adapter, Adapters
@@ -25,30 +26,41 @@ from stage_runtime.errors import ContextLengthExceeded
 from stage_runtime.rules.autoregressive.requests import Request, TokenLimits
 
 
+class EndTokens(NamedTuple):
+    """The tokens that end something; none of them is text."""
+
+    of_answers: frozenset[int] = frozenset()
+    of_grammars: frozenset[int] = frozenset()  #: More tokens than those of answers.
+
+
+NO_ENDS: Final = EndTokens()
+
+
+class ModelFacts(NamedTuple):
+    """The facts of its model that an engine core needs."""
+
+    vocab_size: int
+    ends: EndTokens = NO_ENDS
+    #: Compiles a grammar, in any thread; raises ValueError. None: answers follow none.
+    grammars: Callable[[Grammar], Matcher] | None = None
+    embeddings: Embeddings | None = None  #: Embeddings of prompts with rows; None: the model takes none.
+    feeds_itself: bool = False  #: See `Request`.
+    adapters: Adapters | None = None  #: Adapters that requests may name; None: it takes none.
+
+
 class Preprocessor:
     """Checks requests. Nothing of it changes after its making."""
 
-    def __init__(
-        self,
-        *,
-        longest: int,
-        block_size: int,
-        vocab_size: int,
-        end_ids: frozenset[int],
-        grammars: Callable[[Grammar], Matcher] | None,
-        embeddings: Embeddings | None,
-        feeds_itself: bool,
-        adapters: Adapters | None,
-    ) -> None:
-        """longest: tokens that one request may have. The rest: as `EngineCore`'s."""
+    def __init__(self, model: ModelFacts, *, longest: int, block_size: int) -> None:
+        """longest: tokens that one request may have."""
         self._longest = longest
         self._block_size = block_size
-        self._vocab_size = vocab_size
-        self._end_ids = end_ids
-        self._grammars = grammars
-        self._embeddings = embeddings
-        self._feeds_itself = feeds_itself
-        self._adapters = adapters
+        self._vocab_size = model.vocab_size
+        self._end_ids = model.ends.of_answers
+        self._grammars = model.grammars
+        self._embeddings = model.embeddings
+        self._feeds_itself = model.feeds_itself
+        self._adapters = model.adapters
 
     def request(self, request: EngineCoreRequest) -> Request:
         """Check a request and hash its blocks. Any thread may call this.

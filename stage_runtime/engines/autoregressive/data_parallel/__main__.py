@@ -26,7 +26,7 @@ from stage_runtime.engines.autoregressive.process.messages.engine_messages impor
     SchedulerStats,
     StartWave,
 )
-from stage_runtime.errors import describe
+from stage_runtime.errors import UNDECODABLE, describe
 from stage_runtime.rules.autoregressive import waves
 from stage_runtime.sockets import multipart
 
@@ -70,7 +70,7 @@ class DPCoordinatorProc:
                 while (frames := socket.receive()) is not None:
                     try:
                         take(frames)
-                    except msgspec.MsgspecError as error:
+                    except UNDECODABLE as error:
                         log.warning("dropped a message: %s", describe(error))
                     self._on(waves.Tick())  # a busy socket must not keep counts back
 

@@ -30,7 +30,18 @@ class DPCoordinator:
         greeting = self._folder.endpoint()
         greeted = context.bind("PULL", greeting)
         argv = ("-m", _PROGRAM, self.front, self._output, self._input, greeting, str(engines), str(os.getpid()))
-        self._process = EngineProcess(-1, argv, {})
+        try:
+            self._process = EngineProcess(-1, argv, {})
+            self._await(greeted)
+        except BaseException:
+            self._folder.remove()
+            raise
+        finally:
+            greeted.close()
+            context.close()
+
+    def _await(self, greeted: multipart.FrameSocket) -> None:
+        """Raises: ConfigurationError: it has not said that it listens."""
         try:
             poller = multipart.Poller(greeted, self._process.pidfd)
             if not poller.wait(START_S) or greeted.receive() is None:
@@ -38,9 +49,6 @@ class DPCoordinator:
         except BaseException:
             self.close()
             raise
-        finally:
-            greeted.close()
-            context.close()
 
     @property
     def pid(self) -> int:

@@ -134,7 +134,7 @@ def _by_expert(model: Any) -> Iterator[str]:
 def reading_own(config: Any, ranks: ExpertRanks) -> Any | None:
     """A class of transformers for ``config`` whose ``from_pretrained`` reads this engine's experts alone.
 
-    None: there is no such class; a whole model has to be read. Its parameters are those of torch's distributed tensors,
+    None: it does not exist; a whole model has to be read. Its parameters are those of torch's distributed tensors,
     of which transformers reads the local part; `share` makes plain ones of them.
     """
     from torch.distributed.device_mesh import DeviceMesh

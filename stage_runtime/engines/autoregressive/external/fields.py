@@ -24,6 +24,7 @@ _OF_THE_STAGE: Final = frozenset(
 #: Names as clients know them.
 _NAMES: Final = {"grammar": "response_format"}
 
+LEAST_TOP_P: Final = 1e-9  # other engines refuse 0, which is the likeliest token alone, as this is
 _DEFAULTS: Final = SamplingParams()
 
 

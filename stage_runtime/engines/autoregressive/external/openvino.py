@@ -19,7 +19,7 @@ from stage_runtime.api import Autoregressive, StageContext
 from stage_runtime.engines.autoregressive.core.engine_requests import EngineCoreOutput, EngineCoreRequest
 from stage_runtime.engines.autoregressive.external import fields, gguf_file
 from stage_runtime.engines.autoregressive.external.client import ExternalClient, output
-from stage_runtime.engines.autoregressive.model import dtypes, models
+from stage_runtime.engines.autoregressive.model import dtypes, models, positions
 from stage_runtime.engines.autoregressive.process.messages.engine_messages import Refused
 from stage_runtime.engines.autoregressive.sampling.parameters import SamplingParams, fields_of
 from stage_runtime.errors import ConfigurationError, describe
@@ -154,7 +154,7 @@ class _Steps:
                 return
 
     def _take_asked(self) -> list[Refused]:
-        """Take all that has come; wait for something while there is no work. Returns: what could not be added."""
+        """Take all that has come; wait for something while no request runs. Returns: what could not be added."""
         refused: list[Refused] = []
         while True:
             idle = not (self._handles or self._ends or refused or self._pipeline.has_non_finished_requests())
@@ -213,11 +213,11 @@ def generation_config(package: Any, params: SamplingParams, room: int, end_ids: 
     """A request's parameters as openvino-genai's. room: tokens that its answer may have."""
     config = package.GenerationConfig()
     config.max_new_tokens = min(params.max_tokens, room)
-    config.min_new_tokens = params.min_tokens
+    config.min_new_tokens = min(params.min_tokens, config.max_new_tokens)  # it refuses more
     config.do_sample = not params.greedy
     if not params.greedy:
         config.temperature = params.temperature
-        config.top_p = params.top_p
+        config.top_p = max(params.top_p, fields.LEAST_TOP_P)
         if params.top_k:
             config.top_k = params.top_k
     config.repetition_penalty = params.repetition_penalty
@@ -245,7 +245,7 @@ def load(spec: Autoregressive, context: StageContext | None) -> tuple[OpenVINOCl
     tokenizer = models.load_tokenizer(spec.model, revision=spec.revision)
     config, generation = models.load_configs(spec.model, revision=spec.revision)
     text = config.get_text_config(decoder=True)
-    positions = models.positions_of(text)
+    known = positions.positions_of(text)
     with tempfile.TemporaryDirectory(prefix="omni-openvino-") as folder:
         path = Path(spec.model).expanduser()
         if not (path.suffix == ".gguf" or (path / "openvino_model.xml").exists()):
@@ -263,7 +263,7 @@ def load(spec: Autoregressive, context: StageContext | None) -> tuple[OpenVINOCl
         pipeline,
         tensor=_tensor,
         vocab_size=int(text.vocab_size),
-        longest=min(positions, spec.max_model_len or positions),
+        longest=min(known, spec.max_model_len or known),
         end_ids=models.end_ids_of(generation, config),
     )
     return client, tokenizer

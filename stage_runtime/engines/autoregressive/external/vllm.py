@@ -17,7 +17,7 @@ from stage_runtime.api import Autoregressive, StageContext
 from stage_runtime.engines.autoregressive.core.engine_requests import EngineCoreOutput, EngineCoreRequest
 from stage_runtime.engines.autoregressive.external import fields
 from stage_runtime.engines.autoregressive.external.client import ExternalClient, output
-from stage_runtime.engines.autoregressive.model import dtypes, models
+from stage_runtime.engines.autoregressive.model import dtypes, models, positions
 from stage_runtime.engines.autoregressive.process.messages.engine_messages import Refused
 from stage_runtime.engines.autoregressive.sampling.model_output import TokenLogprobs
 from stage_runtime.engines.autoregressive.sampling.parameters import SamplingParams, fields_of
@@ -36,7 +36,6 @@ log = logging.getLogger(__name__)
 _SAME: Final = fields_of("vllm")
 TAKES: Final = frozenset({*_SAME, "top_p", "stop_token_ids", "logit_bias", "grammar", "cache_salt"})
 _REASONS: Final = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORT}
-LEAST_TOP_P: Final = 1e-9  # vLLM refuses 0, which is the likeliest token alone, as this is
 HOST_CACHE_BYTES: Final = 1 << 29  # as `loader.HOST_CACHE_BYTES`
 BLOCK: Final = 128  # tokens of one of its blocks on a CPU
 WATCH_S: Final = 1.0  # between looks whether the core has ended while nothing is computed
@@ -155,7 +154,7 @@ def _logprobs(found: Mapping[int, Any], token: int, count: int) -> TokenLogprobs
 def sampling_params(package: Any, params: SamplingParams) -> Any:
     """A request's parameters as vLLM's. Raises: InvalidRequest: a grammar that cannot be followed."""
     given: dict[str, Any] = {name: getattr(params, name) for name in _SAME}
-    given["top_p"] = max(params.top_p, LEAST_TOP_P)
+    given["top_p"] = max(params.top_p, fields.LEAST_TOP_P)
     given["stop_token_ids"] = list(params.stop_token_ids)
     given["logit_bias"] = dict(params.logit_bias) or None
     if params.grammar is not None:
@@ -188,8 +187,8 @@ def load(spec: Autoregressive, context: StageContext | None) -> tuple[VLLMClient
         progress(f"starting vLLM {package.__version__} with {spec.model}")
         config, _generation = models.load_configs(spec.model, revision=spec.revision)
         text = config.get_text_config(decoder=True)
-        positions = models.positions_of(text)
-        longest = min(positions, spec.max_model_len or positions)
+        known = positions.positions_of(text)
+        longest = min(known, spec.max_model_len or known)
         try:
             llm = package.v1.engine.async_llm.AsyncLLM.from_engine_args(_arguments(package, spec, text, longest))
         except Exception as error:

@@ -295,7 +295,7 @@ _making = threading.Lock()
 
 
 def team(helpers: int) -> Team | None:
-    """The process's team of so many helpers. None: there is none on this platform."""
+    """The process's team of so many helpers. None: this platform has none."""
     if _MACHINE is None:
         return None
     found = _teams.get(helpers)

@@ -43,7 +43,7 @@ class Compiled(NamedTuple):
 
 
 def folder() -> Path | None:
-    """None: there is no place for it."""
+    """None: no folder can keep it."""
     if own := os.environ.get("NUMBA_CACHE_DIR"):
         return Path(own)
     if shared := os.environ.get("OMNI_CACHE"):

@@ -55,7 +55,7 @@ def _processor() -> str:
 
 
 def read(path: Path, forms: Sequence[str], count: int) -> KeptTimes | None:
-    """The times of some of ``forms``, ``count`` of each. None: there is no such file, or it holds something else."""
+    """The times of some of ``forms``, ``count`` of each. None: the file is missing, or holds something else."""
     try:
         with path.open("rb") as file:
             owner, found = os.fstat(file.fileno()).st_uid, _DECODER.decode(file.read(1 << 16))

@@ -11,7 +11,7 @@ from stage_runtime.errors import ConfigurationError, InvalidRequest, describe
 
 
 def made(path: str) -> Decoder:
-    """A decoder of the class that ``path`` names. Raises: ConfigurationError: there is none, or it cannot be made."""
+    """A decoder of the class that ``path`` names. Raises: ConfigurationError: it does not exist, or cannot be made."""
     kind = resolving.resolve(path, field="omni.Autoregressive(decoder)")
     try:
         found: Any = kind()

@@ -12,6 +12,7 @@ import torch
 from stage_runtime.api import Autoregressive, NextRows, Step
 from stage_runtime.engines.autoregressive.core.engine_core import EngineCore
 from stage_runtime.engines.autoregressive.core.executors import InlineExecutor, ThreadExecutor
+from stage_runtime.engines.autoregressive.core.preprocessing import EndTokens, ModelFacts
 from stage_runtime.engines.autoregressive.core.step_dumps import StepDumps
 from stage_runtime.engines.autoregressive.expert_parallel import experts as expert_shares
 from stage_runtime.engines.autoregressive.expert_parallel.experts import ExpertRunner
@@ -27,10 +28,10 @@ from stage_runtime.engines.autoregressive.loading import (
 )
 from stage_runtime.engines.autoregressive.lora import settings as lora_settings
 from stage_runtime.engines.autoregressive.lora.registry import Adapters
-from stage_runtime.engines.autoregressive.model import digests, dtypes
+from stage_runtime.engines.autoregressive.model import digests, dtypes, positions
 from stage_runtime.engines.autoregressive.model.draft_model import DraftModel
 from stage_runtime.engines.autoregressive.model.model_runner import ModelRunner
-from stage_runtime.engines.autoregressive.model.models import PagedModel, UnsupportedModel, load_model, settle_long_rope
+from stage_runtime.engines.autoregressive.model.models import PagedModel, UnsupportedModel, load_model
 from stage_runtime.engines.autoregressive.model.models import load_tokenizer as load_tokenizer
 from stage_runtime.engines.autoregressive.model.paged_attention import attention_guests
 from stage_runtime.engines.autoregressive.model.paged_attention.attention import (
@@ -123,16 +124,10 @@ def assemble(
         raise ConfigurationError("omni.Autoregressive(overlap=True): tpSize goes without it")
     weights = digests.weights_digest(model) if digest else ""  # before anything is cut or packed
     lora = adapting.planned(spec, model, after_step)
-    if ranks is not None:
-        with torch.inference_mode():
-            sharding.shard(model, ranks)
-    if experts is not None:
-        expert_shares.share(model, experts)
-    paged = PagedModel(model, after_step)
+    paged = _cut(model, after_step, ranks, experts)
     speculation = _speculation(spec, paged)
-    if ranks is not None and (paged.sinks or paged.state_layers):
-        what = "attention sinks" if paged.sinks else "state beside attention"
-        raise UnsupportedModel(f"{type(model).__name__} has {what}, which tpSize does not share among ranks")
+    if ranks is not None:
+        _check_ranks(paged)
     if paged.device.type == "cpu":
         progress("choosing the fastest form of the weights")
     attention, used = _prepared(spec, paged)
@@ -149,46 +144,104 @@ def assemble(
     if ranks is not None:
         num_blocks = ranks.least(num_blocks)
     size = _Size(num_blocks=num_blocks, block_size=spec.block_size)
-    proposer: DraftModel | NgramProposer | None = None
-    if draft is not None and drafting is not None:
-        proposer = DraftModel(draft, drafting, vocab_size=paged.vocab_size, **size)
-    elif speculation is not None and speculation.method == "ngram":
-        proposer = NgramProposer(speculation)
+    proposer = _proposer(speculation, paged, draft, drafting, size)
     runner = _runner(spec, paged, attention, size, proposer, ranks=ranks, experts=experts)
     scheduler = Scheduler(_limits(spec, paged, length, speculation), BlockPool(num_blocks))
     log.info("KV cache: %d blocks of %d tokens; a request has at most %d", num_blocks - 1, spec.block_size, length)
     for one in (paged, draft):
         if one is not None:
-            settle_long_rope(one.model, scheduler.longest)
+            positions.settle_long_rope(one.model, scheduler.longest)
     text = not isinstance(tokenizer, decoders.TokensOnly)
     grammars = Grammars(tokenizer, paged.vocab_size, paged.end_ids, number_digits=spec.number_digits) if text else None
     executor = _executor(spec, runner, alone=ranks is None and experts is None)
-    core = EngineCore(
-        scheduler,
-        executor,
-        end_ids=paged.end_ids,
-        ends=frozenset() if tokenizer.eos_token_id is None else frozenset({int(tokenizer.eos_token_id)}),
-        vocab_size=paged.vocab_size,
-        grammars=None if grammars is None else grammars.compile,
-        embeddings=None
-        if paged.row_size is None
-        else ModelEmbeddings(paged.row_size, paged.dtype, axes=paged.axes, layers=len(paged.decoder_layers)),
-        feeds_itself=after_step is not None,
-        dumps=StepDumps(tokens=spec.dump_tokens),
-        adapters=None if lora is None else Adapters(lora.settings, executor.call),
-    )
+    core = _core(spec, scheduler, executor, paged, tokenizer, grammars, lora)
     if ranks is None or ranks.rank == 0:
-        progress("compiling and warming up" if spec.compile else "warming up")
-        for tokens in sorted({1, spec.max_chunk}):  # the first pass of a shape chooses kernels and allocates
-            runner.execute_dummy_batch(tokens)
-        if isinstance(proposer, DraftModel):
-            proposer.warm_up()
-        if grammars is not None:
-            progress("preparing grammars")
-            grammars.prepare()
+        _warm_up(spec, runner, proposer, grammars, progress)
         if core.adapters is not None and lora is not None:
             adapting.load(core.adapters, lora.settings, progress)
     return Loaded(core, tokenizer, num_blocks, used, runner, weights)
+
+
+def _cut(
+    model: Any,
+    after_step: Callable[[Step], NextRows] | None,
+    ranks: Ranks | None,
+    experts: ExpertRanks | None,
+) -> PagedModel:
+    """The rank's part of the model, without the experts that other engines have."""
+    if ranks is not None:
+        with torch.inference_mode():
+            sharding.shard(model, ranks)
+    if experts is not None:
+        expert_shares.share(model, experts)
+    return PagedModel(model, after_step)
+
+
+def _check_ranks(paged: PagedModel) -> None:
+    """Raises: UnsupportedModel: ranks cannot share it."""
+    if paged.sinks or paged.state_layers:
+        what = "attention sinks" if paged.sinks else "state beside attention"
+        raise UnsupportedModel(f"{type(paged.model).__name__} has {what}, which tpSize does not share among ranks")
+
+
+def _proposer(
+    speculation: settings.Speculation | None,
+    paged: PagedModel,
+    draft: PagedModel | None,
+    drafting: AttentionBackend | None,
+    size: _Size,
+) -> DraftModel | NgramProposer | None:
+    """drafting: the attention of the model that drafts."""
+    if draft is not None and drafting is not None:
+        return DraftModel(draft, drafting, vocab_size=paged.vocab_size, **size)
+    if speculation is not None and speculation.method == "ngram":
+        return NgramProposer(speculation)
+    return None
+
+
+def _core(
+    spec: Autoregressive,
+    scheduler: Scheduler,
+    executor: ThreadExecutor | InlineExecutor,
+    paged: PagedModel,
+    tokenizer: Any,
+    grammars: Grammars | None,
+    lora: adapting.PlannedAdapters | None,
+) -> EngineCore:
+    rows, last = None, tokenizer.eos_token_id
+    if paged.row_size is not None:
+        rows = ModelEmbeddings(paged.row_size, paged.dtype, axes=paged.axes, layers=len(paged.decoder_layers))
+    return EngineCore(
+        scheduler,
+        executor,
+        ModelFacts(
+            paged.vocab_size,
+            ends=EndTokens(paged.end_ids, frozenset() if last is None else frozenset({int(last)})),
+            grammars=None if grammars is None else grammars.compile,
+            embeddings=rows,
+            feeds_itself=paged.after_step is not None,
+            adapters=None if lora is None else Adapters(lora.settings, executor.call),
+        ),
+        dumps=StepDumps(tokens=spec.dump_tokens),
+    )
+
+
+def _warm_up(
+    spec: Autoregressive,
+    runner: ModelRunner,
+    proposer: DraftModel | NgramProposer | None,
+    grammars: Grammars | None,
+    progress: Callable[[str], None],
+) -> None:
+    """Do once what the first requests would wait for."""
+    progress("compiling and warming up" if spec.compile else "warming up")
+    for tokens in sorted({1, spec.max_chunk}):  # the first pass of a shape chooses kernels and allocates
+        runner.execute_dummy_batch(tokens)
+    if isinstance(proposer, DraftModel):
+        proposer.warm_up()
+    if grammars is not None:
+        progress("preparing grammars")
+        grammars.prepare()
 
 
 class _Size(TypedDict):
@@ -289,13 +342,15 @@ def _attention(spec: Autoregressive, paged: PagedModel) -> AttentionBackend:
             kind = type(paged.model).__name__
             raise UnsupportedModel(f"omni.Autoregressive(kernels={spec.kernels!r}): {kind} has attention sinks: 'auto'")
         return guest()
+    if spec.kernels == "torch":  # numba is not asked: its import and first loop take 0.4 s of processor time
+        return GatherAttention()
     found = attention_pages.available(paged.device, paged.dtype)
     if spec.kernels == "numba" and not found:
         raise ConfigurationError(
             f"omni.Autoregressive(kernels='numba'): needs the extra `numba`, a CPU, and float32 or bfloat16; "
             f"this is {paged.dtype} on {paged.device}"
         )
-    return attention_pages.PageAttention() if found and spec.kernels != "torch" else GatherAttention()
+    return attention_pages.PageAttention() if found else GatherAttention()
 
 
 def _blocks(

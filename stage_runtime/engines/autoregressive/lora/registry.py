@@ -72,7 +72,7 @@ class Adapters:
             if name in self._reading:
                 raise _not_found(f"the adapter {name!r} is being loaded")
             there = ", ".join(self.names) or "none"
-            raise _not_found(f"no adapter {name!r:.150} is loaded here; there is {there:.1000}")
+            raise _not_found(f"no adapter {name!r:.150} is loaded here; loaded: {there:.1000}")
         if digest and digest != found.digest:
             raise _not_found(f"the adapter {name!r} that is loaded here has other files")
         return found
@@ -143,14 +143,12 @@ class Adapters:
     def unload(self, name: object, in_use: Iterable[int]) -> list[str]:
         """No new request gets it; those that are being computed keep it. in_use: as of `drop_unused`.
 
-        Returns: the names of the others. Raises: InvalidRequest: there is none of this name.
+        Returns: the names of the others. Raises: InvalidRequest: no adapter has this name.
         """
         if isinstance(name, str) and name in self._reading:
             raise InvalidRequest(f"unload_adapter: the adapter {name!r} is being loaded")
         if not isinstance(name, str) or name not in self._named:
-            raise InvalidRequest(
-                f"unload_adapter: no adapter {name!r:.150}; there is {', '.join(self.names) or 'none'}"
-            )
+            raise InvalidRequest(f"unload_adapter: no adapter {name!r:.150}; loaded: {', '.join(self.names) or 'none'}")
         gone = self._named[name]
         self._named = {other: one for other, one in self._named.items() if other != name}
         self._retired[gone.number] = gone

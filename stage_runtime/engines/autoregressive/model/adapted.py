@@ -10,6 +10,8 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from torch import Tensor
 
+from stage_runtime.errors import describe
+
 #: Tokens of a pass by their adapter's number, as places on the device. None: all of the pass.
 AdapterTokens: TypeAlias = Sequence[tuple[int, Tensor | None]]
 
@@ -96,7 +98,10 @@ class AdapterReads:
             else:
                 future.set_result(found)
 
-        threading.Thread(target=read, name="adapter", daemon=True).start()
+        try:
+            threading.Thread(target=read, name="adapter", daemon=True).start()
+        except RuntimeError as error:  # the limit of threads
+            future.set_exception(AdapterRefused(f"{path}: {describe(error)}"))
         return future
 
     def keep(self, number: int) -> AdapterFacts:

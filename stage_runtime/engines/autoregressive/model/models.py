@@ -6,8 +6,8 @@ transformers is an optional dependency (extra ``engine``): it is imported here, 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import inspect
-import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from stage_runtime import imports
 from stage_runtime.api import NextRows, Step
-from stage_runtime.engines.autoregressive.model import adapted, refusals, states
+from stage_runtime.engines.autoregressive.model import adapted, positions, refusals, states
 from stage_runtime.engines.autoregressive.model.adapted import AdapterLayers, AdapterTokens
 from stage_runtime.engines.autoregressive.model.paged_attention.attention import (
     AttentionBackend,
@@ -29,9 +29,6 @@ from stage_runtime.engines.autoregressive.model.paged_attention.attention import
 from stage_runtime.engines.autoregressive.model.refusals import UnsupportedModel as UnsupportedModel
 from stage_runtime.errors import ConfigurationError, describe
 
-log = logging.getLogger(__name__)
-
-MROPE_AXES: Final = 3
 ATTENTION: Final = "omnipipeline_paged"  #: Our attention's name in transformers' registry.
 _IGNORED: Final = frozenset({"attention_mask", "dropout", "is_causal", "use_cache", "position_ids", "cache_position"})
 
@@ -128,6 +125,23 @@ def _refuse(module: Any, others: dict[str, Any]) -> None:
         raise UnsupportedModel(f"{type(module).__name__} is not causal: its attention reads later tokens")
 
 
+def _import_models(package: Any) -> None:
+    """Import `transformers.models` with the names that `transformers` has just read from the files of all models.
+
+    It would read the files again, by another path: 0.35 s of processor time with 5.23.
+    """
+    utils, folder = package.utils.import_utils, Path(package.__file__).parent / "models"
+    read: Any = getattr(utils, "create_import_structure_from_path", None)
+    if not hasattr(read, "cache_info"):  # another version, without the cache that makes this cheap
+        return
+    own_path = str(folder / "__init__.py")
+    utils.create_import_structure_from_path = lambda path: read(folder if path == own_path else path)
+    try:
+        importlib.import_module("transformers.models")
+    finally:
+        utils.create_import_structure_from_path = read
+
+
 def transformers() -> Any:
     """The package, with our attention registered in it.
 
@@ -136,6 +150,8 @@ def transformers() -> Any:
     try:
         with imports.uncollected():
             import transformers as package
+
+            _import_models(package)
             from transformers.masking_utils import AttentionMaskInterface
 
             interface = package.AttentionInterface  # which imports what models have in common
@@ -238,7 +254,7 @@ class PagedModel:
         self.model = model.eval()
         text = model.config.get_text_config(decoder=True)
         self.vocab_size = int(text.vocab_size)
-        self.positions = positions_of(text)
+        self.positions = positions.positions_of(text)
         self.end_ids = end_ids_of(getattr(model, "generation_config", None), model.config)
         self.device = next(model.parameters()).device
         self.dtype = next(model.parameters()).dtype
@@ -251,7 +267,7 @@ class PagedModel:
         #: `decoder_pass.DecoderPass.run`, where the model has one: what it does not compute, transformers' class does.
         self.shorter: Callable[[FlatBatch], Tensor | None] = lambda batch: None
         #: Axes of a token's position: 3 where rotary embedding turns by time, height and width.
-        self.axes = MROPE_AXES if _has_mrope(text) else 1
+        self.axes = positions.axes_of(text)
         #: Its layers in order, where rows can be taken and added; empty: it has none that we know.
         self.decoder_layers = _decoder_layers(model, int(text.num_hidden_layers))
         #: Its modules that keep state beside attention: a request's tokens are computed in order, none are shared.
@@ -382,51 +398,10 @@ def _by_row(one: states.StateLayer) -> Callable[..., Any]:
     return forward
 
 
-def _has_mrope(text_config: Any) -> bool:
-    """Whether positions have three axes (Qwen2-VL's multimodal rotary embedding and those after it)."""
-    found = getattr(text_config, "rope_parameters", None) or getattr(text_config, "rope_scaling", None) or {}
-    return "mrope_section" in found
-
-
 def _decoder_layers(model: Any, expected: int) -> Sequence[Any]:
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else getattr(model, "model", None)
     layers = getattr(decoder, "layers", None)
     return layers if layers is not None and len(layers) == expected else ()
-
-
-def settle_long_rope(model: Any, longest: int) -> None:
-    """Use one set of factors of LongRoPE for all requests: that for texts of ``longest`` tokens, as vLLM does.
-
-    transformers chooses the set in each pass by the largest position in it: a request's tokens would depend on the
-    others of its steps, and its cached keys on its length.
-    """
-    for module in model.modules():
-        kinds = getattr(module, "rope_type", None)
-        for layer_type, kind in kinds.items() if isinstance(kinds, dict) else [(None, kinds)]:
-            if kind == "longrope":
-                _settle(module, layer_type, longest)
-
-
-def _settle(module: Any, layer_type: str | None, longest: int) -> None:
-    """Gives a rotary embedding the same factors for all lengths: its forward pass chooses between equal sets."""
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    made: Any = ROPE_INIT_FUNCTIONS["longrope"]
-    options: dict[str, Any] = {} if layer_type is None else {"layer_type": layer_type}
-    prefix = "" if layer_type is None else f"{layer_type}_"
-    device = getattr(module, f"{prefix}inv_freq").device
-    factors, _scaling = made(module.config, device, seq_len=longest, **options)
-    for name in ("inv_freq", "original_inv_freq", "long_inv_freq"):
-        setattr(module, prefix + name, factors.clone())
-    log.info("rotary embedding: the factors for texts of %d tokens serve all requests", longest)
-
-
-def positions_of(text_config: Any) -> int:
-    """How long a request can be. Tokens of one chunk of chunked attention see each other, and no others."""
-    longest = int(getattr(text_config, "max_position_embeddings", 1 << 20) or 1 << 20)
-    if "chunked_attention" in (getattr(text_config, "layer_types", None) or ()):
-        return min(longest, int(text_config.attention_chunk_size))
-    return longest
 
 
 def end_ids_of(generation_config: Any, config: Any) -> frozenset[int]:

@@ -49,13 +49,19 @@ class EngineProcess:
     """One child process."""
 
     def __init__(self, index: int, argv: Sequence[str], env: Mapping[str, str], cores: Sequence[int] = ()) -> None:
+        """Raises: ConfigurationError: this machine does not have the cores. OSError: no process can start."""
         self.index = index
         path = os.pathsep.join(one for one in sys.path if one)  # factories are found as they are here
         whole = {**os.environ, "PYTHONPATH": path, **env}
+        self.pidfd = -1  #: Readable when it has ended.
         self._process = subprocess.Popen([sys.executable, *argv], env=whole, stdin=subprocess.DEVNULL)
-        self.pidfd = os.pidfd_open(self._process.pid)  #: Readable when it has ended.
-        if cores:
-            os.sched_setaffinity(self._process.pid, cores)
+        try:
+            self.pidfd = os.pidfd_open(self._process.pid)
+            if cores:
+                _keep_to(self._process.pid, cores)
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def pid(self) -> int:
@@ -77,6 +83,18 @@ class EngineProcess:
         with contextlib.suppress(OSError):
             os.close(self.pidfd)
         self.pidfd = -1
+
+
+def _keep_to(pid: int, cores: Sequence[int]) -> None:
+    """Raises: ConfigurationError."""
+    try:
+        os.sched_setaffinity(pid, cores)
+    except OSError as error:
+        raise ConfigurationError(f"cores={list(cores)}: {error.strerror}: this process has {_own_cores()}") from error
+
+
+def _own_cores() -> str:
+    return ", ".join(map(str, sorted(os.sched_getaffinity(0))))
 
 
 class ForeignProcess:

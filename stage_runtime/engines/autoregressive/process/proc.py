@@ -26,6 +26,7 @@ from stage_runtime.engines.autoregressive.process.messages.inputs import Inputs
 from stage_runtime.engines.autoregressive.process.messages.output_thread import OutputThread
 from stage_runtime.engines.autoregressive.process.reporting import stats_of
 from stage_runtime.engines.autoregressive.process.tracing import EngineTrace
+from stage_runtime.rules.autoregressive.requests import Request
 from stage_runtime.rules.autoregressive.steps import SchedulerOutput
 from stage_runtime.sockets import multipart
 
@@ -50,7 +51,7 @@ class EngineCoreProc:
         self._context = multipart.SocketContext()
         self.outputs = OutputThread(engine_index, alive=lambda: EngineCoreOutputs(scheduler_stats=self.stats()))
         self.rooms = CrossingRooms(lambda message: self.outputs.put(0, message))
-        self._announced: set[str] = set()  #: Requests of which clients know that they are computed.
+        self._announced: dict[str, Request] = {}  #: Requests of which clients know that they are computed.
         self.inputs = Inputs(
             served.core,
             refuse=lambda client, refused: self.outputs.put(client, EngineCoreOutputs(refused=(refused,))),
@@ -110,12 +111,13 @@ class EngineCoreProc:
 
     def _on_scheduled(self, step: SchedulerOutput) -> None:
         """Tell clients which requests are computed for the first time."""
-        self._announced.difference_update(step.finished)
+        for name in step.finished:
+            self._announced.pop(name, None)
         by_client: dict[int, list[tuple[str, int]]] = {}
         for row in step.rows:
             request = row.request
-            if row.place == 0 and request.id not in self._announced:
-                self._announced.add(request.id)
+            if row.place == 0 and self._announced.get(request.id) is not request:
+                self._announced[request.id] = request
                 client = self.inputs.owners.get(request.id)
                 if client is not None:
                     by_client.setdefault(client, []).append((request.id, request.hit_tokens))

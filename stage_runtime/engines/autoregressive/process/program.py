@@ -46,6 +46,7 @@ log = logging.getLogger(__name__)
 def main(kind: Kind) -> None:
     """kind: chooses the process's class by what the client has sent."""
     diagnostics.descriptor()
+    ending.prepare()
     code = 1
     try:
         _serve(kind)

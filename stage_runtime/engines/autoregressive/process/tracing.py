@@ -41,7 +41,7 @@ class EngineTrace:
         return self._thread.submit(self._start, trace)
 
     def stop(self) -> Future[str | None]:
-        """The name of the file, which is written then; None: there was no trace. Raises there: ConfigurationError."""
+        """The name of the file, which is written then; None: no trace was running. Raises there: ConfigurationError."""
         return self._thread.submit(self._stop)
 
     def close(self, within_s: float = 60.0) -> None:

@@ -155,7 +155,7 @@ def from_params(
         found["max_tokens"] = _number(params["max_completion_tokens"], "max_tokens")
     if params.get("logprobs") is True:
         found["logprobs"] = int(_number(params.get("top_logprobs") or 0, "logprobs"))
-    if found.get("top_k") == -1:  # vLLM's way to say that there is no bound
+    if found.get("top_k") == -1:  # vLLM's way to set no bound
         found["top_k"] = 0
     if params.get("seed") is not None:
         found["seed"] = _integer(params["seed"], "seed") % 2**63

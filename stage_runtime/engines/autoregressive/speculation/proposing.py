@@ -56,7 +56,7 @@ class NgramProposer:
 
 
 class StepDrafts:
-    """The drafts of the step that is being computed. There are none without a proposer."""
+    """The drafts of the step that is being computed. Empty without a proposer."""
 
     def __init__(self, proposer: Proposer | None) -> None:
         self._proposer = proposer
@@ -64,7 +64,9 @@ class StepDrafts:
         self._accepted: dict[str, int] = {}  #: Tokens of a request's drafts that were right.
 
     def add(self, request_id: str, state: RowState) -> None:
+        """Its id may be that of a request whose end was not noticed."""
         if self._proposer is not None:
+            self._accepted.pop(request_id, None)
             self._proposer.add(request_id, state)
 
     def begin(self, rows: Sequence[Row]) -> Sequence[Row]:

@@ -1,8 +1,7 @@
 """The requests of one stage that generates tokens: from what arrives to prompts, from outputs to chunks and results.
 
-Here is nothing that computes them. Everything here is on the stage's
-thread, but for `names`. A request whose consumer lags behind is not waited for: its deltas are joined until its gate
-opens.
+Here is nothing that computes them. Everything here is on the stage's thread, but for `names`. A request whose consumer
+lags behind is not waited for: its deltas are joined until its gate opens.
 """
 
 from __future__ import annotations
@@ -39,9 +38,7 @@ from stage_runtime.rules.autoregressive.requests import FinishReason, Request
 from stage_runtime.wire.values import Note, StagePayload, Text
 
 LONG: Final = 8_000  # characters of a prompt that is encoded apart: more would take milliseconds of a step
-
 THINKING: Final = 16  # tokens at the end of a prompt that may begin the model's thinking
-
 LONG_GRAMMAR: Final = 2_000  # as `LONG`: characters that are compiled, for each of ``n`` answers
 
 #: A request for the engine, and what its check has made of it.
@@ -84,6 +81,7 @@ class _Answer:
         self.report: ClientReport | None = None  #: The report of a terminal stage.
         self.gate: Gate | None = None  #: Its consumer lags behind.
         self.scheduled = False
+        self.ends_first = False  #: Its text has ended one of the choices, which the engine still computes.
 
 
 class GenerationAnswers:
@@ -319,6 +317,7 @@ class GenerationAnswers:
     def _refuse(self, name: str, work: Work, error: BaseException) -> None:
         self.outbox.fail(work, error)
         self._names.pop(work, None)
+        self._encoding.pop(name, None)
         self._drop(name)
         self._ids.end(name)
 
@@ -347,6 +346,8 @@ class GenerationAnswers:
     def deliver(self, outputs: Sequence[EngineCoreOutput]) -> list[str]:
         """Deliver a step's outputs. Returns: the requests that the engine must end, for their text has ended."""
         processed = self._processor.process_outputs(outputs)
+        for name in processed.reqs_to_abort:
+            self._of[name].ends_first = True
         with self.outbox.together():
             for name in processed.ready:
                 answer = self._of.get(name)
@@ -375,7 +376,7 @@ class GenerationAnswers:
         self.outbox.fail(answer.work, error)
         others = [one for one, choice in answer.choices.items() if one != name and not choice.over]
         self._drop(answer.name)
-        self._ids.end(answer.name)
+        self._ids.abort(answer.work)
         if others:
             self._abort(others)
 
@@ -398,7 +399,12 @@ class GenerationAnswers:
             self.fail(name, _failure(output))
             return
         last = all(one.over for one in answer.choices.values() if one is not choice)
-        if not self._give(answer, choice.part(output, last=last)) and not choice.over:
+        try:
+            goes_on = self._give(answer, choice.part(output, last=last))
+        except Exception as error:  # a tokenizer's, which lacks one of the likeliest tokens
+            self.fail(name, error)
+            goes_on = False
+        if not goes_on and not choice.over:
             self._abort([name])
 
     def _give(self, answer: _Answer, generation: Generation) -> bool:
@@ -418,6 +424,8 @@ class GenerationAnswers:
             return False
         if generation.ends:
             self._drop(answer.name)
+            if answer.ends_first:
+                self._ids.abort(answer.work)
             self._ids.end(answer.name)
         elif answer.gate is not None:
             answer.gate.add_done_callback(lambda _gate: self._open(answer))

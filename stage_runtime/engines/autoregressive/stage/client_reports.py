@@ -37,7 +37,7 @@ class ClientReport:
         usage = Usage(generation.prompt_tokens, answered, generation.cached_tokens, reasoning_tokens=thought)
         result: Result | None = None
         for item in items:
-            if result is not None:  # something after a result: whoever takes it refuses that
+            if result is not None:  # something after a result, which the reader refuses
                 yield result
                 result = None
             if isinstance(item, Result):

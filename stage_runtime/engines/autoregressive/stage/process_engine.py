@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Callable, Iterable, Sequence
 from threading import Event
 from typing import Any, Final, Protocol
@@ -40,6 +41,8 @@ LOOK_EVERY_S: Final = 1.0  # at whether engines compute; as often as they give s
 MOST_ENGINES: Final = 64
 SCALE: Final = "scale_engines"
 LEAST_TOKENS: Final = "kv_least_tokens"  # the only gauge of which several engines' sum says nothing
+REST_S: Final = 5.0  # after a replacement that failed; doubled with each one
+MOST_REST_S: Final = 60.0
 DRAIN_S: Final = 60.0  # engines finish what is under way, when the stage ends
 
 
@@ -87,6 +90,8 @@ class ProcessEngine:
         self._growing = GrowingPrompts(spec.stream, sources, self._answers) if spec.stream and sources else None
         self._outputs_taken = 0  #: Messages of engines that were taken.
         self._replacing: set[asyncio.Task[None]] = set()
+        self._failures = 0  #: Replacements in a row that failed.
+        self._rests_until = 0.0  #: No engine is replaced before this time of `time.monotonic`.
         self._operating: set[asyncio.Task[None]] = set()
         self._scaling = asyncio.Lock()
         self._adapters = EngineAdapters(client) if isinstance(client, AsyncMPClient) else None
@@ -154,8 +159,10 @@ class ProcessEngine:
             with contextlib.suppress(asyncio.CancelledError, EngineDeadError):
                 await reader
             await asyncio.gather(*self._replacing)  # or their processes would have no owner
-            draining = self._client.reqs_in_flight and not self._client.dead
-            await self._client.close(drain_s=DRAIN_S if draining else 0.0)
+            async with self._scaling:  # as for replacements
+                draining = self._client.reqs_in_flight and not self._client.dead
+                await self._client.close(drain_s=DRAIN_S if draining else 0.0)
+            await asyncio.gather(*self._operating)  # each is answered
 
     async def _wait(self) -> None:
         """Waits until something arrives. Requests that no engine can compute wait for gates, or other stages' rows."""
@@ -300,8 +307,9 @@ class ProcessEngine:
             aborts = self._answers.deliver(outputs.outputs)
             if aborts:
                 self._abort(aborts)
-        if isinstance(self._client, DPLBAsyncMPClient) and self._client.lost and not self._busy:
-            task = asyncio.create_task(self._replace(self._client))
+        client = self._client
+        if isinstance(client, DPLBAsyncMPClient) and client.lost and not self._busy and self._is_rested:
+            task = asyncio.create_task(self._replace(client))
             self._replacing.add(task)
             task.add_done_callback(self._replacing.discard)
         self._arrived.set()  # the report, and the end of what is drained
@@ -311,6 +319,11 @@ class ProcessEngine:
         """Engines are being started or ended."""
         return bool(self._replacing) or self._scaling.locked()
 
+    @property
+    def _is_rested(self) -> bool:
+        """Each try to start an engine loads a model, beside those that serve."""
+        return time.monotonic() >= self._rests_until
+
     async def _replace(self, client: DPLBAsyncMPClient) -> None:
         """Start engines in place of those that have ended, while the others serve."""
         while client.lost:
@@ -318,8 +331,13 @@ class ProcessEngine:
             try:
                 await client.replace_async(rank)
             except Exception as error:
-                log.error("engine %d could not be replaced, the stage goes on without it: %s", rank, describe(error))
+                self._failures += 1
+                rest_s = min(REST_S * 2 ** min(self._failures - 1, 10), MOST_REST_S)
+                self._rests_until = time.monotonic() + rest_s
+                problem = "engine %d could not be replaced, the stage goes on without it, and tries again in %.0f s: %s"
+                log.error(problem, rank, rest_s, describe(error))
                 return
+            self._failures = 0
             log.warning("engine %d was replaced", rank)
             if self._adapters is not None:
                 await self._adapters.align()

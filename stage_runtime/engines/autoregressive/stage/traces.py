@@ -1,6 +1,6 @@
 """The torch traces of a stage's engine processes: begun and ended with those of the stage's own process.
 
-`profiler.recording.children.Parent`. The calls run on the engine's loop; who asks waits elsewhere.
+`profiler.recording.children.Parent`. The calls run on the engine's loop; callers wait on other threads.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 MOST_SILENT: Final = 32  # feeds in turn that give no text: a character has far fewer bytes
+MOST_SPELT: Final = 1 << 16  # tokens of which the bytes are kept: to find them takes some decodings
 _BROKEN: Final = "\N{REPLACEMENT CHARACTER}"
 _BLANK: Final = "\N{LOWER ONE EIGHTH BLOCK}"  # sentencepiece's letter for a space
 _BYTE: Final = re.compile("<0x([0-9A-Fa-f]{2})>")  # sentencepiece's name of a token that is one byte
@@ -28,6 +29,7 @@ class Spelling:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
+        self._spelt = functools.lru_cache(MOST_SPELT)(self._spell)
 
     def text_of(self, token: int) -> str:
         return self.text_of_all([token])
@@ -40,6 +42,9 @@ class Spelling:
 
         first: it begins a text, where tokenizers of words leave out the blank before one.
         """
+        return self._spelt(token, first)
+
+    def _spell(self, token: int, first: bool) -> bytes:
         text = self.text_of(token) if first else self._following(token)
         entry = self._tokenizer.convert_ids_to_tokens(token) if _BROKEN in text else None
         if not isinstance(entry, str):

@@ -139,7 +139,7 @@ class AnswerText:
 
     def _split(self, splitter: ThoughtSplitter, text: str, *, final: bool) -> str:
         """Put the thinking aside. Returns: what is answer of the new text."""
-        if splitter.over and not self._begin:  # there was no thinking
+        if splitter.over and not self._begin:  # it has not thought
             return text
         if not splitter.over:
             self.reasoning_tokens = self._count

@@ -20,6 +20,7 @@ from stage_runtime.engines.autoregressive.text.detokenizer import Spelling
 from stage_runtime.engines.autoregressive.text.reasoning import ThoughtSplitter
 from stage_runtime.engines.autoregressive.text.tool_calls.call_parsers import Parser
 from stage_runtime.engines.autoregressive.text.tool_calls.calls import Call
+from stage_runtime.errors import describe
 from stage_runtime.rules.autoregressive.requests import FinishReason, Reason
 
 
@@ -97,34 +98,20 @@ class Processed(NamedTuple):
 
 
 class _RequestState:
+    """The part of an answer that is here."""
+
     def __init__(
         self,
-        decode: Callable[[Sequence[int]], str] | None,
-        whole: Callable[[Sequence[int]], str] | None,
         params: SamplingParams,
         prompt_tokens: int,
         collector: RequestOutputCollector | None,
-        parser: Parser | None,
-        spelling: Spelling | None,
-        splitter: ThoughtSplitter | None,
+        answer: AnswerText | None,
     ) -> None:
+        """answer: None: its tokens become no text."""
         self.params = params
         self.prompt_tokens = prompt_tokens
         self.collector = collector
-        self.answer = None
-        if not params.skip_special_tokens and whole is not None:
-            decode = whole
-        if decode is not None:
-            shows = spelling if params.logprobs is not None else None
-            self.answer = AnswerText(
-                decode,
-                stops=params.stop,
-                shows_stop=params.include_stop_str_in_output,
-                min_tokens=params.min_tokens,
-                parser=parser,
-                spelling=shows,
-                splitter=splitter,
-            )
+        self.answer = answer
         self.text = self.reasoning = ""
         self.calls: tuple[Call, ...] = ()
         self.shown: tuple[ShownToken, ...] = ()
@@ -161,10 +148,9 @@ class OutputProcessor:
         parser: Parser | None = None,
         splitter: ThoughtSplitter | None = None,
     ) -> None:
-        """parser: takes calls of tools out of the text; None: there are no tools. splitter: as of `AnswerText`."""
-        self._states[request_id] = _RequestState(
-            self._decode, self._whole, params, prompt_tokens, collector, parser, self._spelling, splitter
-        )
+        """parser: takes calls of tools out of the text; None: it has no tools. splitter: as of `AnswerText`."""
+        answer = self._answer_text(params, parser, splitter)
+        self._states[request_id] = _RequestState(params, prompt_tokens, collector, answer)
 
     def extend_request(self, request_id: str, prompt_tokens: int) -> None:
         """Its prompt has so many tokens more."""
@@ -177,13 +163,18 @@ class OutputProcessor:
             self._states.pop(request_id, None)
 
     def process_outputs(self, outputs: Iterable[EngineCoreOutput]) -> Processed:
-        """The only loop over a step's outputs. Those of requests that were aborted here are dropped."""
+        """The only loop over a step's outputs. Those of requests that were aborted here are dropped. Never raises."""
         processed = Processed([], [], [])
         for output in outputs:
             state = self._states.get(output.request_id)
             if state is None:
                 continue
-            made = self._process(state, output, processed)
+            try:
+                made = self._process(state, output, processed)
+            except Exception as error:  # such as a tokenizer's, which lacks the token: this answer fails alone
+                made = RequestOutput(request_id=output.request_id, finish=FinishReason.ERROR, reason=describe(error))
+                if output.finish is None:
+                    processed.reqs_to_abort.append(output.request_id)
             if made.finish is not None:
                 del self._states[output.request_id]
             if state.params.output_kind is OutputKind.FINAL_ONLY and made.finish is None:
@@ -194,6 +185,22 @@ class OutputProcessor:
                 state.collector.put(made)
                 processed.ready.append(output.request_id)
         return processed
+
+    def _answer_text(
+        self, params: SamplingParams, parser: Parser | None, splitter: ThoughtSplitter | None
+    ) -> AnswerText | None:
+        decode = self._decode if params.skip_special_tokens or self._whole is None else self._whole
+        if decode is None:
+            return None
+        return AnswerText(
+            decode,
+            stops=params.stop,
+            shows_stop=params.include_stop_str_in_output,
+            min_tokens=params.min_tokens,
+            parser=parser,
+            spelling=self._spelling if params.logprobs is not None else None,
+            splitter=splitter,
+        )
 
     def _process(self, state: _RequestState, output: EngineCoreOutput, processed: Processed) -> RequestOutput:
         state.generated += len(output.new_token_ids)

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Final, TypeAlias
 import msgspec
 
 from stage_runtime.engines.autoregressive.core.engine_requests import EngineCoreOutput
-from stage_runtime.errors import ProtocolError, RequestError, describe
+from stage_runtime.errors import ProtocolError, RequestError, describe, safe_str
 
 ENGINE_CORE_DEAD: Final = b"ENGINE_CORE_DEAD"
 KV: Final = b"KV"  # then an engine's identity, and a `crossing.ToStage`
@@ -103,9 +103,9 @@ def refused(request_id: str, error: Exception) -> Refused:
     """The refusal that a client gets for an error which an engine raised while it checked a request."""
     match error:
         case RequestError():
-            return Refused(request_id, error.code, error.message, error.param)
+            return Refused(request_id, error.code, safe_str(error.message), error.param)
         case ValueError() | ProtocolError():
-            return Refused(request_id, "invalid_request", str(error))
+            return Refused(request_id, "invalid_request", safe_str(error))
     return Refused(request_id, "stage_failed", describe(error))
 
 

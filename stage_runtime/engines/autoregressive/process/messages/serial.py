@@ -47,7 +47,7 @@ class MsgpackEncoder:
     def encode(self, value: Any) -> list[Buffer]:
         """The frames of ``value``. Frames after the first are its tensors' memory: not to be written until sent.
 
-        Raises: ValueRefused: it cannot travel.
+        Raises: ValueRefused: it cannot be encoded.
         """
         return self.encode_into(value, bytearray())
 

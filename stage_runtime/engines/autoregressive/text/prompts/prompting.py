@@ -56,7 +56,10 @@ def _spoken(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
     """A client's message for the chat template: what of it templates read, or some of them."""
     names = ("name", "tool_call_id", "tool_calls", "reasoning_content")
     kept = {name: message[name] for name in names if message.get(name)}
-    return _readable(index, {"role": message["role"], "content": message["content"], **kept})
+    role = message.get("role")
+    if not isinstance(role, str):  # a pipeline's client writes anything
+        raise InvalidRequest(f"messages[{index}].role: expected a text", param="messages")
+    return _readable(index, {"role": role, "content": message["content"], **kept})
 
 
 def _readable(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
@@ -164,7 +167,7 @@ def size(prompt: Prompt) -> int:
 def encode(
     prompt: Prompt, encoder: TextEncoder, *, whole: bool = True, form: CallForm = FORMS["hermes"]
 ) -> tuple[list[int], Any]:
-    """Token ids of a prompt, and the rows of those that are `prompt_rows.ROW`; None: there are none.
+    """Token ids of a prompt, and the rows of those that are `prompt_rows.ROW`; None: the prompt has none.
 
     whole: nothing more will come, so it must not be empty. form: in which the model calls tools.
     Raises: InvalidRequest: it is empty, or the template refuses the messages.
@@ -231,5 +234,8 @@ def _templated(prompt: Prompt, encoder: TextEncoder, form: CallForm) -> list[int
         return encoder.chat(encoder.form(template).arrange(chat), template)
     except jinja2.TemplateError as error:
         raise InvalidRequest(f"the model's chat template refuses the messages: {error}", param="messages") from error
+    except RecursionError as error:
+        problem = "the messages, the tools or the arguments of the chat template are nested too deeply"
+        raise InvalidRequest(problem, param="messages") from error
     except (TypeError, ValueError, KeyError, AttributeError) as error:  # of what a client has put into messages
         raise InvalidRequest(f"the messages do not fit the model's chat template: {error}", param="messages") from error

@@ -6,10 +6,14 @@
 from __future__ import annotations
 
 import json
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Final, NamedTuple
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from decimal import Decimal
+from typing import Any, Final, NamedTuple, TypeVar
 from urllib.parse import quote, unquote, urldefrag, urljoin
+
+T = TypeVar("T")
 
 _URI: Final = "%:/?#[]@!$&'()*+,;=-._~"  # what a URI may hold beside letters and digits
 _FRAGMENT: Final = "%:/?@!$&'()*+,;=-._~"
@@ -17,10 +21,39 @@ _VALUES: Final = frozenset({"const", "enum", "default", "examples", "example"}) 
 _NAMED: Final = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _LISTED: Final = ("anyOf", "oneOf", "allOf", "prefixItems")
 _SINGLE: Final = ("items", "additionalProperties", "not", "if", "then", "else", "contains", "propertyNames")
+_JOINING: Final = frozenset({"allOf", "anyOf", "oneOf", "$ref"})
+#: Keywords beside these that say nothing of a value.
+_BESIDE: Final = frozenset(
+    {
+        "$defs",
+        "definitions",
+        "$schema",
+        "$id",
+        "$anchor",
+        "$comment",
+        "title",
+        "description",
+        "default",
+        "examples",
+        "example",
+        "deprecated",
+        "readOnly",
+        "writeOnly",
+    }
+)
+_SCHEMA: Final = re.compile(r"%json\s*")
+_JSON: Final = json.JSONDecoder()
 _PRUNED: Final = ("properties", "patternProperties", "anyOf", "oneOf", "prefixItems", "items", "additionalProperties")
 
 
 NOTHING: Final = "no finite value follows it: what it requires has no end, or is not allowed"
+
+
+MOST_JOINED: Final = 12  # patterns of one text: what llguidance does with several doubles with each
+MOST_STEPS: Final = 50_000  # of all ``multipleOf``: an automaton has a state for each remainder
+_TOO_MANY_STEPS: Final = f"expected multipleOf to be at most {MOST_STEPS} together, without a decimal point"
+MOST_ANDS: Final = 8  # as that, in rules
+MOST_PLACES: Final = 1 << 15  # of schemas; one of 64 KiB has a few thousand
 
 
 class Endless(ValueError):
@@ -32,10 +65,11 @@ def prepared(schema: Mapping[str, Any]) -> dict[str, Any]:
 
     References are written as URIs (``#/$defs/a b`` becomes ``#/$defs/a%20b``). Parts that no finite value follows are
     false, so that an answer cannot enter them.
-    Raises: Endless. RecursionError: it is nested too deep.
+    Raises: Endless. ValueError: it is too costly to compile. RecursionError: it is nested too deep.
     """
     made: dict[str, Any] = _with_uris(schema)
     found = _Nodes(made)
+    _check_costs(found)
     endless = found.endless()
     if id(made) in endless:
         raise Endless(NOTHING)
@@ -43,6 +77,47 @@ def prepared(schema: Mapping[str, Any]) -> dict[str, Any]:
         for node in found.nodes:
             _prune(node.schema, endless)
     return made
+
+
+def check_rules(rules: str) -> None:
+    """Rules in Lark's form, which may have schemas in them.
+
+    Raises: ValueError, RecursionError: as of `prepared`.
+    """
+    if rules.count("&") > MOST_ANDS:
+        raise ValueError(f"expected at most {MOST_ANDS} times '&' in a grammar")
+    for found in _SCHEMA.finditer(rules):
+        try:
+            schema, _end = _JSON.raw_decode(rules, found.end())
+        except ValueError:
+            continue  # the compiler refuses it, if it is a schema
+        if isinstance(schema, dict):
+            _check_costs(_Nodes(_with_uris(schema)))
+
+
+def _check_costs(found: _Nodes) -> None:
+    """Raises: ValueError: llguidance would take too long, or too much memory."""
+    if sum(cost for node in found.nodes for cost in _multiples(node.schema)) > MOST_STEPS:
+        raise ValueError(_TOO_MANY_STEPS)
+    if not any(map(_joins, found.nodes)):
+        return
+    if max(map(len, found.at_once(_patterns))) > MOST_JOINED:
+        raise ValueError(f"expected at most {MOST_JOINED} patterns and formats that may apply to one text")
+    if max(map(math.prod, found.at_once(_multiples))) > MOST_STEPS:
+        raise ValueError(_TOO_MANY_STEPS)
+
+
+def _patterns(schema: dict[str, Any]) -> list[str]:
+    return [f"{key} {schema[key]}" for key in ("pattern", "format") if isinstance(schema.get(key), str)]
+
+
+def _multiples(schema: dict[str, Any]) -> list[int]:
+    """The number of remainders by which digits are told to make a multiple of what the schema says."""
+    given = schema.get("multipleOf")
+    if type(given) is not int and not (isinstance(given, float) and math.isfinite(given)):
+        return []
+    _sign, digits, exponent = Decimal(repr(given)).as_tuple()
+    return [int("".join(map(str, digits))) * 10 ** max(int(exponent), 0)]
 
 
 def object_schema(parameters: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -100,6 +175,42 @@ class _Node(NamedTuple):
     base: str  #: The URI against which its references are read.
 
 
+class _Goal:
+    """A schema, or a part of what it asks for, that is to have a value. Each part that gets one is counted once."""
+
+    def __init__(self, missing: int = 0) -> None:
+        self.missing = missing  #: Values; 0 or fewer: it has one itself.
+        self._waiting: list[_Goal] = []
+
+    def needs_all(self, parts: Iterable[_Goal | None]) -> _Goal:
+        """parts: None: one that has a value."""
+        for part in parts:
+            if part is not None:
+                part._waiting.append(self)
+                self.missing += 1
+        return self
+
+    def needs_one(self, parts: Sequence[_Goal | None]) -> None:
+        """Any of the parts."""
+        if None not in parts:
+            one = _Goal(1)
+            for part in filter(None, parts):
+                part._waiting.append(one)
+            self.needs_all([one])
+
+    def reached(self) -> Iterator[_Goal]:
+        """The goals that have a value by this one's."""
+        for goal in self._waiting:
+            goal.missing -= 1
+            if goal.missing == 0:
+                yield goal
+
+
+def _reach(goals: list[_Goal]) -> None:
+    while goals:
+        goals.extend(goals.pop().reached())
+
+
 class _Nodes:
     """All schemas inside of one, and which of them no finite value follows."""
 
@@ -132,42 +243,46 @@ class _Nodes:
 
     def endless(self) -> set[int]:
         """Ids of the schemas that no finite value follows: all but those that are found to have one, inside out."""
-        waiting: dict[int, list[_Node]] = defaultdict(list)  #: Nodes by the schema whose value is missing.
-        found: set[int] = set()
-        todo = list(reversed(self.nodes))
-        while todo:
-            node = todo.pop()
-            if id(node.schema) in found:
+        goals = {id(node.schema): _Goal() for node in self.nodes}
+
+        def goal_of(child: Any) -> _Goal | None:
+            """None: a value follows it for certain, as far as is known here."""
+            return _Goal(1) if child is False else goals.get(id(child)) if isinstance(child, dict) else None
+
+        for node in self.nodes:
+            schema, goal = node.schema, goals[id(node.schema)]
+            target = [self._target(schema["$ref"], node.base)] if isinstance(schema.get("$ref"), str) else []
+            goal.needs_all(map(goal_of, [*target, *_list(schema.get("allOf"))]))
+            for several in filter(None, (_list(schema.get("anyOf")), _list(schema.get("oneOf")))):
+                goal.needs_one([goal_of(child) for child in several])
+            if ways := [_Goal().needs_all(map(goal_of, way)) for way in _ways(schema)]:
+                goal.needs_one([way if way.missing else None for way in ways])
+        _reach([goal for goal in goals.values() if not goal.missing])
+        return {number for number, goal in goals.items() if goal.missing}
+
+    def at_once(self, facts: Callable[[dict[str, Any]], Iterable[T]]) -> Iterator[set[T]]:
+        """The facts of all schemas that may apply to one value at once, of each value that can be told apart: by the
+        property that it is, so that alternatives for one property count together.
+
+        Raises: ValueError: there are too many.
+        """
+        bases = {id(node.schema): node.base for node in self.nodes}
+        found: dict[str | None, set[T]] = {}
+        seen = set[tuple[int, str | None]]()
+        places: list[tuple[Any, str | None]] = [(self.nodes[0].schema, "")]
+        while places:
+            schema, name = places.pop()
+            if not isinstance(schema, dict) or id(schema) not in bases or (id(schema), name) in seen:
                 continue
-            missing = self._missing(node, found)
-            if missing is None:
-                found.add(id(node.schema))
-                todo += waiting.pop(id(node.schema), ())
-            else:
-                for one in missing:
-                    waiting[one].append(node)
-        return {id(node.schema) for node in self.nodes} - found
-
-    def _missing(self, node: _Node, found: set[int]) -> list[int] | None:
-        """The schemas for one of whose values the node waits. None: it has a value."""
-        schema = node.schema
-
-        def lacks(child: Any) -> bool:
-            return child is False or (isinstance(child, dict) and id(child) in self._base and id(child) not in found)
-
-        needed = [self._target(schema["$ref"], node.base)] if isinstance(schema.get("$ref"), str) else []
-        needed += _list(schema.get("allOf"))
-        for child in needed:
-            if lacks(child):
-                return [id(child)]
-        for name in ("anyOf", "oneOf"):
-            several = _list(schema.get(name))
-            if several and all(map(lacks, several)):
-                return [id(one) for one in several]
-        stuck = [[child for child in way if lacks(child)] for way in _ways(schema)]
-        if stuck and all(stuck):
-            return [id(lacking[0]) for lacking in stuck]
-        return None
+            seen.add((id(schema), name))
+            if len(seen) > MOST_PLACES:
+                raise ValueError("its schemas refer to each other too often")
+            found.setdefault(name, set()).update(facts(schema))
+            if isinstance(reference := schema.get("$ref"), str):
+                places.append((self._target(reference, bases[id(schema)]), name))
+            places += _places(schema, name)
+        anywhere = found.get(None, set[T]())
+        return (some | anywhere for some in found.values())
 
     def _target(self, reference: str, base: str) -> Any:
         """The schema that is referred to; True, which anything follows, where it is not found."""
@@ -186,6 +301,29 @@ class _Nodes:
                 value = value.get(name, True) if isinstance(value, dict) else True
         self._collect(value, place)
         return value
+
+
+def _joins(node: _Node) -> bool:
+    """Whether a value follows several schemas at once there."""
+    schema, keys = node.schema, node.schema.keys()
+    several = len(_list(schema.get("allOf"))) > 1
+    return several or bool(keys & _JOINING and keys - _BESIDE - {next(iter(keys & _JOINING))})
+
+
+def _places(schema: dict[str, Any], name: str | None) -> Iterator[tuple[Any, str | None]]:
+    """The schemas inside of one, and the properties that their values are: ``name`` itself, items of any list (empty),
+    or any property (None).
+    """
+    for key in ("allOf", "anyOf", "oneOf"):
+        yield from ((one, name) for one in _list(schema.get(key)))
+    properties = schema.get("properties")
+    if isinstance(properties, dict):
+        yield from ((one, key) for key, one in properties.items())
+    further = schema.get("patternProperties")
+    yield from ((one, None) for one in (further.values() if isinstance(further, dict) else ()))
+    yield schema.get("additionalProperties"), None
+    for one in (schema.get("items"), *_list(schema.get("prefixItems")), *_list(schema.get("items"))):
+        yield one, ""
 
 
 def _list(value: Any) -> list[Any]:
@@ -209,22 +347,21 @@ def _ways(schema: dict[str, Any]) -> Iterator[list[Any]]:
     types = schema.get("type")
     if types is None or "const" in schema or "enum" in schema:
         return
-    for one in types if isinstance(types, list) else [types]:
-        match one:
-            case "object":
-                properties = schema.get("properties")
-                known = properties if isinstance(properties, dict) else {}
-                required = [name for name in _list(schema.get("required")) if isinstance(name, str)]
-                yield [known[name] for name in required if name in known]
-            case "array":
-                least = schema.get("minItems")
-                items = schema.get("items")
-                first = _list(schema.get("prefixItems")) or _list(items)
-                count = least if isinstance(least, int) else 0
-                more = [items] if count > len(first) and isinstance(items, dict) else []
-                yield first[:count] + more
-            case _:
-                yield []
+    kinds = types if isinstance(types, list) else [types]
+    if "object" in kinds:
+        properties = schema.get("properties")
+        known = properties if isinstance(properties, dict) else {}
+        required = [name for name in _list(schema.get("required")) if isinstance(name, str)]
+        yield [known[name] for name in required if name in known]
+    if "array" in kinds:
+        least = schema.get("minItems")
+        items = schema.get("items")
+        first = _list(schema.get("prefixItems")) or _list(items)
+        count = least if isinstance(least, int) else 0
+        more = [items] if count > len(first) and isinstance(items, dict) else []
+        yield first[:count] + more
+    if any(one not in ("object", "array") for one in kinds):
+        yield []
 
 
 def _prune(schema: dict[str, Any], endless: set[int]) -> None:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, Final
 
+from stage_runtime.engines.autoregressive.text.structured_output import schemas
 from stage_runtime.engines.autoregressive.text.structured_output.grammar_texts import ANY_OBJECT, MOST, Grammar
 from stage_runtime.errors import InvalidRequest
 
@@ -104,8 +105,19 @@ def _dumped(schema: Mapping[str, Any], place: str) -> str:
 
 
 def _rules(text: str, place: str) -> str:
-    """Rules in Lark's form: those in GBNF's (``root ::= …``) are translated."""
-    if "::=" not in text or len(text) > MOST:  # a longer one is refused where it is compiled
+    """Rules in Lark's form: those in GBNF's (``root ::= …``) are translated. Raises: InvalidRequest."""
+    if len(text) > MOST:  # it is refused where it is compiled
+        return text
+    rules = _translated(text, place)
+    try:
+        schemas.check_rules(rules)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(f"{place}: {error}", param=place) from error
+    return rules
+
+
+def _translated(text: str, place: str) -> str:
+    if "::=" not in text:
         return text
     try:
         from llguidance.gbnf_to_lark import gbnf_to_lark

@@ -172,7 +172,7 @@ def _parallel(params: Mapping[str, Any]) -> bool:
 
 
 def asked(params: Mapping[str, Any], given: Any, form: CallForm, *, thinking: bool = False) -> Asked | None:
-    """The request's wishes for calls in its answers; None: there are no tools.
+    """The request's wishes for calls in its answers; None: the request has no tools.
 
     given: what the chat template gets as tools. thinking: the prompt has begun the model's thinking.
     """

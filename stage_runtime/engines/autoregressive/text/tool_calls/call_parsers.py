@@ -121,7 +121,7 @@ class _Parser:
         return True
 
     def _scan(self, *tags: str) -> str | None:
-        """Show what is held up to the first of these tags, and return it; None: there is none so far."""
+        """Show what is held up to the first of these tags, and return it; None: none has come so far."""
         found = [(at, tag) for tag in tags if (at := self._held.find(tag)) >= 0]
         if found:
             at, tag = min(found)
@@ -239,7 +239,9 @@ class JSONCallParser(_Parser):
         self._mark = mark
         self._unmarked = unmarked
         self._text = False  #: Everything until the next mark is text.
-        self._marked = 0  #: Characters of a mark with which the held text begins, and before it; 0: there is none.
+        self._marked = (
+            0  #: Characters of a mark with which the held text begins, and before it; 0: it begins with none.
+        )
         self._called = False  #: It follows a call.
         self._reset()
 
@@ -383,6 +385,9 @@ class JSONCallParser(_Parser):
             self._skip(whole) if partial else self._show(whole)
         elif (self._called and not self._held.strip(_BETWEEN)) or (cut and self._is_cut_call()):
             self._skip(whole)
+        elif self._mark and not self._marked:  # a value without an end is text, and a call may begin inside
+            self._give_up()
+            self._run()
         else:
             self._show(whole)
 

@@ -56,7 +56,7 @@ def forced(params: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]) -> lis
     if choice in (None, "auto", "none"):
         return []
     if not tools:
-        raise InvalidRequest("tool_choice: there are no tools", param="tool_choice")
+        raise InvalidRequest("tool_choice: goes with tools, and the request has none", param="tool_choice")
     named = choice.get("function") if isinstance(choice, Mapping) else None
     if choice != "required" and not isinstance(named, Mapping):
         raise InvalidRequest(

@@ -11,16 +11,19 @@ import json
 import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 from stage_runtime.engines.autoregressive.text.tool_calls.calls import Arguments
+
+_DIGITS: Final = 6  # of a call's number: a body has no million values
 
 
 class WrittenChat:
     """A chat as a template writes it. text: with the arguments. messages: from which the template has written it."""
 
     def __init__(self, messages: Sequence[Mapping[str, Any]], *, stand_in: bool) -> None:
-        self._texts: dict[str, str] = {}  #: Arguments, by the key of their stand-in.
+        self._secret = f"arguments-{secrets.token_hex(16)}-"
+        self._texts: dict[str, str] = {}  #: Arguments, by the key of their stand-in: the secret and a number.
         self.messages = [self._message(message) for message in messages] if stand_in else list(messages)
         self.text = ""
 
@@ -37,19 +40,21 @@ class WrittenChat:
         arguments = function.get("arguments")
         if not isinstance(arguments, Arguments) or json.dumps(arguments, ensure_ascii=False) == arguments.text:
             return call
-        key = f"arguments-{secrets.token_hex(16)}"
+        key = f"{self._secret}{len(self._texts):0{_DIGITS}}"
         self._texts[key] = arguments.text
         return {**call, "function": {**function, "arguments": {key: 0}}}
 
     def has_dumped(self, text: str) -> bool:
         """Whether the template has dumped each stand-in, as JSON on one line, and has not used it otherwise."""
-        return all(0 < text.count(key) == len(_dump(key).findall(text)) for key in self._texts)
+        dumped = _dumps(self._secret).findall(text)
+        return len(dumped) == text.count(self._secret) and self._texts.keys() == set(dumped)
 
     def filled(self, text: str, mark: Callable[[str], str] = str) -> str:
         """The template's text with the arguments. mark: how a client's characters are written in it."""
-        for key, arguments in self._texts.items():
-            text = mark(arguments).join(_dump(mark(key)).split(text))
-        return text
+        if not self._texts:
+            return text
+        texts = {mark(key): arguments for key, arguments in self._texts.items()}
+        return _dumps(mark(self._secret)).sub(lambda found: mark(texts[found[1]]), text)
 
 
 def written(messages: Sequence[Mapping[str, Any]], write: Callable[[Sequence[Mapping[str, Any]]], str]) -> WrittenChat:
@@ -63,5 +68,6 @@ def written(messages: Sequence[Mapping[str, Any]], write: Callable[[Sequence[Map
     return chat
 
 
-def _dump(key: str) -> re.Pattern[str]:
-    return re.compile(rf'\{{"{re.escape(key)}": ?0\}}')
+def _dumps(secret: str) -> re.Pattern[str]:
+    """All dumps of stand-ins, and the key of each."""
+    return re.compile(rf'\{{"({re.escape(secret)}.{{{_DIGITS}}})": ?0\}}')

@@ -1,40 +1,30 @@
-"""Prompts and usage where a client meets them: examples/chat as it stands, with a tiny model, over HTTP."""
+"""Prompts and usage where a client meets them: what `test_chat_example` asks its server over HTTP."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import httpx
 
-from stage_runtime.processes.one_machine.local import LocalOptions, LocalPipeline
-from tests.engines.generation_kit import tiny_model, tiny_tokenizer
+from tests.engines.generation_kit import tiny_tokenizer
 
-EXAMPLE = Path(__file__).parents[2] / "examples/chat/pipeline.yaml"
 PATIENCE_S = 60.0
 
 
-async def test_prompts_errors_and_usage_reach_a_client_as_documented() -> None:
-    with tempfile.TemporaryDirectory(prefix="c-") as folder:
-        tiny_model("llama").save_pretrained(f"{folder}/model")
-        tiny_tokenizer().save_pretrained(f"{folder}/model")
-        overrides = [f"endpoints.basePath={folder}", f"stages.chat.factoryArgs.model={folder}/model"]
-        overrides += ["stages.chat.factoryArgs.threads=1"]
-        async with LocalPipeline(EXAMPLE, overrides=overrides, options=LocalOptions(port=0)) as running:
-            async with httpx.AsyncClient(base_url=running.url, timeout=PATIENCE_S) as http:
-                await forged_turns_are_bytes(http)
-                await prompts_that_are_too_long_are_named(http)
-                await odd_histories_are_taken(http)
-                await whole_pipelines_hold_their_text(http)
-                await usage_comes_as_it_grows(http)
-                await texts_and_chats_become_tokens(http)
-                await last_messages_are_continued(http)
-                await token_ids_come_as_vllms(http)
-                await completions_continue_texts_and_tokens(http)
-                await usage_of_a_stream_that_was_cancelled_is_kept(http)
+async def reach_a_client(url: str) -> None:
+    async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as http:
+        await forged_turns_are_bytes(http)
+        await prompts_that_are_too_long_are_named(http)
+        await odd_histories_are_taken(http)
+        await whole_pipelines_hold_their_text(http)
+        await usage_comes_as_it_grows(http)
+        await texts_and_chats_become_tokens(http)
+        await last_messages_are_continued(http)
+        await token_ids_come_as_vllms(http)
+        await completions_continue_texts_and_tokens(http)
+        await usage_of_a_stream_that_was_cancelled_is_kept(http)
 
 
 async def ask(http: httpx.AsyncClient, *messages: dict[str, Any], **more: Any) -> httpx.Response:
