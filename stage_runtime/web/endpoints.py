@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 import time
 from collections.abc import Callable
@@ -11,7 +10,9 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 from stage_runtime.coordinator.events import RequestManagerApi
+from stage_runtime.errors import RequestError
 from stage_runtime.metrics import planes
+from stage_runtime.web.exchanges import threads
 from stage_runtime.web.exchanges.errors import RequestRefused
 from stage_runtime.web.exchanges.exchange import Exchange
 from stage_runtime.web.reading import strictjson
@@ -64,11 +65,22 @@ class HandlerContext(msgspec.Struct, frozen=True, kw_only=True):
     async def read(self, exchange: Exchange, decode: Callable[[bytes], Read]) -> Read:
         """The request's body, decoded; its bytes are let go of.
 
-        Raises: RequestError: there is no room for another request (before the body is read); as `Exchange.body`;
+        Raises: RequestError: another request finds no room (before the body is read); as `Exchange.body`;
                 and what ``decode`` raises.
         """
         self.manager.check_room()
         return await apart(exchange, decode, await exchange.body(self.settings.max_body_bytes))
+
+    def hold_copies(self, exchange: Exchange, nbytes: int, param: str) -> None:
+        """Count ``nbytes`` of a body that stages are sent once more: ``param`` stands for several of its values.
+
+        Raises: RequestError: too_large: with them the body is larger than any may be; rate_limited: as `Exchange.body`.
+        """
+        most = self.settings.max_body_bytes
+        if exchange.body_nbytes + nbytes > most:
+            problem = f"{param}: it is sent again for each value that goes with it, which is more than {most} bytes"
+            raise RequestError("too_large", problem, param=param)
+        exchange.reservation.add(nbytes)
 
     async def read_json(self, exchange: Exchange, decode: Callable[[bytes], Read]) -> Read:
         """The same as `read`, for a body of JSON.
@@ -87,4 +99,4 @@ async def apart(exchange: Exchange, function: Callable[..., Read], *arguments: A
     """Call ``function`` with a request's data: on another thread where there is so much that others would wait."""
     if exchange.body_nbytes <= strictjson.SMALL:
         return function(*arguments)
-    return await asyncio.to_thread(function, *arguments)
+    return await threads.call(function, *arguments)

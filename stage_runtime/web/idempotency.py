@@ -7,7 +7,6 @@ coordinators, which know nothing of these keys: a request that is sent to anothe
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import time
 from collections import OrderedDict
@@ -17,8 +16,10 @@ from typing import Final
 import msgspec
 
 from stage_runtime.errors import InvalidRequest, RequestError
+from stage_runtime.web.exchanges import threads
 from stage_runtime.web.exchanges.errors import Headers
 from stage_runtime.web.exchanges.exchange import Exchange
+from stage_runtime.web.reading import multipart
 
 HEADER: Final = "idempotency-key"
 KEY_LIMIT: Final = 255
@@ -69,7 +70,8 @@ class Repeats:
         if name in self._running:
             raise RequestError("duplicate_request", f"a request with this {HEADER} is running", param=HEADER)
         self._forget_old()
-        claim = exchange.claim = _Claim(self._kept.get(name), until=self._clock() + KEPT_S)
+        boundary = multipart.boundary_of(exchange.header(b"content-type"))
+        claim = exchange.claim = _Claim(self._kept.get(name), boundary, self._clock)
         self._running.add(name)
         try:
             await handler(exchange)
@@ -80,9 +82,13 @@ class Repeats:
             self._running.remove(name)
             exchange.claim = None
             if claim.answer is not None:
-                self._kept[name] = claim.answer
-                self.kept_nbytes += claim.answer.nbytes
-                self._forget_old()
+                self._keep(name, claim.answer)
+
+    def _keep(self, name: Name, answer: KeptAnswer) -> None:
+        before = self._kept.pop(name, None)  # one whose body was not compared: a text that is spoken while it comes
+        self.kept_nbytes += answer.nbytes - (0 if before is None else before.nbytes)
+        self._kept[name] = answer
+        self._forget_old()
 
     def _forget_old(self) -> None:
         now = self._clock()
@@ -103,16 +109,20 @@ class _Answered(Exception):
 class _Claim:
     """One exchange under a key: it compares the body, and takes the answer."""
 
-    def __init__(self, known: KeptAnswer | None, *, until: float) -> None:
-        """until: how long its answer may be kept."""
+    def __init__(self, known: KeptAnswer | None, boundary: bytes, clock: Callable[[], float]) -> None:
+        """boundary: of the parts of a form; empty: the body is not one."""
         self._known = known
-        self._until = until
+        self._boundary = boundary
+        self._clock = clock
         self._asked = b""
         self.answer: KeptAnswer | None = None
 
     async def read(self, body: bytes) -> None:
-        """The whole body is here. Raises: _Answered, RequestError: duplicate_request."""
-        self._asked = await asyncio.to_thread(_digest, body) if len(body) > APART_NBYTES else _digest(body)
+        """The whole body is here. Raises: _Answered, RequestError: duplicate_request, unavailable."""
+        if len(body) > APART_NBYTES:
+            self._asked = await threads.call(_digest, body, self._boundary)
+        else:
+            self._asked = _digest(body, self._boundary)
         if self._known is None:
             return
         if self._known.asked != self._asked:
@@ -123,11 +133,16 @@ class _Claim:
     def replied(self, body: bytes, status: int, content_type: bytes, headers: Headers) -> None:
         """The whole answer is about to be sent. Errors are not kept: the client asks again for another outcome."""
         if status == 200 and len(body) <= ANSWER_NBYTES:
-            self.answer = KeptAnswer(self._asked, body, content_type, headers, self._until)
+            self.answer = KeptAnswer(self._asked, body, content_type, headers, self._clock() + KEPT_S)
 
 
-def _digest(body: bytes) -> bytes:
-    return hashlib.sha256(body).digest()
+def _digest(body: bytes, boundary: bytes) -> bytes:
+    """The boundary of a form counts for nothing: clients draw another one when they send the same form again."""
+    digest = hashlib.sha256()
+    for piece in body.split(b"--" + boundary, multipart.MAX_PARTS + 1) if boundary else (body,):
+        digest.update(piece)
+        digest.update(b"--")
+    return digest.digest()
 
 
 def _key(exchange: Exchange) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -53,8 +53,17 @@ def sockets(routes: Iterable[Route], *, serves: Sequence[str] = ()) -> list[rout
 def mounted(
     routes: Iterable[Route], *, serves: Sequence[str] = (), repeats: Repeats | None = None
 ) -> list[routing.Route]:
-    """The routes as Starlette takes them. serves: that of the pipeline. repeats: for routes that take its requests."""
-    return [routing.Route(one.path, _RouteApplication(one, serves, repeats), methods=[one.method]) for one in routes]
+    """The routes as Starlette takes them, one for each path: it names the methods of one route in ``Allow``.
+
+    serves: that of the pipeline. repeats: for routes that take its requests.
+    """
+    paths: dict[str, dict[str, _RouteApplication]] = {}
+    for one in routes:
+        paths.setdefault(one.path, {})[one.method] = _RouteApplication(one, serves, repeats)
+    return [
+        routing.Route(path, _ByMethod(made) if len(made) > 1 else next(iter(made.values())), methods=list(made))
+        for path, made in paths.items()
+    ]
 
 
 class Direct:
@@ -75,6 +84,17 @@ class Direct:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         post = scope["type"] == "http" and scope["method"] == "POST"
         await (self._endpoints.get(scope["path"], self._app) if post else self._app)(scope, receive, send)
+
+
+class _ByMethod:
+    """Routes of one path as an ASGI application."""
+
+    def __init__(self, applications: Mapping[str, ASGIApp]) -> None:
+        self._applications = applications
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        method = "GET" if scope["method"] == "HEAD" else scope["method"]
+        await self._applications[method](scope, receive, send)
 
 
 class _RouteApplication:

@@ -29,13 +29,26 @@ class Authority:
         self._certificate = made.add_extension(constraints, critical=True).sign(self._key, hashes.SHA256())
         self.pem = self._certificate.public_bytes(_PEM)
 
-    def issue(self, name: str, *, kind: str = "ec", password: bytes | None = None) -> CertificatePair:
-        """name: the subject, by which tests tell certificates apart. kind: ``ec`` or ``rsa``."""
+    def issue(
+        self,
+        name: str,
+        *,
+        kind: str = "ec",
+        password: bytes | None = None,
+        days: tuple[float, float] = (-1, 1),
+        use: x509.ObjectIdentifier | None = None,
+    ) -> CertificatePair:
+        """name: the subject, by which tests tell certificates apart. kind: ``ec`` or ``rsa``.
+
+        days: of its begin and its end, from now. use: the only one that it is meant for.
+        """
         made = rsa.generate_private_key(65537, 2048) if kind == "rsa" else ec.generate_private_key(ec.SECP256R1())
         subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
         addresses = [x509.IPAddress(ipaddress.ip_address(one)) for one in ("127.0.0.1", "::1")]
         names = x509.SubjectAlternativeName([x509.DNSName("localhost"), *addresses])
-        leaf = self._builder(subject, made.public_key()).add_extension(names, critical=False)
+        leaf = self._builder(subject, made.public_key(), days).add_extension(names, critical=False)
+        if use is not None:
+            leaf = leaf.add_extension(x509.ExtendedKeyUsage([use]), critical=True)
         hidden = serialization.BestAvailableEncryption(password) if password else serialization.NoEncryption()
         return CertificatePair(
             chain=leaf.sign(self._key, hashes.SHA256()).public_bytes(_PEM) + self.pem,
@@ -47,7 +60,10 @@ class Authority:
         return ssl.create_default_context(cadata=self.pem.decode())
 
     def _builder(
-        self, subject: x509.Name, key: rsa.RSAPublicKey | ec.EllipticCurvePublicKey
+        self,
+        subject: x509.Name,
+        key: rsa.RSAPublicKey | ec.EllipticCurvePublicKey,
+        days: tuple[float, float] = (-1, 1),
     ) -> x509.CertificateBuilder:
         now = datetime.datetime.now(datetime.UTC)
         return (
@@ -56,8 +72,8 @@ class Authority:
             .issuer_name(self._name)
             .public_key(key)
             .serial_number(x509.random_serial_number())
-            .not_valid_before(now - _DAY)
-            .not_valid_after(now + _DAY)
+            .not_valid_before(now + days[0] * _DAY)
+            .not_valid_after(now + days[1] * _DAY)
         )
 
 

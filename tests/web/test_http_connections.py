@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from stage_runtime.coordinator.events import ResultEvent
-from stage_runtime.web.listening.limits.connection_limits import ConnectionLimits, connection_limit
+from stage_runtime.web.listening.limits.connection_limits import ConnectionLimit, ConnectionLimits
 from stage_runtime.wire.values import Text
 from tests.web.running import ALL, PATIENCE_S, Running, start
 from tests.web.scripted_manager import Event, ScriptedHandle, chunk, play
@@ -370,16 +370,12 @@ async def test_more_connections_than_there_may_be_are_asked_to_come_again() -> N
 
 
 async def test_a_client_is_refused_by_the_limit_of_descriptors_with_its_name_and_the_log_has_it_once(
-    caplog: pytest.LogCaptureFixture,
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     allowed = 200
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (allowed, allowed))
     async with contextlib.AsyncExitStack() as stack:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
-        try:
-            running = await stack.enter_async_context(start(OK))
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        running = await stack.enter_async_context(start(OK))
         for _ in range(allowed // 2):
             await stack.enter_async_context(connected(running))
         await until(lambda: running.server.open_connections == allowed // 2)
@@ -390,6 +386,28 @@ async def test_a_client_is_refused_by_the_limit_of_descriptors_with_its_name_and
         record.getMessage() for record in caplog.records if record.name == "stage_runtime.web.listening.connections"
     ]
     assert message in line and "raise the hard limit" in line
+
+
+async def test_as_many_clients_are_served_as_the_process_may_have_by_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    allowed = [1000]
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (allowed[0], 1000))
+    async with start(OK, limits=ConnectionLimits(sweep_s=0.02)) as running, contextlib.AsyncExitStack() as stack:
+        for _ in range(20):
+            await stack.enter_async_context(connected(running))
+        await until(lambda: running.server.open_connections == 20)
+        allowed[0] = 40
+
+        async def refused() -> bool:
+            status, body, _ = await answered(running, WHOLE)
+            return status == 429 and body["error"]["message"].startswith("20 connections are open: half of the 40 ")
+
+        async with asyncio.timeout(PATIENCE_S):
+            while not await refused():
+                pass
+        allowed[0] = 1000
+        async with asyncio.timeout(PATIENCE_S):
+            while (await answered(running, WHOLE))[0] != 200:
+                pass
 
 
 @pytest.mark.parametrize(
@@ -404,7 +422,7 @@ async def test_a_client_is_refused_by_the_limit_of_descriptors_with_its_name_and
 def test_as_many_connections_may_be_open_as_half_of_the_descriptors(
     connections: int, descriptors: int, most: int, reason: str
 ) -> None:
-    limit = connection_limit(ConnectionLimits(connections=connections), descriptors)
+    limit = ConnectionLimit(ConnectionLimits(connections=connections), descriptors)
     assert (limit.most, limit.reason) == (most, f"{most} connections are open{reason}")
 
 

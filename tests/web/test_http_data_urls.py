@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import base64
+import contextlib
+import tracemalloc
+import urllib.parse
 from typing import Any
 
 import httpx
@@ -80,6 +83,7 @@ FORMS = {
     "without padding": WHOLE.rstrip("="),
     "url-safe without padding, in lines": base64.urlsafe_b64encode(LONG).decode().rstrip("=").replace("A", "A\n"),
     "escaped in a URL": WHOLE.replace("+", "%2B").replace("/", "%2F").replace("=", "%3D"),
+    "lines escaped in a URL": urllib.parse.quote(base64.encodebytes(LONG).replace(b"\n", b"\r\n"), safe=""),
 }
 
 
@@ -90,6 +94,19 @@ def test_base64_is_read_in_every_form_that_programs_write(form: str) -> None:
     message = schemas.Message(role="user", content=[part])
     assert media.content(message, 0, {})[0]["data"] == LONG
     assert media.data_url(f"data:image/png;base64,{FORMS[form]}", "image", "p").data == LONG
+
+
+@pytest.mark.parametrize("text", ["%2b", "AB ", "%41", "A\n"])
+def test_base64_takes_a_few_times_its_length_in_memory_whatever_its_form(text: str) -> None:
+    whole = text * (1 << 16)
+    tracemalloc.start()
+    try:
+        with contextlib.suppress(InvalidRequest):
+            media.from_base64(whole, "p")
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most < 8 * len(whole)
 
 
 @given(st.binary(max_size=200), st.sampled_from((57, 76)), st.booleans(), st.booleans())

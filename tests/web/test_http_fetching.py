@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import ssl
 import threading
 from collections.abc import AsyncIterator
@@ -60,6 +61,10 @@ class Site:
                 answer = b"302 Found\r\nlocation: /round\r\ncontent-length: 0\r\n\r\n"
             case "/page":
                 answer = b"200 OK\r\ncontent-type: text/html\r\ncontent-length: 2\r\n\r\nhi"
+            case "/odd-type":
+                answer = b"200 OK\r\ncontent-type: image/p n\xffg\r\ncontent-length: 2\r\n\r\nhi"
+            case "/long-type":
+                answer = b"200 OK\r\ncontent-type: image/%s\r\ncontent-length: 2\r\n\r\nhi" % (b"x" * 9000)
             case "/endless":
                 answer = b"200 OK\r\ncontent-type: image/png\r\n\r\n" + b"x" * 9000
             case "/slow":
@@ -106,12 +111,22 @@ async def test_an_image_of_an_allowed_host_is_fetched_redirects_on_it_too(path: 
     assert len(there.hosts) == (1 if path == "a.png" else 2)
 
 
+async def test_a_url_that_is_fetched_is_not_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    async with site() as there:
+        fetching = fetcher(f"127.0.0.1:{there.port}")
+        with caplog.at_level(logging.INFO):
+            await fetching.fetch([place(f"http://127.0.0.1:{there.port}/a.png?signature=secret")], unheld)
+    assert "secret" not in caplog.text
+
+
 @pytest.mark.parametrize(
     ("path", "problem"),
     [
         ("away", "it redirects to another host"),
         ("round", "more than 3 redirects"),
         ("page", "it is text/html, not image/…"),
+        ("odd-type", "its host names no media type"),
+        ("long-type", "its host names no media type"),
         ("endless", "the request's media are larger than 4000 bytes"),
         ("slow", "not fetched within 0.3 s"),
         ("nothing", "its host answered 404"),

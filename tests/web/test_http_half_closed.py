@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from collections.abc import AsyncIterator
 
 import msgspec
 import pytest
 
 from stage_runtime.coordinator.events import ResultEvent
 from stage_runtime.wire.values import Text
-from tests.web.running import PATIENCE_S, Running, start
-from tests.web.scripted_manager import chunk, play
+from tests.web.running import ALL, PATIENCE_S, Running, start
+from tests.web.scripted_manager import Event, ScriptedHandle, chunk, play
 from tests.web.test_http_connections import BODY, OK, POST, WHOLE, answer_of, connected
 from tests.web.test_http_limits import until
 
@@ -84,6 +85,44 @@ async def test_a_client_that_is_gone_ends_its_request_though_it_looks_the_same(b
         client.close()
         await until(lambda: running.manager.last.outcome)
         assert (running.manager.last.outcome, running.manager.last.reason) == ("cancelled", "the client disconnected")
+
+
+@pytest.mark.proves("client-disconnects")
+@pytest.mark.parametrize("killed", [False, True])
+async def test_a_client_that_is_gone_ends_its_request_though_others_wait_behind_it(killed: bool) -> None:
+    """The connection is not read while requests wait, so its end is not seen by reading."""
+    async with start(play(asyncio.Event())) as running, asyncio.timeout(PATIENCE_S):
+        client = socket.create_connection(("127.0.0.1", running.server.port))
+        client.sendall(post({"inputs": 1}) * 3)
+        await until(lambda: running.manager.handles)
+        if killed:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+        client.close()
+        await until(lambda: running.manager.last.outcome)
+        assert running.manager.last.reason == "the client disconnected"
+        assert len(running.manager.handles) == 1
+
+
+@pytest.mark.proves("client-disconnects")
+async def test_a_client_that_is_gone_ends_its_request_though_one_before_it_failed() -> None:
+    async def script(handle: ScriptedHandle) -> AsyncIterator[Event]:
+        if handle.request.inputs == {"text": "fails"}:
+            yield chunk(Text("first"))
+            yield chunk(Text("second", 0, [{}]), index=1)  # not a log probability
+        await asyncio.Event().wait()
+
+    first = post({"prompt": ["fails", "waits"], "stream": True, "logprobs": 1}).replace(
+        b"/v1/pipeline", b"/v1/completions"
+    )
+    settings = msgspec.structs.replace(ALL, accepts=frozenset({"logprobs"}))
+    async with start(script, settings) as running, asyncio.timeout(PATIENCE_S):
+        client = socket.create_connection(("127.0.0.1", running.server.port))
+        client.sendall(first + post({"inputs": 1}))
+        await until(lambda: len(running.manager.handles) == 3)
+        await asyncio.to_thread(read_until, client, b"internal error")
+        client.close()
+        await until(lambda: running.manager.last.outcome)
+        assert running.manager.last.reason == "the client disconnected"
 
 
 async def test_a_client_that_waits_and_then_goes_ends_its_request() -> None:

@@ -49,7 +49,7 @@ PNG = b"\x89PNG\r\n\x1a\n" + bytes(20)
 
 
 class HostileManager(ScriptedManager):
-    """Refuses what the coordinator's own request manager refuses: values that cannot travel."""
+    """Refuses what the coordinator's own request manager refuses: values that cannot be encoded."""
 
     def admit(
         self,
@@ -326,7 +326,7 @@ def is_whole(answer: bytes, raw: bytes) -> bool:
 
 
 def judge(answer: bytes, raw: bytes) -> int:
-    """The answer's status; 0: there is none, as what was sent is not a whole request."""
+    """The answer's status; 0: none came, as what was sent is not a whole request."""
     while answer.startswith(b"HTTP/1.1 100"):
         answer = answer.partition(b"\r\n\r\n")[2]
     if not answer:

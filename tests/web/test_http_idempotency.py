@@ -109,6 +109,22 @@ async def test_another_body_route_or_api_key_does_not_get_the_answer() -> None:
     assert len(running.manager.handles) == 3
 
 
+async def test_a_form_that_is_sent_again_is_the_same_whatever_its_boundary() -> None:
+    async with start(numbered) as running, client(running) as http:
+        forms = [("one", b"RIFF"), ("two", b"RIFF"), ("three", b"RIFX")]
+        answers = [
+            await http.post(
+                "/v1/pipeline",
+                files={"audio": ("a.wav", sound)},
+                headers=KEY | {"content-type": f'multipart/form-data; boundary="{boundary}"'},
+            )
+            for boundary, sound in forms
+        ]
+    assert [one.status_code for one in answers] == [200, 200, 409]
+    assert answers[1].content == answers[0].content and answers[1].headers["idempotent-replayed"] == "true"
+    assert len(running.manager.handles) == 1
+
+
 @pytest.mark.parametrize("given", [[""], ["x" * 256], ["a\tb"], ["a", "a"]])
 async def test_what_is_not_a_key_is_refused(given: list[str]) -> None:
     async with start(numbered) as running, client(running) as http:
@@ -152,6 +168,30 @@ async def test_answers_are_kept_within_a_bound_of_bytes_and_of_time() -> None:
     assert await ask("k49")
     now = idempotency.KEPT_S + 1
     assert not await ask("k49") and repeats.kept_nbytes == idempotency.OVERHEAD_NBYTES + 10
+
+    async def unread(exchange: Any) -> None:
+        await exchange.reply(b"y" * 10)
+
+    for _ in range(9):  # another body each time, which nothing compares: the last answer stays
+        await repeats.once(Written("k49"), unread)  # type: ignore[arg-type]
+    assert repeats.kept_nbytes == idempotency.OVERHEAD_NBYTES + 10
+
+
+async def test_an_answer_is_kept_from_its_end_on_however_long_it_took() -> None:
+    now, asked = 0.0, 0
+    repeats = idempotency.Repeats(clock=lambda: now)
+
+    async def handle(exchange: Any) -> None:
+        nonlocal asked, now
+        await exchange.body()
+        asked += 1
+        now += 2 * idempotency.KEPT_S
+        await exchange.reply(b"late")
+
+    for _ in range(2):
+        await repeats.once(Written("key"), handle)  # type: ignore[arg-type]
+        now += idempotency.KEPT_S - 1
+    assert asked == 1
 
 
 class Written:

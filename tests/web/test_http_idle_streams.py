@@ -9,6 +9,7 @@ from benchmarks.scalelab import streams
 COUNT = 600
 
 
+@pytest.mark.long
 @pytest.mark.proves("idle-streams")
 async def test_an_idle_stream_takes_less_than_100_kib_and_a_slow_reader_its_own_buffer_only() -> None:
     found = await streams.measure(COUNT)

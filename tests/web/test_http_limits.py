@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -23,6 +24,7 @@ from tests.web.scripted_manager import Event, ScriptedHandle, chunk, play
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
 JSON = {"content-type": "application/json"}
+STACK_TOO_LARGE = 1 << 47  # bytes: all that a process can address, so that no thread can start
 OK = play(ResultEvent(stage="talk", data=Text("ok")))
 
 
@@ -31,6 +33,19 @@ async def until(fact: Callable[[], object]) -> None:
     async with asyncio.timeout(PATIENCE_S):
         while not fact():
             await asyncio.sleep(0.002)
+
+
+async def test_a_body_that_needs_a_thread_is_503_while_none_can_start() -> None:
+    large = CHAT | {"metadata": {"note": "x" * (1 << 17)}}
+    async with start(OK) as running, httpx.AsyncClient(base_url=running.url, timeout=PATIENCE_S) as client:
+        before = threading.stack_size(STACK_TOO_LARGE)
+        try:
+            refused = await client.post("/v1/chat/completions", json=large)
+        finally:
+            threading.stack_size(before)
+        taken = await client.post("/v1/chat/completions", json=large)
+    assert (refused.status_code, refused.json()["error"]["code"], taken.status_code) == (503, "unavailable", 200)
+    assert refused.headers["retry-after"] == "1"
 
 
 async def opened(
@@ -82,9 +97,11 @@ async def test_a_client_that_stops_reading_stops_the_events() -> None:
         client = await opened(running, "/v1/pipeline", {"inputs": 1, "stream": True}, receive_buffer=65_536)
         await until(lambda: running.manager.handles and running.manager.last.pulled)
         pulled = -1
-        while pulled != running.manager.last.pulled:  # until nothing moves for a while
-            pulled = running.manager.last.pulled
-            await asyncio.sleep(0.2)
+        async with httpx.AsyncClient(base_url=running.url, timeout=PATIENCE_S) as other:
+            while pulled != running.manager.last.pulled:  # until nothing moves while others are answered
+                pulled = running.manager.last.pulled
+                for _ in range(20):
+                    assert (await other.get("/livez")).status_code == 200
         client.close()
         await until(lambda: running.manager.last.outcome == "cancelled")
     assert pulled * 65_536 < 32 << 20  # the kernel's buffers, and one write buffer; not the 6.5 GB there are
@@ -200,9 +217,11 @@ async def test_unknown_routes_and_methods_are_refused_in_the_same_shape() -> Non
     async with start(OK) as running, httpx.AsyncClient(base_url=running.url, timeout=PATIENCE_S) as client:
         missing = await client.post("/v1/moderations", json={})
         method = await client.get("/v1/chat/completions")
+        several = await client.post("/v1/requests/one")
     assert (missing.status_code, missing.json()["error"]["code"]) == (404, "unsupported_endpoint")
-    assert missing.json()["error"]["message"] == "there is no POST /v1/moderations here"
+    assert missing.json()["error"]["message"] == "POST /v1/moderations is not a route of this server"
     assert (method.status_code, method.headers["allow"]) == (405, "POST")
+    assert set(several.headers["allow"].split(", ")) == {"GET", "HEAD", "DELETE"}
     assert method.json()["error"]["code"] == "unsupported_endpoint"
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import tracemalloc
 from collections.abc import AsyncIterator
+from typing import Any
 
 import httpx
 import msgspec
@@ -14,7 +16,9 @@ from hypothesis import strategies as st
 from stage_runtime.coordinator.events import ResultEvent
 from stage_runtime.errors import RequestError
 from stage_runtime.web.exchanges.apikeys import ApiKeys
+from stage_runtime.web.exchanges.exchange import CLIENT, Exchange
 from stage_runtime.web.exchanges.memory_budget import MemoryBudget, MemoryReservation
+from stage_runtime.web.idempotency import Repeats
 from tests.web.running import ALL, PATIENCE_S, Running, start
 from tests.web.scripted_manager import play
 from tests.web.test_http_connections import POST, answer_of, connected
@@ -75,6 +79,47 @@ async def test_bodies_in_flight_are_bounded_as_a_sum_and_given_back() -> None:
     assert third.status_code == 200
     assert 60_000 < during < 61_000
     assert after == 0
+
+
+class Arrived:
+    """A client whose request is here, in pieces of a few bytes."""
+
+    received = True
+
+    def __init__(self, body: bytes, size: int) -> None:
+        self._body = body
+        self._size = size
+        self._at = 0
+
+    async def receive(self) -> Any:
+        piece = self._body[self._at : self._at + self._size]
+        self._at += self._size
+        return {"type": "http.request", "body": piece, "more_body": self._at < len(self._body)}
+
+    async def send(self, _: Any) -> None:
+        """Nobody reads it."""
+
+
+@pytest.mark.parametrize(("body", "size"), [(b"ab" * 100_000, 2), (b"--aXY" * 100_000, 1 << 16)])
+async def test_a_body_takes_a_few_times_its_length_however_it_is_cut_into_pieces(body: bytes, size: int) -> None:
+    client = Arrived(body, size)
+    headers = [(b"idempotency-key", b"k"), (b"content-type", b"multipart/form-data; boundary=a")]
+    scope = {"type": "http", "method": "POST", "path": "/", "headers": headers, CLIENT: client}
+    exchange = Exchange(scope, client.receive, client.send, MemoryReservation(MemoryBudget(1 << 30)))
+    read = b""
+
+    async def handle(given: Exchange) -> None:
+        nonlocal read
+        read = await given.body(1 << 30)
+
+    tracemalloc.start()
+    try:
+        await Repeats().once(exchange, handle)
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert read == body
+    assert most < 6 * len(body)
 
 
 async def test_who_has_no_length_is_refused_when_it_gets_too_much() -> None:

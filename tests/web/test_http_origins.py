@@ -141,6 +141,8 @@ async def test_a_name_that_was_made_to_point_here_is_refused(host: str, passes: 
         ("http://[::1]:8000", "[::1]:8000"),
         ("http://models.lan", "localhost:8000"),
         ("https://models.lan:8443", "localhost:8000"),
+        ("http://localhost.:8000", "localhost.:8000"),
+        ("http://models.lan.", "localhost:8000"),
     ],
 )
 async def test_pages_of_this_origin_and_of_named_hosts_may_ask(origin: str, host: str) -> None:

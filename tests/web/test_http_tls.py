@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import re
+import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -11,6 +13,8 @@ from typing import Any
 
 import httpx
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import serialization
 
 from stage_runtime.errors import ConfigurationError
 from stage_runtime.web.app import make_app
@@ -104,8 +108,45 @@ async def test_a_wrong_certificate_replaces_nothing() -> None:
 def test_what_is_wrong_with_a_certificate_is_said() -> None:
     with pytest.raises(ConfigurationError, match="not a certificate and its private key, as PEM: key values mismatch"):
         certificates.context(CertificatePair(FIRST.chain, CA.issue("other").key))
+    for pair, cause in (
+        (CertificatePair(b"garbage", FIRST.key), "the certificate is not PEM"),
+        (CertificatePair(b"\n", FIRST.key), "the certificate is empty"),
+        (CertificatePair(FIRST.chain, FIRST.chain), "the private key is not PEM"),
+        (CertificatePair(FIRST.chain, b""), "the private key is empty"),
+    ):
+        with pytest.raises(ConfigurationError, match=f"not a certificate and its private key, as PEM: {cause}"):
+            certificates.context(pair)
     with pytest.raises(ConfigurationError, match="protected by a password"):
         certificates.context(CA.issue("hidden", password=b"secret"))
+
+
+def test_the_life_of_a_chain_is_that_of_its_first_certificate() -> None:
+    leaf = x509.load_pem_x509_certificate(FIRST.chain)
+    found = certificates.life(b"a comment\n" + FIRST.chain)
+    assert found == (leaf.not_valid_before_utc.timestamp(), leaf.not_valid_after_utc.timestamp())
+    assert certificates.life(b"not PEM") is None
+
+
+@pytest.mark.parametrize(
+    ("place", "odd"),
+    [
+        pytest.param(b"\xa0\x03\x02\x01\x02", b"\xa0\x03\x02\x01\x01", id="version 2"),
+        pytest.param(b"\xa0\x03\x02\x01\x02", b"\xa0\x03\x02\x01\x07", id="version 8"),
+        pytest.param(rb"\x17\x0d\d{12}Z", b"\x17\x0d" + b"9" * 12 + b"Z", id="month 99"),
+    ],
+)
+async def test_a_certificate_that_openssl_alone_can_read_is_served_without_a_life(place: bytes, odd: bytes) -> None:
+    leaf = x509.load_pem_x509_certificate(FIRST.chain).public_bytes(serialization.Encoding.DER)
+    changed = re.sub(place, lambda _: odd, leaf, count=1)
+    assert changed != leaf
+    pair = CertificatePair(ssl.DER_cert_to_PEM_cert(changed).encode(), FIRST.key)
+    async with secured(play()) as running:
+        running.tls.replace(pair)
+        assert running.tls.life is None
+        unverified = ssl._create_unverified_context()
+        _, writer = await asyncio.open_connection("127.0.0.1", running.server.port, ssl=unverified)
+        assert writer.get_extra_info("ssl_object").getpeercert(binary_form=True) == changed
+        writer.close()
 
 
 def test_a_pair_is_read_as_one_while_a_kubelet_replaces_it(tmp_path: Path) -> None:
@@ -125,7 +166,7 @@ def test_a_pair_is_read_as_one_while_a_kubelet_replaces_it(tmp_path: Path) -> No
 
 
 async def test_clients_that_finish_no_handshake_are_bounded_and_cut_off() -> None:
-    async with secured(play(), head_s=0.5, connections=16) as running:
+    async with secured(play(), head_s=0.5, connections=32) as running:
         idle = [await asyncio.open_connection("127.0.0.1", running.server.port) for _ in range(16)]
         reader, beyond = await asyncio.open_connection("127.0.0.1", running.server.port)
         assert await ended(reader)

@@ -88,3 +88,10 @@ async def test_a_null_in_a_pipelines_body_is_not_inside_its_inputs() -> None:
 async def test_other_routes_list_the_values_that_they_know() -> None:
     answer = await answered({"input": "x", "stream_format": "odd"}, "/v1/audio/speech")
     assert answer.json()["error"]["message"] == "stream_format: invalid enum value 'odd'; known are audio, sse"
+
+
+async def test_so_many_unknown_keys_are_dropped_and_no_more() -> None:
+    asked = [ASK | {f"key_{number}": None for number in range(count)} for count in (64, 65)]
+    taken, refused = [await answered(body) for body in asked]
+    error = refused.json()["error"]
+    assert (taken.status_code, refused.status_code, error["message"]) == (200, 400, "key_64: unknown parameter")

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import base64
 import math
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
+import msgspec
 import numpy as np
 import openai
 import pytest
 from openai import AsyncOpenAI
 
+from stage_runtime.web.exchanges.memory_budget import MemoryBudget
 from stage_runtime.wire.values import RawTensor, Scores, Text, Usage, Vectors
-from tests.web.running import PATIENCE_S, Running, start
-from tests.web.scripted_manager import Script, chunk, play
+from tests.web.running import ALL, PATIENCE_S, Running, start
+from tests.web.scripted_manager import Event, Script, ScriptedHandle, chunk, play
 
 ROWS = np.array([[3, 0, 4], [0, 5, 0]], np.float32)
 BF16 = RawTensor("bfloat16", (2, 3), (ROWS.view(np.uint32) >> 16).astype(np.uint16).tobytes())
@@ -75,6 +78,8 @@ async def test_what_is_not_an_input_is_refused_before_the_stages(given: Any) -> 
         (giving(np.array([[math.nan], [1.0]], np.float32)), "expected finite numbers"),
         (giving(np.array([[1e300], [1.0]])), "expected finite numbers"),
         (giving(np.array([[True], [False]])), r"got bool \[2, 1\]"),
+        (giving(np.zeros((2, 0), np.float32)), r"got float32 \[2, 0\]"),
+        (giving([]), r"got float64 \[0\]"),
         (giving(RawTensor("float8_e4m3fn", (2, 1), b"ab")), "got something else"),
         (giving(RawTensor("float32", (2, 2), b"abc")), "got something else"),
         (play(chunk([Vectors(ROWS[:1]), Vectors(ROWS[:1, :2])])), r"the vectors have several lengths: \[2, 3\]"),
@@ -123,3 +128,32 @@ async def test_texts_without_a_counterpart_are_refused() -> None:
     async with start(play(chunk(Scores([1.0])))) as running:
         answer = await post(running, "/v1/score", {"text_1": ["a", "b"], "text_2": ["c"]})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "text_2")
+
+
+@pytest.mark.proves("abusive-client")
+@pytest.mark.parametrize(
+    ("path", "name", "others"),
+    [
+        ("/v1/rerank", "query", "documents"),
+        ("/v1/score", "text_1", "text_2"),
+        ("/v1/completions", "metadata", "prompt"),
+    ],
+)
+async def test_a_value_that_goes_with_many_is_bounded_and_counted_with_its_copies(
+    path: str, name: str, others: str
+) -> None:
+    budget, held = MemoryBudget(1 << 20), list[int]()
+
+    async def script(_: ScriptedHandle) -> AsyncIterator[Event]:
+        held.append(budget.held_nbytes)
+        yield chunk(Scores([1.0] * 4) if path != "/v1/completions" else Text("ok"))
+
+    long = "q" * 1000
+    body = {name: {"a": long} if name == "metadata" else long}
+    settings = msgspec.structs.replace(ALL, max_body_bytes=5000)
+    async with start(script, settings, budget=budget) as running:
+        taken = await post(running, path, {**body, others: ["x"] * 4})
+        refused = await post(running, path, {**body, others: ["x"] * 5})
+    assert (taken.status_code, refused.status_code) == (200, 413)
+    assert refused.json()["error"]["param"] == ("prompt" if name == "metadata" else name)
+    assert min(held) > 4000 and budget.held_nbytes == 0

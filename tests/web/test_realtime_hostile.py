@@ -49,6 +49,28 @@ def test_a_conversation_of_long_names_is_trimmed_as_one_of_long_texts() -> None:
     assert one.session.held_nbytes < 18 << 20
 
 
+def test_an_item_that_a_response_refers_to_many_times_counts_as_often() -> None:
+    one = Driven()
+    said = {"type": "message", "role": "user", "content": [{"type": "input_audio", "audio": MEGABYTE}]}
+    one.tell("conversation.item.create", item={**said, "id": "a"})
+    reference = {"type": "item_reference", "id": "a"}
+    assert one.tell("response.create", response={"input": [reference] * 30}) == ["error"]
+    assert (one.last("error")["error"]["code"], one.answers) == ("too_large", {})
+    assert one.tell("response.create", response={"input": [reference] * 15}) == ["response.created"]
+
+
+def test_sound_that_is_being_written_down_is_counted_until_it_is() -> None:
+    one = Driven()
+    one.tell("transcription_session.update", session={"type": "transcription"})
+    for _ in range(30):
+        one.tell("input_audio_buffer.append", audio=MEGABYTE)
+        one.tell("input_audio_buffer.commit")
+    assert one.session.held_nbytes > 30 * len(MEGABYTE) * 3 // 4
+    for key in one.answers:
+        one.take(one.session.completed(key, Usage(), "stop", "words"))
+    assert one.session.held_nbytes < len(MEGABYTE)
+
+
 @pytest.mark.parametrize(
     "fields",
     [

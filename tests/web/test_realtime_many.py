@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import pytest
 
 from stage_runtime.web.realtime.effects import Answer, Listen
 from stage_runtime.web.realtime.session import Session, SessionFacts
@@ -129,6 +130,7 @@ def test_a_resampler_keeps_its_window_and_not_what_it_was_given() -> None:
         tracemalloc.stop()
 
 
+@pytest.mark.long
 def test_a_session_of_an_hour_does_not_grow() -> None:
     """Once its history is full, an hour by the clock of its sound: a turn and an answer every minute."""
     ids = itertools.count()

@@ -240,6 +240,8 @@ def test_a_partial_update_keeps_the_rest() -> None:
         ({"audio": {"input": {"format": {"type": "audio/mp3"}}}}, "session"),
         ({"audio": {"input": {"format": {"type": "audio/pcm", "rate": 8000}}}}, "session.audio.input.format.rate"),
         ({"tools": [{"type": "mcp"}]}, "session.tools[0].type"),
+        ({"input_audio_transcription": {"language": 5}}, "session.audio.input.transcription.language"),
+        ({"audio": {"input": {"transcription": {"prompt": ["x"]}}}}, "session.audio.input.transcription.prompt"),
         ({"voice": 3}, "session"),
         ({"unknown": 1}, "session"),
         (None, "session"),

@@ -151,6 +151,17 @@ async def test_earlier_turns_come_back_as_messages() -> None:
     assert [(one["tool_call_id"], one["content"][0]["text"]) for one in told[3:]] == [("call_1", "7"), ("call_2", "8")]
 
 
+async def test_all_thoughts_before_an_answer_come_back_with_it_and_with_no_later_one() -> None:
+    thoughts = [
+        {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": text}]} for text in "abc"
+    ]
+    said = {"role": "assistant", "content": "one moment"}
+    items: Any = [*thoughts[:2], said, thoughts[2], {"role": "user", "content": "go on"}, said]
+    _answer, request = await asked(SAID, input=items)
+    told = request.inputs["messages"]
+    assert [one.get("reasoning_content") for one in told] == ["ab", None, None]
+
+
 @pytest.mark.parametrize(
     ("end", "reason"), [("length", "max_output_tokens"), ("content_filter", "content_filter"), ("stop", None)]
 )

@@ -15,6 +15,7 @@ import soundfile
 import websockets
 
 from stage_runtime.errors import RequestError
+from stage_runtime.web.exchanges.memory_budget import MemoryBudget
 from stage_runtime.web.settings import WebSettings
 from stage_runtime.web.spoken.script import MAX_CHARS, MAX_UTTERANCES, Script, Sentence
 from stage_runtime.web.spoken.spoken_messages import InputDone, InputText, SpeechConfig
@@ -68,9 +69,13 @@ class Speaking:
 
 @asynccontextmanager
 async def speaking(
-    script: scripted_manager.Script = SPOKEN, settings: WebSettings = ALL, *, cap: int = 8
+    script: scripted_manager.Script = SPOKEN,
+    settings: WebSettings = ALL,
+    *,
+    cap: int = 8,
+    budget: MemoryBudget | None = None,
 ) -> AsyncIterator[Speaking]:
-    async with start(script, settings, cap=cap) as running:
+    async with start(script, settings, cap=cap, budget=budget) as running:
         url = f"{running.url.replace('http', 'ws')}/v1/audio/speech/stream"
         async with websockets.connect(url, max_size=None) as connection:
             yield Speaking(connection, running)
@@ -209,6 +214,14 @@ def test_text_that_waits_is_bounded_and_what_is_spoken_makes_room() -> None:
         said += spoken.text if isinstance(spoken, Sentence) else ""
     assert said.endswith("b" * 200)
     assert (script.waiting_chars, script.idle) == (0, True)
+
+
+async def test_a_text_that_is_spoken_takes_no_memory_of_others() -> None:
+    budget = MemoryBudget(1 << 20)
+    async with speaking(budget=budget) as one:
+        await one.send(PCM, {"type": "input.text", "text": "A sentence to speak."}, {"type": "input.done"})
+        await one.until("session.done")
+        assert budget.held_nbytes == 0
 
 
 async def test_a_sentence_without_a_place_is_refused_by_its_error_and_later_ones_are_spoken() -> None:

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from stage_runtime.coordinator.answering.token_counts import TokenCounts
 from stage_runtime.coordinator.events import AnswerEvent
-from stage_runtime.web.translating.outputs import StreamedKinds
+from stage_runtime.web.translating.answer_outputs import StreamedKinds
 from stage_runtime.wire.values import Audio, OmniRequest, Text, Usage
 
 _KINDS: Final[dict[str, type[Any]]] = {"text": Text, "audio": Audio}

@@ -43,7 +43,7 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     path = request.scope["path"]  # not ``request.url``, which uses the Host header
     if error.status_code == 404:
-        problem = RequestError("unsupported_endpoint", f"there is no {request.method} {path} here")
+        problem = RequestError("unsupported_endpoint", f"{request.method} {path} is not a route of this server")
     elif error.status_code == 405:
         problem = RequestError("unsupported_endpoint", f"{path} does not take {request.method}")
     else:

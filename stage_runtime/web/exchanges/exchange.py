@@ -7,6 +7,7 @@ routes.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 import secrets
 import time
@@ -186,7 +187,7 @@ class Exchange:
             if nbytes > limit:
                 raise _too_large(limit)
             self.reservation.expect(nbytes)
-        pieces: list[bytes] = []
+        held, piece = bytearray(), _BODILESS  # no list of pieces: one of a few bytes would take ten times as many
         begun = asyncio.get_running_loop().time()
         more = True
         while more:
@@ -198,9 +199,10 @@ class Exchange:
             if self.body_nbytes > limit:
                 raise _too_large(limit)
             self.reservation.add(len(piece))
-            pieces.append(piece)
             more = message.get("more_body", False)
-        whole = pieces[0] if len(pieces) == 1 else b"".join(pieces)
+            if more or held:
+                held += piece
+        whole = bytes(held) if held else piece
         if self.claim is not None:
             await self.claim.read(whole)
         return whole
@@ -259,7 +261,8 @@ class Exchange:
         self._client.watch(gone)
 
     def unwatch(self) -> None:
-        self._client.unwatch()
+        if not self.complete:  # with the answer the connection has become that of the next request
+            self._client.unwatch()
 
     def watch_half_close(self, poke: Callable[[], object] | None) -> None:
         """Call ``poke`` when the client sends nothing more: it writes something; None: no more."""
@@ -311,6 +314,11 @@ class Exchange:
             self.first_byte_at = time.perf_counter()
         self.sent_bytes += len(body)
         await self._send({"type": "http.response.body", "body": body, "more_body": True})
+
+    async def close_socket(self, code: int, reason: str) -> None:
+        """Close the WebSocket that the exchange is, unless it is closed."""
+        with contextlib.suppress(Exception):  # uvicorn raises errors of its own, and those of its library
+            await self._send({"type": "websocket.close", "code": code, "reason": reason})
 
     async def end(self) -> None:
         await self.send({"type": "http.response.body", "body": _BODILESS})

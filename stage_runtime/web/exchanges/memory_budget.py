@@ -1,8 +1,8 @@
 """How much of what clients send is held at once: bodies on their way in, and the media that they name.
 
 Bytes count from the moment they are read until their request is over. A request that would exceed the limit is refused
-with 429, before its body is read if its length is known. Made by `app`, one for all routes; called by `exchange` and
-`fetching`.
+with 429, before its body is read if its length is known. Made by `app`, one for all routes; called by `exchange`,
+`fetching` and `socket_connections`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class MemoryReservation:
         self._nbytes = 0
 
     def expect(self, nbytes: int) -> None:
-        """Raises: RequestError: rate_limited: there is no room for so many bytes. Nothing is held for them yet."""
+        """Raises: RequestError: rate_limited: so many bytes find no room. Nothing is held for them yet."""
         others, held = self._budget.held_nbytes - self._nbytes, self._budget.held_nbytes
         if others and held + nbytes > self._budget.limit_nbytes:
             problem = f"{others} bytes of other requests' bodies and media are in flight"
@@ -48,6 +48,16 @@ class MemoryReservation:
         """So much is held now, whatever was before: of a session, which lets go of what it has."""
         self._budget.held_nbytes += nbytes - self._nbytes
         self._nbytes = nbytes
+
+    def hold(self, nbytes: int) -> None:
+        """The same as `keep`. Raises: RequestError: rate_limited: it is more than before, and finds no room."""
+        if nbytes > self._nbytes:
+            self.expect(nbytes - self._nbytes)
+        self.keep(nbytes)
+
+    def beside(self) -> MemoryReservation:
+        """Another share of the same budget."""
+        return MemoryReservation(self._budget)
 
     def release(self) -> None:
         self._budget.held_nbytes -= self._nbytes

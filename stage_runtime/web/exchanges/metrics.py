@@ -33,7 +33,7 @@ class CoordinatorMetrics:
         self._audio = Counter(catalog.AUDIO_SECONDS)
         self._underruns = Counter(catalog.AUDIO_UNDERRUNS)
         self.sessions = SessionCounts()  #: Counts of live speech, on all ports that show these metrics.
-        self._read: dict[Metric, Callable[[], float]] = {}
+        self._read: dict[Metric, Callable[[], float | None]] = {}
 
     def observe(self, exchange: Exchange, ended_at: float) -> None:
         """Count one finished exchange."""
@@ -63,8 +63,8 @@ class CoordinatorMetrics:
             self._factor.observe(times.real_time_factor, route)
             self._audio.add(route, amount=times.audio_s)
 
-    def read(self, metric: Metric, value: Callable[[], float]) -> None:
-        """Serve a metric without labels whose value is read at each scrape."""
+    def read(self, metric: Metric, value: Callable[[], float | None]) -> None:
+        """Serve a metric without labels whose value is read at each scrape. None: it has no value now."""
         self._read[metric] = value
 
     def render(self) -> bytes:
@@ -84,7 +84,7 @@ class CoordinatorMetrics:
             self._audio,
             self._underruns,
         )
-        read: Samples = {metric: {(): value()} for metric, value in self._read.items()}
+        read: Samples = {metric: {(): found} for metric, value in self._read.items() if (found := value()) is not None}
         members = planes.samples(self._manager.member_gauges() if self._of_members else {})
         return merged(
             [self._manager.metrics(), *(each.samples() for each in counted), self.sessions.samples(), read, members]

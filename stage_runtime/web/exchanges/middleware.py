@@ -86,6 +86,8 @@ class Middleware:
         except Exception:
             _faults.exception("request %s: %s %s failed", exchange.request_id, exchange.method, exchange.route)
             await fail(exchange, errors.internal(exchange.request_id))
+            if exchange.is_socket and exchange.started:
+                await exchange.close_socket(web_sockets.INTERNAL_ERROR, "internal error")
 
 
 def authorise(exchange: Exchange, keys: ApiKeys) -> None:

@@ -121,6 +121,7 @@ def _origin(origin: str) -> tuple[str | None, int | None]:
     """Name and port of an Origin header; (None, None) of ``null`` and of a value that is not an origin."""
     try:
         parts = urllib.parse.urlsplit(origin)
-        return parts.hostname, parts.port or _PORTS.get(parts.scheme)
+        name = None if parts.hostname is None else parts.hostname.removesuffix(".")
+        return name, parts.port or _PORTS.get(parts.scheme)
     except ValueError:
         return None, None

@@ -65,7 +65,7 @@ class Health:
             await self.ready(exchange)
             return
         if asked not in ("stages", "stages="):
-            raise InvalidRequest(f"{asked[:80]!r}: there is no parameter but stages", param="stages")
+            raise InvalidRequest(f"{asked[:80]!r}: expected the parameter stages, or none", param="stages")
         authorise(exchange, self._keys)
         stages = self._manager.needs()
         ready, problem = self._manager.ready(), self._manager.problem()

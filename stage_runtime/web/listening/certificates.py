@@ -1,6 +1,6 @@
 """The certificate that the HTTP server shows, which may be replaced while it serves.
 
-Here: reading a pair of files, the TLS context made of it. Not here: handshakes (`handshakes`), who notices that the
+Here: reading a pair of files, the TLS context made of it. Not here: handshakes (`accepting`), who notices that the
 files have changed (`processes.coordinator_process`).
 
 Each new pair becomes a context of its own, for the connections that are made from then on. Loading it into the context
@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import os
 import ssl
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
+from cryptography import x509
 
 from stage_runtime.errors import ConfigurationError
 
@@ -32,21 +33,50 @@ class CertificatePair(msgspec.Struct, frozen=True):
     key: bytes
 
 
+class Life(NamedTuple):
+    """A certificate's life: seconds since 1970."""
+
+    begins: float
+    ends: float
+
+
 class Certificates:
     """The TLS context of the next connection."""
 
-    def __init__(self, pair: CertificatePair) -> None:
-        """Raises: ConfigurationError: as `replace`."""
+    def __init__(
+        self, pair: CertificatePair, *, changing: Callable[[Sequence[ssl.SSLContext]], None] | None = None
+    ) -> None:
+        """changing: is given the contexts of the next connections, before the first of them is used.
+
+        Raises: ConfigurationError: as `replace`.
+        """
         self.pair = pair
         self.context = context(pair)
+        self.life = life(pair.chain)
+        self._changing = changing
+        if changing is not None:
+            changing([self.context])
+        self.refused = False  #: The files hold something else, which cannot be served. Set by the watch of the files.
 
     def replace(self, pair: CertificatePair) -> None:
         """Show another certificate to clients that connect from now on.
 
         Raises: ConfigurationError: it is not one, or the key is not its key; the present one stays.
         """
-        self.context = context(pair)
-        self.pair = pair
+        fresh = context(pair)
+        if self._changing is not None:
+            self._changing([fresh, self.context])
+        self.context = fresh
+        self.pair, self.life = pair, life(pair.chain)
+
+
+def life(chain: bytes) -> Life | None:
+    """The life of the first certificate of a chain; None: OpenSSL serves it, and cryptography cannot read it."""
+    try:
+        found = x509.load_pem_x509_certificate(chain)
+        return Life(found.not_valid_before_utc.timestamp(), found.not_valid_after_utc.timestamp())
+    except (ValueError, x509.InvalidVersion):
+        return None
 
 
 def _content(file: Path) -> bytes:
@@ -78,23 +108,13 @@ def context(pair: CertificatePair) -> ssl.SSLContext:
         try:
             made.load_cert_chain(chain, key, password=_refuse_password)
         except ssl.SSLError as error:
-            raise ConfigurationError(f"not a certificate and its private key, as PEM: {_reason(error)}") from error
+            raise ConfigurationError(
+                f"not a certificate and its private key, as PEM: {_reason(error, pair)}"
+            ) from error
         except ValueError:
             raise ConfigurationError(
                 "the private key is protected by a password: it must be readable as it is"
             ) from None
-    return made
-
-
-def pinned(chain: Path) -> ssl.SSLContext:
-    """A client's context for a server of this machine: it trusts this very certificate, or the authority in its chain.
-
-    Raises: OSError: the file cannot be read, or is not a certificate.
-    """
-    made = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    made.check_hostname = False  # a certificate has the public name; the address is the loopback's
-    made.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # the last one of a chain need not be signed by itself
-    made.load_verify_locations(cafile=chain)
     return made
 
 
@@ -112,5 +132,14 @@ def _refuse_password() -> str:
     raise ValueError("protected by a password")
 
 
-def _reason(error: ssl.SSLError) -> str:
-    return (error.reason or "it cannot be read").lower().replace("_", " ")
+def _reason(error: ssl.SSLError, pair: CertificatePair) -> str:
+    if error.reason:
+        return error.reason.lower().replace("_", " ")
+    # OpenSSL gives no reason where a file is not PEM, and does not tell which of the two it is.
+    for name, part, mark in (
+        ("certificate", pair.chain, b"CERTIFICATE-----"),
+        ("private key", pair.key, b"PRIVATE KEY-----"),
+    ):
+        if mark not in part:
+            return f"the {name} is {'not PEM' if part.strip() else 'empty'}"
+    return "it cannot be read"

@@ -46,10 +46,10 @@ class ConnectionDrain:
         """Whether a connection at rest since ``since`` may be closed: nothing of a request is here."""
         if self.since is None or now - max(since, self.since) < self._quiet_s:
             return False
-        return _unread_nbytes(transport.get_extra_info("socket")) == 0
+        return unread_nbytes(transport.get_extra_info("socket")) == 0
 
 
-def _unread_nbytes(sock: Any) -> int:
+def unread_nbytes(sock: Any) -> int:
     """Bytes that the kernel has received and the loop has not read yet."""
     if sock is None or sock.fileno() < 0:
         return 0

@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import enum
 import logging
-import resource
 from collections.abc import Callable, Sized
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
@@ -24,16 +23,16 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from omnipipeline_spec.types.routes import SOCKETS
 from stage_runtime.errors import RequestError
+from stage_runtime.sockets.endpoints.limits import allowed_descriptors
 from stage_runtime.web.exchanges.errors import RequestRefused
 from stage_runtime.web.exchanges.exchange import CLIENT
 from stage_runtime.web.listening import socket_connections
 from stage_runtime.web.listening.connection_drain import ConnectionDrain
-from stage_runtime.web.listening.limits import refusals
+from stage_runtime.web.listening.limits import half_closed, refusals
 from stage_runtime.web.listening.limits.connection_limits import (
     FEW,
     ConnectionLimit,
     ConnectionLimits,
-    connection_limit,
 )
 from stage_runtime.web.listening.limits.half_closed import HalfClosed
 from stage_runtime.web.listening.limits.stalled_readers import StalledReader
@@ -285,7 +284,7 @@ class HttpConnection(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         """The same as uvicorn's, without its timer: `sweep` ends idle connections."""
         self.server_state.total_requests += 1
-        self._answering = None
+        self._answering = self._gone = None
         if self.transport.is_closing():
             return
         if self.pipeline:
@@ -320,7 +319,9 @@ class HttpConnection(HttpToolsProtocol):
         self.transport.set_protocol(made)
         self._phase = Phase.REFUSED  # this object reads nothing any more
         self._in_message = False
-        made.data_received(self._head() + rest)
+        made.data_received(self._head())
+        if rest and not self.transport.is_closing():
+            made.data_received(rest)
 
     def _count_head(self, nbytes: int) -> None:
         self._head_nbytes += nbytes
@@ -385,6 +386,9 @@ class HttpConnection(HttpToolsProtocol):
 
     def sweep(self, now: float) -> None:
         """End the connection if its time is over."""
+        unwatched = self.pipeline and self._half_closed is None  # while requests wait the connection is not read
+        if unwatched and half_closed.has_ended(self.transport) and not self.eof_received():
+            self.transport.close()
         if self._half_closed is not None:
             self._half_closed.sweep(now, may_probe=self._may_probe())
         waited = now - self._since
@@ -435,7 +439,6 @@ def _parser(protocol: HttpToolsProtocol) -> httptools.HttpRequestParser:
 
 def limited(limits: ConnectionLimits) -> type[HttpConnection]:
     """`HttpConnection` with these limits: uvicorn makes its protocols itself."""
-    descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     both: dict[str, Any] = {"limits": limits, "drain": ConnectionDrain()}
-    own = {"limit": connection_limit(limits, descriptors), "socket_class": socket_connections.limited(both)}
+    own = {"limit": ConnectionLimit(limits, allowed_descriptors()), "socket_class": socket_connections.limited(both)}
     return type("HttpConnection", (HttpConnection,), both | own)

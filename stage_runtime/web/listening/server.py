@@ -19,16 +19,15 @@ from stage_runtime.errors import ConfigurationError
 from stage_runtime.rules.flow import ticks
 from stage_runtime.sockets.endpoints import hosts
 from stage_runtime.web.listening import socket_connections
+from stage_runtime.web.listening.accepting import Listener
 from stage_runtime.web.listening.certificates import Certificates
 from stage_runtime.web.listening.connections import HttpConnection, limited
-from stage_runtime.web.listening.handshakes import SecuredListener
 from stage_runtime.web.listening.limits.connection_limits import ConnectionLimits
 from stage_runtime.web.listening.limits.idle_connections import IdleConnections
 
 BACKLOG = 2048
 POLL_S = 0.005
 DATE_S = 1.0  # between two looks at the clock, for the header `date`
-TURNS = 3  # of the loop, until an accepted connection has its protocol
 LAST_WORDS_S = 0.2  # even a stop without a drain lets errors out that were raised just before it
 
 
@@ -105,7 +104,7 @@ class Server:
                 await self._task
                 raise ConfigurationError(f"{self.url}: the server ended before it began")
             await asyncio.sleep(POLL_S)
-        self._watch = IdleConnections(self._server.server_state.connections, self._limits)
+        self._watch = IdleConnections(self._server.server_state.connections, self._limits, self._protocol.limit)
         return self
 
     async def ended(self) -> None:
@@ -137,7 +136,7 @@ class Server:
                     await drain.gone()
                 server.close_listeners()
                 await asyncio.sleep(POLL_S)  # what was accepted just before is a connection by then
-                if not server.server_state.connections and not server.shaking:
+                if not server.server_state.connections and not server.accepting:
                     return
         finally:
             listening.cancel()
@@ -178,22 +177,19 @@ class _Uvicorn(uvicorn.Server):
         super().__init__(config)
         self._certificates = certificates
         self._limits = limits
-        self._secured: list[SecuredListener] = []
+        self._listeners: list[Listener] = []
         self._ending = asyncio.Event()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """The same as uvicorn's, with TLS in front where there is a certificate."""
-        if self._certificates is None:
-            await super().startup(sockets)
-            return
+        """The same as uvicorn's, with listeners of ours."""
         await self.lifespan.startup()
         protocol: type[HttpConnection] = self.config.http_protocol_class  # type: ignore[assignment]
         make = functools.partial(protocol, self.config, self.server_state, self.lifespan.state)
-        most, head_s = protocol.limit.most, self._limits.head_s
-        self._secured = [
-            SecuredListener(one, make, self._certificates, timeout_s=head_s, most=most) for one in sockets or ()
+        self._listeners = [
+            Listener(one, make, self._certificates, timeout_s=self._limits.head_s, limit=protocol.limit)
+            for one in sockets or ()
         ]
-        self.servers = cast(list[asyncio.base_events.Server], self._secured)
+        self.servers = cast(list[asyncio.base_events.Server], self._listeners)
         self.started = True
 
     async def main_loop(self) -> None:
@@ -202,20 +198,8 @@ class _Uvicorn(uvicorn.Server):
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(ticks.next_s(time.time(), DATE_S)):
                     await self._ending.wait()
-        await self._stop_accepting()
-
-    async def _stop_accepting(self) -> None:
-        """Accept nothing more, and let connections that were accepted just now begin.
-
-        asyncio's own loop loses a connection whose listener closes between its accept and its first turn; uvloop does
-        not.
-        """
-        loop = asyncio.get_running_loop()
-        if self._certificates is None:
-            for listening in [one for server in self.servers for one in server.sockets]:
-                loop.remove_reader(listening.fileno())
-        for _ in range(TURNS):
-            await asyncio.sleep(0)
+        for one in self._listeners:
+            await one.wait_closed()
 
     def end(self) -> None:
         """Leave `main_loop`."""
@@ -223,14 +207,14 @@ class _Uvicorn(uvicorn.Server):
         self._ending.set()
 
     def end_handshakes(self) -> None:
-        """Cut off connections that have no protocol yet: none of their requests has begun."""
-        for one in self._secured:
+        """Cut off those that are under way: no request of theirs has begun."""
+        for one in self._listeners:
             one.end_handshakes()
 
     @property
-    def shaking(self) -> bool:
-        """Handshakes are under way."""
-        return any(one.busy for one in self._secured)
+    def accepting(self) -> bool:
+        """Connections are accepted that have no protocol yet."""
+        return any(one.busy for one in self._listeners)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

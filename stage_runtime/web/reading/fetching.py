@@ -8,7 +8,9 @@ redirects stay on the host. A ``media_hosts`` entry that is itself an address al
 from __future__ import annotations
 
 import asyncio
+import functools
 import ipaddress
+import logging
 import socket
 import ssl
 from collections import Counter
@@ -16,8 +18,9 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Final
 
 from stage_runtime.errors import InvalidRequest
+from stage_runtime.web.exchanges import threads
 from stage_runtime.web.settings import WebSettings
-from stage_runtime.web.translating.media import MediaUrl
+from stage_runtime.web.translating.media import MIME, MediaUrl
 from stage_runtime.wire.values import Media
 
 if TYPE_CHECKING:
@@ -42,6 +45,8 @@ class Fetcher:
         self._making_tls = asyncio.Lock()
         if self._hosts:  # it takes a tenth of a coordinator's start, and most pipelines fetch nothing
             import httpx as httpx
+
+            logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs each URL whole: some are signed
 
     async def fetch(self, places: Iterable[MediaUrl], hold: Callable[[int], None]) -> dict[str, Media]:
         """URL -> what it holds, all fetched at once; when one fails the others end.
@@ -115,7 +120,7 @@ class Fetcher:
 
         async with self._making_tls:
             if self._tls is None:
-                self._tls = await asyncio.to_thread(httpx.create_ssl_context, trust_env=False)
+                self._tls = await threads.call(functools.partial(httpx.create_ssl_context, trust_env=False))
             return self._tls
 
     def _check_host(self, url: httpx.URL, place: MediaUrl) -> None:
@@ -133,6 +138,8 @@ class Fetcher:
         mime = response.headers.get("content-type", "").partition(";")[0].strip().lower()
         if not mime.startswith(f"{place.type}/"):
             raise _refused(place, f"it is {mime or 'of no type'}, not {place.type}/…")
+        if not MIME.fullmatch(mime):
+            raise _refused(place, "its host names no media type")
         body = bytearray()
         async for piece in response.aiter_raw():
             got.add(len(piece), place)

@@ -6,6 +6,7 @@ the bytes over in pieces that would be joined again here.
 
 from __future__ import annotations
 
+import logging
 import re
 from typing import TYPE_CHECKING, Final
 
@@ -17,6 +18,9 @@ from stage_runtime.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from python_multipart.multipart import MultipartCallbacks
+
+#: It warns of each form that it cannot read; anybody could fill the log.
+logging.getLogger("python_multipart").setLevel(logging.ERROR)
 
 MAX_PARTS: Final = 256
 MAX_NAME: Final = 256  # bytes of a part's name: it becomes a key of ``inputs``; and of its media type
@@ -37,13 +41,20 @@ def is_form(content_type: str | None) -> bool:
     return (content_type or "").lower().startswith("multipart/form-data")
 
 
+def boundary_of(content_type: str | None) -> bytes:
+    """The line between the parts of a form, which clients draw anew for each; empty: it has none, or is not a form."""
+    if not is_form(content_type):
+        return b""
+    _, options = parse_options_header(content_type)
+    return options.get(b"boundary", b"")
+
+
 def parse(body: bytes, content_type: str) -> list[FormPart]:
     """All parts in order.
 
     Raises: InvalidRequest: no boundary, a torn or malformed body, too many parts, a part without a sane name.
     """
-    _, options = parse_options_header(content_type)
-    boundary = options.get(b"boundary")
+    boundary = boundary_of(content_type)
     if not boundary:
         raise InvalidRequest("content-type: multipart/form-data without a boundary")
     collector = _Collector()

@@ -86,8 +86,8 @@ def _skeleton(raw: bytes) -> bytes:
     opening = raw.find(b'"')
     while opening >= 0:
         closing = _closing_quote(raw, opening + 1)
-        if closing < 0:
-            break
+        if closing < 0:  # it is not JSON: without what follows, in which each quote would be tried as a string's begin
+            return b"".join([*pieces, raw[begun:opening]])
         if closing - opening > _LONG:
             pieces.append(raw[begun : opening + 1])
             begun = closing

@@ -176,6 +176,7 @@ def updated(config: SessionConfig, given: SessionPatch, *, detects: bool) -> Ses
     ):
         if (value := _first(ga, beta)) is not UNSET:
             fields[name] = value
+    _check_hints(fields.get("transcription") or {})
     for name in ("type", "truncation"):
         if (value := getattr(given, name)) is not None:
             fields[name] = value
@@ -322,6 +323,15 @@ def _detection(known: TurnDetection | None, given: dict[str, Any] | None, *, det
         return msgspec.convert(fields, TurnDetection)
     except msgspec.ValidationError as error:
         raise InvalidRequest(f"{where}: {error}", param=where) from None
+
+
+def _check_hints(transcription: dict[str, Any]) -> None:
+    """Check what stages are given of it."""
+    for name in ("language", "prompt"):
+        value = transcription.get(name)
+        if value is not None and not isinstance(value, str):
+            where = f"session.audio.input.transcription.{name}"
+            raise InvalidRequest(f"{where}: expected a text, got {type(value).__name__}", param=where)
 
 
 def _check_tool(tool: dict[str, Any], where: str) -> None:

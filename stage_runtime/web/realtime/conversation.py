@@ -24,7 +24,7 @@ class Conversation:
         return sum(item.nbytes for item in self.items)
 
     def find(self, item_id: object, param: str = "item_id") -> Item:
-        """Raises: RealtimeRefused: there is no such item."""
+        """Raises: RealtimeRefused: no item has this id."""
         found = next((item for item in self.items if item.id == item_id), None)
         if found is None:
             problem = f"{param}: no item {str(item_id)[:64]!r} is in the conversation"
@@ -37,7 +37,7 @@ class Conversation:
     def add(self, item: Item, after: str | None = None) -> str | None:
         """Put it behind the item ``after`` (None: the last; ``root``: none), and give that item's id.
 
-        Raises: RealtimeRefused: its id is taken, or there is no item ``after``.
+        Raises: RealtimeRefused: its id is taken, or no item has the id ``after``.
         """
         if self.has(item.id):
             raise RealtimeRefused("item_already_exists", f"item.id: {item.id!r} is taken", param="item.id")
@@ -47,12 +47,8 @@ class Conversation:
         self.items.insert(place, item)
         return self.items[place - 1].id if place else None
 
-    def before(self, item: Item) -> str | None:
-        place = self.items.index(item)
-        return self.items[place - 1].id if place else None
-
     def remove(self, item_id: object) -> Item:
-        """Raises: RealtimeRefused: there is no such item."""
+        """Raises: RealtimeRefused: no item has this id."""
         item = self.find(item_id)
         self.items.remove(item)
         return item

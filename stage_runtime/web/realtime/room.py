@@ -10,15 +10,16 @@ import asyncio
 import logging
 import secrets
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
 from stage_runtime.coordinator.events import AnswerEvent, RequestHandleApi
 from stage_runtime.errors import RequestError
 from stage_runtime.web.endpoints import HandlerContext
-from stage_runtime.web.exchanges import errors, web_sockets
+from stage_runtime.web.exchanges import errors, threads, web_sockets
 from stage_runtime.web.exchanges.exchange import Exchange
 from stage_runtime.web.exchanges.web_sockets import SocketClosed, WebSocket
 from stage_runtime.web.realtime import dialects
@@ -27,7 +28,7 @@ from stage_runtime.web.realtime.session import Session, SessionFacts
 from stage_runtime.web.realtime.speech import detection
 from stage_runtime.web.realtime.speech.detection import Detector, Listener
 from stage_runtime.web.sound.pool import EncodingSession
-from stage_runtime.web.translating.outputs import Outputs
+from stage_runtime.web.translating.answer_outputs import Outputs
 from stage_runtime.wire.values import Audio, Note, Text, ToolCall
 
 _log = logging.getLogger(__name__)
@@ -75,7 +76,9 @@ class Room:
         self._detector = detector
         self._beta = beta
         self._listener: Listener | None = None
-        self._sending = asyncio.Lock()  # the tasks that wait for it get it in turn
+        self._sending = asyncio.Lock()
+        #: Events in the session's order. The task with ``_sending`` sends all: theirs may be cancelled.
+        self._unsent: deque[dict[str, Any]] = deque()
         self._running: dict[str, _Running] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._ending = False  #: The server drains: the session ends between two turns.
@@ -114,12 +117,10 @@ class Room:
         self._begin_and_end(effects)
         events = [effect.event for effect in effects if isinstance(effect, Send)]
         if events:
+            self._unsent.extend(events)
             async with self._sending:
-                for event in events:
-                    shown = dialects.beta(event) if self._beta else event
-                    if shown is not None:
-                        await self._socket.send(msgspec.json.encode(shown).decode())
-                    self._count.sent(event, time.perf_counter())
+                while self._unsent:
+                    await self._send(self._unsent.popleft())
         for effect in effects:
             match effect:
                 case StopListening():
@@ -128,6 +129,16 @@ class Room:
                     await self._listen(effect)
         if self._ending and not self._session.busy:
             await self._socket.close(web_sockets.GOING_AWAY, "the server is going away: connect again")
+
+    async def _send(self, event: dict[str, Any]) -> None:
+        shown = dialects.beta(event) if self._beta else event
+        try:
+            if shown is not None:
+                await self._socket.send(msgspec.json.encode(shown).decode())
+        except asyncio.CancelledError:  # nothing of it was written: the next task that sends begins with it
+            self._unsent.appendleft(event)
+            raise
+        self._count.sent(event, time.perf_counter())
 
     def _begin_and_end(self, effects: Sequence[Effect]) -> None:
         """Begins and cancels answers at once: a client that reads slowly keeps no cancelled request alive."""
@@ -147,7 +158,13 @@ class Room:
             listener = self._listener
             if listener is None:
                 return  # what was heard ended the listening
-            await self._do(self._session.heard(await asyncio.to_thread(listener.take, block)))
+            try:
+                scores = await threads.call(listener.take, block)
+            except RequestError as error:
+                self._listener = None
+                await self._do(self._session.refused(error))
+                return
+            await self._do(self._session.heard(scores))
 
     def _begin(self, effect: Answer) -> None:
         running = _Running()
@@ -192,7 +209,7 @@ class Room:
             outputs.check("realtime")
             rest = b"" if encoder.empty else await encoder.finish()
         await self._do(session.sound(key, rest))
-        await self._do(session.completed(key, outputs.usage, outputs.reason(), words.text))
+        await self._end_of_request(session.completed(key, outputs.usage, outputs.reason(), words.text))
 
     async def _show(
         self, key: str, event: AnswerEvent, outputs: Outputs, encoder: EncodingSession | None, words: _Words
@@ -212,9 +229,14 @@ class Room:
 
     async def _fail(self, key: str, error: RequestError) -> None:
         try:
-            await self._do(self._session.failed(key, error))
+            await self._end_of_request(self._session.failed(key, error))
         except SocketClosed:
             pass
+
+    async def _end_of_request(self, effects: Sequence[Effect]) -> None:
+        """Carry out what the end of a request leads to. The words that it brought may have replaced sound."""
+        self._socket.exchange.reservation.keep(self._session.held_nbytes)
+        await self._do(effects)
 
     def _end(self) -> None:
         """The server drains."""

@@ -1,7 +1,8 @@
 """A realtime session: client events, scores and outputs of requests in; effects out. Pure: no socket, clock or task.
 
 The effect of each event is decided here and nowhere else. One response is made at a time, and each has one
-`response.done`. `room` carries the effects out, in order. One room, because each event may change the same response.
+`response.done`. `room` carries the effects out, in order; `asking` makes the requests. One room,
+because each event may change the same response.
 """
 
 from __future__ import annotations
@@ -15,15 +16,15 @@ import msgspec
 from stage_runtime.errors import InvalidRequest, RequestError
 from stage_runtime.web.exchanges import errors
 from stage_runtime.web.reading import strictjson
-from stage_runtime.web.realtime import configuration, dialects, formats, items
+from stage_runtime.web.realtime import asking, configuration, dialects, formats, items
 from stage_runtime.web.realtime.configuration import ResponsePatch, SessionConfig, SessionPatch, TurnDetection
-from stage_runtime.web.realtime.conversation import Conversation
+from stage_runtime.web.realtime.conversation import MAX_NBYTES, Conversation
 from stage_runtime.web.realtime.effects import Answer, Cancel, Effect, Listen, Send, StopListening
 from stage_runtime.web.realtime.items import Item
 from stage_runtime.web.realtime.responses import Response
 from stage_runtime.web.realtime.speech.input_buffer import InputBuffer, RealtimeRefused
 from stage_runtime.web.realtime.speech.turns import SpeechStarted, SpeechStopped, TurnState
-from stage_runtime.wire.values import Note, OmniRequest, ToolCall, Usage
+from stage_runtime.wire.values import Note, ToolCall, Usage
 
 MAX_EVENT: Final = 22 << 20  # characters: 15 MiB of sound as base64, and what is around it
 MAX_TURN_MS: Final = 120_000  # a detected turn that goes on is committed: its sound would not fit any more
@@ -81,8 +82,9 @@ class Session:
 
     @property
     def held_nbytes(self) -> int:
-        """The bytes of its client's data that it keeps."""
-        return self._buffer.nbytes + self._conversation.nbytes + self._config_nbytes
+        """The bytes of its client's data that it keeps, and those of sound that is being written down."""
+        written_down = sum(item.nbytes for item in self._transcribing.values())
+        return self._buffer.nbytes + self._conversation.nbytes + self._config_nbytes + written_down
 
     # --- what the client sends ------------------------------------------------------------------------------------
 
@@ -204,6 +206,9 @@ class Session:
         if config.tools and not self._facts.calls_tools:
             raise InvalidRequest("response.tools: this pipeline's stages call no tools", param="response.tools")
         given = None if patch.input is None else [self._given(one, index) for index, one in enumerate(patch.input)]
+        if (nbytes := sum(item.nbytes for item in given or ())) > MAX_NBYTES:  # an item may be referred to many times
+            problem = f"its items would be {nbytes} bytes, a response has at most {MAX_NBYTES}"
+            raise RequestError("too_large", f"response.input: {problem}", param="response.input")
         yield from self._respond(config, patch, given)
 
     def _given(self, raw: dict[str, Any], index: int) -> Item:
@@ -359,32 +364,9 @@ class Session:
         users = [item for item in asked if item.role == "user" and item.type == "message"]
         self._asked_about = users[-1] if users and _is_untranscribed(users[-1]) else None
         yield self._send("response.created", response=response.shown("in_progress"))
-        spoken = "audio" in config.modalities
-        request = OmniRequest(
-            id=response.id,
-            kind="chat",
-            inputs={"messages": items.messages(asked, config.instructions)},
-            params=self._params(config),
-            modalities=["text", "audio"] if spoken else ["text"],
-            stream=True,
-            metadata=patch.metadata or {},
-        )
-        yield Answer(response.id, request, formats.FORMATS[config.output_format].encoding if spoken else None)
-
-    def _params(self, config: SessionConfig) -> dict[str, Any]:
-        params: dict[str, Any] = {}
-        if config.max_output_tokens != "inf":
-            params["max_tokens"] = config.max_output_tokens
-        if config.temperature is not None:
-            params["temperature"] = config.temperature
-        if config.voice is not None:
-            params["voice"] = config.voice
-        if config.speed != 1.0:
-            params["speed"] = config.speed
-        if config.tools:
-            params["tools"] = [_chat_tool(tool) for tool in config.tools]
-            params["tool_choice"] = _chat_choice(config.tool_choice)
-        return params
+        request = asking.answer(response.id, asked, config, patch.metadata)
+        encoding = formats.FORMATS[config.output_format].encoding if "audio" in config.modalities else None
+        yield Answer(response.id, request, encoding)
 
     def _transcribe(self, item: Item) -> Iterator[Effect]:
         """Ask for a transcript where no response brings one, and the client wants it."""
@@ -394,11 +376,8 @@ class Session:
             return
         key = self._new_id("transcription")
         self._transcribing[key] = item
-        hints = self._config.transcription or {}
-        inputs: dict[str, Any] = {"audio": formats.wav(part.audio, part.format), "mime": "audio/wav"}
-        inputs |= {name: hints.get(name) for name in ("language", "prompt")}
-        request = OmniRequest(id=key, kind="transcription", inputs=inputs, modalities=["text"], stream=True)
-        yield Answer(key, request, None)
+        sound = formats.wav(part.audio, part.format)
+        yield Answer(key, asking.transcript(key, sound, self._config.transcription or {}), None)
 
     def _transcribed(self, item: Item, text: str) -> Iterator[Effect]:
         """The words of a message are known: later requests have them in the sound's place, and it is not kept."""
@@ -465,13 +444,3 @@ def _optional_id(event: dict[str, Any], name: str) -> str | None:
 
 def _is_untranscribed(item: Item) -> bool:
     return any(one.type == "input_audio" and not one.transcribed for one in item.content)
-
-
-def _chat_tool(tool: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "function", "function": {name: value for name, value in tool.items() if name != "type"}}
-
-
-def _chat_choice(choice: str | dict[str, Any]) -> Any:
-    if isinstance(choice, str):
-        return choice
-    return {"type": "function", "function": {"name": choice.get("name")}}

@@ -19,9 +19,9 @@ class Format(msgspec.Struct, frozen=True, kw_only=True):
     mime: str
     container: str = ""
     subtype: str | None = None
-    rates: tuple[int, ...] = ()  #: Those it can have; empty: all.
+    rates: tuple[int, ...] = ()  #: The sample rates that it can have; empty: any.
     max_channels: int = 2
-    rewrites: bool = False  #: Its header is only right at the end: nothing is given before `Encoder.close`.
+    rewrites: bool = False  #: Its header is complete only at the end: `Encoder.close` gives the whole file.
 
 
 FORMATS: Final[dict[str, Format]] = {
@@ -41,7 +41,7 @@ TELEPHONE: Final[dict[str, Format]] = {
 def check(name: str, *, param: str) -> str:
     """A format's name as `FORMATS` has it (``pcm16`` is ``pcm``).
 
-    Raises: InvalidRequest: there is no such format; names those that there are.
+    Raises: InvalidRequest: the format is not known; names those that are.
     """
     name = "pcm" if name == "pcm16" else name
     if name not in FORMATS:

@@ -21,7 +21,7 @@ from typing import Final, TypeVar
 
 import msgspec
 
-from stage_runtime.errors import RequestError
+from stage_runtime.errors import UNDECODABLE, RequestError
 from stage_runtime.web.sound import codec_messages
 from stage_runtime.web.sound.codec_messages import (
     Close,
@@ -215,7 +215,7 @@ class EncodingSession:
             raise self._died(f"did not answer within {self._pool.reply_s:g} s") from None
         except OSError:
             raise self._died("died") from None
-        except msgspec.MsgspecError:
+        except UNDECODABLE:
             raise self._died("answers what is not a reply") from None
         if isinstance(reply, Unencodable):
             raise RequestError("stage_failed", f"omni.Audio: {reply.problem}", stage=self._stage)

@@ -25,8 +25,8 @@ from stage_runtime.web.spoken.asking import sentence_events
 from stage_runtime.web.spoken.pieces import delta_frame, send_file
 from stage_runtime.web.spoken.script import MAX_CHARS, Script, Sentence, UtteranceEnd
 from stage_runtime.web.spoken.spoken_messages import InputDone, InputText, SpeechConfig
+from stage_runtime.web.translating.answer_outputs import Outputs, no_sound
 from stage_runtime.web.translating.audio.base64pieces import Base64Pieces
-from stage_runtime.web.translating.outputs import Outputs, no_sound
 from stage_runtime.wire.values import Audio
 
 _SLICE: Final = 4096  # characters that are cut into sentences at once: MAX_CHARS are passed by no more than these

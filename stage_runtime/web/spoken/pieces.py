@@ -10,7 +10,7 @@ from stage_runtime.errors import InvalidRequest, RequestError
 from stage_runtime.web import serving
 from stage_runtime.web.exchanges.exchange import Exchange
 from stage_runtime.web.sound.pool import CodecPool
-from stage_runtime.web.translating.outputs import Outputs
+from stage_runtime.web.translating.answer_outputs import Outputs
 from stage_runtime.wire.values import Audio
 
 

@@ -25,8 +25,8 @@ from stage_runtime.web.spoken import spoken_messages
 from stage_runtime.web.spoken.asking import sentence_events, spoken_body
 from stage_runtime.web.spoken.pieces import sound_pieces
 from stage_runtime.web.spoken.script import Script, Sentence, UtteranceEnd
+from stage_runtime.web.translating.answer_outputs import Outputs
 from stage_runtime.web.translating.audio import speaking
-from stage_runtime.web.translating.outputs import Outputs
 
 _log = logging.getLogger(__name__)
 
@@ -93,7 +93,9 @@ class Room:
         """All that the script has, in turn, until the connection ends."""
         try:
             while True:
-                match self._script.next():
+                found = self._script.next()
+                self._socket.exchange.reservation.keep(self._script.waiting_chars)
+                match found:
                     case Sentence() as sentence:
                         await self._speak_one(sentence)
                     case UtteranceEnd(utterance=utterance, sentences=count):

@@ -17,9 +17,11 @@ from stage_runtime.wire.values import Media
 
 _MIMES = {"mp3": "audio/mpeg", "m4a": "audio/mp4", "opus": "audio/ogg", "pcm16": "audio/pcm"}
 _SUBTYPE = re.compile(r"[A-Za-z0-9][A-Za-z0-9!#$&^_.+-]{0,63}")  # RFC 6838: of a media type
-_MIME = re.compile(r"[a-z]+/[a-z0-9][a-z0-9!#$&^_.+-]{0,63}")
+MIME = re.compile(r"[a-z]+/[a-z0-9][a-z0-9!#$&^_.+-]{0,63}")
 _HEAD = 256  # characters of a data URL before its comma
-_STANDARD = str.maketrans("-_", "+/")  # RFC 4648, 5: the url-safe alphabet differs in two characters
+#: RFC 4648, 5: the url-safe alphabet differs in two characters. Lines are joined.
+_STANDARD = str.maketrans("-_", "+/", " \t\n\v\f\r")
+_ESCAPES = (("%2B", "+"), ("%2F", "/"), ("%3D", "="), ("%0A", ""), ("%0D", ""), ("%20", ""))
 _NOT_BASE64 = re.compile(r"[^A-Za-z0-9+/]")
 _PERCENT = 64 << 10  # characters of a data URL that is not base64: an SVG; a byte of it may be an object on the way
 _URL_PARTS = schemas.ImageUrlPart | schemas.AudioUrlPart | schemas.VideoUrlPart
@@ -90,7 +92,7 @@ def data_url(url: str, type: str, param: str) -> Media:
     mime, in_base64, data = _parsed(url, type, param)
     if not mime.startswith(f"{type}/"):
         raise _wrong_type(mime, type, param)
-    if not _MIME.fullmatch(mime):
+    if not MIME.fullmatch(mime):
         raise InvalidRequest(f"{param}: {mime!r} is not a media type", param=param)
     if in_base64:
         return Media(type, mime, from_base64(data, param))
@@ -138,7 +140,10 @@ def from_base64(text: str, param: str) -> bytes:
         return base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError):  # the usual form is tried first: it may be megabytes long
         pass
-    plain = "".join(urllib.parse.unquote(text).split()).rstrip("=").translate(_STANDARD)
+    plain = text  # no list of its parts is made: each of three characters would be an object of 100 bytes
+    for escape, sign in _ESCAPES:
+        plain = plain.replace(escape, sign).replace(escape.lower(), sign)
+    plain = plain.translate(_STANDARD).rstrip("=")
     wrong = _NOT_BASE64.search(plain)
     if wrong:
         shown = ascii(wrong[0])

@@ -14,7 +14,7 @@ from stage_runtime.coordinator.events import AnswerEvent
 from stage_runtime.errors import InvalidRequest, RequestError
 from stage_runtime.web.reading import schemas
 from stage_runtime.web.reading.multipart import FormPart
-from stage_runtime.web.translating.outputs import StreamedKinds
+from stage_runtime.web.translating.answer_outputs import StreamedKinds
 from stage_runtime.wire.values import Image, OmniRequest, Usage
 
 DECODER: Final = msgspec.json.Decoder(schemas.ImageBody)

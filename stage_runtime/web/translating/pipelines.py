@@ -13,7 +13,7 @@ from stage_runtime.errors import InvalidRequest
 from stage_runtime.web.reading import schemas, strictjson
 from stage_runtime.web.reading.multipart import FormPart
 from stage_runtime.web.translating import jsonable
-from stage_runtime.web.translating.outputs import StreamedKinds
+from stage_runtime.web.translating.answer_outputs import StreamedKinds
 from stage_runtime.wire import outputs
 from stage_runtime.wire.outputs import USAGE_SO_FAR
 from stage_runtime.wire.values import Audio, OmniRequest, Reasoning, Text, ToolCall, Usage

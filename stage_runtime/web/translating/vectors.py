@@ -88,7 +88,7 @@ def _array(stage: str, values: Any) -> Rows:
             given = np.asarray(values.float().numpy() if hasattr(values, "numpy") else values)
     except (TypeError, ValueError) as error:  # a dtype that numpy does not have
         raise RequestError("stage_failed", f"{wanted} something else: {describe(error)}", stage=stage) from error
-    if given.ndim not in (1, 2) or given.dtype.kind not in "fiu":
+    if given.ndim not in (1, 2) or not given.shape[-1] or given.dtype.kind not in "fiu":
         raise RequestError("stage_failed", f"{wanted} {given.dtype} {list(given.shape)}", stage=stage)
     with np.errstate(over="ignore"):  # what float32 cannot hold is not finite
         made = np.atleast_2d(given).astype(np.float32)
@@ -165,6 +165,12 @@ def _usage(found: Collected) -> dict[str, int]:
 def documents(body: schemas.RerankBody) -> list[str]:
     """Their texts."""
     return [one if isinstance(one, str) else one.text for one in body.documents]
+
+
+def copied_nbytes(text: str | list[str], beside: Sequence[Any]) -> int:
+    """Bytes of a text that goes with several others, beyond those of its first copy; 0 of a list."""
+    texts = [text] if isinstance(text, str) else text
+    return len(texts[0].encode()) * (len(beside) - 1) if len(texts) == 1 and len(beside) > 1 else 0
 
 
 def rerank_request(body: schemas.RerankBody, request_id: str) -> OmniRequest:

@@ -50,7 +50,7 @@ class RoomPart:
     def take(self, nbytes: int, *, free: int) -> None:
         """Hold a file of ``nbytes``. free: bytes that the disk has.
 
-        Raises: ConfigurationError: there is no room for it; nothing is held.
+        Raises: ConfigurationError: it finds no room; nothing is held.
         """
         taken = max(nbytes, BLOCK)
         self._room.take(taken, free)

@@ -30,6 +30,7 @@ from stage_runtime.coordinator.questions.profile_runs import (
     check_config,
 )
 from stage_runtime.errors import ConfigurationError, InvalidRequest, RequestError
+from stage_runtime.web.exchanges import threads
 from stage_runtime.web.exchanges.errors import RequestRefused
 from stage_runtime.web.exchanges.exchange import Exchange
 from stage_runtime.web.handlers.administration.profile_room import Room, RoomPart
@@ -168,7 +169,7 @@ class Profiles:
     async def _fetch(self, run_id: str, file: RunFile, path: Path) -> None:
         with path.open("wb") as kept:
             async for piece in self._profiling.content(run_id, file):
-                await asyncio.to_thread(kept.write, piece)
+                await threads.call(kept.write, piece)
 
 
 _start_bodies = msgspec.json.Decoder(StartBody)
@@ -188,7 +189,7 @@ async def _as_request(work: Callable[[], Awaitable[ProfileAnswer]]) -> ProfileAn
 
 
 async def _reply(exchange: Exchange, answer: ProfileAnswer) -> None:
-    """200 with every stage's answer; 503 when the coordinator itself has failed, so that there is no run."""
+    """200 with every stage's answer; 503 when the coordinator itself has failed, so that nothing runs."""
     failed = any(each.state == FAILED for each in answer.stages if each.stage == COORDINATOR)
     await exchange.reply(msgspec.json.encode(answer), status=503 if failed else 200)
 
@@ -207,7 +208,7 @@ def _format(exchange: Exchange) -> str:
     given = dict(part.partition("=")[::2] for part in query.split("&") if part)
     form: str = given.pop("format", "json")
     if given or form not in FORMATS:
-        raise InvalidRequest(f"format: one of {', '.join(FORMATS)}; there is no other parameter", param="format")
+        raise InvalidRequest(f"format: one of {', '.join(FORMATS)}; the only parameter", param="format")
     return form
 
 
@@ -244,7 +245,7 @@ async def _write_member(exchange: Exchange, path: Path, name: str) -> None:
 
 async def _write_file(exchange: Exchange, path: Path) -> None:
     with path.open("rb") as file:
-        while piece := await asyncio.to_thread(_piece, file):
+        while piece := await threads.call(_piece, file):
             await exchange.write(piece)
 
 

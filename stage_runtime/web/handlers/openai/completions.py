@@ -27,6 +27,7 @@ class Completions:
         body = await context.read_json(exchange, text_completions.decode)
         call = text_completions.call(body, settings.accepts)
         requests = text_completions.requests(body, call, exchange.id, settings.accepts, context.chosen(body.model))
+        context.hold_copies(exchange, text_completions.copied_nbytes(requests), "prompt")
         model = context.shown(body.model)
         answer = TextCompletion(call=call, request_id=exchange.id, model=model, created=int(time.time()))
         timeout_s = exchange.timeout_s(body.timeout)

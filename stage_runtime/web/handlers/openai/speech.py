@@ -16,9 +16,9 @@ from stage_runtime.web.sound.pool import CodecPool
 from stage_runtime.web.spoken import query
 from stage_runtime.web.spoken.body import StreamedText
 from stage_runtime.web.spoken.pieces import delta_frame, send_file, sound_pieces
+from stage_runtime.web.translating.answer_outputs import Outputs
 from stage_runtime.web.translating.audio import speaking
 from stage_runtime.web.translating.audio.base64pieces import Base64Pieces
-from stage_runtime.web.translating.outputs import Outputs
 
 
 class Speech:

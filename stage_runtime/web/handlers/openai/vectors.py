@@ -39,6 +39,7 @@ class Encoders:
         body = await self._context.read_json(
             exchange, lambda raw: schemas.decode(raw, schemas.RerankBody, vectors.RERANK)
         )
+        self._context.hold_copies(exchange, vectors.copied_nbytes(body.query, body.documents), "query")
         request = vectors.rerank_request(body, exchange.id)
         found = await self._collect(exchange, request, Collected(Scores), body.timeout)
         await _reply(exchange, vectors.rerank(body, found, self._model, exchange.id))
@@ -48,6 +49,8 @@ class Encoders:
         body = await self._context.read_json(
             exchange, lambda raw: schemas.decode(raw, schemas.ScoreBody, vectors.SCORE)
         )
+        given = vectors.pairs(body)
+        self._context.hold_copies(exchange, vectors.copied_nbytes(body.text_1, given), "text_1")
         request = vectors.score_request(body, exchange.id)
         found = await self._collect(exchange, request, Collected(Scores), body.timeout)
         await _reply(exchange, vectors.scores(body, found, self._model, exchange.id, int(time.time())))

@@ -1,4 +1,4 @@
-"""The limits of one HTTP connection, and how many a server may have. Pure. Used by `connections` and `server`."""
+"""The limits of one HTTP connection, and how many a server may have. Used by the rest of `listening`."""
 
 from __future__ import annotations
 
@@ -35,20 +35,21 @@ class ConnectionLimits(msgspec.Struct, frozen=True, kw_only=True):
     sweep_s: float = 1.0
 
 
-class ConnectionLimit(msgspec.Struct):
-    """How many connections a server may have at once."""
+class ConnectionLimit:
+    """How many connections a server may have at once. One object for all of its connections."""
 
-    most: int
-    reason: str  #: The message to a client that is refused.
-    advice: str  #: The log line for operators.
-    logged: bool = False
+    def __init__(self, limits: ConnectionLimits, descriptors: int) -> None:
+        """descriptors: how many the process may open."""
+        self._limits = limits
+        self.logged = False
+        self.renew(descriptors)
 
-
-def connection_limit(limits: ConnectionLimits, descriptors: int) -> ConnectionLimit:
-    """descriptors: how many the process may open."""
-    most = limits.connections or max(LEAST, min(MOST, descriptors // 2))
-    reason, advice = f"{most} connections are open", "more coordinators take more"
-    if not limits.connections and most == descriptors // 2 < MOST:
-        reason += f": half of the {descriptors} descriptors that the process may open (RLIMIT_NOFILE)"
-        advice = RAISE_DESCRIPTORS
-    return ConnectionLimit(most, reason, advice)
+    def renew(self, descriptors: int) -> None:
+        """The process may open so many descriptors by now."""
+        most = self._limits.connections or max(LEAST, min(MOST, descriptors // 2))
+        self.most = most
+        self.reason = f"{most} connections are open"  #: The message to a client that is refused.
+        self.advice = "more coordinators take more"  #: The log line for operators.
+        if not self._limits.connections and most == descriptors // 2 < MOST:
+            self.reason += f": half of the {descriptors} descriptors that the process may open (RLIMIT_NOFILE)"
+            self.advice = RAISE_DESCRIPTORS

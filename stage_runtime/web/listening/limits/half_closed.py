@@ -9,13 +9,27 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Callable
-from typing import Final
+from typing import Any, Final
+
+from stage_runtime.web.listening.connection_drain import unread_nbytes
 
 #: An interim answer, which every client of HTTP/1.1 skips; before the answer has begun nothing else may be written.
 PROBE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
 PROBE_EVERY_S: Final = 15.0  # a client that waits may go later, without another word
 LOOKS_S: Final = (0.005, 0.05, 0.5)  # after a write: when the reset may be here; later ones are found by the sweep
 _TCP_CLOSE: Final = 7  # include/net/tcp_states.h
+_TCP_CLOSE_WAIT: Final = 8
+
+
+def has_ended(transport: asyncio.Transport) -> bool:
+    """Whether the client of a connection that is not read has closed its sending half, or is gone. False: something
+    that it has sent is not read yet, or it is not known.
+    """
+    sock = transport.get_extra_info("socket")
+    if sock is None or transport.is_closing():
+        return False
+    state = _tcp_state(sock)
+    return state == _TCP_CLOSE or (state == _TCP_CLOSE_WAIT and not unread_nbytes(sock))
 
 
 class HalfClosed:
@@ -54,7 +68,7 @@ class HalfClosed:
 
     def _is_reset(self) -> bool:
         sock = self._transport.get_extra_info("socket")
-        return sock is not None and sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == _TCP_CLOSE
+        return sock is not None and _tcp_state(sock) == _TCP_CLOSE
 
     def _keep_alive(self) -> None:
         """HTTP/1.0 has no interim answers: the kernel asks, and is answered until the other end forgets it."""
@@ -63,3 +77,7 @@ class HalfClosed:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 5)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)
+
+
+def _tcp_state(sock: Any) -> int:
+    return int(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0])

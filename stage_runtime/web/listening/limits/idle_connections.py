@@ -3,28 +3,35 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterable
 from typing import Any
 
-from stage_runtime.web.listening.limits.connection_limits import ConnectionLimits
+from stage_runtime.rules.flow import ticks
+from stage_runtime.sockets.endpoints.limits import allowed_descriptors
+from stage_runtime.web.listening.limits.connection_limits import ConnectionLimit, ConnectionLimits
 
 
 class IdleConnections:
-    """Looks at all connections of a server every so often."""
+    """Looks at all connections of a server every so often, and at how many there may be."""
 
-    def __init__(self, connections: Iterable[Any], limits: ConnectionLimits) -> None:
+    def __init__(self, connections: Iterable[Any], limits: ConnectionLimits, limit: ConnectionLimit) -> None:
         self._connections = connections
         self._limits = limits
+        self._limit = limit
         self._loop = asyncio.get_running_loop()
-        self._timer = self._loop.call_later(limits.sweep_s, self._sweep)
+        self._arm()
 
     def stop(self) -> None:
         self._timer.cancel()
 
     def _sweep(self) -> None:
-        # Armed first: a check that raises does not stop the later ones.
-        self._timer = self._loop.call_later(self._limits.sweep_s, self._sweep)
+        self._arm()  # first: a check that raises does not stop the later ones
+        self._limit.renew(allowed_descriptors())
         self._look()
+
+    def _arm(self) -> None:
+        self._timer = self._loop.call_later(ticks.next_s(time.time(), self._limits.sweep_s), self._sweep)
 
     def announce_end(self) -> None:
         """The server has begun to drain."""

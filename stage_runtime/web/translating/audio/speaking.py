@@ -9,8 +9,8 @@ import msgspec
 from stage_runtime.errors import InvalidRequest, RequestError
 from stage_runtime.web.reading import schemas
 from stage_runtime.web.sound import formats
+from stage_runtime.web.translating.answer_outputs import no_sound
 from stage_runtime.web.translating.generation.chat import voice_name
-from stage_runtime.web.translating.outputs import no_sound
 from stage_runtime.wire.values import OmniRequest
 
 DECODER: Final = msgspec.json.Decoder(schemas.SpeechBody)

@@ -17,8 +17,8 @@ from stage_runtime.errors import InvalidRequest
 from stage_runtime.web.reading import schemas
 from stage_runtime.web.reading.multipart import FormPart
 from stage_runtime.web.translating import jsonable
+from stage_runtime.web.translating.answer_outputs import Outputs
 from stage_runtime.web.translating.audio import subtitles
-from stage_runtime.web.translating.outputs import Outputs
 from stage_runtime.wire.values import Note, OmniRequest, Text
 
 FORMATS: Final = ("json", "text", "verbose_json", *subtitles.FORMATS)

@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions: the body as an `OmniRequest`, which parameters mean what. Answers: `completions`. Pure."""
+"""POST /v1/chat/completions: the body as an `OmniRequest`, its parameters checked. Answers: `completions`. Pure."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ REFUSED: Final[dict[str, tuple[tuple[Any, ...], str]]] = {
     "function_call": (("none", "auto"), "functions cannot be called"),
     "prediction": ((), "predicted outputs are not known here"),
     "moderation": ((), "moderation is not known here"),
-    "web_search_options": ((), "there is no web search"),
+    "web_search_options": ((), "the pipeline does not search the web"),
 }
 
 
 class ChatCall(msgspec.Struct, frozen=True, kw_only=True):
-    """The fields that the answer's shape depends on; the stages see none of them but what `request` hands on."""
+    """The fields that the answer's shape depends on; stages get those alone that `request` hands on."""
 
     stream: bool
     include_usage: bool
@@ -42,7 +42,7 @@ class ChatCall(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def needs_sound(self) -> bool:
-        """Nothing else of an answer would be shown, but calls of tools."""
+        """The answer shows sound alone, and calls of tools."""
         return self.audio is not None and not self.text
 
 
@@ -51,7 +51,7 @@ def decode(raw: bytes) -> schemas.ChatBody:
 
 
 def call(body: schemas.ChatBody, accepts: Set[str] = frozenset()) -> ChatCall:
-    """Check all that a body may ask for and this server has not, before anything is fetched or admitted.
+    """Refuse what the body asks for and this server does not have, before anything is fetched or admitted.
 
     accepts: the parameters that this pipeline's stages honour.
     Raises: InvalidRequest: naming the parameter.

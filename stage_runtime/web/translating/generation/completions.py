@@ -15,10 +15,10 @@ import msgspec
 
 from stage_runtime.coordinator.events import AnswerEvent
 from stage_runtime.web.translating import jsonable
+from stage_runtime.web.translating.answer_outputs import Outputs, no_sound
 from stage_runtime.web.translating.audio.base64pieces import Base64Pieces
 from stage_runtime.web.translating.generation.chat import ChatCall
 from stage_runtime.web.translating.generation.token_ids import TokenIds
-from stage_runtime.web.translating.outputs import Outputs, no_sound
 from stage_runtime.wire.outputs import PROMPT_TOKEN_IDS
 from stage_runtime.wire.values import Audio, Note, Reasoning, Text, ToolCall, Usage
 
@@ -66,7 +66,7 @@ class Completion:
             raise no_sound()
 
     def finish(self, sound: bytes | None) -> dict[str, Any]:
-        """The `chat.completion`. sound: the file made of `audio`; None: there is none."""
+        """The `chat.completion`. sound: the file made of `audio`; None: the answer has no sound."""
         choices = [self._choice(index, sound) for index in range(self._call.choices)]
         answer = {**self._base, "object": "chat.completion", "choices": choices, "usage": usage(self._outputs)}
         if self._call.token_ids:  # of the prompt: once for all choices

@@ -14,7 +14,7 @@ from stage_runtime.coordinator.events import AnswerEvent
 from stage_runtime.errors import RequestError
 from stage_runtime.web.exchanges import errors
 from stage_runtime.web.reading.responses_body import ResponsesBody
-from stage_runtime.web.translating.outputs import Outputs
+from stage_runtime.web.translating.answer_outputs import Outputs
 from stage_runtime.wire.values import Reasoning, Text, ToolCall
 
 Event = dict[str, Any]

@@ -106,7 +106,7 @@ def _messages(body: responses_body.ResponsesBody) -> tuple[list[schemas.Message]
         last = found[-1] if found and found[-1].role == "assistant" else None
         match item:
             case responses_body.ReasoningItem():
-                thought = "".join(one.text for one in item.content or ())
+                thought += "".join(one.text for one in item.content or ())
                 continue
             case responses_body.FunctionCall() if last is not None and not thought:
                 last.tool_calls = [*(last.tool_calls or ()), _call(item)]
@@ -121,7 +121,8 @@ def _messages(body: responses_body.ResponsesBody) -> tuple[list[schemas.Message]
             case responses_body.ItemReference():
                 raise InvalidRequest(f"{place}: nothing is stored; send the item itself", param=place)
         if message.role == "assistant" and thought:
-            message.reasoning_content, thought = thought, ""
+            message.reasoning_content = thought
+        thought = ""
         found.append(message)
         places.append(place)
     if not places or places == ["instructions"]:

@@ -14,9 +14,9 @@ import msgspec
 from stage_runtime.coordinator.events import AnswerEvent
 from stage_runtime.errors import InvalidRequest
 from stage_runtime.web.reading import schemas
+from stage_runtime.web.translating.answer_outputs import Outputs
 from stage_runtime.web.translating.generation import completions, parameters
 from stage_runtime.web.translating.generation.token_ids import TokenIds
-from stage_runtime.web.translating.outputs import Outputs
 from stage_runtime.wire.values import Note, OmniRequest, Text
 
 DECODER: Final = msgspec.json.Decoder(schemas.CompletionBody)
@@ -95,6 +95,13 @@ def requests(
         )
         for index, prompt in enumerate(call.prompts)
     ]
+
+
+def copied_nbytes(made: Sequence[OmniRequest]) -> int:
+    """Bytes of what all these requests have in common, beyond those of its first copy."""
+    if len(made) == 1:
+        return 0
+    return len(msgspec.json.encode((made[0].params, made[0].metadata, made[0].model))) * (len(made) - 1)
 
 
 def _is_token(value: Any) -> bool:

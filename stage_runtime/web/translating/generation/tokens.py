@@ -14,8 +14,8 @@ import msgspec
 from stage_runtime.coordinator.events import AnswerEvent
 from stage_runtime.errors import InvalidRequest, RequestError
 from stage_runtime.web.reading import schemas
+from stage_runtime.web.translating.answer_outputs import Outputs
 from stage_runtime.web.translating.generation import chat
-from stage_runtime.web.translating.outputs import Outputs
 from stage_runtime.wire.outputs import TOKENS
 from stage_runtime.wire.values import Media, Note, OmniRequest, Text
 
