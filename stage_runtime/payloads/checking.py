@@ -38,7 +38,7 @@ CURES: Final[dict[type, str]] = {
 
 
 class CheckFailed(Exception):
-    """The value at the end of the trail cannot travel; raised inside a walk."""
+    """The value at the end of the trail cannot be encoded; raised inside a walk."""
 
 
 class ValueWalk:
@@ -210,7 +210,7 @@ def _too_deep() -> str:
 
 
 def _problem(value: Any) -> str:
-    """Why a value of a foreign type cannot travel, with the cure."""
+    """Why a value of a foreign type cannot be encoded, with the cure."""
     kind = type(value)
     if isinstance(value, enum.Enum):  # also a subclass of str or int: str(...) of it is its name
         return f"{kind.__name__}, an Enum: use .value"

@@ -41,7 +41,7 @@ def extract(value: Any, *, where: str = "payload.data", as_fields: bool = False)
     """Check ``value`` and take it apart. Nothing is copied that is contiguous, in main memory or on a GPU.
 
     as_fields: ``value`` is a dict whose items are called ``where.name``; it is restored as a dict.
-    Raises:    ValueRefused: something in it cannot travel; names its place and what to use instead.
+    Raises:    ValueRefused: something in it cannot be encoded; names its place and what to use instead.
     """
     walk = _Extraction(where)
     try:

@@ -89,7 +89,7 @@ class Extracted(msgspec.Struct):
     """A value ready to travel.
 
     value_bytes: its MessagePack; empty when it is long and so a part itself (the last ref, of kind ``value``).
-    refs: one per part, in the order that placeholders count. pack: the parts; None when there are none.
+    refs: one per part, in the order that placeholders count. pack: the parts; None without parts.
     """
 
     value_bytes: bytes
@@ -131,7 +131,7 @@ class Extracted(msgspec.Struct):
             self.pack = Pack(parts, pack.offsets, pack.nbytes, frozenset(range(len(parts))))
 
     def flat(self) -> memoryview:
-        """The parts as one buffer, for the control message; empty when there are none.
+        """The parts as one buffer, for the control message; empty without parts.
 
         A single part is not copied: the message must be written before its giver may write into it again.
         """

@@ -63,7 +63,7 @@ def flat(tensor: Any) -> tuple[tuple[int, ...], str, memoryview] | None:
 
 
 def tensor_problem(tensor: Any) -> str | None:
-    """Why a torch tensor cannot travel, with the cure; None when it can."""
+    """Why a torch tensor cannot be encoded, with the cure; None when it can."""
     torch = sys.modules["torch"]
     if type(tensor) is not torch.Tensor and type(tensor) not in _plain_subclasses():
         return f"tensor subclass {type(tensor).__name__}: send a plain tensor"
@@ -171,7 +171,7 @@ def host_copy(tensor: Any) -> Any:
 
 
 def array_problem(array: np.ndarray[Any, Any]) -> str | None:
-    """Why a numpy array cannot travel, with the cure; None when it can."""
+    """Why a numpy array cannot be encoded, with the cure; None when it can."""
     if type(array) is not np.ndarray:
         return f"array subclass {type(array).__name__}: send numpy.asarray(...) of it"
     if array.dtype.name not in tensorrefs.NUMPY_DTYPES:

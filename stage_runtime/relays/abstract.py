@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import msgspec
 
-from stage_runtime.errors import TransferError
+from stage_runtime.errors import UNDECODABLE, TransferError
 from stage_runtime.payloads.pack import Pack
 from stage_runtime.relays.base import Peer, RelayOperation, TransferId
 from stage_runtime.relays.choice.choosing import Medium
@@ -21,7 +21,7 @@ from stage_runtime.relays.memory.filling import Filling
 from stage_runtime.relays.memory.pins import Pins
 from stage_runtime.relays.memory.placing import Placing
 from stage_runtime.relays.moving.ledger import Ledger
-from stage_runtime.relays.moving.operations import GetOperation, PutOperation, TransferCompletion
+from stage_runtime.relays.moving.pending_transfers import GetOperation, PutOperation, TransferCompletion
 
 
 class Announcement(Protocol):
@@ -241,7 +241,7 @@ class AbstractRelay(ABC, Generic[Connection, Metadata]):
         """Raises: TransferError: the metadata is not this relay's."""
         try:
             return self._decode(metadata)
-        except msgspec.DecodeError as error:
+        except UNDECODABLE as error:
             raise TransferError(f"{self.name} metadata from {peer}: {error}") from None
 
     def _route(self, peer: Peer) -> Connection:

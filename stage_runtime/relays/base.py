@@ -111,7 +111,7 @@ class Relay(Protocol):
         """
 
     def put_all(self, packs: Sequence[Pack], *, request_id: str, peer: Peer) -> Sequence[RelayOperation] | None:
-        """The same as `put`, for packs that are announced together. None: there is no room for all of them."""
+        """The same as `put`, for packs that are announced together. None: not all of them find room."""
 
     def refusal(self, nbytes: int, pieces: int) -> str | None:
         """Why there is never room for ``nbytes`` in so many packs that are put together; None when there may be.

@@ -13,7 +13,7 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, ParamSpec
 
 import msgspec
@@ -28,7 +28,9 @@ from stage_runtime.relays.choice.choosing import PROCESS, ProcessFacts, Reached
 from stage_runtime.relays.context import RelayContext, RelaySettings, SocketDoors, SocketSecurity
 from stage_runtime.relays.memory import locking
 from stage_runtime.relays.memory.arena import Arena
+from stage_runtime.relays.memory.locking import MemoryLock
 from stage_runtime.relays.memory.pins import Pin
+from stage_runtime.relays.memory.room import RoomWaiting
 from stage_runtime.relays.moving import pieces
 from stage_runtime.relays.named import Named, Put
 from stage_runtime.relays.registry import RELAYS, RelayEntry
@@ -68,12 +70,9 @@ class Relays:
         names = registry.to_open(settings.named, table, has=here.has)
         locks = [name for name in names if table[name].needs == "rdma" and here.rdma]
         lock = msgspec.structs.replace(settings.memory_lock or locking.of_process(), relays=len(locks))
-        arena_bytes = lock.arena_nbytes(settings.arena_bytes)
-        if arena_bytes < settings.arena_bytes:
-            log.warning("the arena has %d bytes, not %d: no more can be locked", arena_bytes, settings.arena_bytes)
-        prefault_bytes = min(settings.prefault_bytes, arena_bytes)
-        settings = msgspec.structs.replace(settings, arena_bytes=arena_bytes, prefault_bytes=prefault_bytes)
+        settings = _lockable(settings, lock)
         self._thread = threading.local()  #: `RelayContext.thread`
+        self._room = RoomWaiting(loop, settings.room_s)
         self.arena = Arena(settings.arena_bytes, prefault_nbytes=settings.prefault_bytes)
         context = RelayContext(
             loop=loop,
@@ -81,7 +80,7 @@ class Relays:
             on_release=on_release,
             thread=self._thread,
             failed=_weakly(self.fail),
-            freed=_weakly(self._freed),
+            freed=_weakly(self._room.freed),
             ids=itertools.count(1),
             arena=self.arena,
             rdma=here.rdma,
@@ -92,26 +91,13 @@ class Relays:
         )
         self._table = table
         self._transfer_bytes = settings.transfer_bytes
-        self._room_s = settings.room_s
         self._on_failed = on_failed
         self._relays: dict[str, Relay] = {}  #: Best first, as the table has them.
         self._refused: dict[str, str] = {}  #: Relays that were to be opened and did not start -> why.
         self._late_releases = 0
         self._loop = loop
         self._cutting = asyncio.Lock()
-        self._waiting: Callable[[], None] | None = None  #: The function that `when_room` was given, until it is called.
-        self._looking: asyncio.TimerHandle | None = None
-        try:
-            for name in sorted(settings.named - table.keys()):
-                registry.load(name, table)  # raises
-            for name in names:
-                if table[name].needs == "gpu" and not here.gpus:
-                    self._refused[name] = "no stage of this process has a GPU"
-                else:
-                    self._open(name, context)
-        except ConfigurationError:
-            self._close_all()
-            raise
+        self._open_all(names, context, here)
         self.process = msgspec.structs.replace(here, started=tuple(self._relays), refused=self._refused)
         self._choices = Choices(self.process, allow_tcp=settings.allow_tcp)
         self._trimming = loop.call_later(TRIM_S, self._trim)
@@ -179,12 +165,12 @@ class Relays:
         slot_nbytes: int | None = None,
         early: bool = False,
     ) -> Put | None:
-        """Start moving the parts of ``extracted``; from any thread. None when there is no room now.
+        """Start moving the parts of ``extracted``; from any thread. None when it finds no room now.
 
         early: some may be copied later: `Put.fill` follows, when the put is announced, and before the parts change.
         slot_nbytes: a larger pack goes as several transfers of that size. Put to several peers, one `Extracted` takes
         one slot. Never announce `metadata` twice.
-        Raises: TransferError: no relay reaches ``peer``. ValueRefused: as `check`.
+        Raises: TransferError: no relay reaches ``peer``, or the last one has failed. ValueRefused: as `check`.
         """
         while True:
             name = self.choose(peer, backend)
@@ -203,6 +189,8 @@ class Relays:
                 operation = begin(pack, request_id=request_id, peer=Peer(peer), like=like)
             except RelayFailed as error:
                 self.fail(peer, name, str(error))
+                if self.choose(peer, backend) == name:  # no other one reaches it
+                    raise
                 continue
             if operation is None:
                 self._refuse(extracted, relay, slot_nbytes)
@@ -230,33 +218,9 @@ class Relays:
         """A put found no room: call ``again`` once, on the loop, when some may have come back without a Release. Any
         thread may call this.
 
-        That is when a relay reports room, and after ``room_s``: nothing reports that an author's tensor has died.
+        That is when a relay reports room, and after ``room_s``.
         """
-        self._waiting = again
-        self._on_loop(self._look_later)
-
-    def _freed(self) -> None:
-        """A relay reports room. Any thread may call it."""
-        if self._waiting is not None:
-            self._on_loop(self._look)
-
-    def _look_later(self) -> None:
-        if self._looking is None and self._waiting is not None:
-            self._looking = self._loop.call_later(self._room_s, self._look)
-
-    def _look(self) -> None:
-        if self._looking is not None:
-            self._looking.cancel()
-            self._looking = None
-        again, self._waiting = self._waiting, None
-        if again is not None:
-            again()
-
-    def _on_loop(self, call: Callable[[], None]) -> None:
-        try:
-            self._loop.call_soon_threadsafe(call)
-        except RuntimeError:  # it is closed: nothing is sent any more
-            pass
+        self._room.wait(again)
 
     async def put_async(
         self,
@@ -269,7 +233,7 @@ class Relays:
     ) -> Put:
         """The same as `put`, but it waits for room: for all pieces of a pack that is cut. The I/O thread calls it."""
         is_cut = slot_nbytes is not None and extracted.nbytes > slot_nbytes
-        # One at a time: what one gives back when there is no room for all of it would wake the others.
+        # One at a time: what one gives back when not all of it finds room would wake the others.
         async with self._cutting if is_cut else contextlib.nullcontext():
             while True:
                 operation = self.put(
@@ -333,7 +297,7 @@ class Relays:
             relay.forget(Peer(peer))
 
     def allocate(self, shape: tuple[int, ...], dtype: Any) -> Any:
-        """A torch tensor in the arena, which relays send without a copy; in ordinary memory when there is no room.
+        """A torch tensor in the arena, which relays send without a copy; in ordinary memory when the arena is full.
         Any thread may call this.
         """
         tensor = self.arena.allocate_tensor(shape, dtype)
@@ -375,11 +339,23 @@ class Relays:
         return {**merged, **self.arena.stats(), "late_releases": self._late_releases}
 
     def close(self) -> None:
-        self._waiting = None
-        if self._looking is not None:
-            self._looking.cancel()
+        self._room.close()
         self._trimming.cancel()
         self._close_all()
+
+    def _open_all(self, names: Sequence[str], context: RelayContext, here: ProcessFacts) -> None:
+        """Raises: ConfigurationError: one that is required does not start; all are closed then."""
+        try:
+            for name in sorted(context.settings.named - self._table.keys()):
+                registry.load(name, self._table)  # raises
+            for name in names:
+                if self._table[name].needs == "gpu" and not here.gpus:
+                    self._refused[name] = "no stage of this process has a GPU"
+                else:
+                    self._open(name, context)
+        except ConfigurationError:
+            self._close_all()
+            raise
 
     def _open(self, name: str, context: RelayContext) -> None:
         try:
@@ -436,6 +412,15 @@ def _weakly(method: Callable[Arguments, None]) -> Callable[Arguments, None]:
 def _pack(extracted: Extracted, *, from_device: bool) -> Pack:
     pack = extracted.pack if from_device else extracted.on_host()
     return pack if pack is not None else Pack((), (), 0)
+
+
+def _lockable(settings: RelaySettings, lock: MemoryLock) -> RelaySettings:
+    """The settings with an arena that the relays may lock as a whole."""
+    arena_bytes = lock.arena_nbytes(settings.arena_bytes)
+    if arena_bytes < settings.arena_bytes:
+        log.warning("the arena has %d bytes, not %d: no more can be locked", arena_bytes, settings.arena_bytes)
+    prefault_bytes = min(settings.prefault_bytes, arena_bytes)
+    return msgspec.structs.replace(settings, arena_bytes=arena_bytes, prefault_bytes=prefault_bytes)
 
 
 def _process_facts(incarnation: str, settings: RelaySettings) -> ProcessFacts:

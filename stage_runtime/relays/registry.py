@@ -85,7 +85,7 @@ def to_open(
 def load(name: str, table: Mapping[str, RelayEntry] = RELAYS) -> RelayFactory:
     """The factory of a relay; imports its folder.
 
-    Raises: ConfigurationError: there is none of that name, or what it needs is not installed.
+    Raises: ConfigurationError: no relay has that name, or what it needs is not installed.
     """
     entry = table.get(name)
     if entry is None:

@@ -3,7 +3,7 @@
 Owned by the process's one I/O thread (an asyncio loop; uvloop in production); `Link.send` alone may be called from
 other threads. `opening` makes the sockets, `reading` reads them, `receiving` passes what has come to a `Handler`,
 `connecting` connects links and detects dead peers; `rules.flow.links` keeps sequence numbers and acknowledgements. This
-module has the table of links: it makes, names, wakes and drops them.
+module makes, names, wakes and drops the links of `link_table`.
 """
 
 from __future__ import annotations
@@ -11,30 +11,29 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import itertools
 import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from typing import Final
+from typing import Final, NamedTuple
 
 import zmq
 
 from stage_runtime.errors import LimitReached
-from stage_runtime.rules.flow.links import LinkReceiver
 from stage_runtime.sockets.broadcasts import Broadcasts
 from stage_runtime.sockets.connections import detours
 from stage_runtime.sockets.connections.accepting import Accepting
-from stage_runtime.sockets.connections.connecting import RECONNECT_GRACE_S, Connecting
+from stage_runtime.sockets.connections.connecting import RECONNECT_GRACE_S, Connecting, ConnectionEvents
 from stage_runtime.sockets.connections.dialing import Dialers
 from stage_runtime.sockets.connections.dismissals import DEFAULT_BOUNDS, DismissalBounds, Dismissals
+from stage_runtime.sockets.connections.link_table import LinkTable
 from stage_runtime.sockets.connections.links import Link
 from stage_runtime.sockets.endpoints import limits
 from stage_runtime.sockets.endpoints.addresses import CurveSecurity
 from stage_runtime.sockets.endpoints.opening import Sockets
 from stage_runtime.sockets.frames.pacing import ReadPacing
 from stage_runtime.sockets.frames.reading import Reading
-from stage_runtime.sockets.frames.receiving import Handler, Receiving
+from stage_runtime.sockets.frames.receiving import Handler, LinkEnds, Receiving
 from stage_runtime.sockets.frames.resending import DEFAULT_TIMES, Acknowledging, Resending, ResendTimes
 from stage_runtime.wire.messages import Message
 
@@ -42,6 +41,20 @@ log = logging.getLogger(__name__)
 
 SETTLED_POLL_S: Final = 0.01
 GIVEN_UP_KEPT: Final = 10_000  # peers; as many as a coordinator remembers that it has declared dead
+
+
+class LinkTimes(NamedTuple):
+    """How long a process waits for its peers."""
+
+    dead_after_s: float = 3.0
+    reconnect_grace_s: float = RECONNECT_GRACE_S
+    #: The connection of a link that was not used for so long is closed, and made again when it is; None: never. Then
+    #: others must report a peer that dies.
+    idle_after_s: float | None = None
+    resend: ResendTimes = DEFAULT_TIMES
+
+
+DEFAULT_LINK_TIMES: Final = LinkTimes()
 
 
 class Channels:
@@ -54,25 +67,24 @@ class Channels:
         incarnation: str,
         loop: asyncio.AbstractEventLoop,
         security: CurveSecurity | None = None,
-        dead_after_s: float = 3.0,
-        idle_after_s: float | None = None,
-        reconnect_grace_s: float = RECONNECT_GRACE_S,
+        times: LinkTimes = DEFAULT_LINK_TIMES,
         dismissals: DismissalBounds = DEFAULT_BOUNDS,
         given_up_kept: int = GIVEN_UP_KEPT,
-        resend_times: ResendTimes = DEFAULT_TIMES,
     ) -> None:
-        """idle_after_s: the connection of a link that was not used for so long is closed, and made again when it is;
-        None: never. Then others must report a peer that dies.
-        """
         self.incarnation = incarnation
         self.counters: Counter[str] = Counter()
+        #: The peers, if any, that pass the first frames of a new link on: the coordinators, which know both ends.
+        self.detours: Callable[[], Iterable[str]] = lambda: ()
         self._handler = handler
         self._loop = loop
+        self._held = threading.local()  #: ``links``: with frames that leave when `together` ends; None: outside of it.
+        self._in_detour = False
+        self._closed = False
         self._reading = Reading(loop, self.counters)
         self._sockets = Sockets(
             loop,
             security=security,
-            dead_after_s=dead_after_s,
+            dead_after_s=times.dead_after_s,
             handshake_failed=lambda why: self._reading.refuse("handshake_failures", why),
             short_connection=self._reading.short_connection,
         )
@@ -86,21 +98,34 @@ class Channels:
             counters=self.counters,
             deliver=lambda frame: self._receiving.take_broadcast(frame),
         )
-        self._sessions = itertools.count(1)
-        self._links: dict[str, Link] = {}  #: Links by incarnation.
-        self._unnamed: dict[str, Link] = {}  #: Links by endpoint: connected, not introduced yet.
-        self._held = threading.local()  #: ``links``: with frames that leave when `together` ends; None: outside of it.
-        #: The receiver of the last link to a peer that was dropped, the oldest first.
-        self._given_up: dict[str, LinkReceiver] = {}
-        self._acks = Acknowledging(loop, self._wake, resend_times)
+        self._open_links(times, dismissals, given_up_kept)
+        self._receiving = Receiving(
+            incarnation,
+            handler,
+            self._links,
+            reading=self._reading,
+            pacing=self._read_pacing,
+            acks=self._acks,
+            resending=self._resending,
+            ends=LinkEnds(self._renew, self._lose),
+        )
+
+    def _open_links(self, times: LinkTimes, dismissals: DismissalBounds, given_up_kept: int) -> None:
+        """The table of links, and what acts on them at times."""
+        loop = self._loop
+        self._acks = Acknowledging(loop, self._wake, times.resend)
         self._resending = Resending(
             loop,
             self.counters,
             self._dialers.turn,
             flushed=lambda link: self._dismissals.flushed(link),
-            times=resend_times,
+            times=times.resend,
         )
-        # Asleep: it may use what is kept free at a limit.
+        self._table = LinkTable(
+            self.incarnation, stalled=self._stalled, watch=self._resending.watch, given_up_kept=given_up_kept
+        )
+        self._links = self._table.by_peer
+        # Asleep, so that its connection may use the descriptors that are kept free at a limit.
         self._dismissals = Dismissals(
             loop, lambda peer, endpoint: self.connect(peer, endpoint, asleep=True), self.drop, bounds=dismissals
         )
@@ -108,34 +133,19 @@ class Channels:
             loop,
             self._dialers,
             self.counters,
-            dead_after_s=dead_after_s,
-            reconnect_grace_s=reconnect_grace_s,
-            current=lambda link: not self._closed and self._links.get(link.peer) is link,
-            connected=self._connected,
-            flush=self._resending.flush,
-            gone=self._gone,
+            dead_after_s=times.dead_after_s,
+            reconnect_grace_s=times.reconnect_grace_s,
+            events=ConnectionEvents(
+                current=lambda link: not self._closed and self._links.get(link.peer) is link,
+                connected=self._connected,
+                flush=self._resending.flush,
+                gone=self._gone,
+            ),
         )
-        self._receiving = Receiving(
-            incarnation,
-            handler,
-            self._links,
-            self.counters,
-            reading=self._reading,
-            pacing=self._read_pacing,
-            acks=self._acks,
-            resending=self._resending,
-            renew=self._renew,
-            lose=self._lose,
-        )
-        #: The peers, if any, that pass the first frames of a new link on: the coordinators, which know both ends.
-        self.detours: Callable[[], Iterable[str]] = lambda: ()
-        self._in_detour = False
-        self._given_up_kept = given_up_kept
-        self._closed = False
-        self._idle_after_s = idle_after_s
         self._idle_timer: asyncio.TimerHandle | None = None
-        if idle_after_s is not None:
-            self._idle_timer = loop.call_later(idle_after_s / 2, self._close_idle, idle_after_s / 2)
+        if times.idle_after_s is not None:
+            every_s = times.idle_after_s / 2
+            self._idle_timer = loop.call_later(every_s, self._close_idle, every_s)
 
     # --- opening ------------------------------------------------------------------------------------------------
 
@@ -154,8 +164,8 @@ class Channels:
         return accepting.endpoint
 
     def allow_paced_reads(self, allowed: Callable[[], bool]) -> None:
-        """Beats that come one soon after the other are read every few ms. allowed: whether all that comes may wait
-        so.
+        """Read beats that come in quick succession every few ms. allowed: whether other messages may wait that long,
+        too.
         """
         self._read_pacing.allowed = allowed
 
@@ -175,35 +185,27 @@ class Channels:
         asleep: a new link is connected when it is used first.
         Raises: LimitReached: the process has no room for another peer.
         """
-        known = self._links.get(peer) if peer else self._unnamed.get(endpoint)
+        known = self._table.find(peer, endpoint)
         if known is not None:
             if known in self._dismissals:
                 limits.check()
                 self._dismissals.keep(known)
             return known
-        incoming = LinkReceiver(next(self._sessions), self._given_up.get(peer))
-        link = Link(self.incarnation, peer, endpoint, incoming, stalled=self._stalled, watch=self._resending.watch)
-        link.keep_awake = not peer
+        link = self._table.make(peer, endpoint)
         if not asleep:
             limits.check()
             try:
                 self._connecting.dial(link)
             except zmq.ZMQError as error:
                 raise LimitReached(f"no socket can be opened: {error}") from error
-        if peer:
-            self._links[peer] = link
-            self._dismissals.forget(peer)
-        else:
-            self._unnamed[endpoint] = link
+        self._table.add(link)
+        self._dismissals.forget(peer)
         return link
 
     def name(self, endpoint: str, peer: str) -> Link | None:
         """Set the incarnation of the process behind an unnamed link."""
-        link = self._unnamed.pop(endpoint, None)
+        link = self._table.name(endpoint, peer)
         if link is not None:
-            link.peer = peer
-            link.incoming = LinkReceiver(link.incoming.session, self._given_up.get(peer))
-            self._links[peer] = link
             self._dismissals.forget(peer)
         return link
 
@@ -213,7 +215,7 @@ class Channels:
         return self._links.get(peer)
 
     def send(self, peer: str, message: Message) -> bool:
-        """Send ``message`` to ``peer``, in order and acknowledged. False when there is no link to it. Any thread."""
+        """Send ``message`` to ``peer``, in order and acknowledged. False without a link to it. Any thread."""
         link = self._links.get(peer)
         if link is None:
             return False
@@ -227,8 +229,8 @@ class Channels:
     def together(self) -> Iterator[None]:
         """Frames that this thread sends inside leave at the end, in as few messages of each socket as can be.
 
-        Each of them would wake the peer's I/O thread. The order of each link stays; whatever another thread sends on it
-        meanwhile takes along what waits.
+        Sent one by one, each would wake the peer's I/O thread. The order of each link is kept: a frame that another
+        thread sends meanwhile leaves behind those that wait.
         """
         if getattr(self._held, "links", None) is not None:  # a wider one is open
             yield
@@ -242,7 +244,7 @@ class Channels:
                 link.send_kept()
 
     def send_now(self, peer: str, message: Message) -> bool:
-        """The same as `send`, and at once also inside of `together`: for what the peer must have meanwhile."""
+        """The same as `send`, and at once also inside of `together`: the peer needs it before the block ends."""
         link = self._links.get(peer)
         if link is None:
             return False
@@ -258,7 +260,7 @@ class Channels:
     def dismiss(self, peer: str, endpoint: str, message: Message) -> None:
         """Send one message to a process that gets no link.
 
-        One that is made for it is closed when the message is sent, unless `connect` asks for it meanwhile.
+        A link that is made for it is closed when the message is sent, unless `connect` asks for that link meanwhile.
         """
         link = self._links.get(peer)
         if link is None:
@@ -287,7 +289,7 @@ class Channels:
     async def settled(self, timeout_s: float) -> bool:
         """Wait until every sent frame is acknowledged. False after ``timeout_s``.
 
-        Frames are sent once more, so that who has them acknowledges them soon.
+        Frames are sent once more: peers that have them already acknowledge those at once.
         """
         deadline = self._loop.time() + timeout_s
         for link in list(self._links.values()):
@@ -302,18 +304,14 @@ class Channels:
     # --- closing ------------------------------------------------------------------------------------------------
 
     def drop(self, peer: str) -> None:
-        """Close the link to ``peer``; later frames of it are those of an unknown peer."""
-        link = self._links.pop(peer, None)
+        """Close the link to ``peer``; later frames of that peer are those of an unknown one."""
+        link = self._table.remove(peer)
         if link is not None:
             self._close_link(link)
             self.interrupted.discard(peer)
-            self._given_up.pop(peer, None)
-            self._given_up[peer] = link.incoming
-            if len(self._given_up) > self._given_up_kept:
-                del self._given_up[next(iter(self._given_up))]
 
     def drop_unnamed(self, endpoint: str) -> None:
-        link = self._unnamed.pop(endpoint, None)
+        link = self._table.remove_unnamed(endpoint)
         if link is not None:
             self._close_link(link)
 
@@ -327,10 +325,9 @@ class Channels:
         self._read_pacing.close()
         if self._idle_timer is not None:
             self._idle_timer.cancel()
-        for link in [*self._links.values(), *self._unnamed.values()]:
+        for link in self._table:
             self._close_link(link)
-        self._links.clear()
-        self._unnamed.clear()
+        self._table.clear()
         self._connecting.close()
         self._sockets.close_doors()
         for accepting in self._accepting:
@@ -340,7 +337,7 @@ class Channels:
         self._sockets.close()
 
     def detoured(self, frame: bytes) -> None:
-        """A frame for this process came by a coordinator, not on its link. One within another is dropped."""
+        """A frame for this process came by a coordinator, not on its link. A detour within a detour is dropped."""
         if self._in_detour:
             self._reading.refuse("malformed", "a Detour within a Detour")
             return
@@ -353,9 +350,9 @@ class Channels:
     # --- watching lives -----------------------------------------------------------------------------------------
 
     def _wake(self, link: Link) -> bool:
-        """Connect a link that sleeps. False: it cannot be; with frames that wait, its peer is lost for that reason.
+        """Connect a link that sleeps. False: it cannot be connected; its peer is reported as lost if frames wait.
 
-        An ack alone waits until there is room: the peer sends its frames again.
+        An ack alone waits for a later try: the peer sends its frames again.
         """
         if link.connection is None and not link.closed and not self._closed:
             self.counters["woken"] += 1

@@ -60,14 +60,14 @@ class FrameSocket:
         return zmq.MessageTracker(*shared) if track and shared else None
 
     def receive(self) -> list[memoryview] | None:
-        """The frames of the next message; None: there is none now."""
+        """The frames of the next message; None: none waits."""
         try:
             return [frame.buffer for frame in self.raw.recv_multipart(zmq.NOBLOCK, copy=False)]
         except zmq.Again:
             return None
 
     def fileno(self) -> int:
-        """Readable at an edge: read until there is nothing."""
+        """Readable at an edge: read until nothing is left."""
         return int(self.raw.getsockopt(zmq.FD))
 
     def subscribe(self) -> None:

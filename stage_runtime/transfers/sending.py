@@ -130,7 +130,7 @@ class SendQueues:
 
         Messages of one edge may overtake each other (inline ones the waiting): receivers order chunks by number.
         Raises: ValueRefused: its message is over the limit, or it is larger than what its relay carries at once. Known
-        before it waits: later there is no caller to raise to.
+        before it waits: later no caller would get the exception.
         """
         extracted = pending.extracted
         refs = extracted.refs
@@ -140,8 +140,12 @@ class SendQueues:
         with queue.lock:
             if queue.closed:
                 return False
-            if not queue.waiting and self._start(queue, pending):
-                return True
+            try:
+                if not queue.waiting and self._start(queue, pending):
+                    return True
+            except TransferError:
+                self._drop_unused(queue)
+                raise
         self._relays.check(extracted, peer=edge[2], backend=pending.backend, slot_nbytes=slot_nbytes)
         most = METADATA_LIMIT + PIECE_LIMIT * (extracted.nbytes // slot_nbytes)
         codec.check(pending.make(Body(extracted.value_bytes, refs, transfer=bytes(most), copy_now=True)))
@@ -264,6 +268,16 @@ class SendQueues:
                 queue = self._queues.setdefault(edge, SendQueue(edge, credits, self._shared_nbytes, slot_nbytes))
         return queue
 
+    def _drop_unused(self, queue: SendQueue) -> None:
+        """Nothing reaches its peer, which may be gone: nobody would cut the queue later. Its lock is held."""
+        if queue.window.used:
+            return
+        with self._lock:
+            if self._queues.get(queue.edge) is queue:
+                del self._queues[queue.edge]
+                self._starved.pop(queue.edge, None)
+        queue.closed = True
+
     def _go_on(self, freed: Mapping[PeerEdge, SendQueue]) -> None:
         """Room came back: advance those that found none, then those send queues. It runs on the I/O thread."""
         if self._starved:
@@ -371,7 +385,7 @@ class SendQueues:
         return True
 
     def _put(self, queue: SendQueue, pending: PendingSend) -> Put | None:
-        """Take a slot. None: there is none now, and this queue is advanced when there may be one."""
+        """Take a slot. None: all are taken, and this queue is advanced when one may be free."""
         request_id = attempt_key(pending.work.owner, pending.work.request_id, pending.work.attempt)
         peer, backend = queue.edge[2], pending.backend
         most = queue.slot_nbytes

@@ -14,7 +14,7 @@ from typing import Any, get_args
 
 import msgspec
 
-from stage_runtime.errors import OtherProtocol, ProtocolError, ValueRefused
+from stage_runtime.errors import UNDECODABLE, OtherProtocol, ProtocolError, ValueRefused
 from stage_runtime.wire.frames import FRAME_LIMIT, PROTOCOL, Envelope, Frame, RequestRef
 from stage_runtime.wire.messages import Message
 from stage_runtime.wire.parts import NAME_LIMIT
@@ -27,7 +27,6 @@ _NAME = "n" * NAME_LIMIT
 _ENVELOPE_HEAD = 0x90 + len(Envelope.__struct_fields__)  # MessagePack: an array of so many
 _BIN = b"\xc6\0\0\0\0"  # MessagePack: bytes, whose number follows in four
 _LENGTH = struct.Struct(">I")
-_MISREAD = (msgspec.MsgspecError, RecursionError, UnicodeDecodeError)
 _FIELD = re.compile(r" - at `[^$]*\$\[(\d+)\]")
 
 
@@ -48,7 +47,7 @@ def encode(frame: Frame) -> bytes:
         _encoder.encode_into(message, data, start)
         _LENGTH.pack_into(data, start - 4, len(data) - start)
         _messages.decode(memoryview(data)[start:])
-    except (*_MISREAD, AttributeError, TypeError, ValueError, OverflowError) as error:
+    except (*UNDECODABLE, AttributeError, TypeError, ValueError, OverflowError) as error:
         raise _refused(message, error) from error
     if len(data) > FRAME_LIMIT:
         raise ValueRefused(
@@ -72,7 +71,7 @@ def opened(data: bytes | memoryview) -> Envelope:
         raise ProtocolError(f"frame of {len(data)} bytes, over {FRAME_LIMIT}")
     try:
         envelope = _envelopes.decode(data)
-    except _MISREAD as error:
+    except UNDECODABLE as error:
         raise _misread(data, error) from error
     if envelope.protocol != PROTOCOL:
         raise OtherProtocol(f"protocol {envelope.protocol}, not {PROTOCOL}")
@@ -83,7 +82,7 @@ def read(envelope: Envelope) -> Message:
     """Read the message. Raises: ProtocolError: it is not a message, or a field is out of bounds."""
     try:
         return _messages.decode(envelope.message)
-    except _MISREAD as error:
+    except UNDECODABLE as error:
         raise ProtocolError(f"no message: {error}") from error
 
 
@@ -132,7 +131,7 @@ def _misread(data: bytes | memoryview, error: Exception) -> ProtocolError:
     """The version first: fields that do not fit usually mean another protocol."""
     try:
         version = msgspec.msgpack.decode(_loose.decode(data)[0], type=int)
-    except (*_MISREAD, IndexError):
+    except (*UNDECODABLE, IndexError):
         return ProtocolError(f"not a frame: {error}")
     if version == PROTOCOL:
         return ProtocolError(f"not a frame: {error}")

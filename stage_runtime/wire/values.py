@@ -13,6 +13,8 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
+from stage_runtime.errors import InvalidRequest
+
 RequestKind = Literal[
     "chat",
     "completion",
@@ -196,10 +198,13 @@ class OmniRequest(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     model: str = ""
 
     def messages(self) -> list[dict[str, Any]]:
-        """The chat messages, each ``{role, content: [parts]}``; empty when the request has none."""
+        """The chat messages, each ``{role, content: [parts]}``; empty when the request has none.
+
+        Raises: InvalidRequest: a pipeline's client has sent something else.
+        """
         inputs = self.inputs
         found = inputs.get("messages") if isinstance(inputs, Mapping) else None
-        return [_with_parts(item) for item in found] if isinstance(found, list) else []
+        return [_with_parts(at, item) for at, item in enumerate(found)] if isinstance(found, list) else []
 
     def last_text(self) -> str:
         """The text to answer: of the last user message, of a speech request, or of a pipeline request's inputs."""
@@ -207,7 +212,7 @@ class OmniRequest(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             return self.inputs
         for item in reversed(self.messages()):
             if item.get("role") == "user":
-                return " ".join(part["text"] for part in item["content"] if part.get("type") == "text")
+                return " ".join(_text_of(part) for part in item["content"] if part.get("type") == "text")
         if isinstance(self.inputs, Mapping) and isinstance(self.inputs.get("text"), str):
             return str(self.inputs["text"])
         return ""
@@ -234,11 +239,23 @@ class OmniRequest(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             yield Media("audio", self.inputs.get("mime") or "", self.inputs["audio"])
 
 
-def _with_parts(item: Any) -> dict[str, Any]:
+def _with_parts(at: int, item: Any) -> dict[str, Any]:
     """A message whose content is a list of parts, whatever short form a pipeline request used."""
-    content = item.get("content", [])
-    parts = [{"type": "text", "text": content}] if isinstance(content, str) else list(content or [])
-    return {**item, "content": parts}
+    where = f"inputs.messages[{at}]"
+    if not isinstance(item, Mapping):
+        raise InvalidRequest(f"{where}: expected an object, got {type(item).__name__}", param="inputs")
+    content = item.get("content")
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content or []
+    if not isinstance(parts, list | tuple) or not all(isinstance(part, Mapping) for part in parts):
+        raise InvalidRequest(f"{where}.content: expected a text or a list of objects", param="inputs")
+    return {**item, "content": list(parts)}
+
+
+def _text_of(part: Mapping[str, Any]) -> str:
+    text = part.get("text")
+    if not isinstance(text, str):
+        raise InvalidRequest("inputs.messages: a part of type text holds no text", param="inputs")
+    return text
 
 
 class StagePayload(msgspec.Struct, kw_only=True, dict=True):

@@ -47,8 +47,11 @@ class Pair:
                 table=TABLE,
             )
         self.a, self.b = self.ends["a"], self.ends["b"]
-        assert backend in self.a.open("b", self.b.facts())
-        assert backend in self.b.open("a", self.a.facts())
+        self.introduce()
+
+    def introduce(self) -> None:
+        assert self.backend in self.a.open("b", self.b.facts())
+        assert self.backend in self.b.open("a", self.a.facts())
 
     def _record_release(self, receiver: str, sender: str, transfer: int) -> None:
         self.released.append((receiver, sender, transfer))
@@ -62,7 +65,7 @@ class Pair:
     def put_again(self, extracted: Extracted, request_id: str = "r", **options: Any) -> Put:
         """Put what is extracted already from a to b."""
         operation = self.a.put(extracted, request_id=request_id, peer="b", backend=self.backend, **options)
-        assert operation is not None, "there was no room"
+        assert operation is not None, "it found no room"
         return operation
 
     async def get(self, operation: RelayOperation, request_id: str = "r", timeout: float = PATIENCE_S) -> memoryview:
@@ -82,6 +85,13 @@ class Pair:
     def kept(self) -> int:
         """Bytes that have come to b and that nobody has fetched."""
         return sum(count for name, count in self.b.stats().items() if name.endswith("_unclaimed_bytes"))
+
+    async def release_another(self) -> tuple[str, str, int]:
+        """Carry a small value and release it: what was released before is reported before. Returns its release."""
+        _, operation = self.put(b"x" * 9000, "another")
+        await self.get(operation, "another")
+        await operation.wait_for_completion(PATIENCE_S)
+        return ("b", "a", operation.transfer)
 
     async def until(self, condition: Callable[[], bool], timeout: float = PATIENCE_S) -> None:
         async with asyncio.timeout(timeout):

@@ -27,7 +27,7 @@ class StandIn:
     """`memory.DeviceMemory`."""
 
     def __init__(self, *, offers: bool = True, uuids: Sequence[str] = ("GPU-0", "GPU-1")) -> None:
-        """offers: False: there is no memory left."""
+        """offers: False: no memory is left."""
         self.offers = offers
         self.waited: list[str] = []
         self.fails: Exception | None = None  #: The error that each wait raises.

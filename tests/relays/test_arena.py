@@ -5,8 +5,9 @@ from __future__ import annotations
 import gc
 import itertools
 import os
+import resource
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stage_runtime.errors import ConfigurationError
+from stage_runtime.payloads.pack import ALIGNMENT, Pack
 from stage_runtime.relays.memory.arena import PAGE, Arena
+from stage_runtime.relays.memory.placing import Placing
 from stage_runtime.relays.memory.slots import IllegalTransition, Slot, SlotState
 from tests.thoroughness import examples
 
@@ -136,6 +139,63 @@ def test_memory_from_elsewhere_is_not_found_in_the_arena(arena: Arena) -> None:
 def test_an_empty_tensor_takes_no_slot(arena: Arena, shape: tuple[int, ...]) -> None:
     assert arena.allocate_tensor(shape, torch.float32).shape == shape
     assert in_use(arena) == 0
+
+
+@pytest.mark.parametrize("shape", [(-2,), (-1, -1), (2.0,), (float("nan"),), ("2",), (1 << 70,), None], ids=str)
+def test_a_shape_that_no_tensor_has_takes_no_slot_and_the_next_tensor_is_whole(arena: Arena, shape: Any) -> None:
+    with pytest.raises((TypeError, RuntimeError)):
+        arena.allocate_tensor(shape, torch.float32)
+    gc.collect()
+    assert in_use(arena) == 0
+    assert arena.allocate_tensor((1000,), torch.float32).shape == (1000,)
+
+
+def test_a_tensor_is_copied_where_no_descriptor_is_left_for_a_second_mapping(arena: Arena) -> None:
+    tensor = arena.allocate_tensor((100_000,), torch.uint8)
+    part = memoryview(tensor.numpy())
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1, hard))
+    try:
+        assert arena.read_region(part) is None
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    region = arena.read_region(part)
+    arena.settle()
+    assert region is not None and len(region) == 100_000
+    del tensor, part, region
+    assert in_use(arena) == 0
+
+
+class Interrupted(Sequence[memoryview]):
+    """The parts of a pack; another thread goes on as soon as the parts behind the first are looked at."""
+
+    def __init__(self, parts: list[memoryview], other: Callable[[], None]) -> None:
+        self._parts = parts
+        self._other = other
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            self._other()
+        return self._parts[index]
+
+
+def test_the_rest_behind_a_tensor_that_another_thread_has_sent_meanwhile_reaches_its_receivers(arena: Arena) -> None:
+    tensor = arena.allocate_tensor((100_000,), torch.uint8)
+    tensor.fill_(7)
+    part, rest = memoryview(tensor.numpy()), memoryview(b"behind it")
+    placing = Placing(arena)
+    assert placing.place(Pack([part], [0], 100_000)) is not None  # by the other thread, whose author keeps the tensor
+    offset = 100_000 + -100_000 % ALIGNMENT
+    both = Pack(Interrupted([part, rest], arena.settle), [0, offset], offset + len(rest))
+    placed = placing.place(both)
+    assert placed is not None
+    with arena.map_again() as seen_by_peers:
+        start = placed.offset + offset
+        assert seen_by_peers[placed.offset : placed.offset + 3] == b"\7\7\7"
+        assert seen_by_peers[start : start + len(rest)] == bytes(rest)
 
 
 def test_memory_above_recent_use_is_given_back_and_what_was_prefaulted_is_kept(arena: Arena) -> None:

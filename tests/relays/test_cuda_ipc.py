@@ -10,6 +10,7 @@ import base64
 import hashlib
 import os
 import signal
+import threading
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -32,6 +33,7 @@ from tests.relays.relay_pairs import MIB, PATIENCE_S, SMALL, FarEnd, Pair, pair
 from tests.relays.relay_tables import TABLE
 from tests.relays.stand_in_gpu import StandInRelay, on_gpu, restored
 
+STACK_TOO_LARGE = 1 << 47  # bytes: all that a process can address, so that no thread can start
 TENSOR = torch.arange(200_000, dtype=torch.int32)
 VALUE: dict[str, Any] = {
     "t": TENSOR,
@@ -107,6 +109,20 @@ async def test_a_transfer_is_not_released_before_a_wait_for_the_gpu_has_succeede
     memory.fails = None
     await put.wait_for_completion(PATIENCE_S)
     assert memory.waited == ["cuda:0"] and memory.entered == 1
+
+
+async def test_a_transfer_is_released_later_when_no_thread_can_start_to_wait_for_the_gpu(both: Pair) -> None:
+    extracted = on_gpu(VALUE)
+    put = both.put_again(extracted)
+    value = restored(extracted, fetch(both, put.metadata))
+    before = threading.stack_size(STACK_TOO_LARGE)
+    try:
+        del value
+        both.b.release_now()
+    finally:
+        threading.stack_size(before)
+    await put.wait_for_completion(PATIENCE_S)
+    assert relay_of(both.b).memory.waited == ["cuda:0"]
 
 
 async def test_a_gpu_whose_context_is_dead_reads_no_more(both: Pair) -> None:

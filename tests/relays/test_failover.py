@@ -18,7 +18,7 @@ from stage_runtime.payloads.pack import Pack
 from stage_runtime.relays.base import Peer, RelayOperation, TransferId
 from stage_runtime.relays.context import RelayContext
 from stage_runtime.relays.dispatch import Relays
-from stage_runtime.relays.moving.operations import GetOperation, PutOperation, TransferCompletion
+from stage_runtime.relays.moving.pending_transfers import GetOperation, PutOperation, TransferCompletion
 from stage_runtime.relays.registry import RELAYS, RelayEntry
 from stage_runtime.relays.shm.relay import ShmRelay
 from stage_runtime.transfers.receiving import Fetched, Fetching
@@ -68,7 +68,9 @@ TABLE: Mapping[str, RelayEntry] = {
 class Two:
     """``a`` and ``b`` in this process; a failure that one reports reaches the other at once."""
 
-    def __init__(self) -> None:
+    def __init__(self, *names: str) -> None:
+        """names: of the relays of `TABLE` that both have; none: all."""
+        self._table = {name: TABLE[name] for name in names or TABLE}
         self.failed_over: list[tuple[str, str]] = []
         self.a, self.b = (self._end(name, other) for name, other in ("ab", "ba"))
         self.a.open("b", self.b.facts())
@@ -84,8 +86,8 @@ class Two:
             incarnation=name,
             on_release=lambda peer, transfer: self.a.released("b", transfer),
             on_failed=failed,
-            settings=msgspec.structs.replace(SMALL, named=frozenset({"refusing", "silent"})),
-            table=TABLE,
+            settings=msgspec.structs.replace(SMALL, named=frozenset({"refusing", "silent"} & self._table.keys())),
+            table=self._table,
         )
 
     def put(self, backend: str) -> RelayOperation:
@@ -117,6 +119,15 @@ async def test_a_put_that_fails_goes_by_the_next_relay_and_both_ends_know(caplog
         logged = [record.message for record in caplog.records if "refusing to b failed" in record.message]
         assert logged == ["relay refusing to b failed: its socket is closed; using shm"]
         del view
+    finally:
+        two.close()
+
+
+async def test_a_put_that_fails_where_no_other_relay_reaches_its_peer_says_so() -> None:
+    two = Two("refusing")
+    try:
+        with pytest.raises(RelayFailed, match="its socket is closed"):
+            two.put("refusing")
     finally:
         two.close()
 
@@ -153,7 +164,7 @@ async def test_the_last_relay_is_never_given_up(caplog: pytest.LogCaptureFixture
             two.a.fail("b", relay, "it stalled")
         assert two.a.choose("b") == "tcp"
         assert two.failed_over == [("a", "shm")]
-        assert "relay tcp to b failed: it stalled; there is no other" in caplog.text
+        assert "relay tcp to b failed: it stalled; no other one reaches it" in caplog.text
     finally:
         two.close()
 

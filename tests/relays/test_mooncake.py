@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import hashlib
+import os
 import signal
 import sys
 import threading
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -22,7 +25,7 @@ from stage_runtime.relays.mooncake import reading
 from stage_runtime.relays.mooncake.engine import ReadId, ReadState, TransferEngine
 from stage_runtime.relays.mooncake.mooncake_messages import MooncakeFacts, MooncakeMemory, MooncakeMetadata
 from stage_runtime.relays.mooncake.relay import MooncakeRelay
-from stage_runtime.relays.moving.operations import GetOperation, TransferCompletion
+from stage_runtime.relays.moving.pending_transfers import GetOperation, TransferCompletion
 from stage_runtime.relays.registry import RelayEntry
 from tests import debian
 from tests.relays.near_end import (
@@ -42,6 +45,7 @@ from tests.relays.relay_pairs import MIB, PATIENCE_S, SMALL, FarEnd, pair
 
 RELAY = "mooncake"  # of the fixture `near`
 pytestmark = pytest.mark.debian(*debian.MOONCAKE)
+STACK_TOO_LARGE = 1 << 47  # bytes: all that a process can address, so that no thread can start
 ASKED = RelaySettings(named=frozenset({RELAY}), arena_bytes=256 * MIB, prefault_bytes=0)
 
 
@@ -108,6 +112,67 @@ async def test_of_peers_that_answer_nothing_each_is_looked_for_once_at_a_time() 
         assert len(reader._gets.quarantined) == 3
     finally:
         answer.release(99)
+        reader.close()
+        memory.close()
+
+
+async def test_a_peer_for_which_no_thread_can_look_is_looked_for_later() -> None:
+    loop = asyncio.get_running_loop()
+    sessions = list[str]()
+    pins = Pins(loop, lambda peer, transfer: None, threading.local())
+    memory = Arena(MIB)
+    engine: Any = Moving()
+
+    def listens(session: str) -> bool:
+        sessions.append(session)
+        return True
+
+    reader = reading.MooncakeReader(loop, engine, memory, pins, lambda *_: None, listens=listens)
+    route = reading.MooncakeRoute(Peer("p"), MooncakeFacts("host:1", MooncakeMemory(0, 0), "tcp"))
+    operation = GetOperation(TransferCompletion(loop), TransferId(1), route.peer, b"")
+    get = reading.MooncakeGet(operation, MooncakeMetadata(1, 0, 0, 1, 1), "r", "")
+    reader._gets.quarantined[get.key] = (route, get)
+    before = threading.stack_size(STACK_TOO_LARGE)
+    try:
+        reader._ask()
+    finally:
+        threading.stack_size(before)
+    try:
+        assert not reader._looked_for
+        reader._ask()
+        await until(lambda: "host:1" in sessions)
+    finally:
+        reader.close()
+        memory.close()
+
+
+class Instant:
+    """`engine.TransferEngine` whose reads are over at once."""
+
+    def begin(self, session: str, ours: int, theirs: int, nbytes: int) -> ReadId:
+        return ReadId(1)
+
+    def state(self, read: ReadId) -> ReadState:
+        return ReadState.HERE
+
+
+async def test_a_get_for_which_no_thread_can_start_waits_for_one() -> None:
+    loop = asyncio.get_running_loop()
+    pins = Pins(loop, lambda peer, transfer: None, threading.local())
+    memory, engine = Arena(MIB), Instant()
+    reader = reading.MooncakeReader(loop, engine, memory, pins, lambda *_: None)  # type: ignore[arg-type]
+    route = reading.MooncakeRoute(Peer("p"), MooncakeFacts("host:1", MooncakeMemory(0, 0), "tcp"))
+    operations = [GetOperation(TransferCompletion(loop), TransferId(number), route.peer, b"") for number in range(4)]
+    before = threading.stack_size(STACK_TOO_LARGE)
+    try:
+        for number, operation in enumerate(operations):
+            reader.claim(route, reading.MooncakeGet(operation, MooncakeMetadata(number, 0, 0, 1000, 0), "r", ""))
+    finally:
+        threading.stack_size(before)
+    try:
+        await until(lambda: all(operation.done() for operation in operations))
+        assert [operation.take().nbytes for operation in operations] == [1000] * 4
+    finally:
         reader.close()
         memory.close()
 
@@ -208,7 +273,7 @@ async def test_what_is_missing_is_said_in_one_line(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     ("devices", "environment", "missing"),
     [
-        ((), {}, "there is no RDMA device here"),
+        ((), {}, "no RDMA device is found here"),
         (("mlx5_0",), {"MC_FORCE_TCP": "1"}, "MC_FORCE_TCP is set"),
         (("mlx5_9",), {}, "Mooncake finds no RDMA device here, also not mlx5_9"),  # this machine has none
     ],
@@ -248,4 +313,34 @@ async def test_memory_that_a_device_has_keeps_its_pages() -> None:
         slot = memory.allocate(40 * MIB)
         assert slot is not None and memory.drop(slot)
         assert (memory.trim(), memory.trim()) == (0, 0)
+    relays.close()
+
+
+class FullEngine(RdmaEngine):
+    """One that may lock no memory."""
+
+    def register(self, address: int, nbytes: int) -> None:
+        raise ConfigurationError("cannot be registered")
+
+
+class FullMooncake(MooncakeRelay):
+    def __init__(self, context: RelayContext) -> None:
+        super().__init__(context, FullEngine())  # type: ignore[arg-type]
+
+
+def arenas() -> int:
+    """Open arenas of this process, and their further mappings."""
+    descriptors = [Path("/proc/self/fd") / name for name in os.listdir("/proc/self/fd")]
+    return sum("omni-arena" in os.readlink(one) for one in descriptors if one.is_symlink())
+
+
+async def test_a_relay_that_auto_cannot_use_leaves_no_memory_behind() -> None:
+    table = {"mooncake": RelayEntry(factory=f"{__name__}:FullMooncake", extra="mooncake")}
+    gc.collect()
+    before, loop = arenas(), asyncio.get_running_loop()
+    settings = RelaySettings(arena_bytes=MIB, prefault_bytes=0)
+    relays = Relays(loop=loop, incarnation="x", on_release=lambda *_: None, settings=settings, table=table)
+    gc.collect()
+    assert relays.process.refused == {"mooncake": "cannot be registered"}
+    assert arenas() == before + 2  # of the process's own arena: its descriptor, and that of its mapping
     relays.close()

@@ -20,7 +20,7 @@ from stage_runtime.relays.mooncake.engine import ReadId, ReadState
 from stage_runtime.relays.mooncake.mooncake_messages import MooncakeFacts, MooncakeMemory, MooncakeMetadata
 from stage_runtime.relays.mooncake.reading import MOST_THREADS, THREADS, MooncakeGet, MooncakeReader, MooncakeRoute
 from stage_runtime.relays.mooncake.turns import STALL_S, Turns
-from stage_runtime.relays.moving.operations import GetOperation, TransferCompletion
+from stage_runtime.relays.moving.pending_transfers import GetOperation, TransferCompletion
 
 GENERATION = 7
 NBYTES = 4096

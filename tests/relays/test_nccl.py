@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import hashlib
+import select
 import signal
 import socket
 import sys
+import threading
+import time
 from typing import Any
 
 import msgspec
@@ -19,6 +23,7 @@ from stage_runtime.errors import ConfigurationError, TransferError
 from stage_runtime.relays.context import RelaySettings
 from stage_runtime.relays.dispatch import Relays
 from stage_runtime.relays.nccl import nccl_messages
+from stage_runtime.relays.nccl.sending import RETRY_S, NcclSender
 from tests.relays.near_end import (
     END_S,
     LARGE,
@@ -36,6 +41,7 @@ from tests.relays.relay_pairs import MIB, PATIENCE_S, SMALL, FarEnd, pair
 from tests.thoroughness import rows
 
 RELAY = "nccl"  # of the fixture `near`
+STACK_TOO_LARGE = 1 << 47  # bytes: all that a process can address, so that no thread can start
 
 
 async def test_the_slot_that_a_frozen_receiver_was_being_sent_is_free_when_its_world_has_ended(
@@ -50,6 +56,7 @@ async def test_the_slot_that_a_frozen_receiver_was_being_sent_is_free_when_its_w
     assert "is not reached" in far.answer()["error"]
 
 
+@pytest.mark.long
 async def test_what_a_frozen_sender_writes_when_it_goes_on_lands_in_no_memory_that_is_used(
     near: Near, far: FarEnd
 ) -> None:
@@ -123,6 +130,7 @@ async def test_a_process_that_restarts_under_the_same_name_is_a_new_world(near: 
         again.close()
 
 
+@pytest.mark.long
 async def test_the_death_of_one_peer_ends_its_world_alone(near: Near) -> None:
     other = FarEnd(name="other", relay=RELAY)
     try:
@@ -224,6 +232,68 @@ async def test_who_is_nobody_s_receiver_is_sent_nothing(first_message: Any) -> N
             with contextlib.suppress(ConnectionResetError):
                 assert await asyncio.to_thread(stranger.recv, 1) == b""
         assert (await both.carry(np.arange(9000)))[-1] == 8999
+
+
+class Exhausted(socket.socket):
+    """A listening socket for whose connections its process has no descriptor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tries = 0
+        self.tried = threading.Event()
+
+    def accept(self) -> Any:
+        self.tries += 1
+        self.tried.set()
+        raise OSError(errno.EMFILE, "Too many open files")
+
+
+def test_without_descriptors_the_next_receiver_is_accepted_later_and_no_core_burns_meanwhile() -> None:
+    listening, begun = Exhausted(), time.monotonic()
+    facts = nccl_messages.NcclFacts(host="127.0.0.1", orders=1, store=1, token="0" * 32)
+    sending = NcclSender(b"", facts, listening, lambda put: None)
+    sending.start(lambda peer: True)
+    assert listening.tried.wait(PATIENCE_S)
+    sending.close()
+    assert listening.tries <= 1 + (time.monotonic() - begun) / RETRY_S
+
+
+async def test_a_receiver_for_which_no_thread_can_start_is_refused_and_the_next_one_is_served() -> None:
+    with pair("nccl") as both:
+        facts = both.a.facts()["nccl"]
+        before = threading.stack_size(STACK_TOO_LARGE)
+        try:
+            with socket.create_connection((facts["host"], facts["orders"])) as refused:
+                reading, _, _ = select.select([refused], [], [], PATIENCE_S)
+                assert reading == [refused] and refused.recv(1) == b""
+        finally:
+            threading.stack_size(before)
+        assert (await both.carry(np.arange(9000)))[-1] == 8999
+
+
+async def test_a_get_for_which_no_thread_can_start_waits_for_one() -> None:
+    with pair("nccl") as both:
+        _, operation = both.put(np.ones(9000))
+        before = threading.stack_size(STACK_TOO_LARGE)
+        try:
+            fetching = both.b.get(operation.metadata, request_id="r", peer="a")
+        finally:
+            threading.stack_size(before)
+        assert (await fetching.wait_for_completion(PATIENCE_S)).nbytes == 72_000
+
+
+async def test_a_route_that_ends_between_two_transfers_keeps_no_memory() -> None:
+    with pair("nccl") as both:
+        relay: Any = both.b._relays["nccl"]
+        route = relay._connections["a"]
+        _, operation = both.put(np.ones(9000))
+        route.thread = threading.Thread()  # it looks when the get and the end of the route are both due
+        fetching = both.b.get(operation.metadata, request_id="r", peer="a")
+        route.due.put(None)
+        await asyncio.to_thread(relay._receiving._run, route)
+        with pytest.raises(TransferError, match="its sender a is gone"):
+            await fetching.wait_for_completion(PATIENCE_S)
+        assert both.b.stats()["nccl_receive_bytes_in_use"] == 0
 
 
 @pytest.mark.timeout(END_S + 60)

@@ -7,7 +7,8 @@ import base64
 import hashlib
 import os
 import signal
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import msgspec
@@ -16,9 +17,15 @@ import pytest
 import torch
 
 from stage_runtime.errors import ConfigurationError, TransferError
+from stage_runtime.relays.base import Peer, TransferId
 from stage_runtime.relays.context import RelaySettings
+from stage_runtime.relays.memory.arena import Arena
+from stage_runtime.relays.memory.pins import Pins
+from stage_runtime.relays.moving.pending_transfers import GetOperation, TransferCompletion
 from stage_runtime.relays.nixl import agent, environment, nixl_messages
 from stage_runtime.relays.nixl.agent import Agent
+from stage_runtime.relays.nixl.receiving import NixlGet, NixlReceiver
+from stage_runtime.relays.nixl.worker import NixlRoute
 from tests.relays.near_end import (
     END_S,
     LARGE,
@@ -291,6 +298,43 @@ async def test_what_finds_no_memory_waits_for_it_and_large_holdings_are_copied_o
         assert both.b.stats()["nixl_receive_bytes_in_use"] < 64 * MIB
 
 
+class Posted:
+    """`worker.Worker` whose thread never runs."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+
+    def post(self, call: Callable[..., object], *arguments: Any) -> None:
+        self.calls.append((call, *arguments))
+
+    def unload(self, route: NixlRoute) -> None: ...
+
+    def notify(self, route: NixlRoute, notice: nixl_messages.Notice) -> None: ...
+
+
+async def test_the_route_to_a_peer_that_is_gone_is_closed_when_the_last_of_what_it_was_writing_has_come() -> None:
+    loop = asyncio.get_running_loop()
+    released = list[tuple[str, int]]()
+    memory, worker = Arena(MIB), Posted()
+    pins = Pins(loop, lambda *key: released.append(key), threading.local())
+    receiver = NixlReceiver(loop, worker, memory, pins, lambda *key: released.append(key))  # type: ignore[arg-type]
+    there = nixl_messages.NixlMemory(0, MIB)
+    facts = nixl_messages.NixlFacts(
+        agent="a", metadata="", token="", sends=there, receives=there, machine="", shares=False, rdma=False
+    )
+    route = NixlRoute(Peer("a"), facts, b"", b"", reads=False)
+    operation = GetOperation(TransferCompletion(loop), TransferId(7), route.peer, b"")
+    receiver.claim(route, NixlGet(operation, nixl_messages.NixlMetadata(7, 0, 9000), "r", ""))
+    route.gone = True
+    receiver.forget(route.peer)
+    assert receiver.keeps(route.peer)
+    assert receiver.written(route.peer, nixl_messages.Written(b"", 7, 1, 9000))
+    assert worker.calls[-1] == (worker.unload, route)
+    assert (memory.in_use, released, receiver.keeps(route.peer)) == (0, [], False)
+    receiver.close()
+    memory.close()
+
+
 async def test_a_transfer_larger_than_all_memory_is_refused() -> None:
     with pair("nixl", settings=msgspec.structs.replace(SMALL, arena_bytes=2 * MIB)) as both:
         metadata = b"nixl:" + msgspec.msgpack.encode((99, 0, 64 * MIB))
@@ -439,7 +483,7 @@ async def test_a_nixl_that_has_no_tcp_does_not_reach_one_that_has_nothing_else(m
 async def test_the_arena_and_what_nixl_receives_into_keep_their_pages_where_a_device_has_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("UCX_TLS", "tcp")  # there is no device here
+    monkeypatch.setenv("UCX_TLS", "tcp")  # this machine has no device
     monkeypatch.setenv("UCX_MODULES", "^ib")
     for devices, kept in (((), False), (("mlx5_0",), True)):
         with pair("nixl", settings=msgspec.structs.replace(SMALL, rdma=devices)) as both:

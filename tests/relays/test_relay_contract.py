@@ -121,13 +121,13 @@ async def test_a_put_is_complete_when_the_last_view_at_the_receiver_dies(both: P
     arrived = encoding.restore(extracted.value_bytes, extracted.refs, await both.get(operation))
     view = arrived["t"][5:]
     del arrived
-    await asyncio.sleep(0.02)
-    assert not operation.done() and both.released == []
+    later = await both.release_another()
+    assert not operation.done() and both.released == [later]
     with pytest.raises(TransferError, match="not complete after"):
         await operation.wait_for_completion(0.01)
     del view
     await operation.wait_for_completion(PATIENCE_S)
-    assert both.released == [("b", "a", operation.transfer)]
+    assert both.released == [later, ("b", "a", operation.transfer)]
     del extracted
     await both.until(lambda: both.held() == 0)
 
@@ -190,10 +190,12 @@ async def test_a_get_hands_its_buffer_over_once(both: Pair) -> None:
         fetch.take()
 
 
-METADATA = [name.encode() + rest for name in RELAYS for rest in (b":", b":\xc0", b":\x91\x01")]
+#: An array of 15, of which the first are numbers and the last is nested without an end.
+NESTED = b"\x9f" + b"\x01" * 14 + b"\x91" * 100_000
+METADATA = [name.encode() + rest for name in RELAYS for rest in (b":", b":\xc0", b":\x91\x01", b":" + NESTED)]
 
 
-@pytest.mark.parametrize("metadata", [b"", b"pigeon:x", b"\xff\xfe:x", *METADATA])
+@pytest.mark.parametrize("metadata", [b"", b"pigeon:x", b"\xff\xfe:x", *METADATA], ids=lambda one: str(one[:40]))
 async def test_metadata_that_is_none_is_refused(both: Pair, metadata: bytes) -> None:
     calls: tuple[Callable[[], object], ...] = (
         lambda: both.b.get(metadata, request_id="r", peer="a"),
@@ -247,6 +249,21 @@ async def test_what_was_announced_outlives_the_abort_until_its_receiver_lets_go(
     assert not other.done()
 
 
+async def test_an_abort_during_which_a_put_is_released_leaves_nothing(both: Pair) -> None:
+    """A thread that could not announce its put discards it, while the loop aborts its request."""
+    relay: Any = both.a._relays[both.backend]
+    operation = both.put_again(on_gpu([torch.ones(9000)]))
+    assert operation.metadata
+    _, announced = relay._ledger.aborted("r")
+    both.a.discard(operation)
+    for put in announced:
+        relay._quarantine(put)
+    both.a.cleanup("r")
+    await both.until(lambda: both.held() == 0)
+    assert operation.done()
+    assert [count for name, count in both.a.stats().items() if "quarantined" in name and count] == []
+
+
 async def test_discarding_a_put_that_was_never_sent_frees_it(both: Pair) -> None:
     _, operation = both.put(np.ones(9000))
     assert operation.metadata
@@ -267,8 +284,8 @@ async def test_forgetting_a_peer_frees_what_it_held_and_fails_who_waits(both: Pa
     both.b.forget("a")
     assert bytes(buffer[:8]) == np.float64(1).tobytes()  # views of the dead stay readable
     del buffer
-    await asyncio.sleep(0.02)
-    assert both.released == []
+    both.introduce()
+    assert both.released == [await both.release_another()]
 
 
 async def test_forgetting_again_and_forgetting_strangers_changes_nothing(both: Pair) -> None:
@@ -332,7 +349,7 @@ async def test_a_put_without_room_waits_for_a_release(name: str) -> None:
         extracted = encoding.extract(np.ones(2 * MIB, np.uint8))
         assert both.a.put(extracted, request_id="r", peer="b", backend=name) is None
         waiting = asyncio.ensure_future(both.a.put_async(extracted, request_id="r", peer="b", backend=both.backend))
-        await asyncio.sleep(0.02)
+        await both.release_another()
         assert not waiting.done()
         buffer = await both.get(first)
         del buffer
@@ -346,16 +363,16 @@ async def test_room_that_comes_back_without_a_release_is_reported_once_to_who_wa
     with pair(name, settings=settings_with(SMALL, room_s=1e6)) as both:
         _, put = both.put(np.ones(9000), "r")
         found: list[bool] = []
-        both.a.when_room(lambda: found.append(put.done()))
-        await asyncio.sleep(0.01)  # threads of relays report, too
-        assert found == []
+        both.a.when_room(lambda: found.append(put.done()))  # False: it was called too early
         if how == "forgotten":
             both.a.forget("b")
         else:
             both.a.cleanup("r")
         await both.until(lambda: bool(found))
         both.a.forget("b")
-        await asyncio.sleep(0.01)  # threads of relays report, too
+        both.b.forget("a")
+        both.introduce()
+        await both.release_another()  # reported to who waits for room, and to nobody else
         assert found == [True]
 
 

@@ -68,6 +68,7 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.002)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("backend", rows(list(RELAYS), each_run=3))
 async def test_bytes_reach_another_process_are_released_from_there_and_come_back(
     near: Relays, far: FarEnd, backend: str
@@ -86,6 +87,7 @@ async def test_bytes_reach_another_process_are_released_from_there_and_come_back
     assert bytes(buffer) == b"\7" * (3 * MIB)
 
 
+@pytest.mark.long
 @pytest.mark.proves("killed-while-sending")
 @pytest.mark.parametrize("backend", rows(list(RELAYS), each_run=3))
 async def test_a_killed_receiver_leaves_nothing_of_ours_in_use(near: Relays, far: FarEnd, backend: str) -> None:

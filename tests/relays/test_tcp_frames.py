@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import errno
+from typing import Any
+
 import msgspec
 import numpy as np
 import pytest
+import zmq
 
 from stage_runtime.payloads import buffers, encoding
 from stage_runtime.payloads.pack import Pack
 from stage_runtime.relays.context import RelaySettings
 from stage_runtime.relays.tcp import relay
+from stage_runtime.relays.tcp.routes import TcpRoute
 from tests.relays.relay_pairs import SMALL, pair
 
 MIB = 1 << 20
@@ -48,3 +53,25 @@ async def test_what_nobody_takes_lies_in_the_arena_until_its_receiver_is_forgott
 async def test_what_finds_no_room_in_the_arena_is_sent_all_the_same() -> None:
     with pair("tcp", settings=msgspec.structs.replace(SMALL, arena_bytes=MIB)) as both:
         assert set(await both.carry(np.full(2 * MIB, 3, np.uint8))) == {3}
+
+
+class Unsendable:
+    """`zmq.Socket` that takes the first frame of each message and no other."""
+
+    def send(self, frame: bytes, flags: int = 0, copy: bool = True) -> None:
+        if not flags & zmq.SNDMORE:
+            raise zmq.ZMQError(errno.ENOMEM)
+
+    def close(self, linger: int | None = None) -> None: ...
+
+
+async def test_what_could_not_be_sent_counts_as_unreleased_no_more() -> None:
+    with pair("tcp") as both:
+        tcp: Any = both.a._relays["tcp"]
+        tcp._connections["b"] = TcpRoute("tcp://127.0.0.1:1", b"token", lambda endpoint: Unsendable())  # type: ignore[arg-type, return-value]
+        for slot_nbytes in (None, MIB):  # in one piece, in four
+            with pytest.raises(zmq.ZMQError):
+                both.put(np.ones(4 * MIB, np.uint8), slot_nbytes=slot_nbytes)
+            stats = both.a.stats()
+            assert (stats["tcp_unreleased_bytes"], stats["tcp_unreleased_transfers"]) == (0, 0)
+        await both.until(lambda: both.held() == 0)

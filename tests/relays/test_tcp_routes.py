@@ -53,8 +53,11 @@ def test_a_process_without_room_for_a_socket_fails_the_transfer_alone() -> None:
         ("ipc://", False),
         ("tcp://10.0.0.7", False),
         ("tcp://10.0.0.7:99999", False),
+        ("tcp://10.0.0.7:" + "1" * 5000, False),
+        ("tcp://10.0.0.7:\u0665\u0665", False),
         ("nonsense", False),
     ],
+    ids=lambda value: str(value)[:40],
 )
 def test_an_endpoint_that_nobody_could_connect_to_is_refused_at_once(endpoint: str, good: bool) -> None:
     assert is_endpoint(endpoint) == good

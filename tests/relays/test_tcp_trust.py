@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import threading
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -16,6 +18,8 @@ from stage_runtime.relays.dispatch import Relays
 from stage_runtime.relays.tcp.arrivals import FrameHeader
 from stage_runtime.sockets.endpoints.addresses import CurveSecurity
 from tests.relays.relay_pairs import MIB, PATIENCE_S, SMALL, Pair, pair
+
+STACK_TOO_LARGE = 1 << 47  # bytes: all that a process can address, so that no thread can start
 
 
 @pytest.fixture
@@ -43,8 +47,7 @@ class Forger:
         self.socket.send_multipart(frames)
 
     def close(self) -> None:
-        self.socket.close()
-        self.context.term()
+        self.context.destroy(linger=0)  # also sockets that a test which failed has left
 
 
 @pytest.fixture
@@ -70,6 +73,7 @@ METADATA = b"tcp:" + msgspec.msgpack.encode([77, 100])
         [b"x", b"y", b"z"],
         [msgspec.msgpack.encode({"token": 1}), b"x" * 100],
         [b"\xdd\xff\xff\xff\xff", b""],
+        [b"\x96\xc4\x01t\xa1\xff\x01\xa1r\x01\x00", b"a sender that is not text"],
         {"token": b"\0" * 16},
         {"sender": "gone"},
         {"offset": -1},
@@ -100,8 +104,10 @@ async def test_the_forger_s_true_messages_do_arrive(both: Pair, forger: Forger) 
 
 async def test_an_oversized_frame_costs_its_sender_the_connection_and_nobody_else(both: Pair, forger: Forger) -> None:
     size = 40 * MIB
-    forger.send(forger.header(nbytes=size), bytes(size))
-    await asyncio.sleep(0.05)
+    with forger.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED) as monitor:
+        forger.send(forger.header(nbytes=size), bytes(size))
+        assert await asyncio.to_thread(monitor.poll, int(PATIENCE_S * 1000)), "it is still connected"
+        forger.socket.disable_monitor()
     assert (await both.carry({"a": np.ones(9000)}))["a"].sum() == 9000
     assert both.b.stats()["tcp_unclaimed_bytes"] == 0
 
@@ -114,6 +120,22 @@ async def test_a_lost_piece_fails_the_transfer_at_once_and_releases_it(both: Pai
         await fetching.wait_for_completion(PATIENCE_S)
     await both.until(lambda: ("b", "a", 77) in both.released)
     assert both.b.stats()["tcp_dropped_transfers"] == 1
+
+
+async def test_a_transfer_that_finds_no_memory_fails_at_once_and_is_not_delivered_with_a_hole() -> None:
+    most = 1 << 50  # bytes: more than a process can map
+    settings = msgspec.structs.replace(SMALL, transfer_bytes=most, unclaimed_bytes=most)
+    with pair("tcp", settings=settings) as both:
+        forger = Forger(both)
+        try:
+            fetching = both.b.get(b"tcp:" + msgspec.msgpack.encode([77, most]), request_id="r", peer="a")
+            forger.send(forger.header(nbytes=most), b"x" * 100)
+            with pytest.raises(TransferError, match="this process has no memory for its"):
+                await fetching.wait_for_completion(PATIENCE_S)
+            await both.until(lambda: ("b", "a", 77) in both.released)
+            assert (await both.carry({"a": np.ones(9000)}))["a"].sum() == 9000
+        finally:
+            forger.close()
 
 
 async def test_a_transfer_that_broke_before_it_was_announced_is_refused_when_it_is(both: Pair, forger: Forger) -> None:
@@ -142,7 +164,7 @@ async def test_what_nobody_fetches_is_bounded() -> None:
         for mark, operation in enumerate(puts[:3]):
             assert bytes(await both.get(operation)) == bytes([mark]) * MIB
         for operation in puts[3:]:
-            with pytest.raises(TransferError, match="no room for it"):
+            with pytest.raises(TransferError, match="found no room"):
                 await both.get(operation)
             await operation.wait_for_completion(PATIENCE_S)
         assert both.b.stats()["tcp_unclaimed_bytes"] == 0
@@ -205,6 +227,23 @@ async def test_an_address_that_is_taken_is_a_fault_of_the_configuration(both: Pa
             on_release=lambda peer, transfer: None,
             settings=taken,
         )
+
+
+@pytest.mark.parametrize("security", [None, CurveSecurity(bytes(32))], ids=["plain", "curve"])
+async def test_a_process_without_a_thread_for_it_is_refused_and_does_not_hang(security: CurveSecurity | None) -> None:
+    before = threading.stack_size(STACK_TOO_LARGE)
+    try:
+        with pytest.raises(ConfigurationError, match="tcp relay: can't start new thread"):
+            Relays(
+                loop=asyncio.get_running_loop(),
+                incarnation="c",
+                on_release=lambda peer, transfer: None,
+                security=security,
+                settings=SMALL,
+            )
+    finally:
+        threading.stack_size(before)
+    gc.collect()  # which ends libzmq's contexts
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,10 @@ from pathlib import Path
 from threading import Event, Lock, Thread
 from typing import Any
 
-from stage_runtime.sockets.channels import Channels
+from stage_runtime.sockets.channels import Channels, LinkTimes
+from stage_runtime.sockets.connections.connecting import RECONNECT_GRACE_S
 from stage_runtime.sockets.endpoints.addresses import CurveSecurity
+from stage_runtime.sockets.frames.resending import DEFAULT_TIMES, ResendTimes
 from stage_runtime.wire.frames import RequestRef
 from stage_runtime.wire.messages import Deregister, Hello, Message
 from stage_runtime.wire.parts import Member
@@ -87,6 +89,8 @@ class End:
         security: CurveSecurity | None = None,
         dead_after_s: float = 60.0,
         idle_after_s: float | None = None,
+        reconnect_grace_s: float = RECONNECT_GRACE_S,
+        resend: ResendTimes = DEFAULT_TIMES,
         listener: Listener | None = None,
         **bounds: Any,
     ) -> None:
@@ -97,8 +101,7 @@ class End:
             incarnation=name,
             loop=asyncio.get_running_loop(),
             security=security,
-            dead_after_s=dead_after_s,
-            idle_after_s=idle_after_s,
+            times=LinkTimes(dead_after_s, reconnect_grace_s, idle_after_s, resend),
             **bounds,
         )
         self.listener.channels = self.channels

@@ -13,7 +13,6 @@ import zmq
 from stage_runtime.rules.flow.links import ACK_EVERY
 from stage_runtime.sockets.connections.links import Link
 from stage_runtime.sockets.endpoints.addresses import CurveSecurity
-from stage_runtime.sockets.frames import resending
 from stage_runtime.sockets.frames.resending import ResendTimes
 from stage_runtime.wire.messages import Deregister, Message
 from tests.sockets.peers import PATIENCE_S, SECRET, End, Listener, Proxy, ends
@@ -91,7 +90,7 @@ async def test_an_ack_hides_nothing_that_has_come_before_it() -> None:
     """A send on a socket takes the edge on which it is read. One message goes round, and nothing else would wake."""
     times = ResendTimes(first_s=3600.0, later_s=3600.0)
     names = ["aa", "bb", "cc"]
-    made = [End(name, TCP, listener=Ring(names[(at + 1) % 3]), resend_times=times) for at, name in enumerate(names)]
+    made = [End(name, TCP, listener=Ring(names[(at + 1) % 3]), resend=times) for at, name in enumerate(names)]
     async with ends(*made):
         for at, end in enumerate(made):
             one_way(end, made[(at + 1) % 3])
@@ -145,7 +144,7 @@ async def test_parts_that_no_peer_sends_hurt_nobody(part: bytes) -> None:
 async def known() -> AsyncIterator[tuple[End, End, Link]]:
     """The first end has had an ack of the second one. No late ack comes by itself, nothing is sent again."""
     times = ResendTimes(ack_late_s=3600.0, later_s=3600.0)
-    a, b = End("aa", TCP, resend_times=times), End("bb", TCP, resend_times=times)
+    a, b = End("aa", TCP, resend=times), End("bb", TCP, resend=times)
     async with ends(a, b):
         one_way(a, b)
         a.send("bb", "first")
@@ -160,7 +159,14 @@ async def test_who_has_had_an_ack_gets_the_next_one_with_many_frames() -> None:
         for number in range(ACK_EVERY - 1):
             a.send("bb", str(number))
         await b.listener.until(lambda: len(b.listener.received_words) == ACK_EVERY)
-        await asyncio.sleep(4 * (resending.ACK_SOON_S + resending.ACK_TICK_S))
+        later = End("cc", TCP)
+        async with ends(later):
+            one_way(later, b)
+            later.send("bb", "the first of another")  # its ack goes out soon, and after all that are due before
+            assert await later.channels.settled(PATIENCE_S)
+            assert later.channels.counters["resent"] == 0
+        back = b.channels.link("aa")
+        assert back is not None and back.incoming.owed == ACK_EVERY - 1
         assert link.undelivered == ACK_EVERY - 1
         a.send("bb", "last")
         await a.listener.until(lambda: not link.undelivered)

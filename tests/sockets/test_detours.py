@@ -99,7 +99,7 @@ async def test_frames_come_by_the_coordinator_while_the_connection_is_held_and_a
 @pytest.mark.parametrize("owner", ["c", "d"])
 async def test_the_frame_of_a_request_comes_by_the_coordinator_that_owns_it(owner: str) -> None:
     never_again = ResendTimes(first_s=3600.0)  # a frame that is sent again may come by the other one
-    async with three(resend_times=never_again) as (one, other, coordinator, _):
+    async with three(resend=never_again) as (one, other, coordinator, _):
         second = End("d", TCP, listener=Passing(), dead_after_s=60.0)
         async with ends(second):
             introduce(one, second)

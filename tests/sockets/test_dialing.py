@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import zmq
 
+from stage_runtime.errors import ConfigurationError, LimitReached
 from stage_runtime.rules.members import beats
 from stage_runtime.sockets.connections.dialing import canonical
 from stage_runtime.sockets.endpoints import opening
@@ -105,6 +106,16 @@ async def test_a_name_is_connected_to_as_well_as_an_address() -> None:
         introduce(hub, leaf, via=leaf.endpoint.replace("[::ffff:127.0.0.1]", "localhost"))
         hub.send("leaf", "by name")
         await leaf.listener.until(lambda: leaf.listener.received_words == ["by name"])
+
+
+async def test_endpoints_that_cannot_be_connected_to_keep_no_descriptors() -> None:
+    end = End("end", "tcp://127.0.0.1:*")
+    async with ends(end):
+        before, count = descriptors(), 20
+        for number in range(count):
+            with pytest.raises((LimitReached, ConfigurationError)):
+                end.channels.connect(f"p{number}", f"tcp://no such host {number}")
+        await end.listener.until(lambda: descriptors() < before + count)  # libzmq closes them in a thread of its own
 
 
 async def test_a_lost_peer_is_distinguished_from_its_neighbours(folder: Path) -> None:

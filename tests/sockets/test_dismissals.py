@@ -26,6 +26,7 @@ def folder() -> Iterator[str]:
     shutil.rmtree(path)
 
 
+@pytest.mark.long
 @pytest.mark.proves("hundreds-refused")
 async def test_a_hundred_that_are_declared_dead_at_once_all_learn_it_and_come_back(folder: str) -> None:
     """A place is free when the message is sent: by time alone, it would take for ever here."""

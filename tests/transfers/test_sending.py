@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from stage_runtime.errors import TransferError, ValueRefused
+from stage_runtime.errors import NoConnection, TransferError, ValueRefused
 from stage_runtime.payloads import encoding, pack
 from stage_runtime.profiler.recording.recorder import recorder
 from stage_runtime.transfers.sending import PendingSend, SendQueues
@@ -145,6 +145,27 @@ def test_a_put_is_filled_after_it_was_announced_and_before_its_giver_goes_on() -
     made.refuses = lambda request_id: before.extend(made.relays.filled)
     made.ship("a")
     assert (made.sent, before, made.relays.filled) == (["a"], [], [1])
+
+
+def test_payloads_to_instances_that_are_gone_leave_no_queue_behind() -> None:
+    made = Made()
+
+    def gone(request_id: str) -> None:
+        raise NoConnection("no connection to peer", "peer")
+
+    made.relays.before = gone
+    for number in range(3):
+        with pytest.raises(NoConnection):
+            made.ship(f"late {number}")
+        made.send_queues.forget("peer")
+        with pytest.raises(NoConnection):
+            made.ship(f"later {number}")
+    assert made.send_queues._queues == {}
+    made.relays.before = lambda request_id: None
+    assert made.ship("first") and made.ship("second")
+    made.relays.before = gone
+    made.send_queues.released("peer", (1,))
+    assert (made.sent, len(made.send_queues._queues)) == (["first"], 1)
 
 
 def test_what_a_relay_moves_is_announced_by_the_way_that_does_not_wait_for_other_messages() -> None:

@@ -86,7 +86,7 @@ class Choices:
             try:
                 choosing.choose("auto", reached, own=self._own, peer=known.facts, allow_tcp=self._allow_tcp)
             except RelayRefused:
-                log.warning("relay %s to %s failed: %s; there is no other", relay, peer, reason)
+                log.warning("relay %s to %s failed: %s; no other one reaches it", relay, peer, reason)
                 return False
             self._peers[peer] = _Known(known.facts, reached, {})
         return True

@@ -75,7 +75,7 @@ class ChunkPool:
                 continue
 
     def place(self, there: OnDevice, nbytes: int) -> GpuPlace | None:
-        """A copy of what lies on the GPU, ``nbytes`` with its gaps; complete. None when there is no room for it."""
+        """A copy of what lies on the GPU, ``nbytes`` with its gaps; complete. None when it finds no room."""
         try:
             with self._lock:
                 place = self._allocated(there.device, nbytes)
@@ -127,10 +127,13 @@ class ChunkPool:
                 self._free(place)
 
     def aborted(self, place: GpuPlace) -> None:
-        """The request is over, and it is unknown whether the receivers still read."""
+        """The request is over, and it is unknown whether the receivers still read. The last one may have released the
+        slot meanwhile.
+        """
         with self._lock:
-            self._quarantined += place.slot.state is not SlotState.QUARANTINED
-            place.slot.take(SlotEvent.ABORTED)
+            if place.slot.receivers:
+                self._quarantined += place.slot.state is not SlotState.QUARANTINED
+                place.slot.take(SlotEvent.ABORTED)
 
     def forget(self, peer: Peer) -> None:
         """It is gone."""

@@ -48,7 +48,7 @@ class DeviceMemory(Protocol):
         """The UUID of the GPU with that number in this process."""
 
     def allocate(self, device: str, nbytes: int) -> Any:
-        """A chunk. Raises: Unshared: there is no such memory."""
+        """A chunk. Raises: Unshared: the memory does not exist."""
 
     def share(self, chunk: Any) -> bytes:
         """A handle, for one process, which opens it once. Raises: Unshared."""
@@ -79,7 +79,7 @@ class CudaMemory:
     """NVIDIA's GPUs by torch."""
 
     def __init__(self) -> None:
-        """Raises: ConfigurationError: there is no torch, or it finds no GPU."""
+        """Raises: ConfigurationError: torch is missing, or finds no GPU."""
         try:
             import torch
         except ImportError as error:

@@ -10,6 +10,7 @@ Not tried on a GPU so far: its tests use host memory as `memory.DeviceMemory`; t
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import logging
 import mmap
@@ -35,11 +36,11 @@ from stage_runtime.relays.cuda_ipc.memory import CudaMemory, DeviceLost, DeviceM
 from stage_runtime.relays.memory import peer_arenas
 from stage_runtime.relays.memory.arena import Arena
 from stage_runtime.relays.memory.placing import Placed
-from stage_runtime.relays.moving.operations import GetOperation, PutOperation, TransferCompletion
+from stage_runtime.relays.moving.pending_transfers import GetOperation, PutOperation, TransferCompletion
 
 log = logging.getLogger(__name__)
 
-RETRY_S: Final = 0.1  # after a wait for the GPU failed
+RETRY_S: Final = 0.1  # after a wait for the GPU failed, or its thread could not start
 CHUNKS: Final = 64  # most that a peer's transfers may make this process open
 
 
@@ -96,6 +97,7 @@ class CudaIpcRelay(AbstractRelay[CudaIpcRoute, CudaIpcMetadata]):
         self._waiting: queue.SimpleQueue[tuple[str, TransferKey] | None] = queue.SimpleQueue()
         self._starting = threading.Lock()
         self._thread: threading.Thread | None = None
+        self._is_closed = False
         self._counts = dict.fromkeys(("received_transfers", "received_bytes", "staged_bytes"), 0)
 
     def facts(self) -> dict[str, Any]:
@@ -146,6 +148,8 @@ class CudaIpcRelay(AbstractRelay[CudaIpcRoute, CudaIpcMetadata]):
 
     def close(self) -> None:
         super().close()
+        with self._starting:
+            self._is_closed = True
         if self._thread is not None:
             self._waiting.put(None)
             self._thread.join()
@@ -289,15 +293,23 @@ class CudaIpcRelay(AbstractRelay[CudaIpcRoute, CudaIpcMetadata]):
         if device is None:
             self._report(peer, transfer)
             return
+        self._waiting.put((device, (peer, transfer)))
         if self._thread is None:
             self._start()
-        self._waiting.put((device, (peer, transfer)))
 
     def _start(self) -> None:
         with self._starting:
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._settle, name="omni-relay-cuda-ipc", daemon=True)
-                self._thread.start()
+            if self._thread is not None or self._is_closed:
+                return
+            thread = threading.Thread(target=self._settle, name="omni-relay-cuda-ipc", daemon=True)
+            try:
+                thread.start()
+                self._thread = thread
+                return
+            except RuntimeError:  # the machine has no thread left
+                pass
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._loop.call_later, RETRY_S, self._start)
 
     def _settle(self) -> None:
         """The thread: release what the GPU reads no more. A part that could not be waited for is kept and waited for

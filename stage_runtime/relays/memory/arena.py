@@ -12,7 +12,6 @@ import collections
 import fcntl
 import itertools
 import logging
-import math
 import mmap
 import os
 import secrets
@@ -53,6 +52,9 @@ class Arena:
             self.fd, self._map = _create(self.nbytes)
         except OSError as error:
             raise ConfigurationError(f"relay arena of {nbytes} bytes: {error.strerror}") from error
+        #: Closes the file, at the latest when nobody has the arena: a relay may not start after it made one.
+        self._closing = weakref.finalize(self, os.close, self.fd)
+        self._closing.atexit = False
         self.token = secrets.token_bytes(TOKEN_NBYTES)
         self._map[: len(MAGIC) + TOKEN_NBYTES] = MAGIC + self.token
         self._view = memoryview(self._map)
@@ -103,7 +105,7 @@ class Arena:
         return mmap.mmap(self.fd, self.nbytes)
 
     def allocate(self, nbytes: int, *, tail_nbytes: int = 0, source: memoryview | None = None) -> Slot | None:
-        """A FILLING slot with room for ``nbytes``; None when there is no room now.
+        """A FILLING slot with room for ``nbytes``; None when it finds no room now.
 
         source: the largest part of what will be copied into it.
         """
@@ -161,6 +163,17 @@ class Arena:
             slot.take(SlotEvent.SENT)
             slot.receivers += 1
 
+    def sent_in_place(self, slot: Slot) -> bool:
+        """The same as `sent`, for the slot of an author's tensor that `find` gave. False: another thread has sent it
+        and gone on, so what was written there since is seen by this process alone.
+        """
+        with self._lock:
+            if slot.given:
+                return False
+            slot.take(SlotEvent.SENT)
+            slot.receivers += 1
+            return True
+
     def send_copy(self, slot: Slot) -> None:
         """Does what `sent` and then `drop` do: the slot is its receiver's alone."""
         with self._lock:
@@ -215,9 +228,12 @@ class Arena:
             return self._released(slot)
 
     def aborted(self, slot: Slot) -> None:
-        """The request is over, and it is unknown whether the receivers still read."""
+        """The request is over, and it is unknown whether the receivers still read. The last one may have released the
+        slot meanwhile.
+        """
         with self._lock:
-            slot.take(SlotEvent.ABORTED)
+            if slot.receivers:
+                slot.take(SlotEvent.ABORTED)
 
     def drop(self, slot: Slot) -> bool:
         """The sender no longer needs the slot. True when it is free now; else the last receiver frees it."""
@@ -229,8 +245,8 @@ class Arena:
     def allocate_region(
         self, nbytes: int, *, tail_nbytes: int = 0, source: memoryview | None = None
     ) -> np.ndarray[Any, Any] | None:
-        """A slot as an array of bytes, whose last view's death frees it, once no receiver has it. None when there is
-        no room. Parts of it that are sent are not copied. source: as of `allocate`.
+        """A slot as an array of bytes, whose last view's death frees it, once no receiver has it. None when it
+        finds no room. Parts of it that are sent are not copied. source: as of `allocate`.
         """
         slot = self.allocate(nbytes, tail_nbytes=tail_nbytes, source=source)
         if slot is None:
@@ -241,14 +257,19 @@ class Arena:
         return region
 
     def allocate_tensor(self, shape: tuple[int, ...], dtype: Any) -> Any:
-        """The same as `allocate_region`, as a torch tensor, with room behind it for the small rest of its payload."""
+        """The same as `allocate_region`, as a torch tensor, with room behind it for the small rest of its payload.
+
+        Raises: what `torch.empty` raises for a shape or dtype that no tensor has.
+        """
         import torch
 
-        count = math.prod(shape)
-        region = self.allocate_region(count * dtype.itemsize, tail_nbytes=TAIL_NBYTES) if count else None
+        wanted = torch.empty(shape, dtype=dtype, device="meta")
+        if not wanted.nbytes:
+            return torch.empty(shape, dtype=dtype, device="cpu")
+        region = self.allocate_region(wanted.nbytes, tail_nbytes=TAIL_NBYTES)
         if region is None:
-            return None if count else torch.empty(shape, dtype=dtype, device="cpu")
-        return torch.frombuffer(buffers.view(region), dtype=torch.uint8).view(dtype).view(shape)
+            return None
+        return torch.frombuffer(buffers.view(region), dtype=torch.uint8).view(dtype).view(wanted.shape)
 
     def find(self, part: memoryview) -> tuple[Slot, int] | None:
         """The slot of an author's tensor in which ``part`` lies, and where in its data; None when it lies elsewhere, or
@@ -274,20 +295,26 @@ class Arena:
     def read_region(self, part: memoryview) -> np.ndarray[Any, Any] | None:
         """The value of ``part`` of an author's tensor now, for a transport of this process that reads it later;
         `settle` follows. The slot stays taken until the last view of it has died. None: ``part`` lies elsewhere, or is
-        not to be sent from there.
+        not to be sent from there, or this process has no descriptor or memory left for the mapping.
         """
         found = self.find(part)
         if found is None:
             return None
         slot, start = found
-        self.lend(slot)
-        self.sent(slot)
         with self._lock:
+            if slot.given:
+                return None
             if self._again is None:
-                self._again = self.map_again()
+                try:
+                    self._again = self.map_again()
+                except OSError:
+                    return None
             region = pages.region(self._again, slot.offset + start, len(part))
+            slot.take(SlotEvent.SENT)
+            slot.receivers += 1
             number = next(self._numbers)
             self._reading[number] = weakref.ref(region, lambda _: self._unread.append((number, slot)))
+        self.lend(slot)
         return region
 
     def claim_tail(self, slot: Slot) -> bool:
@@ -325,9 +352,8 @@ class Arena:
 
     def close(self) -> None:
         """Give up the file. Memory that tensors still lie in stays until they die."""
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
+        self._closing()
+        self.fd = -1
 
     def _shift(self, source: memoryview | None) -> int:
         """The offset in a page at which to begin, so that a copy from ``source`` goes half a page beside it: a store

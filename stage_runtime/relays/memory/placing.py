@@ -35,7 +35,7 @@ class Placing:
         self.copied_bytes = 0
 
     def place(self, pack: Pack, shared: Placed | None = None) -> Placed | None:
-        """None when there is no room. shared: where the same pack lies for another receiver."""
+        """None when it finds no room. shared: where the same pack lies for another receiver."""
         if shared is not None and self._arena.share(shared[0]):
             return shared._replace(copied_nbytes=0)
         return self._in_place(pack) or self._copied(pack)
@@ -85,10 +85,11 @@ class Placing:
         for part, offset in zip(rest, pack.offsets[1:], strict=True):
             self._arena.write(slot, start + offset, part)
             copied += len(part)
+        if not self._arena.sent_in_place(slot):
+            return None
         self.copied_bytes += copied
         if len(pack.private) < len(pack.parts):  # its author may write into it again
             self._arena.lend(slot)
-        self._arena.sent(slot)
         return Placed(slot, slot.offset + start, copied)
 
     def _found(self, pack: Pack) -> tuple[Slot, int] | None:

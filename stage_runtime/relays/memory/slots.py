@@ -98,7 +98,7 @@ class Extents:
         self._ends = [end] if end > start else []
 
     def allocate(self, nbytes: int) -> tuple[int, int] | None:
-        """``(start, size)`` of the lowest free extent that holds ``nbytes``; None when there is none."""
+        """``(start, size)`` of the lowest free extent that holds ``nbytes``; None when all free ones are smaller."""
         size = max(nbytes, 1)
         size += -size % self._unit
         for index, start in enumerate(self._starts):

@@ -45,12 +45,12 @@ class TransferEngine:
     ) -> None:
         """protocol: None: rdma where there is a device, else tcp. devices: the RDMA devices of this process.
 
-        Raises: ConfigurationError: Mooncake is not installed, or does not start here, or there is no RDMA device.
+        Raises: ConfigurationError: Mooncake is not installed, or does not start here, or finds no RDMA device.
         """
         forced = "MC_FORCE_TCP" in os.environ
         for name, value in TUNED.items():
             os.environ.setdefault(name, value)
-        missing = "there is no RDMA device here" if not devices else "MC_FORCE_TCP is set" if forced else None
+        missing = "no RDMA device is found here" if not devices else "MC_FORCE_TCP is set" if forced else None
         engine = None
         if protocol != "tcp" and missing is None:
             engine = _taken(host, "rdma")

@@ -9,6 +9,7 @@ authors. It runs on the loop, except where a method says otherwise.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import socket
 import time
@@ -27,8 +28,8 @@ from stage_runtime.relays.mooncake.engine import ReadId, ReadState, TransferEngi
 from stage_runtime.relays.mooncake.mooncake_messages import MooncakeFacts, MooncakeMetadata, address_of
 from stage_runtime.relays.mooncake.turns import STALL_S, Turns
 from stage_runtime.relays.moving.gets import Get, Gets
-from stage_runtime.relays.moving.operations import GetOperation
 from stage_runtime.relays.moving.pace import Pace
+from stage_runtime.relays.moving.pending_transfers import GetOperation
 
 THREADS: Final = 2  # each reads one piece
 MOST_NBYTES: Final = 16 << 20  # of a piece, at whose end an abort is heeded; with 4 MiB, 256 MiB took a third longer
@@ -96,6 +97,7 @@ class MooncakeReader:
         self._lookers = ThreadPoolExecutor(1, thread_name_prefix="omni-relay-mooncake-look")
         self._turns: Turns[MooncakeRoute, MooncakeGet] = Turns(moving=THREADS, most=MOST_THREADS)
         self._beginning: asyncio.TimerHandle | None = None  #: Looks for stalled peers while gets wait for a thread.
+        self._lacks_thread = False  #: The pool has queued a read and could start no thread for it.
         self._asking: asyncio.TimerHandle | None = None
         #: Routes that `_lookers` look for, now or when those before were: one look each.
         self._looked_for: set[MooncakeRoute] = set()
@@ -150,12 +152,21 @@ class MooncakeReader:
     def _read_next(self) -> None:
         """Read those whose turn it is."""
         for route, incoming in self._turns.begin(time.monotonic()):
-            self._pool.submit(self._read, route, incoming)
-        if self._turns and self._beginning is None:
+            self._submit(self._read, route, incoming)
+        if (self._turns or self._lacks_thread) and self._beginning is None:
             self._beginning = self._loop.call_later(STALL_S / 4, self._look_for_stalled)
+
+    def _submit(self, call: Callable[..., None], *arguments: object) -> None:
+        try:
+            self._pool.submit(call, *arguments)
+            self._lacks_thread = False
+        except RuntimeError:  # the machine has no thread left; the pool keeps the call for the next one that starts
+            self._lacks_thread = True
 
     def _look_for_stalled(self) -> None:
         self._beginning = None
+        if self._lacks_thread:
+            self._submit(_start_thread)
         self._read_next()
 
     def _read(self, route: MooncakeRoute, incoming: MooncakeGet) -> None:
@@ -247,8 +258,9 @@ class MooncakeReader:
                 incoming.late = None
                 self._loop.call_later(SETTLE_S, self._gets.quarantined.pop, key, None)
         for route in {route for route, _ in self._gets.quarantined.values()} - self._looked_for:
-            self._looked_for.add(route)
-            self._lookers.submit(self._look_for, route)
+            with contextlib.suppress(RuntimeError):  # the machine has no thread left: it is tried again
+                self._lookers.submit(self._look_for, route)
+                self._looked_for.add(route)
         if self._gets.quarantined:
             self._ask_later()
 
@@ -275,6 +287,10 @@ class MooncakeReader:
     def _settle(self, route: MooncakeRoute) -> None:
         for key in [key for key, (other, _) in self._gets.quarantined.items() if other is route]:
             del self._gets.quarantined[key]
+
+
+def _start_thread() -> None:
+    """Does nothing: a thread that starts for it makes the reads that wait."""
 
 
 def _listens(session: str) -> bool:

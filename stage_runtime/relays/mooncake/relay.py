@@ -22,7 +22,7 @@ from stage_runtime.relays.memory.arena import Arena
 from stage_runtime.relays.mooncake.engine import TransferEngine
 from stage_runtime.relays.mooncake.mooncake_messages import MooncakeFacts, MooncakeMemory, MooncakeMetadata, address_of
 from stage_runtime.relays.mooncake.reading import MooncakeGet, MooncakeReader, MooncakeRoute
-from stage_runtime.relays.moving.operations import GetOperation, PutOperation, TransferCompletion
+from stage_runtime.relays.moving.pending_transfers import GetOperation, PutOperation, TransferCompletion
 
 TRIM_S: Final = 5.0  # as `dispatch.TRIM_S`, of the memory that this relay receives into
 HEADER_NBYTES: Final = 64  # at the start of a slot, before its data

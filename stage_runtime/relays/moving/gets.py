@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import contextlib
 from collections.abc import Callable
 from typing import Any, Final, Generic, Protocol, TypeVar
 
@@ -17,7 +18,7 @@ from stage_runtime.relays.base import OnRelease, Peer, TransferKey
 from stage_runtime.relays.memory import pages
 from stage_runtime.relays.memory.arena import Arena
 from stage_runtime.relays.memory.pins import Pins
-from stage_runtime.relays.moving.operations import GetOperation
+from stage_runtime.relays.moving.pending_transfers import GetOperation
 
 ROOM_S: Final = 2e-3  # how often memory is looked for by what found none
 
@@ -71,7 +72,7 @@ class Gets(Generic[W, G]):
         begin: Callable[[W, G], bool],
     ) -> None:
         """room_nbytes: what a transfer takes beside its own bytes.
-        begin: find memory and let the bytes come, after adding to ``in_progress``. False: there is no memory now.
+        begin: find memory and let the bytes come, after adding to ``in_progress``. False: it finds no memory now.
         """
         self._loop = loop
         self._memory = memory
@@ -104,12 +105,15 @@ class Gets(Generic[W, G]):
             self._look_later()
 
     def landed(self, get: G, region: Any) -> None:
-        """All is in ``region``, of its size. It is copied out while the arena is more than half full."""
+        """All is in ``region``, of its size. It is copied out while the arena is more than half full, if the system has
+        memory for that.
+        """
         if self._memory.in_use > self._memory.nbytes // 2:
-            copy = pages.fresh(len(region))
-            copy[:] = region
-            self._counts["copied_out_bytes"] += len(region)
-            region = copy
+            with contextlib.suppress(OSError, MemoryError):
+                copy = pages.fresh(len(region))
+                copy[:] = region
+                self._counts["copied_out_bytes"] += len(region)
+                region = copy
         self._arrived(get, region)
 
     def fail_waiting(self, which: Callable[[W, G], bool], why: str, *, released: bool = True) -> None:

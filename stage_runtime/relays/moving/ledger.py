@@ -7,7 +7,7 @@ import collections
 import threading
 
 from stage_runtime.relays.base import Peer, TransferId
-from stage_runtime.relays.moving.operations import PutOperation
+from stage_runtime.relays.moving.pending_transfers import PutOperation
 
 
 class Ledger:

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import msgspec
 
-from stage_runtime.errors import TransferError
+from stage_runtime.errors import UNDECODABLE, TransferError
 from stage_runtime.payloads.pack import Arrived, Pack
 from stage_runtime.relays.base import Peer, Relay, RelayOperation, TransferId
 from stage_runtime.relays.memory import pages
@@ -144,7 +144,7 @@ def announced(rest: bytes, limit: int) -> PiecesAnnouncement:
     Raises: TransferError: it is not an announcement of pieces, or of more than ``limit`` bytes."""
     try:
         found = msgspec.msgpack.decode(rest[len(MARK) :], type=PiecesAnnouncement)
-    except msgspec.DecodeError as error:
+    except UNDECODABLE as error:
         raise TransferError(f"an announcement of pieces cannot be read: {error}") from None
     if not found.pieces or not 0 < found.nbytes <= limit:
         raise TransferError(f"an announcement of {len(found.pieces)} pieces with {found.nbytes} bytes")
@@ -152,7 +152,7 @@ def announced(rest: bytes, limit: int) -> PiecesAnnouncement:
 
 
 def put(relay: Relay, pack: Pack, most: int, *, request_id: str, peer: Peer) -> PutPieces | None:
-    """Put all pieces; from any thread. None: there is no room for all of them now."""
+    """Put all pieces; from any thread. None: not all of them find room now."""
     puts = relay.put_all(list(cut(pack, most)), request_id=request_id, peer=peer)
     return PutPieces(puts, pack.nbytes) if puts is not None else None
 

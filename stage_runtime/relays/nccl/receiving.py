@@ -23,8 +23,8 @@ from stage_runtime.relays.base import OnRelease, Peer, TransferKey
 from stage_runtime.relays.memory.arena import PAGE, Arena
 from stage_runtime.relays.memory.pins import Pins
 from stage_runtime.relays.moving.gets import Get, Gets
-from stage_runtime.relays.moving.operations import GetOperation
 from stage_runtime.relays.moving.pace import Pace
+from stage_runtime.relays.moving.pending_transfers import GetOperation
 from stage_runtime.relays.nccl import nccl_messages, worlds
 from stage_runtime.relays.nccl.nccl_messages import Join, Joining, NcclFacts, NcclGrant, NcclMetadata, Withdrawn
 from stage_runtime.relays.nccl.worlds import Broken, CollectiveBackend, World
@@ -83,7 +83,7 @@ class NcclRoute:
     # --- in its thread ------------------------------------------------------------------------------------------
 
     def connected(self) -> tuple[socket.socket, World]:
-        """The connection and the world, which are made if there are none.
+        """The connection and the world, which are made if they do not exist.
 
         Raises: OSError, Broken: the sender is not reached.
         """
@@ -161,16 +161,26 @@ class NcclReceiver:
     # --- on the loop --------------------------------------------------------------------------------------------
 
     def _begun(self, route: NcclRoute, incoming: NcclGet) -> bool:
+        if not self._started(route):
+            return False
         incoming.region = self._memory.allocate_region(incoming.nbytes)
         if incoming.region is None:
             return False
         route.moved_at = max(route.moved_at, time.monotonic())
         self._gets.in_progress[incoming.key] = (route, incoming)
-        if route.thread is None:
-            route.thread = worlds.caller("receive", self._run, route)
-            self._routes.add(route)
-            route.thread.start()
         route.due.put(incoming)
+        return True
+
+    def _started(self, route: NcclRoute) -> bool:
+        """Start the route's thread, if it has none. False: the machine has no thread or no memory left for one."""
+        if route.thread is None:
+            thread = worlds.caller("receive", self._run, route)
+            try:
+                thread.start()
+            except RuntimeError:
+                return False
+            route.thread = thread
+            self._routes.add(route)
         return True
 
     def _give_up(self, which: Callable[[NcclRoute, NcclGet], bool], why: str) -> None:
@@ -224,6 +234,8 @@ class NcclReceiver:
             while granted:  # what was granted on that connection does not come
                 self._on_loop(self._over, route, granted.popleft(), reason, True)
         route.drop()
+        while granted:  # the route has ended between two transfers
+            self._on_loop(self._over, route, granted.popleft(), f"its sender {route.peer} is gone")
 
     def _next(self, route: NcclRoute, granted: collections.deque[NcclGet]) -> NcclGet | None:
         """The next transfer to receive, granted. None: the route has ended."""

@@ -23,7 +23,7 @@ from stage_runtime.relays.abstract import AbstractRelay
 from stage_runtime.relays.base import Peer, RelayOperation, TransferId
 from stage_runtime.relays.context import RelayContext, RelaySettings
 from stage_runtime.relays.memory.arena import Arena
-from stage_runtime.relays.moving.operations import GetOperation, PutOperation, TransferCompletion
+from stage_runtime.relays.moving.pending_transfers import GetOperation, PutOperation, TransferCompletion
 from stage_runtime.relays.nccl import worlds
 from stage_runtime.relays.nccl.nccl_messages import NcclFacts, NcclMetadata
 from stage_runtime.relays.nccl.receiving import NcclGet, NcclReceiver, NcclRoute

@@ -15,6 +15,7 @@ from typing import Any, Final
 
 import msgspec
 
+from stage_runtime.errors import NO_ROOM
 from stage_runtime.relays.base import Peer
 from stage_runtime.relays.memory.placing import Placed
 from stage_runtime.relays.nccl import nccl_messages, worlds
@@ -25,6 +26,7 @@ log = logging.getLogger(__name__)
 
 JOIN_S: Final = 5.0  # in which a receiver that has connected sends its `Join`
 CONNECTIONS: Final = 1024  # of receivers, at once
+RETRY_S: Final = 0.5  # without free descriptors, each accept fails at once
 
 
 class NcclPut:
@@ -63,7 +65,7 @@ class NcclSender:
         self._moving: set[NcclPut] = set()
         self._sessions: set[_ReceiverSession] = set()
         self._known: Callable[[Peer], bool] = lambda peer: False
-        self._closing = False
+        self._closing = threading.Event()
         self.strays = 0
         self._accepting = threading.Thread(target=self._accept, name="omni-relay-nccl-accept", daemon=True)
 
@@ -102,7 +104,7 @@ class NcclSender:
             }
 
     def close(self) -> None:
-        self._closing = True
+        self._closing.set()
         with self._lock:
             sessions = list(self._sessions)
         try:
@@ -119,13 +121,13 @@ class NcclSender:
     # --- threads ------------------------------------------------------------------------------------------------
 
     def _accept(self) -> None:
-        while not self._closing:
+        while not self._closing.is_set():
             try:
                 connection, _ = self._listening.accept()
-            except OSError:
-                if self._closing:
-                    return
-                continue  # that one is gone again
+            except OSError as error:
+                if error.errno in NO_ROOM:
+                    self._closing.wait(RETRY_S)
+                continue  # else that one is gone again, or this is the end
             with self._lock:
                 refused = len(self._sessions) >= CONNECTIONS
                 session = _ReceiverSession(self, connection)
@@ -133,8 +135,14 @@ class NcclSender:
                     self._sessions.add(session)
             if refused:
                 connection.close()
-            else:
+                continue
+            try:
                 session.thread.start()
+            except RuntimeError as error:  # the machine has no thread or no memory left for one
+                log.warning("nccl relay: a receiver is not served: %s", error)
+                with self._lock:
+                    self._sessions.discard(session)
+                connection.close()
 
     def serve(self, session: _ReceiverSession) -> None:
         """Serves a receiver until its connection ends. A thread of its own runs it."""

@@ -100,7 +100,7 @@ def _host(bind: str) -> str:
 
 
 def _interface(host: str) -> str | None:
-    """The network interface with the address ``host``; None when there is none."""
+    """The network interface with the address ``host``; None when no interface has it."""
     try:
         wanted = ipaddress.ip_address(socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)[0][4][0])
     except (OSError, ValueError):

@@ -22,7 +22,7 @@ from stage_runtime.relays.base import OnRelease, Peer, TransferId, TransferKey
 from stage_runtime.relays.memory.arena import HEADER, PAGE, Arena
 from stage_runtime.relays.memory.pins import Pins
 from stage_runtime.relays.moving.gets import Get, Gets
-from stage_runtime.relays.moving.operations import GetOperation
+from stage_runtime.relays.moving.pending_transfers import GetOperation
 from stage_runtime.relays.nixl.nixl_messages import (
     Cancel,
     NixlGrant,
@@ -88,7 +88,7 @@ class NixlReceiver:
         return route.moved_at if key in self._gets.in_progress else time.monotonic()
 
     def written(self, peer: Peer, notice: Written) -> bool:
-        """More of a transfer is here. False: there is no such transfer."""
+        """More of a transfer is here. False: the transfer is not known."""
         found = self._find(peer, notice.transfer, notice.generation)
         if found is None:
             return False
@@ -100,7 +100,7 @@ class NixlReceiver:
         return True
 
     def stopped(self, peer: Peer, notice: TransferStopped) -> bool:
-        """A transfer will not be completed. False: there is no such transfer."""
+        """A transfer will not be completed. False: the transfer is not known."""
         found = self._find(peer, notice.transfer, notice.generation)
         if found is None:
             return False
@@ -158,10 +158,10 @@ class NixlReceiver:
 
     def _complete(self, incoming: NixlGet) -> None:
         """All is here, and nothing of it moves any more."""
-        region, incoming.region = incoming.region[: incoming.nbytes], None
-        if self._gets.quarantined.pop(incoming.key, None) is not None:
-            self._on_release(*incoming.key)
+        if incoming.key in self._gets.quarantined:
+            self._settled(incoming)
             return
+        region, incoming.region = incoming.region[: incoming.nbytes], None
         del self._gets.in_progress[incoming.key]
         self._gets.landed(incoming, region)
 

@@ -26,7 +26,7 @@ from stage_runtime.relays.choice.choosing import Medium
 from stage_runtime.relays.context import RelayContext
 from stage_runtime.relays.memory.arena import HEADER, Arena
 from stage_runtime.relays.memory.placing import Placed
-from stage_runtime.relays.moving.operations import GetOperation, PutOperation, TransferCompletion
+from stage_runtime.relays.moving.pending_transfers import GetOperation, PutOperation, TransferCompletion
 from stage_runtime.relays.nixl import environment
 from stage_runtime.relays.nixl.agent import Agent
 from stage_runtime.relays.nixl.nixl_messages import (

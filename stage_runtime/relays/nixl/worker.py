@@ -14,8 +14,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
-import msgspec
-
+from stage_runtime.errors import UNDECODABLE
 from stage_runtime.relays.base import Peer
 from stage_runtime.relays.memory.filling import Filling
 from stage_runtime.relays.moving.pace import Pace
@@ -284,5 +283,5 @@ def _decoded(message: bytes) -> Notice | None:
     try:
         notice: Notice = nixl_messages.decode(message)
         return notice
-    except msgspec.MsgspecError:
+    except UNDECODABLE:
         return None

@@ -20,7 +20,7 @@ from stage_runtime.relays.context import RelayContext
 from stage_runtime.relays.memory import peer_arenas
 from stage_runtime.relays.memory.arena import Arena
 from stage_runtime.relays.memory.peer_arenas import ArenaFacts
-from stage_runtime.relays.moving.operations import GetOperation, PutOperation, TransferCompletion
+from stage_runtime.relays.moving.pending_transfers import GetOperation, PutOperation, TransferCompletion
 
 
 class ShmMetadata(msgspec.Struct, frozen=True, array_like=True):

@@ -18,14 +18,14 @@ import msgspec
 import numpy as np
 import zmq
 
-from stage_runtime.errors import TransferError
+from stage_runtime.errors import UNDECODABLE, TransferError
 from stage_runtime.payloads import buffers
 from stage_runtime.payloads.pack import ALIGNMENT
 from stage_runtime.relays.base import Peer, TransferId, TransferKey
 from stage_runtime.relays.context import RelayContext
 from stage_runtime.relays.memory import pages
 from stage_runtime.relays.memory.pins import Pins
-from stage_runtime.relays.moving.operations import GetOperation
+from stage_runtime.relays.moving.pending_transfers import GetOperation
 from stage_runtime.relays.tcp.movement import Movement
 
 log = logging.getLogger(__name__)
@@ -127,7 +127,12 @@ class Arrivals:
         if transfer is None:
             return
         if transfer.region is None:
-            transfer.region = self._region(header, body)
+            try:
+                transfer.region = self._region(header, body)
+            except (OSError, MemoryError) as error:  # its next piece would find memory, and this one would be missing
+                with self._lock:
+                    self._lose(key, f"this process has no memory for its {header.nbytes} bytes: {error}")
+                return
         if len(body) != transfer.nbytes or transfer.region.ctypes.data != buffers.address(body):
             transfer.region[header.offset : transfer.end] = np.frombuffer(body, np.uint8)
         if transfer.end == transfer.nbytes:
@@ -224,7 +229,7 @@ class Arrivals:
             return None
         try:
             header = self._decode(frames[0].buffer)
-        except msgspec.MsgspecError:
+        except UNDECODABLE:
             return None
         nbytes = len(frames[1].buffer)
         fits = 0 <= header.offset and header.offset + nbytes <= header.nbytes <= self._settings.transfer_bytes
@@ -244,7 +249,7 @@ class Arrivals:
                 return None
             claimed = key in self._claims
             if not claimed and self._unclaimed_bytes + header.nbytes > self._settings.unclaimed_bytes:
-                self._lose(key, "it came long before it was announced, and there was no room for it")
+                self._lose(key, "it came long before it was announced, and found no room")
                 return None
             transfer = self._in_progress[key] = _IncomingTransfer(header.request_id, header.nbytes)
             self._unclaimed_bytes += 0 if claimed else header.nbytes

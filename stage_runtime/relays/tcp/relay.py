@@ -27,7 +27,7 @@ from stage_runtime.relays.abstract import AbstractRelay
 from stage_runtime.relays.base import Peer, RelayOperation, TransferId
 from stage_runtime.relays.choice.choosing import Medium
 from stage_runtime.relays.context import RelayContext
-from stage_runtime.relays.moving.operations import GetOperation, PutOperation, TransferCompletion
+from stage_runtime.relays.moving.pending_transfers import GetOperation, PutOperation, TransferCompletion
 from stage_runtime.relays.tcp.arrivals import Arrivals, FrameHeader
 from stage_runtime.relays.tcp.movement import Movement
 from stage_runtime.relays.tcp.routes import TcpRoute, is_endpoint
@@ -69,7 +69,7 @@ class TcpRelay(AbstractRelay[TcpRoute, TcpMetadata]):
     CURE = "send it in parts"
 
     def __init__(self, context: RelayContext) -> None:
-        """Raises: ConfigurationError: the address cannot be bound."""
+        """Raises: ConfigurationError: the address cannot be bound, or no descriptor or thread is left."""
         super().__init__(context, TcpMetadata)
         self._settings = context.settings
         self._token = secrets.token_bytes(16)
@@ -79,19 +79,27 @@ class TcpRelay(AbstractRelay[TcpRoute, TcpMetadata]):
         self._logged: set[zmq.Event] = set()  #: Reasons for refused connections that are in the log already.
         self._zmq: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._zmq.max_sockets = self._zmq.get(zmq.SOCKET_LIMIT)
-        self._guard = context.security.guard(self._zmq) if context.security and self._is_tcp else None
-        self._socket, self._endpoint = self._bound()
+        self._guard: Any = None
         self._doors = context.doors
-        if self._doors is not None:
-            self._doors.add(self._endpoint)
-        self._socket.monitor("inproc://door", TURNED_AWAY | zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
-        self._door = self._zmq.socket(zmq.PAIR)
-        self._door.rcvhwm = 0  # a full one would block libzmq's own thread
-        self._door.connect("inproc://door")
-        self._stop = self._zmq.socket(zmq.PAIR)
-        self._stop.bind("inproc://stop")
-        self._thread = threading.Thread(target=self._receive, name="omni-relay-tcp", daemon=True)
-        self._thread.start()
+        try:
+            if context.security is not None and self._is_tcp:
+                self._guard = context.security.guard(self._zmq)
+            self._socket, self._endpoint = self._bound()
+            if self._doors is not None:
+                self._doors.add(self._endpoint)
+            self._socket.monitor("inproc://door", TURNED_AWAY | zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
+            self._door = self._zmq.socket(zmq.PAIR)
+            self._door.rcvhwm = 0  # a full one would block libzmq's own thread
+            self._door.connect("inproc://door")
+            self._stop = self._zmq.socket(zmq.PAIR)
+            self._stop.bind("inproc://stop")
+            self._thread = threading.Thread(target=self._receive, name="omni-relay-tcp", daemon=True)
+            self._thread.start()
+        except (RuntimeError, zmq.ZMQError) as error:
+            if self._guard is not None:
+                self._guard.stop()
+            self._zmq.destroy(linger=0)  # the collector would wait for sockets of a context that nobody has any more
+            raise ConfigurationError(f"tcp relay: {error}") from error
         self._expiring = self._loop.call_later(self._settings.unclaimed_s, self._expire)
 
     def facts(self) -> dict[str, Any]:
@@ -183,7 +191,11 @@ class TcpRelay(AbstractRelay[TcpRoute, TcpMetadata]):
         copied = sum(len(part) for index, part in enumerate(pack.parts) if index not in pack.private)
         put = self._accounted(metadata, pack, None, request_id=request_id, peer=peer, most=most, copied=copied)
         if put is not None:
-            self._send(route, put, pack)
+            try:
+                self._send(route, put, pack)
+            except BaseException:
+                self.released(peer, put.transfer)
+                raise
         return put
 
     def get(self, metadata: bytes, *, request_id: str, peer: Peer, holder: str = "") -> GetOperation:

@@ -5,13 +5,17 @@ Any thread, under the route's lock. Not here: what is sent (`relay`), and what a
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Callable
+from typing import Final
 
 import zmq
 
 from stage_runtime.errors import TransferError
+
+PORT: Final = re.compile("[0-9]{1,5}")  # Python makes no number of thousands of digits, and libzmq of foreign ones
 
 
 class TcpRoute:
@@ -64,4 +68,5 @@ def is_endpoint(endpoint: str) -> bool:
     if endpoint.startswith("ipc://"):
         return len(endpoint) > len("ipc://")
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
-    return endpoint.startswith("tcp://") and bool(host) and port.isdecimal() and 0 < int(port) < 65536
+    is_port = PORT.fullmatch(port) is not None and 0 < int(port) < 65536
+    return endpoint.startswith("tcp://") and bool(host) and is_port

@@ -1,8 +1,8 @@
 """The socket that peers connect to: their frames, and answers on the connections that they came by.
 
-A process that has nothing of its own to send to a peer acknowledges by the peer's connection, and opens none: half the
-memory and descriptors of a link. Not here: what is answered (`links`), connections of ours (`dialing`). It runs on the
-process's I/O thread, but for `answer`, which `links` calls there alone.
+A process with nothing to send to a peer acknowledges on the peer's connection and opens none of its own, which saves
+half of a link's memory and descriptors. Not here: what is answered (`links`), connections of ours (`dialing`). It runs
+on the process's I/O thread; `links` calls `answer` on that thread, too.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Accepting:
     def __init__(
         self, sockets: Sockets, loop: asyncio.AbstractEventLoop, endpoint: str, surplus: Callable[[], None]
     ) -> None:
-        """surplus: called for a part of a message that looks like a route and is not one, which no peer of ours sends.
+        """surplus: called for a part of a message that looks like a route and is not one, which only strangers send.
 
         Raises: ConfigurationError: the endpoint cannot be bound.
         """
@@ -37,7 +37,7 @@ class Accepting:
         self._look: Callable[[], None]
         self.socket = sockets.make(zmq.ROUTER, accepts=True)
         self.socket.maxmsgsize = FRAME_LIMIT
-        self.socket.router_mandatory = True  # an answer for which there is no connection, or no room, is refused
+        self.socket.router_mandatory = True  # an answer whose connection is gone, or full, is refused
         self.endpoint = sockets.bind(self.socket, endpoint)  #: The endpoint as bound.
         self.route = b""  #: The route of the connection that the last frame came by.
 
@@ -46,11 +46,11 @@ class Accepting:
         self._look = look
 
     def receive(self, flags: int) -> bytes:
-        """The next frame. Raises: ZMQError: there is none.
+        """The next frame. Raises: ZMQError: none waits.
 
-        A message is a route and one or more frames. No frame looks like a route. A stranger may send a part that does:
-        the next message's own route follows it. A question to libzmq about the end of each message would cost twice as
-        much as to receive it.
+        A message is a route and one or more frames. No frame looks like a route. A stranger may send a part that does;
+        the route of the next message follows it. Asking libzmq where each message ends takes twice as long as receiving
+        it.
         """
         receive = self.socket.recv
         part = receive(flags)
@@ -65,7 +65,7 @@ class Accepting:
     def answer(self, route: bytes, frame: bytes) -> bool:
         """False: its connection is gone, or has no room."""
         if not self._answered:
-            # A send takes the edge of the descriptor, on which the socket is read, with what has come before it.
+            # A send consumes the descriptor's edge, which would report frames that came before it.
             self._answered = True
             self._loop.call_soon(self._look_again)
         try:

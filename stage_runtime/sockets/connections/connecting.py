@@ -10,7 +10,7 @@ import asyncio
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import Final
+from typing import Final, NamedTuple
 
 from stage_runtime.sockets.connections.dialing import Connection, Dialers
 from stage_runtime.sockets.connections.links import Link
@@ -20,10 +20,19 @@ from stage_runtime.sockets.endpoints.refusals import Refusals
 #: one waits for its members to notice it.
 COORDINATOR_FACTOR: Final = 8.0
 RECONNECT_GRACE_S: Final = 0.3  # a connection that is not back by then is a dead peer
-#: When it is asked after a break whether anybody listens at the peer's endpoint. More than once, because the kernel
+#: When the kernel is asked, after a break, whether a process listens at the peer's endpoint. More than once, because it
 #: closes an ended process's descriptors one after the other, and has memory to free between them; no later than libzmq
-#: has a connection back, because who accepts one that sends nothing counts a failed handshake.
+#: has a connection back, because a process that accepts one without data counts a failed handshake.
 ASK_AFTER_S: Final = (0.01, 0.03, 0.07)
+
+
+class ConnectionEvents(NamedTuple):
+    """The reactions of a process to its connections, and its answer on whether a link is still used."""
+
+    current: Callable[[Link], bool]  #: Whether it is still the link to its peer.
+    connected: Callable[[Link], None]  #: Its connection is there, maybe again.
+    flush: Callable[[Link], None]  #: Send what waits.
+    gone: Callable[[Link], None]  #: Its peer cannot be reached.
 
 
 class Connecting:
@@ -37,24 +46,15 @@ class Connecting:
         *,
         dead_after_s: float,
         reconnect_grace_s: float,
-        current: Callable[[Link], bool],
-        connected: Callable[[Link], None],
-        flush: Callable[[Link], None],
-        gone: Callable[[Link], None],
+        events: ConnectionEvents,
     ) -> None:
-        """current: whether a link is still the one to its peer. connected: its connection is there, maybe again.
-        flush: send what waits. gone: its peer cannot be reached.
-        """
         self.interrupted: set[str] = set()  #: Peers whose connection broke and is not back: most are lost soon.
         self._loop = loop
         self._dialers = dialers
         self._counters = counters
         self._dead_after_s = dead_after_s
         self._reconnect_grace_s = reconnect_grace_s
-        self._current = current
-        self._connected = connected
-        self._flush = flush
-        self._gone = gone
+        self._events = events
         self._watchers: dict[Link, Callable[[bool], None]] = {}
         self._refusals = Refusals(loop)
 
@@ -65,7 +65,7 @@ class Connecting:
         self._watchers[link] = watcher
         link.connection = connection
         if connection.connected:
-            self._flush(link)
+            self._events.flush(link)
         else:
             self._loop.call_later(self._dead_after_s, self._must_be_connected, link, connection, connection.breaks)
 
@@ -94,7 +94,7 @@ class Connecting:
         if connected:
             self.interrupted.discard(link.peer)
             self._counters["connected"] += 1
-            self._connected(link)
+            self._events.connected(link)
             return
         self.interrupted.add(link.peer)
         self._counters["disconnected"] += 1
@@ -110,7 +110,7 @@ class Connecting:
     def _refused(self, link: Link, connection: Connection, since: int) -> None:
         if self._is_down(link, connection, since):
             self._counters["refused"] += 1
-            self._gone(link)
+            self._events.gone(link)
 
     def _must_be_connected(self, link: Link, connection: Connection, since: int, again: bool = True) -> None:
         """since: the break that this is the grace of; one after it has a grace of its own.
@@ -123,11 +123,11 @@ class Connecting:
         if connection.reached and again:
             self._loop.call_later(self._reconnect_grace_s, self._must_be_connected, link, connection, since, False)
             return
-        self._gone(link)
+        self._events.gone(link)
 
     def _is_down(self, link: Link, connection: Connection, since: int) -> bool:
         """Whether the connection of a link that is still used has not come back since that break."""
-        if not self._current(link) or link.connection is not connection:
+        if not self._events.current(link) or link.connection is not connection:
             return False
         connection.look()
         return not connection.connected and connection.breaks == since

@@ -111,15 +111,24 @@ class Dialers:
         if identifier is None:
             dialer = self._named.get(endpoint)
             if dialer is None:
-                dialer = self._named[endpoint] = _Dialer(
-                    self._sockets, self._loop, self._answered, local=False, only=lambda: self._close_named(endpoint)
-                )
+                return self._dial_named(endpoint, watcher, factor)
         else:
             local = is_local(endpoint)
             if local not in self._shared:
                 self._shared[local] = _Dialer(self._sockets, self._loop, self._answered, local=local)
             dialer = self._shared[local]
         return dialer.dial(identifier or endpoint, watcher, factor)
+
+    def _dial_named(self, endpoint: str, watcher: Callable[[bool], None], factor: float) -> Connection:
+        """The first connection to a name. A dialer that cannot make it is closed: nothing else uses it."""
+        dialer = self._named[endpoint] = _Dialer(
+            self._sockets, self._loop, self._answered, local=False, only=lambda: self._close_named(endpoint)
+        )
+        try:
+            return dialer.dial(endpoint, watcher, factor)
+        except BaseException:
+            self._close_named(endpoint)
+            raise
 
     def turn(self) -> bool:
         """Read the answers that have come. Returns: whether there were any."""

@@ -46,7 +46,7 @@ class Dismissals:
         self._bounds = bounds
         self._links: dict[Link, asyncio.TimerHandle] = {}  #: Open, with the time at which each is given up.
         self._lingering = 0  #: Links that are closed and whose connections are not.
-        #: Peer -> endpoint, message, and when it asked last; who has waited longest first.
+        #: Peer -> endpoint, message, and when it asked last; the longest waiting first.
         self._waiting: dict[str, tuple[str, Message, float]] = {}
         self._closed = False
 

@@ -85,7 +85,7 @@ class Link:
         self._outgoing = LinkSender()
         self._detours_from = 0  #: The last frame before the connection that is being made, or is there.
         self._detoured = (0, 0)  #: The last frame since then that went another way as well, and the bytes of all those.
-        self._watched = False  #: The I/O thread looks after unacknowledged frames. False where there are none.
+        self._watched = False  #: The I/O thread looks after unacknowledged frames. False where all are acknowledged.
         self._lock = Lock()
         self.closed = False
 
@@ -194,7 +194,7 @@ class Link:
             return not self._watched
 
     def sleep(self) -> Connection | None:
-        """Take the connection away, which the caller leaves. None: frames wait, or there is none."""
+        """Take the connection away, which the caller leaves. None: frames wait, or it has none."""
         with self._lock:
             if self.undelivered or self.incoming.owed:
                 return None

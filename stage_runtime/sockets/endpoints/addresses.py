@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import Final
 
 import zmq
-from cryptography.hazmat.primitives.hashes import SHA256
-from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils import z85
 
@@ -62,7 +60,11 @@ class CurveSecurity:
     def guard(self, context: zmq.Context[zmq.Socket[bytes]]) -> ThreadAuthenticator:
         """Start admitting members to ``context``'s server sockets, and no others. Stop it before the context ends."""
         authenticator = ThreadAuthenticator(context)
-        authenticator.start()
+        try:
+            authenticator.start()
+        except RuntimeError:  # the machine has no thread left
+            authenticator.stop()
+            raise
         authenticator.configure_curve_callback(domain=DOMAIN.decode(), credentials_provider=self)
         return authenticator
 
@@ -72,6 +74,9 @@ class CurveSecurity:
 
 
 def _pair(secret: bytes, label: bytes) -> tuple[bytes, bytes]:
+    from cryptography.hazmat.primitives.hashes import SHA256
+    from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
     derived = HKDF(algorithm=SHA256(), length=KEY_NBYTES, salt=None, info=label).derive(secret)
     secret_z85 = z85.encode(derived)
     return zmq.curve_public(secret_z85), secret_z85

@@ -1,7 +1,7 @@
 """The limits of a process that peers use up: descriptors and memory. Raised at start, checked before each new peer.
 
-The new peer is refused at a limit with the limit's name and what to do; what runs goes on. libzmq itself would not: at
-the limit of descriptors its thread tries to accept the same connection for ever. So some are kept free.
+The new peer is refused at a limit, with the limit's name and what to do; connected peers are served. libzmq does not do
+that: at the limit of descriptors its thread tries to accept the same connection for ever, so some are kept free.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from typing import Final, NamedTuple
 from stage_runtime.errors import LimitReached
 
 KEPT_FREE: Final = 64  # descriptors: for connections that peers open to us, files and refusals
-#: Descriptors. A peer that is connected to this process can be answered while strangers take all that is kept free for
-#: them: the doors are shut before so few are left.
+#: Descriptors that peers with a connection leave free: fewer than new ones must, so that they are answered while
+#: strangers use up the rest. Doors are shut before so few are left.
 KEPT_FROM_CONNECTED: Final = 16
 MEMORY_FREE: Final = 32 << 20  # bytes; a link and its relays take less than one MiB
 MEMORY_EVERY_S: Final = 1.0  # how often the memory of the container is read
 RAISE_DESCRIPTORS: Final = "raise the hard limit (ulimit -Hn, or LimitNOFILE of the container runtime)"
-UNLIMITED: Final = 1 << 62  # bytes; control groups of version 1 have a number where there is no limit
+UNLIMITED: Final = 1 << 62  # bytes; control groups of version 1 write a number for "unlimited"
 _FDS: Final = "/proc/self/fd"
 _SIZE_IS_COUNT: Final = os.stat(_FDS).st_size == len(os.listdir(_FDS)) - 1  # since Linux 6.2
 _CGROUP: Final = Path("/sys/fs/cgroup")
@@ -66,21 +66,26 @@ def check(*, connected: bool = False) -> None:
     _memory()
 
 
+def allowed_descriptors() -> int:
+    """How many this process may open."""
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
 def descriptors() -> tuple[int, int]:
     """How many this process may open, and how many of them are left; below 0 where the limit was lowered."""
-    allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    allowed = allowed_descriptors()
     if _SIZE_IS_COUNT:
         return allowed, allowed - os.stat(_FDS).st_size
     try:
         return allowed, allowed - len(os.listdir(_FDS)) + 1
-    except OSError:  # none is left to list them with
+    except OSError:  # no descriptor is left to list them
         return allowed, 0
 
 
 def _descriptors(kept: int) -> None:
-    allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    allowed = allowed_descriptors()
     kept = min(kept, allowed * kept // (4 * KEPT_FREE))
-    # Counted where that is cheap: while some are taken to count them, a connection may come that finds none.
+    # Counted where that is cheap: `_taken` leaves none for a connection that comes meanwhile.
     left = descriptors()[1] if _SIZE_IS_COUNT else _taken(kept)
     if left < kept:
         raise LimitReached(

@@ -88,7 +88,7 @@ def heartbeats(dead_after_s: float, factor: float = 1.0) -> Heartbeats:
     a coordinator no ttl: its libzmq would keep a timer for each, and walk over all timers for each message that comes.
     The kernel's keepalive closes the connections of a machine that is gone.
     """
-    third = max(min(int(dead_after_s * 1000 / 3), MAX_HEARTBEAT_MS // 2), 1)  # 0 would mean that there are none
+    third = max(min(int(dead_after_s * 1000 / 3), MAX_HEARTBEAT_MS // 2), 1)  # 0 would switch them off
     interval = max(min(int(dead_after_s * 1000 / 3 * factor), MAX_HEARTBEAT_MS // 2), 1)
     timeout = max(min(int(dead_after_s * 2000 / 3), MAX_HEARTBEAT_MS), 1)
     ttl = interval + timeout + third

@@ -40,7 +40,7 @@ class Reading:
         #: Monotonic time of the last frame of another protocol, or connection that ended at once.
         self.other_protocol_at = -math.inf
         self._loop = loop
-        self._counters = counters
+        self.counters = counters
         self._logged: defaultdict[str, set[str]] = defaultdict(set)  #: Reasons by kind, without numbers.
 
     def drain(
@@ -64,7 +64,7 @@ class Reading:
             try:
                 take(data)
             except Exception:  # the outermost loop: one message must not leave the rest of the socket unread
-                self._counters["handler_errors"] += 1
+                self.counters["handler_errors"] += 1
                 log.exception("handling a message failed")
             # Costs less than `zmq.Again`, but it does so for each frame.
             if number < BURST and not many and not _readable(socket):
@@ -99,7 +99,7 @@ class Reading:
 
     def refuse(self, kind: str, why: str, *, peer: str = "") -> None:
         """Count it, and log each reason of a kind once, with the first peer; those that differ in numbers are one."""
-        self._counters[kind] += 1
+        self.counters[kind] += 1
         logged, reason = self._logged[kind], NUMBERS.sub("", why)
         if reason in logged or len(logged) > LOGGED_MOST:
             return

@@ -7,9 +7,8 @@ thread.
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from stage_runtime.errors import ProtocolError, describe
 from stage_runtime.rules.flow.links import Standing, Verdict
@@ -48,6 +47,13 @@ class Handler(Protocol):
         """``peer`` is proven unreachable. Its link is closed already; nothing more comes from it."""
 
 
+class LinkEnds(NamedTuple):
+    """The two ways in which a frame ends a link."""
+
+    renew: Callable[[Link], Link]  #: Drop it, and return a new one to its peer.
+    lose: Callable[[Link], None]  #: Its peer has lost what was sent on it.
+
+
 class Receiving:
     """The frames of all peers of a process."""
 
@@ -56,28 +62,23 @@ class Receiving:
         incarnation: str,
         handler: Handler,
         links: Mapping[str, Link],
-        counters: Counter[str],
         *,
         reading: Reading,
         pacing: ReadPacing,
         acks: Acknowledging,
         resending: Resending,
-        renew: Callable[[Link], Link],
-        lose: Callable[[Link], None],
+        ends: LinkEnds,
     ) -> None:
-        """links: by incarnation; others add to them and remove. renew: drop a link, and return a new one to its peer.
-        lose: its peer has lost what was sent on it.
-        """
+        """links: by incarnation; others add to them and remove."""
         self._incarnation = incarnation
         self._handler = handler
         self._links = links
-        self._counters = counters
+        self._counters = reading.counters
         self._reading = reading
         self._pacing = pacing
         self._acks = acks
         self._resending = resending
-        self._renew = renew
-        self._lose = lose
+        self._ends = ends
         self._repeats = Repeats()
 
     def forget(self, link: Link) -> None:
@@ -170,9 +171,9 @@ class Receiving:
         if link is not None and standing is Standing.RENEWED:
             log.info("peer %s has dropped its link to this process", frame.sender)
             if link.only_receives:  # nothing of ours is lost with it, and the peer reports what it has lost
-                link = self._renew(link)
+                link = self._ends.renew(link)
             else:
-                self._lose(link)
+                self._ends.lose(link)
                 link = None
             standing = None if link is None else link.incoming.stand(frame.session, frame.ack_session)
         if link is None:
