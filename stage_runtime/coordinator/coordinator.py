@@ -13,7 +13,14 @@ from typing import Any
 from omnipipeline_spec.types.errors import clipped
 from omnipipeline_spec.types.plan import CanaryShare, CoordinatorPlan, PipelineRevision
 from stage_runtime.coordinator.answering.unread_answers import DEFAULT_LIMITS, AnswerLimits
-from stage_runtime.coordinator.membership import DEFAULT_TIMES, Membership, MembershipTimes
+from stage_runtime.coordinator.membership import (
+    DEFAULT_TIMES,
+    BoundRequests,
+    CoordinatorIdentity,
+    Membership,
+    MembershipTimes,
+)
+from stage_runtime.coordinator.plane_ends import PlaneEnds
 from stage_runtime.coordinator.questions.adapters import AdapterChanges
 from stage_runtime.coordinator.questions.clocks import Clocks
 from stage_runtime.coordinator.questions.profile_runs import PipelineProfiling
@@ -94,7 +101,7 @@ class Coordinator:
             Beat: lambda sender, message: self.membership.beat(sender, message),
             Ready: self._ready,
             PeerUnreachable: self._peer_unreachable,
-            Members: lambda sender, message: self.membership.adopt(sender, message),
+            Members: lambda sender, message: self.membership.neighbours.adopt(sender, message),
             Deregister: self._deregister,
             Detour: lambda sender, message: self._channels.hint(message.receiver, message),
             Hello: self._hello_again,
@@ -120,30 +127,25 @@ class Coordinator:
         endpoint, publisher: as the others must know them. profiles: of this process; None: it takes none.
         terminal_stages: the pipeline's terminalStagesFn. tracing: None: requests are not traced.
         """
+        ends = PlaneEnds(channels, relays, self._loop)
         self._channels = channels
         self._relays = relays
         self.membership = Membership(
-            pipeline=self._plan.pipeline,
-            incarnation=self.incarnation,
-            endpoint=endpoint,
-            publisher=publisher,
-            revisions=revisions,
-            channels=channels,
-            relays=relays,
-            bound_to=lambda incarnation: self.manager.live.bindings.count(incarnation),
-            last_attempt=lambda: self.manager.live.last_attempt,
+            CoordinatorIdentity(self._plan.pipeline, self.incarnation, endpoint, publisher),
+            revisions,
+            ends,
+            requests=BoundRequests(
+                bound_to=lambda incarnation: self.manager.live.bindings.count(incarnation),
+                last_attempt=lambda: self.manager.live.last_attempt,
+            ),
             hold_s=self._plan.hold_s,
-            loop=self._loop,
             times=times,
         )
         clocks = Clocks()
         self.manager = RequestManager(
             self._plan,
             self.membership,
-            loop=self._loop,
-            relays=relays,
-            send=channels.send,
-            publish=channels.publish,
+            ends,
             terminal_stages=terminal_stages,
             clocks_us=clocks.offsets_us,
             tracing=tracing,
@@ -284,5 +286,5 @@ class Coordinator:
         self.membership.deregister(sender, message)
 
     def _peer_unreachable(self, sender: str, message: PeerUnreachable) -> None:
-        self.membership.peer_unreachable(sender, message.peer)
+        self.membership.neighbours.peer_unreachable(sender, message.peer)
         self.manager.live.broken_connections.peer_unreachable(sender, message.peer)

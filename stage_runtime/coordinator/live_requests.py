@@ -8,7 +8,6 @@ on the I/O thread.
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import logging
 from collections.abc import Callable, Iterator
@@ -29,9 +28,9 @@ from stage_runtime.coordinator.ending.abort_forwarding import AbortForwarding
 from stage_runtime.coordinator.ending.deadlines import Deadlines
 from stage_runtime.coordinator.ending.notifications import ConsumedNotifier, EndedNotifier
 from stage_runtime.coordinator.membership import Membership
+from stage_runtime.coordinator.plane_ends import PlaneEnds
 from stage_runtime.coordinator.reporting.outcomes import RevisionOutcomes
 from stage_runtime.errors import IllegalEvent
-from stage_runtime.relays.dispatch import Relays
 from stage_runtime.rules.requests.lifecycle import (
     NOTHING,
     AttemptBegan,
@@ -49,7 +48,7 @@ from stage_runtime.rules.requests.lifecycle import (
 from stage_runtime.transfers.receiving import Fetching
 from stage_runtime.transfers.sending import SendQueues, attempt_key
 from stage_runtime.wire.frames import RequestRef
-from stage_runtime.wire.messages import Abort, HandBack, InputComplete, Message
+from stage_runtime.wire.messages import Abort, HandBack, InputComplete
 from stage_runtime.wire.parts import Failure
 
 log = logging.getLogger(__name__)
@@ -65,16 +64,14 @@ class LiveRequests:
         self,
         plan: CoordinatorPlan,
         membership: Membership,
+        ends: PlaneEnds,
         *,
-        loop: asyncio.AbstractEventLoop,
-        relays: Relays,
-        send: Callable[[str, Message], bool],
-        publish: Callable[[Message], None],
         ended: Callable[[RequestHandle], None],
         answer_limits: AnswerLimits,
     ) -> None:
         """ended: called once with each request, when nothing more can happen to it."""
-        owner = membership.incarnation
+        owner, (channels, relays, loop) = membership.incarnation, ends
+        send = channels.send
         self.send_queues = SendQueues(relays, send)
         self.abort_forwarding = AbortForwarding(owner, send)
         self.bindings = Bindings(membership)
@@ -94,8 +91,7 @@ class LiveRequests:
         self._membership = membership
         self._loop = loop
         self._relays = relays
-        self._send = send
-        self._publish = publish
+        self._channels = channels
         self._ended = ended
         self._handles: dict[str, RequestHandle] = {}  #: Handles by id, the oldest first.
         #: Increases across all requests: a reused id gets a higher number than its tombstone.
@@ -130,7 +126,7 @@ class LiveRequests:
         self.happen(handle, AttemptBegan(self.last_attempt))
         handle.begin_attempt(revision.entry, revision.edges)
         self.suspects.began(handle)
-        self._submission.send(handle, revision, self._membership.introduce(revision, bindings))
+        self._submission.send(handle, revision, self._membership.neighbours.introduce(revision, bindings))
 
     # --- its answer comes ---------------------------------------------------------------------------------------
 
@@ -278,9 +274,9 @@ class LiveRequests:
         owner = self._membership.incarnation
         abort = Abort(handle.id, handle.tracked.attempt, owner, handle.tracked.public_state)
         for incarnation in set(handle.bindings.values()):
-            self._send(incarnation, abort)
+            self._channels.send(incarnation, abort)
         if len(self._membership.state.instances) <= PUBLISHED_MOST:
-            self._publish(abort)
+            self._channels.publish(abort)
         self.bindings.release(handle)
         handle.give_up_attempt()
         handle.sending.aborted = True

@@ -1,34 +1,30 @@
 """The pipeline's members, as this coordinator sees them: registration, readiness, beats, departures.
 
-One room, because each of these events changes the same `state`, whose rules are `rules.binding.membership_state`'s.
+One room, because each of these events changes the same `state`, whose rules are `rules.binding.membership_state`'s. Not
+here: who is told of whom (`neighbours`), what is reported (`reporting.member_reports`).
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
-from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
-from typing import Any, Final, NamedTuple
+from collections.abc import Callable, Collection, Iterable, Sequence, Set
+from typing import Final, NamedTuple
 
 import msgspec
 
 from omnipipeline_spec.types.plan import PipelineRevision
 from omnipipeline_spec.types.pods import COORDINATOR
+from stage_runtime.coordinator.neighbours import Neighbours
+from stage_runtime.coordinator.plane_ends import PlaneEnds
 from stage_runtime.errors import LimitReached
-from stage_runtime.metrics import catalog, planes
-from stage_runtime.metrics.samples import Samples
-from stage_runtime.relays.dispatch import Relays
+from stage_runtime.metrics import planes
 from stage_runtime.rules.binding.membership_state import MembershipState
 from stage_runtime.rules.graph import kvpairs
 from stage_runtime.rules.members import beats
 from stage_runtime.rules.members.absences import Absences, Outlook, Prospect, UnitKind
-from stage_runtime.rules.members.demand import StageBeat
-from stage_runtime.rules.members.introductions import Introductions
 from stage_runtime.rules.members.standing import Standing
 from stage_runtime.rules.members.welcomes import Welcomes
-from stage_runtime.sockets.channels import Channels
 from stage_runtime.wire.frames import PROTOCOL
 from stage_runtime.wire.messages import Beat, Deregister, Hello, Members, Rejected, Unbound, Welcome
 from stage_runtime.wire.parts import Member
@@ -41,7 +37,6 @@ READY_AFTER_S: Final = 30.0  # without a complete set, a coordinator is ready th
 REGISTERED_BY_S: Final = 30.0
 FENCED_KEPT: Final = 10_000
 STANDS_LEAST_S: Final = 10.0  # a queue that stands for less is a busy one
-TICK_S: Final = 0.01  # departures within it are sent together
 SENT_AT_ONCE: Final = 100
 FENCED: Final = "this incarnation was declared dead"
 
@@ -56,6 +51,22 @@ class MembershipTimes(NamedTuple):
 DEFAULT_TIMES: Final = MembershipTimes()
 
 
+class CoordinatorIdentity(NamedTuple):
+    """The name of one coordinator, and where processes reach it."""
+
+    pipeline: str
+    incarnation: str
+    endpoint: str
+    publisher: str  #: The endpoint of its broadcasts.
+
+
+class BoundRequests(NamedTuple):
+    """The coordinator's requests, as far as its members depend on them."""
+
+    bound_to: Callable[[str], int]  #: How many are bound to an instance.
+    last_attempt: Callable[[], int]  #: Any that begins later has a higher number.
+
+
 class Joined(NamedTuple):
     """The changes that a Hello has made."""
 
@@ -68,40 +79,32 @@ class Membership:
 
     def __init__(
         self,
-        *,
-        pipeline: str,
-        incarnation: str,
-        endpoint: str,
-        publisher: str,
+        me: CoordinatorIdentity,
         revisions: Sequence[PipelineRevision],
-        channels: Channels,
-        relays: Relays,
-        bound_to: Callable[[str], int],
-        last_attempt: Callable[[], int],
+        ends: PlaneEnds,
+        *,
+        requests: BoundRequests,
         hold_s: float,
-        loop: asyncio.AbstractEventLoop,
         times: MembershipTimes = DEFAULT_TIMES,
     ) -> None:
         """hold_s: for how long an instance is expected after the last one of its group has left."""
-        self.incarnation = incarnation
+        self.incarnation = me.incarnation
         self.state = MembershipState(revisions)
-        self._pipeline = pipeline
-        self._endpoint = endpoint
-        self._publisher = publisher
-        self._channels = channels
-        self._relays = relays
-        self._bound_to = bound_to
-        self._last_attempt = last_attempt
-        self._loop = loop
+        self.beats: dict[str, Beat] = {}  #: The last beat of each instance.
+        self._me = me
+        self._channels = ends.channels
+        self._relays = ends.relays
+        self._requests = requests
+        self._loop = ends.loop
         self._times = times
-        self._introductions = Introductions()
-        self._gone: dict[str, list[str]] = {}  #: A member to notify -> members that are gone; sent after `TICK_S`.
         self._beat_s = 0.0  #: The beat that was sent last to members.
         self._refusals: dict[str, str] = {}  #: Refusals as logged, by sender; oldest first.
-        self._beats: dict[str, Beat] = {}
         self._welcomes = Welcomes()
         #: Incarnations declared dead -> their endpoints; oldest first. Empty: another process has taken that over.
         self._fenced: dict[str, str] = {}
+        self.neighbours = Neighbours(
+            self.state, ends.channels.send, ends.loop, fenced=self._fenced, registered_by_s=times.registered_by_s
+        )
         self._started_at = time.monotonic()
         self._was_complete = False
         self.stopping = False  #: This coordinator ends: members that leave are not reported.
@@ -128,11 +131,11 @@ class Membership:
         if not self._welcomes.due(sender, message, time.monotonic()):
             return Joined(new=False, replaced=[])
         if self._fenced.pop(sender, None) is not None:
-            self._send_gone()  # before it is introduced again
+            self.neighbours.send_gone()  # before it is introduced again
         known = self.state.instances.get(sender)
         # Attempts that were bound to it are over before a process says Hello for the first time, or again. One that
         # is ready and repeats it may have found us at a second address.
-        attempts_over = 0 if known is not None and known.ready else self._last_attempt()
+        attempts_over = 0 if known is not None and known.ready else self._requests.last_attempt()
         self._relays.open(sender, member.relays)
         # Not before it sends Ready: a request that comes before Welcome could not be answered. One that was fenced is
         # ready already, and its neighbours may reach it before Welcome does.
@@ -140,9 +143,9 @@ class Membership:
         for gone in replaced:
             self.fence(gone, replaced=True)
         facts = self._relays.facts()
-        me = Member(self.incarnation, COORDINATOR, "", "", self._endpoint, facts, (), attempts_over=attempts_over)
+        me = Member(self.incarnation, COORDINATOR, "", "", self._me.endpoint, facts, (), attempts_over=attempts_over)
         # A member that sends Hello again has found us at a second address, or has given up its link to us.
-        self._channels.send(sender, Welcome(self._publisher, me, message.via, self._beat_s))
+        self._channels.send(sender, Welcome(self._me.publisher, me, message.via, self._beat_s))
         self._adapt_beats()  # after it: a process that was not welcomed yet has no link for Members
         if known is None:
             log.debug(
@@ -150,50 +153,6 @@ class Membership:
             )
             self._log_ineligible(sender)
         return Joined(new=known is None, replaced=replaced)
-
-    def introduce(self, revision: PipelineRevision, bindings: Mapping[str, str]) -> tuple[Member, ...]:
-        """A request is bound: its instances are introduced to each other, where they were not yet.
-
-        Returns: what the request itself brings along, because it may arrive before that.
-        """
-        news = self._introductions.bind(revision.edges, bindings, time.monotonic())
-        for incarnation, others in news.introduced.items():
-            self._channels.send(incarnation, Members(joined=self._members(others)))
-        return self._members(news.along)
-
-    def peer_unreachable(self, sender: str, peer: str) -> None:
-        """Two instances have no connection; at a limit, one of them has forgotten the other's endpoint."""
-        self._introductions.lost(sender, peer)
-        if sender in self.state.instances:
-            self._watch_for(sender, [peer])
-
-    def adopt(self, sender: str, message: Members) -> None:
-        """An instance knows these from a coordinator that is gone: their departure is for this one to report."""
-        if sender not in self.state.instances:
-            return
-        for member in message.joined:
-            if member.incarnation in self.state.instances:
-                self._introductions.adopt(sender, member.incarnation)
-        self._watch_for(sender, [one.incarnation for one in message.joined])
-
-    def _watch_for(self, sender: str, peers: Iterable[str]) -> None:
-        """Report those that are not members to ``sender``: at once where they were declared dead here, else if they
-        have not registered by then (`MembershipTimes`).
-        """
-        unknown = [one for one in peers if one not in self.state.instances]
-        gone = tuple(one for one in unknown if one in self._fenced)
-        if gone:
-            self._channels.send(sender, Members(gone=gone))
-        later = [one for one in unknown if one not in self._fenced]
-        for one in later:
-            self._introductions.adopt(sender, one)
-        if later:
-            self._loop.call_later(self._times.registered_by_s, self._report_unknown, later)
-
-    def _report_unknown(self, peers: Sequence[str]) -> None:
-        for peer in peers:
-            if peer not in self.state.instances:
-                self._note_gone(peer)
 
     def unknown_peer(self, sender: str) -> None:
         """A message came from a process without a link. A fenced one is notified that it was fenced."""
@@ -220,9 +179,9 @@ class Membership:
         if instance is None:
             return  # refused, and not gone yet
         self.standing.beat(sender, message.waiting, message.progress, self._loop.time())
-        if self._beats.get(sender) is message and instance.at_rest:
+        if self.beats.get(sender) is message and instance.at_rest:
             return  # nothing has changed, as for most members of a large fleet
-        self._beats[sender] = message
+        self.beats[sender] = message
         waiting, running = sum(message.waiting.values()), sum(message.running.values())
         self.state.beat(sender, waiting, running, *planes.kv_blocks(message.gauges))
 
@@ -235,7 +194,7 @@ class Membership:
     def unbound(self, incarnation: str) -> None:
         """One request fewer is bound to it. A draining instance is notified when no request is left."""
         instance = self.state.instances.get(incarnation)
-        if instance is not None and instance.draining and not self._bound_to(incarnation):
+        if instance is not None and instance.draining and not self._requests.bound_to(incarnation):
             self._channels.send(incarnation, Unbound())
 
     def fence(self, incarnation: str, *, replaced: bool = False) -> bool:
@@ -253,12 +212,11 @@ class Membership:
         self._fenced[incarnation] = "" if replaced else instance.member.endpoint
         if len(self._fenced) > FENCED_KEPT:
             del self._fenced[next(iter(self._fenced))]
-        self._beats.pop(incarnation, None)
+        self.beats.pop(incarnation, None)
         self.standing.leave(incarnation)
         self._welcomes.forget(incarnation)
         self._channels.drop(incarnation)
-        self._gone.pop(incarnation, None)
-        self._note_gone(incarnation)
+        self.neighbours.leave(incarnation)
         self._adapt_beats()
         level = logging.DEBUG if self.stopping else logging.INFO
         log.log(level, "%s (%s) has left", instance.member.group, incarnation)
@@ -275,12 +233,6 @@ class Membership:
         alone_since = max(self._started_at, self._channels.other_protocol_at)
         self._was_complete = self._was_complete or all(map(self.starts_on_demand, self.state.missing_groups()))
         return self._was_complete or time.monotonic() - alone_since > self._times.ready_after_s
-
-    def ready_count(self) -> dict[str, int]:
-        counts: Counter[str] = Counter()
-        for instance in self.state.instances.values():
-            counts[instance.member.group] += instance.eligible
-        return dict(counts)
 
     def prospect(self, terminals: Collection[str] | None, required: Set[str] = frozenset()) -> Prospect:
         """Whether the instances that a request for these terminals needs are here, or on their way: of the revision
@@ -328,86 +280,13 @@ class Membership:
             change = "is set aside: its pod was taken out of its unit" if instance.aside else "is back in its unit"
             log.info("%s (%s) %s", instance.member.group, incarnation, change)
 
-    def samples(self) -> Samples:
-        """Ready instances, and what the last beats of all instances report of each stage."""
-        waiting: Counter[tuple[str, ...]] = Counter()
-        running: Counter[tuple[str, ...]] = Counter()
-        shares: defaultdict[tuple[str, ...], list[float]] = defaultdict(list)
-        for beat in self._beats.values():
-            for name, count in beat.waiting.items():
-                waiting[name,] += count
-                running[name,] += beat.running.get(name, 0)
-            for name, share in planes.busy(beat.gauges).items():
-                shares[name,].append(share)
-        return {
-            catalog.INSTANCES_READY: {(group,): count for group, count in self.ready_count().items()},
-            catalog.STAGE_WAITING: dict(waiting),
-            catalog.STAGE_RUNNING: dict(running),
-            catalog.STAGE_BUSY: {labels: sum(each) / len(each) for labels, each in shares.items()},
-        }
-
-    def stage_beats(self) -> Iterator[StageBeat]:
-        """The last beats of all instances, by stage."""
-        for incarnation, beat in self._beats.items():
-            group = self.state.instances[incarnation].member.group
-            for name, count in beat.waiting.items():
-                places = planes.places_of(beat.gauges, name)
-                running = beat.running.get(name, 0)
-                yield StageBeat(stage=name, group=group, waiting=count, running=running, places=places)
-
-    def loading_count(self) -> dict[str, int]:
-        """Instances that are registered, and not ready yet, by group."""
-        found = self.state.instances.values()
-        return Counter(one.member.group for one in found if not one.ready and not one.draining)
-
-    def gauges(self) -> Mapping[str, planes.Gauges]:
-        """The planes' numbers of each process, by group, incarnation and rank, as of its instance's last beat."""
-        return {
-            f"{instance.member.group}.{incarnation}{f'.rank{rank}' if rank else ''}": gauges
-            for incarnation, instance in self.state.instances.items()
-            if incarnation in self._beats
-            for rank, gauges in planes.by_rank(self._beats[incarnation].gauges).items()
-        }
-
     def counters(self) -> dict[str, int]:
         return dict(self._channels.counters)
-
-    def status(self) -> Mapping[str, Any]:
-        return {
-            "complete": self.state.complete(),
-            "missing_groups": self.state.missing_groups(),
-            "revisions": [one.revision for one in self.state.revisions],
-            "instances": [
-                {
-                    "incarnation": incarnation,
-                    "group": instance.member.group,
-                    "unit": instance.member.unit,
-                    "revision": instance.member.revision,
-                    "endpoint": instance.member.endpoint,
-                    "stages": list(instance.member.stages),
-                    "ready": instance.ready,
-                    "loading": [] if instance.ready else planes.loading_of(self._gauges_of(incarnation)),
-                    "draining": instance.draining,
-                    "aside": instance.aside,
-                    "ineligible_reason": self.state.ineligible_reason(instance),
-                    "waiting": instance.waiting,
-                    "running": instance.running,
-                    "bound": instance.bound,
-                    "bound_total": instance.bound_total,
-                    "gauges": self._gauges_of(incarnation),
-                    "transports": planes.transports(self._gauges_of(incarnation)),
-                }
-                for incarnation, instance in self.state.instances.items()
-            ],
-        }
 
     # --- inside -------------------------------------------------------------------------------------------------
 
     def _note_absences(self) -> None:
         self._absences.observe(self.state.missing(), self._loop.time())
-
-    def _gauges_of(self, incarnation: str) -> planes.Gauges:
-        return self._beats[incarnation].gauges if incarnation in self._beats else {}
 
     def _refusal(self, sender: str, message: Hello) -> str | None:
         member = message.member
@@ -415,8 +294,8 @@ class Membership:
             return f"its Hello is of {member.incarnation}"
         if self._fenced.get(sender, member.endpoint) != member.endpoint:
             return FENCED
-        if message.pipeline != self._pipeline:
-            return f"belongs to pipeline {message.pipeline!r}, this is {self._pipeline!r}"
+        if message.pipeline != self._me.pipeline:
+            return f"belongs to pipeline {message.pipeline!r}, this is {self._me.pipeline!r}"
         if not message.edges.startswith(f"{PROTOCOL}:"):
             return f"has the edges {message.edges!r}, this coordinator protocol {PROTOCOL}"
         known = self.state.instances.get(sender)
@@ -443,23 +322,6 @@ class Membership:
             return  # the link to that name is another process's
         rejected = Rejected(sender, refusal, fenced=refusal == FENCED, via=hello.via)
         self._channels.dismiss(sender, member.endpoint, rejected)
-
-    def _members(self, incarnations: Iterable[str]) -> tuple[Member, ...]:
-        instances = self.state.instances
-        return tuple(instances[one].member for one in incarnations if one in instances)
-
-    def _note_gone(self, incarnation: str) -> None:
-        """The members that know it get a message, with what else happens within a tick."""
-        for other in self._introductions.leave(incarnation):
-            if not self._gone:
-                self._loop.call_later(TICK_S, self._send_gone)
-            self._gone.setdefault(other, []).append(incarnation)
-
-    def _send_gone(self) -> None:
-        """One message for each that knew them, however many have left within a tick."""
-        gone, self._gone = self._gone, {}
-        for incarnation, others in gone.items():
-            self._channels.send(incarnation, Members(gone=tuple(others)))
 
     def _adapt_beats(self) -> None:
         beat_s = beats.interval_s(len(self.state.instances), self._beat_s)

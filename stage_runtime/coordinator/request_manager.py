@@ -6,7 +6,6 @@ Here: admission, the order to stop, status and counts. Not here: what happens to
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,13 +16,14 @@ from omnipipeline_spec.types.plan import CoordinatorPlan
 from stage_runtime.coordinator.admitting.admission import Admission
 from stage_runtime.coordinator.admitting.service_health import ServiceHealth
 from stage_runtime.coordinator.admitting.terminal_stages import TerminalStagesCaller, TerminalStagesResult, Watch
-from stage_runtime.coordinator.answering.request_handles import RequestHandle
+from stage_runtime.coordinator.answering.request_handles import HandleContext, RequestHandle, RequestTrace
 from stage_runtime.coordinator.answering.unread_answers import DEFAULT_LIMITS, AnswerLimits
 from stage_runtime.coordinator.binding.bindings import RETRY_AFTER_S
 from stage_runtime.coordinator.events import RequestRecord, StageNeed
 from stage_runtime.coordinator.live_requests import LiveRequests
 from stage_runtime.coordinator.membership import Membership
-from stage_runtime.coordinator.reporting import recorded
+from stage_runtime.coordinator.plane_ends import PlaneEnds
+from stage_runtime.coordinator.reporting import member_reports, recorded
 from stage_runtime.coordinator.reporting.demand import GroupDemand
 from stage_runtime.coordinator.reporting.reports import Reports
 from stage_runtime.coordinator.reporting.stats import RequestStats
@@ -32,10 +32,8 @@ from stage_runtime.errors import RequestError
 from stage_runtime.metrics import catalog, planes
 from stage_runtime.metrics.samples import Samples
 from stage_runtime.profiler.recording.recorder import recorder
-from stage_runtime.relays.dispatch import Relays
 from stage_runtime.rules.binding import prefixes
 from stage_runtime.rules.requests.lifecycle import Tracked
-from stage_runtime.wire.messages import Message
 from stage_runtime.wire.values import OmniRequest
 
 
@@ -46,11 +44,8 @@ class RequestManager:
         self,
         plan: CoordinatorPlan,
         membership: Membership,
+        ends: PlaneEnds,
         *,
-        loop: asyncio.AbstractEventLoop,
-        relays: Relays,
-        send: Callable[[str, Message], bool],
-        publish: Callable[[Message], None],
         terminal_stages: Callable[[OmniRequest], Any] | None = None,
         clocks_us: Mapping[str, int] = {},
         tracing: RequestTracer | None = None,
@@ -58,28 +53,25 @@ class RequestManager:
     ) -> None:
         """clocks_us: instance -> what to add to its times. tracing: None: requests are not traced."""
         self.stats = RequestStats()
-        self.live = LiveRequests(
-            plan,
-            membership,
-            loop=loop,
-            relays=relays,
-            send=send,
-            publish=publish,
-            ended=self._ended,
-            answer_limits=answer_limits,
-        )
+        self.live = LiveRequests(plan, membership, ends, ended=self._ended, answer_limits=answer_limits)
         self._plan = plan
         self._membership = membership
-        self._loop = loop
-        self._health = ServiceHealth(membership, loop, chosen=terminal_stages is not None)
+        self._loop = ends.loop
+        self._health = ServiceHealth(membership, ends.loop, chosen=terminal_stages is not None)
         self._admission = Admission(plan, terminal_stages)
         self._terminal_stages_caller = TerminalStagesCaller(terminal_stages) if terminal_stages is not None else None
         self._draining = False
         self._refusing: str | None = None  #: Why nothing is admitted any more.
-        self._clocks_us = clocks_us
+        self._handle_context = HandleContext(
+            owner=membership.incarnation,
+            cancel=self.live.cancel,
+            consumed=self.live.consumed,
+            unread_bytes=self.live.unread.bytes,
+            clocks_us=clocks_us,
+        )
         self._tracing = tracing
-        self._demand = GroupDemand(membership, loop)
-        self._reports = Reports(plan, membership, relays, self.live.send_queues, tracing)
+        self._demand = GroupDemand(membership, ends.loop)
+        self._reports = Reports(plan, membership, ends.relays, self.live.send_queues, tracing)
 
     # --- events.RequestManagerApi -------------------------------------------------------------------------------------
 
@@ -116,26 +108,20 @@ class RequestManager:
         except BaseException:
             self.live.bindings.give_back(bindings or {})
             raise
-        whole = not request.stream  # the client gets nothing before the end
         context = self._tracing.begin(trace, trace_state) if self._tracing is not None else None
-        tracked = Tracked(request.id, admitted.terminals, retries=admitted.retries, whole=whole)
+        tracked = Tracked(request.id, admitted.terminals, retries=admitted.retries, whole=not request.stream)
         handle = RequestHandle(
             request,
             tracked,
             admitted.extracted,
-            cancel=self.live.cancel,
-            consumed=self.live.consumed,
-            unread_bytes=self.live.unread.bytes,
-            owner=self._membership.incarnation,
-            traceparent=trace if context is None else context.header,
-            trace_context=context,
+            self._handle_context,
+            trace=RequestTrace(trace if context is None else context.header, context),
             deadline=self._loop.time() + admitted.timeout_s,
-            whole=whole,
             prompt=prompt,
-            clocks_us=self._clocks_us,
         )
         if recorder.active:
             recorder.note(recorded.ADMISSION[request.kind], request.id, 0)
+        self._admission.begun(admitted.extracted)
         self.live.begin(handle, revision, bindings)
         return handle
 
@@ -191,7 +177,7 @@ class RequestManager:
         return {**counts, **own, **self.live.waiting.samples(), **demand}
 
     def member_gauges(self) -> Mapping[str, planes.Gauges]:
-        return self._membership.gauges()
+        return member_reports.gauges(self._membership)
 
     @property
     def in_flight(self) -> int:
@@ -226,8 +212,8 @@ class RequestManager:
         handle.ended_at = time.monotonic()
         if recorder.active:
             recorder.note(recorded.RESPONSE[handle.tracked.public_state], handle.id, 0)
-        if self._tracing is not None and handle.trace_context is not None:
-            self._tracing.ended(handle.trace_context, handle.record)
+        if self._tracing is not None and handle.trace.context is not None:
+            self._tracing.ended(handle.trace.context, handle.record)
         self.stats.timed(handle.timings.values())
         failure = handle.tracked.failure
         if failure is None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import secrets
 import signal
+import ssl
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -23,7 +25,8 @@ from stage_runtime.coordinator.questions.profile_runs import ProfileLimits
 from stage_runtime.coordinator.reporting.tracing import RequestTracer
 from stage_runtime.coordinator.request_manager import RequestManager
 from stage_runtime.engines.making.resolving import resolve_hook
-from stage_runtime.errors import ConfigurationError, describe
+from stage_runtime.errors import UNDECODABLE, ConfigurationError, describe
+from stage_runtime.metrics import catalog
 from stage_runtime.processes import collecting, logs, loops, process_context, signals, traces
 from stage_runtime.processes.supervision import statuspipe
 from stage_runtime.processes.tasks import Tasks
@@ -32,7 +35,7 @@ from stage_runtime.relays.dispatch import Relays
 from stage_runtime.relays.memory import pages
 from stage_runtime.rules.flow import ticks
 from stage_runtime.settings import CoordinatorSettings, api_keys
-from stage_runtime.sockets.channels import Channels
+from stage_runtime.sockets.channels import Channels, LinkTimes
 from stage_runtime.sockets.endpoints import limits
 from stage_runtime.sockets.endpoints.doors import Doors
 from stage_runtime.web import app as web
@@ -40,7 +43,7 @@ from stage_runtime.web import routes
 from stage_runtime.web.exchanges.apikeys import ApiKeys
 from stage_runtime.web.exchanges.memory_budget import MemoryBudget
 from stage_runtime.web.exchanges.metrics import CoordinatorMetrics
-from stage_runtime.web.listening import certificates
+from stage_runtime.web.listening import certificates, pinning
 from stage_runtime.web.listening.certificates import CertificatePair, Certificates
 from stage_runtime.web.listening.limits.connection_limits import ConnectionLimits
 from stage_runtime.web.listening.server import Server
@@ -85,36 +88,11 @@ async def _serve(settings: CoordinatorSettings) -> int:
         coordinator = _planes(settings, stack)
         logs.protect()
         manager = coordinator.manager
-        metrics = CoordinatorMetrics(manager, of_members=not settings.probe_port)
-        codecs = await stack.enter_async_context(CodecPool())
-        speaks = {one.serves for one in ROUTES if one.sound} | {one.serves for one in SOCKETS}
-        if speaks & set(settings.plan.serves):  # a chat may never ask for sound
-            codecs.warm()
         shown = _web_settings(settings)
-        admin = routes.admin(coordinator.profiling, coordinator.operations, coordinator.adapters, model=shown.model)
-        on_own_port = bool(settings.admin_port)
-        budget = MemoryBudget(shown.max_held_bytes, grace_s=shown.body_grace_s)
-        of_client = [] if on_own_port else admin
-        app = web.make_app(manager, shown, codecs=codecs, metrics=metrics, admin=of_client, budget=budget)
         drain_s = drain_seconds(settings.plan.drain_timeout_s)
-        limits = ConnectionLimits(unread_nbytes=shown.max_held_bytes)
-        tls = None if settings.certificate is None else Certificates(_pair(*settings.certificate))
-        host, port = settings.http_host, settings.http_port
-        server = Server(app, host=host, port=port, drain_s=drain_s, limits=limits, certificates=tls)
-        await server.__aenter__()
+        tls = None if settings.certificate is None else _certificates(*settings.certificate, settings.shown_certificate)
         serving, tasks = Tasks(ended), stack.enter_context(Tasks(ended))
-        serving.start("HTTP server", server.ended())
-        if settings.probe_port:
-            probing = Server(
-                web.make_probes(manager, metrics), host=settings.http_host, port=settings.probe_port, drain_s=0
-            )
-            await stack.enter_async_context(probing)
-            serving.start("probe server", probing.ended())
-        if on_own_port:
-            own = web.make_admin(manager, shown, codecs=codecs, metrics=metrics, admin=admin, budget=budget)
-            administration = Server(own, host=ADMIN_HOST, port=settings.admin_port, drain_s=0)
-            await stack.enter_async_context(administration)
-            serving.start("admin server", administration.ended())
+        server = await _servers(settings, coordinator, shown, tls, stack, serving, drain_s)
         _watch_files(settings, coordinator, shown.api_keys, tls, tasks)
         tasks.start("profiles", _beat(coordinator.profiling.beat))
         tasks.start("memory", _give_memory_back(lambda: manager.stats.outcomes.total()))
@@ -133,6 +111,47 @@ async def _serve(settings: CoordinatorSettings) -> int:
         stop.clear()
         await _drain(settings, manager, server, stop, drain_s)
     return 0
+
+
+async def _servers(
+    settings: CoordinatorSettings,
+    coordinator: Coordinator,
+    shown: WebSettings,
+    tls: Certificates | None,
+    stack: contextlib.AsyncExitStack,
+    serving: Tasks,
+    drain_s: float,
+) -> Server:
+    """Start the HTTP servers. ``stack`` closes those of probes and administration, the caller stops the clients'.
+
+    Returns: the clients' server. serving: watches all of them.
+    """
+    manager, host = coordinator.manager, settings.http_host
+    metrics = CoordinatorMetrics(manager, of_members=not settings.probe_port)
+    if tls is not None:
+        _count_certificate(metrics, tls)
+    codecs = await stack.enter_async_context(CodecPool())
+    speaks = {one.serves for one in ROUTES if one.sound} | {one.serves for one in SOCKETS}
+    if speaks & set(settings.plan.serves):  # a chat may never ask for sound
+        codecs.warm()
+    admin = routes.admin(coordinator.profiling, coordinator.operations, coordinator.adapters, model=shown.model)
+    budget = MemoryBudget(shown.max_held_bytes, grace_s=shown.body_grace_s)
+    of_client = [] if settings.admin_port else admin
+    app = web.make_app(manager, shown, codecs=codecs, metrics=metrics, admin=of_client, budget=budget)
+    limits = ConnectionLimits(unread_nbytes=shown.max_held_bytes)
+    server = Server(app, host=host, port=settings.http_port, drain_s=drain_s, limits=limits, certificates=tls)
+    await server.__aenter__()
+    serving.start("HTTP server", server.ended())
+    if settings.probe_port:
+        probing = Server(web.make_probes(manager, metrics), host=host, port=settings.probe_port, drain_s=0)
+        await stack.enter_async_context(probing)
+        serving.start("probe server", probing.ended())
+    if settings.admin_port:
+        own = web.make_admin(manager, shown, codecs=codecs, metrics=metrics, admin=admin, budget=budget)
+        administration = Server(own, host=ADMIN_HOST, port=settings.admin_port, drain_s=0)
+        await stack.enter_async_context(administration)
+        serving.start("admin server", administration.ended())
+    return server
 
 
 async def _drain(
@@ -190,7 +209,7 @@ def _planes(settings: CoordinatorSettings, stack: contextlib.AsyncExitStack) -> 
         answer_limits=answer_limits(settings.answers_nbytes, plan.max_body_bytes),
     )
     channels = Channels(
-        coordinator, incarnation=incarnation, loop=loop, security=security, dead_after_s=plan.dead_after_s
+        coordinator, incarnation=incarnation, loop=loop, security=security, times=LinkTimes(plan.dead_after_s)
     )
     stack.callback(channels.close)
     stack.push_async_callback(channels.settled, SETTLE_S)
@@ -258,7 +277,7 @@ def read_revisions(path: Path) -> list[PipelineRevision]:
 def _revisions(content: bytes) -> list[PipelineRevision]:
     try:
         return msgspec.json.decode(content, type=list[PipelineRevision])
-    except msgspec.MsgspecError as error:
+    except UNDECODABLE as error:
         raise ConfigurationError(f"no list of revisions: {error}") from error
 
 
@@ -270,7 +289,7 @@ def _hosts(content: bytes) -> list[str]:
     """Addresses of pods that were taken out of their units. Raises: ConfigurationError."""
     try:
         return msgspec.json.decode(content, type=list[str])
-    except msgspec.MsgspecError as error:
+    except UNDECODABLE as error:
         raise ConfigurationError(f"no list of addresses: {error}") from error
 
 
@@ -278,7 +297,7 @@ def _groups(content: bytes) -> list[str]:
     """Process groups that start on demand. Raises: ConfigurationError."""
     try:
         return msgspec.json.decode(content, type=list[str])
-    except msgspec.MsgspecError as error:
+    except UNDECODABLE as error:
         raise ConfigurationError(f"no list of process groups: {error}") from error
 
 
@@ -286,7 +305,7 @@ def _canary(content: bytes) -> CanaryShare | None:
     """The share of a revision that is tried. Raises: ConfigurationError."""
     try:
         return msgspec.json.decode(content, type=CanaryShare | None)
-    except msgspec.MsgspecError as error:
+    except UNDECODABLE as error:
         raise ConfigurationError(f"no share of a revision: {error}") from error
 
 
@@ -294,7 +313,7 @@ def _limits(content: bytes) -> ProfileLimits:
     """``profiling`` of the resource. Raises: ConfigurationError."""
     try:
         return msgspec.json.decode(content, type=ProfileLimits)
-    except msgspec.MsgspecError as error:
+    except UNDECODABLE as error:
         raise ConfigurationError(f"no profiling settings: {error}") from error
 
 
@@ -334,6 +353,32 @@ def _pair(chain: Path, key: Path) -> CertificatePair:
         raise ConfigurationError(f"{error.filename}: {error.strerror}") from error
 
 
+def _certificates(chain: Path, key: Path, shown: Path | None) -> Certificates:
+    """shown: a file that always has the certificate which clients are shown.
+
+    Raises: ConfigurationError: names the files, one of which cannot be read, or they do not fit together.
+    """
+    try:
+        return Certificates(_pair(chain, key), changing=None if shown is None else functools.partial(_show, shown))
+    except ConfigurationError as error:
+        raise ConfigurationError(f"OMNI_TLS_CERT_FILE {chain}, OMNI_TLS_KEY_FILE {key}: {error}") from error
+
+
+def _show(shown: Path, contexts: Sequence[ssl.SSLContext]) -> None:
+    fresh = shown.with_name(f"{shown.name}.new")
+    try:
+        fresh.write_bytes(pinning.listed(map(pinning.shown, contexts)))
+        fresh.replace(shown)
+    except OSError as error:  # a full disk: clients are served all the same
+        log.error("cannot write %s: %s; the commands of this run cannot reach it", shown, error.strerror)
+
+
+def _count_certificate(metrics: CoordinatorMetrics, tls: Certificates) -> None:
+    metrics.read(catalog.HTTP_CERTIFICATE_START, lambda: tls.life and tls.life.begins)
+    metrics.read(catalog.HTTP_CERTIFICATE_END, lambda: tls.life and tls.life.ends)
+    metrics.read(catalog.HTTP_CERTIFICATE_REFUSED, lambda: float(tls.refused))
+
+
 async def _watch_certificate(chain: Path, key: Path, tls: Certificates) -> None:
     """Show the certificate that is in the files now. One that is wrong is logged once, and the present one stays."""
     known, problem = tls.pair, ""
@@ -341,16 +386,17 @@ async def _watch_certificate(chain: Path, key: Path, tls: Certificates) -> None:
         await asyncio.sleep(ticks.next_s(time.time(), REREAD_EVERY_S))
         try:
             pair = await asyncio.to_thread(_pair, chain, key)
-            if pair == known:
-                continue
-            known = pair
-            tls.replace(pair)
-            problem = ""
-            log.info("the certificate has changed: connections from now on get the new one")
+            if pair != known:
+                known = pair
+                tls.replace(pair)
+                log.info("the certificate has changed: connections from now on get the new one")
+            tls.refused = pair != tls.pair
+            problem = problem if tls.refused else ""
         except ConfigurationError as error:
+            tls.refused = True
             if str(error) != problem:
                 problem = str(error)
-                log.error("%s: %s; the certificate that was read before stays", chain, problem)
+                log.error("cannot replace the certificate: %s; the one that was read before stays", problem)
 
 
 async def _beat(beat: Callable[[], None]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Final, NamedTuple
 
 from omnipipeline_spec.types.errors import quoted
 from omnipipeline_spec.types.plan import StagePlan
@@ -14,6 +14,17 @@ from stage_runtime.kv_transfer.interface import KVTransport
 Allocate = Callable[[tuple[int, ...], Any], Any]
 Progress = Callable[[str, str, float, float, str], None]
 EmitEvent = Callable[[str, str, str, Mapping[str, Any]], None]
+
+
+class Rank(NamedTuple):
+    """The place of one process in its stage."""
+
+    number: int = 0
+    gpu_id: int | None = None
+    rendezvous: str | None = None  #: ``tcp://host:port`` at which the ranks of a TP stage meet.
+
+
+ONE_RANK: Final = Rank()
 
 
 class RankContext:
@@ -25,9 +36,7 @@ class RankContext:
         *,
         model_path: str | None,
         model_revision: str | None,
-        gpu_id: int | None,
-        tp_rank: int,
-        rendezvous: str | None,
+        rank: Rank = ONE_RANK,
         allocate: Allocate,
         progress: Progress,
         emit: EmitEvent,
@@ -38,12 +47,12 @@ class RankContext:
         self.kv = kv
         self.name = plan.name
         self.terminal = plan.terminal
-        self.device = "cpu" if gpu_id is None else f"cuda:{gpu_id}"
+        self.device = "cpu" if rank.gpu_id is None else f"cuda:{rank.gpu_id}"
         self.model_path = model_path
         self.model_revision = model_revision
-        self.tp_rank = tp_rank
+        self.tp_rank = rank.number
         self.tp_size = plan.tp_size
-        self.rendezvous = rendezvous  #: ``tcp://host:port`` at which the ranks of this TP stage meet.
+        self.rendezvous = rank.rendezvous
         self.logger = logging.getLogger(f"stage.{plan.name}")
         self._allocate = allocate
         self._progress = progress

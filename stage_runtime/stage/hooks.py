@@ -45,6 +45,9 @@ class Hooks:
             return plan.next, None
         returned = self._call("routeFn", self._route, request_id, output)
         if isinstance(returned, Routed):
+            if not isinstance(returned.payloads, Mapping):
+                problem = f"returned omni.Routed of a {type(returned.payloads).__name__}"
+                raise HookError(plan.name, "routeFn", f"{problem}; expected a dict: the data of each target")
             return routing.route(plan.name, plan.next, list(returned.payloads)), returned.payloads
         return routing.route(plan.name, plan.next, returned), None
 
@@ -54,8 +57,8 @@ class Hooks:
     def merge(self, inputs: dict[str, StagePayload]) -> StagePayload:
         """One payload of several. Data that the function returns gets the request of the first input."""
         assert self._merge is not None  # the contract: wait_for needs merge_fn
-        returned = self._call("mergeFn", self._merge, inputs)
-        return self._as_payload("mergeFn", returned, next(iter(inputs.values())))
+        first = next(iter(inputs.values()))  # the function may take them out of ``inputs``
+        return self._as_payload("mergeFn", self._call("mergeFn", self._merge, inputs), first)
 
     def project(self, target: str, payload: StagePayload) -> StagePayload:
         """The part of ``payload`` that ``target`` receives."""
@@ -63,7 +66,8 @@ class Hooks:
         if function is None:
             return payload
         hook = f"projectPayload.{target}"
-        return self._as_payload(hook, self._call(hook, function, payload), payload)
+        own = StagePayload(request=payload.request, data=payload.data)  # other targets get ``payload`` itself
+        return self._as_payload(hook, self._call(hook, function, own), payload)
 
     def stream_done_targets(self, request_id: str, output: Any) -> tuple[str, ...]:
         plan = self._plan

@@ -104,17 +104,7 @@ class Host:
             self.stages, self.process, loop, lambda owner, members: self.membership.meet(members, by=owner)
         )
         self.membership = StageMembership(plans, self.process, loop)
-        self.kv: dict[str, StageKVTransport] = {
-            plan.name: StageKVTransport(
-                plan,
-                self.process,
-                loop,
-                members=lambda: self.membership.members,
-                named=self.stages[plan.name].input.named,
-            )
-            for plan in plans
-            if plan.kv_role
-        }
+        self.kv = {plan.name: self._kv_transport(plan, loop) for plan in plans if plan.kv_role}
         self.membership.on_gone = self._peer_gone
         self._lifecycle = lifecycle
         self._loop = loop
@@ -134,12 +124,25 @@ class Host:
             if profiles is not None
             else None
         )
-        self._handlers: dict[type, Callable[[str, Any], None]] = {
+        self._handlers = self._handled()
+
+    def _kv_transport(self, plan: StagePlan, loop: asyncio.AbstractEventLoop) -> StageKVTransport:
+        return StageKVTransport(
+            plan,
+            self.process,
+            loop,
+            members=lambda: self.membership.members,
+            named=self.stages[plan.name].input.named,
+        )
+
+    def _handled(self) -> dict[type, Callable[[str, Any], None]]:
+        """The handler of each type of message; `open_ranks` adds one."""
+        return {
             **self.requests.handlers,
             **self.membership.handlers,
             Welcome: self._welcome,
             Rejected: self._rejected,
-            Unbound: lambda sender, _: lifecycle.unbound(sender),
+            Unbound: lambda sender, _: self._lifecycle.unbound(sender),
             AdminCall: self._administration.ask,
             Release: self._released,
             **dict.fromkeys((KVAsk, KVPiece, KVClose, KVBeat), self._kv_message),

@@ -45,7 +45,7 @@ class ProcessContext:
         return self.inputs.get(name)
 
     def send(self, peer: str, message: Message) -> bool:
-        """False: there is no link to ``peer``."""
+        """False: this process has no link to ``peer``."""
         return self.channels.send(peer, message)
 
     def shared(self, source: str, target: str, work: RequestWork, value: Any, where: str) -> Any:

@@ -15,7 +15,7 @@ from stage_runtime.engines.threads import stage_threads
 from stage_runtime.errors import describe
 from stage_runtime.profiler.recording.recorder import set_active_stage
 from stage_runtime.stage.hooks import Hooks
-from stage_runtime.stage.inputs.stage_input import StageInput
+from stage_runtime.stage.inputs.stage_input import InputOutcomes, StageInput
 from stage_runtime.stage.observing import recorded
 from stage_runtime.stage.observing.stalling import Stalling
 from stage_runtime.stage.outputs.stage_output import StageOutput
@@ -54,12 +54,14 @@ class Stage:
             plan,
             self.hooks,
             self.inbox,
-            self._fail,
-            self._crash,
-            skipped=lambda work: self.output.skip(work),
-            unwanted=lambda header, source: self.output.refuse(header, source),
-            reject=lambda header, error: self.output.reject(header, error),
-            complete=lambda work: process.send(work.owner, InputComplete(work.request_id, work.attempt, plan.name)),
+            InputOutcomes(
+                fail=self._fail,
+                crashed=self._crash,
+                skipped=lambda work: self.output.skip(work),
+                unwanted=lambda header, source: self.output.refuse(header, source),
+                reject=lambda header, error: self.output.reject(header, error),
+                complete=lambda work: process.send(work.owner, InputComplete(work.request_id, work.attempt, plan.name)),
+            ),
         )
         self.output = StageOutput(plan, self.hooks, process, self.input.forget, self._crash, self._fail)
         self._stalling = Stalling(

@@ -158,7 +158,7 @@ class RequestWork(msgspec.Struct, eq=False, kw_only=True):
 
     @property
     def unshown(self) -> str | None:
-        """The type of an output that the route cannot show. None: there is none, or another output can be shown."""
+        """The type of an output that the route cannot show. None: it has none, or another output can be shown."""
         return None if self._shows else self._unshown
 
     # --- streams out --------------------------------------------------------------------------------------------

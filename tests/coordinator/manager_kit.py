@@ -26,6 +26,7 @@ from stage_runtime.wire.frames import PROTOCOL, Frame
 from stage_runtime.wire.messages import Abort, Complete, Hello, Message, Ready, Rejected, Stream, Submit
 from stage_runtime.wire.parts import Body, Failure, Member, Timing
 from stage_runtime.wire.values import OmniRequest
+from tests.coordinator.set_clock import SetClock
 from tests.patience import patience
 from tests.transfers.memory_relays import MemoryRelays
 
@@ -100,12 +101,12 @@ class CoordinatorHarness:
         answer_limits: AnswerLimits,
         incarnation: str,
         times: MembershipTimes,
+        clock: SetClock | None,
     ) -> None:
+        loop: Any = clock or asyncio.get_running_loop()
         self.channels = MemoryChannels()
         self.relays = MemoryRelays()
-        self.coordinator = Coordinator(
-            plan, incarnation=incarnation, loop=asyncio.get_running_loop(), answer_limits=answer_limits
-        )
+        self.coordinator = Coordinator(plan, incarnation=incarnation, loop=loop, answer_limits=answer_limits)
         self.coordinator.wire(
             self.channels,  # type: ignore[arg-type]
             self.relays,  # type: ignore[arg-type]
@@ -203,10 +204,12 @@ async def coordinator_harness(
     answer_limits: AnswerLimits = DEFAULT_LIMITS,
     incarnation: str = ME,
     times: MembershipTimes = DEFAULT_TIMES,
+    clock: SetClock | None = None,
     **plan: Any,
 ) -> AsyncIterator[CoordinatorHarness]:
+    """clock: None: the time of the running loop."""
     coordinator_plan = CoordinatorPlan(pipeline="hello", model="hello", **plan)
-    made = CoordinatorHarness(coordinator_plan, terminal_stages, revisions, answer_limits, incarnation, times)
+    made = CoordinatorHarness(coordinator_plan, terminal_stages, revisions, answer_limits, incarnation, times, clock)
     if joined:
         made.join("f1", "front")
         made.join("v1", "voice")

@@ -45,6 +45,17 @@ async def test_an_id_that_no_request_can_have_is_asked_of_nobody(request_id: str
         assert questions(made, "f1") == questions(made, "v1") == []
 
 
+async def test_a_caller_that_goes_away_leaves_the_question_to_those_that_ask_the_same() -> None:
+    async with coordinator_harness() as made:
+        gone, again = await caller(made), await caller(made)
+        gone.cancel()
+        await asyncio.gather(gone, return_exceptions=True)
+        made.coordinator.received("v1", ForwardAbortReply("theirs", ME, True, 1))
+        assert await asyncio.wait_for(again, 60)
+        await caller(made)
+        assert len(questions(made, "f1")) == 2, "nobody asks any more, so the next one is asked anew"
+
+
 async def test_no_is_known_as_soon_as_everybody_has_answered_or_is_gone() -> None:
     async with coordinator_harness() as made:
         answer = await caller(made)

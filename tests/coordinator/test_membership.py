@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from typing import Any
 
@@ -10,11 +9,12 @@ import msgspec
 import pytest
 
 from omnipipeline_spec.types.plan import PipelineRevision
-from stage_runtime.coordinator import membership
+from stage_runtime.coordinator import membership, neighbours
 from stage_runtime.errors import RequestError
 from stage_runtime.metrics import catalog, planes
 from stage_runtime.wire.messages import Beat, Deregister, Detour, Members, PeerUnreachable, Ready, Rejected, Welcome
 from tests.coordinator.manager_kit import REVISION, SCHEMAS, CoordinatorHarness, came, coordinator_harness, new_request
+from tests.coordinator.set_clock import SetClock
 
 
 def sent(made: CoordinatorHarness, incarnation: str, kind: type) -> list[object]:
@@ -227,13 +227,13 @@ async def test_a_fenced_process_that_sends_hello_is_taken_back_and_learns_which_
 
 async def test_who_comes_back_at_once_is_introduced_after_its_departure_was_reported() -> None:
     """Departures wait for others of the same moment; sent after the return, they would remove it for good."""
-    async with coordinator_harness() as made:
+    clock = SetClock()
+    async with coordinator_harness(clock=clock) as made:
         made.manager.admit(new_request("r1"))
         made.coordinator.lost("v1")
         made.join("v1", "voice")
         made.manager.admit(new_request("r2"))
-        await came(lambda: any(news.gone for news in sent(made, "f1", Members)))  # type: ignore[attr-defined]
-        await asyncio.sleep(2 * membership.TICK_S)
+        clock.advance(2 * neighbours.TICK_S)
         news = [([one.incarnation for one in each.joined], each.gone) for each in sent(made, "f1", Members)]  # type: ignore[attr-defined]
         assert news == [(["v1"], ()), ([], ("v1",)), (["v1"], ())]
 
@@ -299,9 +299,13 @@ async def test_a_coordinator_that_was_complete_once_stays_ready() -> None:
 
 
 async def test_it_is_ready_in_time_without_a_set_unless_others_speak_another_protocol() -> None:
-    async with coordinator_harness(joined=False, times=membership.MembershipTimes(ready_after_s=0.05)) as made:
+    times = membership.MembershipTimes(ready_after_s=0.05)
+    async with (
+        coordinator_harness(joined=False, times=times) as made,
+        coordinator_harness(joined=False, times=times, incarnation="alone") as alone,
+    ):
         made.channels.other_protocol_at = time.monotonic() + 3600
-        await asyncio.sleep(0.1)
+        await came(alone.manager.ready)
         assert not made.manager.ready(), "an older coordinator serves them, and goes when this one is ready"
         made.channels.other_protocol_at = last = time.monotonic() + 0.2
         await came(made.manager.ready)

@@ -130,7 +130,7 @@ async def test_answers_of_others_late_ones_and_second_ones_change_nothing() -> N
 @pytest.mark.parametrize(
     ("stage", "code", "problem"),
     [
-        ("thinkre", "not_found", "there is no stage 'thinkre': the pipeline has talker, thinker"),
+        ("thinkre", "not_found", "'thinkre' is not a stage: the pipeline has talker, thinker"),
         ("talker", "unavailable", "stage 'talker' has no instance now"),
     ],
 )

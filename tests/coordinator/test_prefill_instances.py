@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -10,9 +9,11 @@ import msgspec
 
 from stage_runtime.coordinator.binding.broken_connections import RECONNECT_S
 from stage_runtime.coordinator.events import ResultEvent
+from stage_runtime.coordinator.neighbours import TICK_S
 from stage_runtime.rules.graph import edges
 from stage_runtime.wire.messages import Beat, Deregister, Members, PeerUnreachable, Unbound
 from tests.coordinator.manager_kit import REVISION, CoordinatorHarness, came, coordinator_harness, new_request, read
+from tests.coordinator.set_clock import SetClock
 
 PAIRED = msgspec.structs.replace(
     REVISION,
@@ -25,9 +26,9 @@ SCHEMAS = edges.of_revision(PAIRED)
 
 
 @asynccontextmanager
-async def paired(*prefills: str) -> AsyncIterator[CoordinatorHarness]:
+async def paired(*prefills: str, clock: SetClock | None = None) -> AsyncIterator[CoordinatorHarness]:
     async with coordinator_harness(
-        terminal_stages=lambda request: ["shout"], revisions=(PAIRED,), joined=False
+        terminal_stages=lambda request: ["shout"], revisions=(PAIRED,), joined=False, clock=clock
     ) as made:
         made.join("f1", "front", edges=SCHEMAS["front"])
         made.join("v1", "voice", edges=SCHEMAS["voice"])
@@ -60,7 +61,7 @@ async def test_a_request_names_its_prefill_instance_and_both_halves_meet() -> No
 
 async def test_the_pipeline_is_ready_and_serves_without_prefill() -> None:
     async with paired() as made:
-        assert made.membership.status()["complete"]
+        assert made.membership.state.complete()
         assert made.manager.problem() is None
         handle = made.manager.admit(new_request())
         (sent,) = made.submitted("f1")
@@ -70,11 +71,12 @@ async def test_the_pipeline_is_ready_and_serves_without_prefill() -> None:
 
 
 async def test_the_death_of_a_prefill_instance_costs_no_attempt_and_is_told() -> None:
-    async with paired("p1") as made:
+    clock = SetClock()
+    async with paired("p1", clock=clock) as made:
         handle = made.manager.admit(new_request())
         (sent,) = made.submitted("f1")
         made.coordinator.lost("p1")
-        await asyncio.sleep(0.05)  # departures are sent once a tick
+        clock.advance(TICK_S)
         assert ("p1",) in [one.gone for one in made.channels.sent["v1"] if isinstance(one, Members)]
         made.complete(sent, "shout", "served")
         assert await read(handle) == [ResultEvent(stage="shout", data="served")]
@@ -82,12 +84,13 @@ async def test_the_death_of_a_prefill_instance_costs_no_attempt_and_is_told() ->
 
 
 async def test_a_cut_between_the_halves_fails_no_request() -> None:
-    async with paired("p1") as made:
+    clock = SetClock()
+    async with paired("p1", clock=clock) as made:
         handle = made.manager.admit(new_request())
         (sent,) = made.submitted("f1")
         made.coordinator.received("v1", PeerUnreachable("p1"))
         made.coordinator.received("p1", PeerUnreachable("v1"))
-        await asyncio.sleep(RECONNECT_S * 1.2)
+        clock.advance(RECONNECT_S)
         assert made.submitted("f1") == [sent]
         made.complete(sent, "shout", "served")
         assert await read(handle) == [ResultEvent(stage="shout", data="served")]

@@ -10,9 +10,10 @@ import pytest
 
 from stage_runtime.coordinator.questions.clocks import Clocks
 from stage_runtime.coordinator.questions.profile_runs import PipelineProfiling
-from stage_runtime.errors import RequestError
+from stage_runtime.errors import ConfigurationError, RequestError
 from stage_runtime.profiler.recording.recorder import Recorder
 from stage_runtime.profiler.recording.session import STARTED, STOPPED, ProfileSession
+from stage_runtime.wire import codec
 from stage_runtime.wire.messages import Message, ProfilerRead, ProfilerReply, ProfilerStart, ProfilerStop
 from stage_runtime.wire.parts import Member
 
@@ -46,6 +47,7 @@ class Stages:
 
     def _take(self, instance: str, message: Message) -> bool:
         states = {}
+        codec.check(message)
         self.requests.append(message)
         if isinstance(message, ProfilerStart | ProfilerStop):
             self.noted.append((type(message).__name__, self.session.recording))
@@ -90,6 +92,16 @@ async def test_stages_are_stopped_where_the_coordinator_cannot_start(tmp_path: P
     assert await stages.start() == {"coordinator": "failed", "front": STOPPED, "back": STOPPED}
     assert stages.profiling.runs() == []
     root.unlink()
+    assert await stages.start() == dict.fromkeys(("coordinator", "front", "back"), STARTED)
+    stages.session.close()
+
+
+async def test_a_template_that_no_message_can_carry_is_refused_before_anything_is_recorded(tmp_path: Path) -> None:
+    stages = Stages(tmp_path)
+    template = "{incarnation}" * 400  # its path is short, as each name that it stands for
+    with pytest.raises(ConfigurationError, match=r"^torch_template: Expected `str` of length <= 4096$"):
+        await stages.profiling.start(run_id="run", event_dir=None, template=template, config={}, torch=True)
+    assert (stages.session.recording, stages.requests) == (None, [])
     assert await stages.start() == dict.fromkeys(("coordinator", "front", "back"), STARTED)
     stages.session.close()
 

@@ -48,6 +48,7 @@ from tests.coordinator.manager_kit import (
     read,
     request_of,
 )
+from tests.coordinator.set_clock import SetClock
 from tests.thoroughness import examples
 
 
@@ -492,13 +493,14 @@ async def test_requests_between_two_instances_that_lost_each_other_are_retried_o
 
 
 async def test_one_that_is_found_dead_after_another_has_lost_it_costs_one_retry() -> None:
-    async with coordinator_harness(terminal_stages=lambda request: ["shout"]) as made:
+    clock = SetClock()
+    async with coordinator_harness(terminal_stages=lambda request: ["shout"], clock=clock) as made:
         handle = made.manager.admit(new_request())
         made.coordinator.received("f1", PeerUnreachable("v1"))
         made.coordinator.lost("v1")
         made.join("v2", "voice")
         (_, again) = made.submitted("f1")
-        await asyncio.sleep(RECONNECT_S * 1.2)  # what was said of the first attempt does not touch the second
+        clock.advance(RECONNECT_S)  # what was said of the first attempt does not touch the second
         made.complete(again, "shout", "served")
         assert await read(handle) == [ResultEvent(stage="shout", data="served")]
 
@@ -668,23 +670,24 @@ def taken(made: CoordinatorHarness) -> int:
 
 
 async def test_an_unread_window_is_taken_early_while_others_wait_and_read_in_order_later() -> None:
-    async with coordinator_harness(terminal_stages=lambda request: ["shout"]) as made:
+    clock = SetClock()
+    async with coordinator_harness(terminal_stages=lambda request: ["shout"], clock=clock) as made:
         handle = made.manager.admit(new_request(stream=True))
         sent = only(made)
         made.coordinator.received("v1", StreamStalled("shout", "coordinator", True))
         nearly = STREAM_WINDOW * 3 // 4
         for index in range(nearly):
             made.chunk(sent, "shout", index, index)
-        await asyncio.sleep(3 * LOOK_EVERY_S)
+        clock.advance(3 * LOOK_EVERY_S)
         assert (taken(made), handle.early) == (0, 0), "nobody waits for this client"
         for index in range(nearly, STREAM_WINDOW):
             made.chunk(sent, "shout", index, index)
-        await came(lambda: taken(made))
+        clock.advance(LOOK_EVERY_S)
         assert (taken(made), handle.early) == (STREAM_WINDOW, STREAM_WINDOW)
         made.coordinator.received("v1", StreamStalled("shout", "coordinator", False))
         for index in range(STREAM_WINDOW, 2 * STREAM_WINDOW):
             made.chunk(sent, "shout", index, index)
-        await asyncio.sleep(3 * LOOK_EVERY_S)
+        clock.advance(3 * LOOK_EVERY_S)
         assert taken(made) == STREAM_WINDOW, "nobody waits any more"
         made.complete(sent, "shout", "done", chunks=2 * STREAM_WINDOW)
         chunks = [event.data for event in await read(handle) if isinstance(event, ChunkEvent)]
@@ -715,13 +718,14 @@ async def test_who_holds_the_room_that_others_need_and_does_not_read_ends(comple
 
 
 async def test_an_answer_that_is_given_as_a_whole_has_no_slow_reader() -> None:
-    async with coordinator_harness(terminal_stages=lambda request: ["shout"]) as made:
+    clock = SetClock()
+    async with coordinator_harness(terminal_stages=lambda request: ["shout"], clock=clock) as made:
         handle = made.manager.admit(new_request(stream=False))
         sent = only(made)
         made.coordinator.received("v1", StreamStalled("shout", "coordinator", True))
         for index in range(ROOM + STREAM_WINDOW):
             made.chunk(sent, "shout", index, index)
-        await asyncio.sleep(3 * LOOK_EVERY_S)
+        clock.advance(3 * LOOK_EVERY_S)
         assert (handle.early, taken(made), made.aborted("v1")) == (0, ROOM + STREAM_WINDOW, [])
 
 

@@ -13,6 +13,7 @@ from stage_runtime.errors import RequestError
 from stage_runtime.wire.values import OmniRequest
 
 PATIENCE_S = 60.0
+STACK_TOO_LARGE = 1 << 47  # bytes: all that a process can address, so that no thread can start
 
 
 def new_request(inputs: object = "hello") -> OmniRequest:
@@ -45,6 +46,19 @@ async def test_hooks_that_do_not_return_are_bounded_and_free_their_places_when_t
     assert sum(began.acquire(blocking=False) for _ in stuck) == AT_ONCE
     gate.set()
     assert (await caller.call(new_request(), 5.0)).value() is None
+
+
+async def test_a_thread_that_cannot_start_refuses_its_request_and_keeps_no_place() -> None:
+    caller = TerminalStagesCaller(lambda request: ["write"])
+    before = threading.stack_size(STACK_TOO_LARGE)
+    try:
+        for _ in range(AT_ONCE):
+            with pytest.raises(RequestError, match="terminalStagesFn: RuntimeError: can't start new thread") as refused:
+                await caller.call(new_request(), 5.0)
+            assert (refused.value.code, refused.value.hook) == ("unavailable", "terminalStagesFn")
+    finally:
+        threading.stack_size(before)
+    assert (await caller.call(new_request(), 5.0)).value() == ["write"]
 
 
 @pytest.mark.parametrize("error", [ValueError("no"), SystemExit(3), KeyboardInterrupt()])

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import msgspec
 import pytest
 
+from stage_runtime.coordinator.binding.waiting import LOOK_AGAIN_S
 from stage_runtime.coordinator.events import ResultEvent
 from stage_runtime.errors import RequestError
 from stage_runtime.metrics import catalog
@@ -14,6 +16,7 @@ from stage_runtime.rules.graph import edges
 from stage_runtime.wire.messages import Deregister, Submit
 from stage_runtime.wire.values import OmniRequest
 from tests.coordinator.manager_kit import (
+    REVISION,
     CoordinatorHarness,
     came,
     coordinator_harness,
@@ -22,6 +25,7 @@ from tests.coordinator.manager_kit import (
     new_request,
     read,
 )
+from tests.coordinator.set_clock import SetClock
 from tests.coordinator.test_request_manager import BRANCHES
 
 
@@ -98,6 +102,33 @@ async def test_beyond_the_bounds_of_count_and_bytes_requests_are_refused() -> No
         assert made.manager.metrics()[catalog.WAITING_BYTES] == {(): 0}
 
 
+async def test_the_body_of_a_request_that_may_not_wait_is_not_kept() -> None:
+    async with coordinator_harness(hold_bytes=50_000) as made:
+        made.coordinator.lost("v1")
+        made.manager.admit(new_request("waits"))  # the only one that waits may be of any size
+        before = made.manager.metrics()[catalog.RETAINED_BODY_BYTES]
+        with pytest.raises(RequestError, match="no ready instance of voice, and requests of"):
+            made.manager.admit(new_request("refused", inputs=bytes(100_000)))
+        assert made.manager.metrics()[catalog.RETAINED_BODY_BYTES] == before
+
+
+async def test_requests_that_wait_for_terminals_that_no_revision_has_any_more_end_and_others_go_on() -> None:
+    clock = SetClock()
+    async with coordinator_harness(terminal_stages=lambda request: request.inputs, clock=clock) as made:
+        made.coordinator.lost("v1")
+        removed = made.manager.admit(new_request("removed", inputs=["write"]))
+        made.manager.admit(new_request("kept", inputs=["shout"]))
+        made.coordinator.update_revisions((msgspec.structs.replace(REVISION, terminals=("shout",)),))
+        clock.advance(LOOK_AGAIN_S)
+        error = await error_of(removed)
+        assert (error.code, error.message) == (
+            "unavailable",
+            "the pipeline has no terminal stage 'write' any more",
+        )
+        clock.advance(LOOK_AGAIN_S)
+        assert waiting(made) == 1, "its time is looked at, as before"
+
+
 async def test_what_is_sent_again_waits_whatever_the_bounds() -> None:
     async with coordinator_harness(hold_requests=1, hold_bytes=1) as made:
         for number in range(3):
@@ -160,13 +191,15 @@ async def test_a_group_that_is_gone_for_good_ends_the_wait_with_its_name() -> No
 
 @pytest.mark.proves("group-gone")
 async def test_one_that_loads_is_waited_for_longer_and_a_crash_loop_is_not() -> None:
-    async with coordinator_harness(hold_s=0.2) as made:
+    clock = SetClock()
+    async with coordinator_harness(hold_s=10.0, clock=clock) as made:
         assert made.hello("v2", "voice")
         made.coordinator.lost("v1")
-        await asyncio.sleep(0.3)  # more than hold_s
+        clock.advance(11.0)
         first = made.manager.admit(new_request("first"))
         made.coordinator.lost("v2")
         assert made.hello("v3", "voice")
+        clock.advance(LOOK_AGAIN_S)
         assert (await error_of(first)).code == "unavailable", "one has failed to load"
         with pytest.raises(RequestError):
             made.manager.admit(new_request("second"))
@@ -192,9 +225,10 @@ async def test_those_who_need_the_missing_group_wait_and_the_others_are_served()
 
 @pytest.mark.proves("starts-on-demand")
 async def test_requests_for_a_group_that_starts_on_demand_wait_for_its_first_instance() -> None:
-    async with coordinator_harness(joined=False, hold_s=0.1, hold_requests=2) as made:
+    clock = SetClock()
+    async with coordinator_harness(joined=False, hold_s=10.0, hold_requests=2, clock=clock) as made:
         made.join("f1", "front")
-        await asyncio.sleep(0.2)  # more than hold_s
+        clock.advance(11.0)
         with pytest.raises(RequestError, match="no ready instance of voice"):
             made.manager.admit(new_request("before"))
         assert made.manager.problem() is not None

@@ -98,3 +98,21 @@ def test_of_two_measurements_the_more_certain_one_counts() -> None:
             received_ns=2 * way_ns,
         )
     assert clocks.offsets_us == {"one": -5_000_010}
+
+
+def test_a_measurement_during_which_a_clock_was_set_does_not_count() -> None:
+    clocks = Clocks()
+    ahead_ns, way_ns = 5_000_000_000, 100_000
+    for received_ns, there_sent_ns in (
+        (2 * way_ns, way_ns),
+        (2 * way_ns - 1_000_000_000, way_ns),  # ours was set back
+        (2 * way_ns, way_ns + 1_000_000_000),  # theirs was set forward
+    ):
+        clocks.measured(
+            "one",
+            sent_ns=0,
+            there_received_ns=way_ns + ahead_ns,
+            there_sent_ns=there_sent_ns + ahead_ns,
+            received_ns=received_ns,
+        )
+    assert clocks.offsets_us == {"one": -5_000_000}

@@ -2,15 +2,17 @@
 
 ``loading`` | ``ready`` | ``fail`` | ``print TEXT`` | ``exit CODE`` | ``kill`` (itself) | ``spin SECONDS`` | ``sleep`` |
 ``deaf`` (ignores SIGTERM) | ``polite`` (drains on SIGTERM for 0.3 s, ends with 0) | ``spawn FILE`` (a grandchild; its
-pid goes to FILE) | ``stamp FILE`` (adds a line with the time and pid) |
+pid goes to FILE) | ``drains FILE`` (drains on SIGTERM until FILE is there, ends with 0; a second one kills it) |
+``stamp FILE`` (adds a line with the time and pid) |
 ``nap SECONDS`` | ``trace`` (prints stacks on SIGABRT) | ``await FILE`` (until it is there) |
 ``sockets FILE`` (makes a folder for sockets; an endpoint in it goes to FILE) |
-``broken`` (reports a failure, and goes on)
+``broken`` (reports a failure, and goes on) | ``scribble`` (writes half a line of bytes that are not text to the pipe)
 """
 
 from __future__ import annotations
 
 import faulthandler
+import functools
 import os
 import signal
 import subprocess
@@ -27,6 +29,15 @@ FD = int(os.environ["OMNI_STATUS_FD"])
 def drain(_number: int, _frame: object) -> None:
     statuspipe.report(FD, statuspipe.Draining())
     time.sleep(0.3)
+    print("drained", flush=True)
+    os._exit(0)
+
+
+def drain_until(ended: Path, _number: int, _frame: object) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    print("draining", flush=True)
+    while not ended.exists():
+        time.sleep(0.01)
     print("drained", flush=True)
     os._exit(0)
 
@@ -50,6 +61,8 @@ def main(script: list[str]) -> None:
                 sys.exit(1)
             case "broken":
                 statuspipe.report(FD, statuspipe.failed(RuntimeError("the engine is broken"), stage="s"))
+            case "scribble":
+                os.write(FD, b'{"event":"loading","stage":"\xff"}')
             case "await":
                 wanted = Path(script.pop(0))
                 while not wanted.exists():
@@ -72,6 +85,8 @@ def main(script: list[str]) -> None:
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)
             case "polite":
                 signal.signal(signal.SIGTERM, drain)
+            case "drains":
+                signal.signal(signal.SIGTERM, functools.partial(drain_until, Path(script.pop(0))))
             case "trace":
                 faulthandler.enable()
             case "spawn":

@@ -25,5 +25,5 @@ def terminal_stages_fn(request: omni.OmniRequest) -> None:
 def cancel(wanted: str) -> None:
     gc.unfreeze()  # a coordinator freezes what exists when it begins to serve
     for one in gc.get_objects():
-        if isinstance(one, asyncio.Task) and one.get_name() == wanted and not one.done():
+        if issubclass(type(one), asyncio.Task) and one.get_name() == wanted and not one.done():
             one.get_loop().call_soon_threadsafe(one.cancel)

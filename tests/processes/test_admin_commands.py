@@ -14,6 +14,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+import pytest_asyncio
 
 from stage_runtime.errors import ConfigurationError
 from stage_runtime.processes.one_machine import admin
@@ -21,6 +22,7 @@ from stage_runtime.processes.one_machine.local import LocalOptions, LocalPipelin
 from stage_runtime.processes.supervision.startup_failures import StartupFailed
 
 PATIENCE_S = 60.0
+ONE_FOR_ALL = pytest.mark.asyncio(loop_scope="module")
 #: Two groups; what a factory of ``voice`` does is read from a file each time it is called.
 FICKLE = """\
 name: fickle
@@ -92,6 +94,22 @@ async def fickle(base: Path, *overrides: str, environ: dict[str, str] | None = N
         yield Fickle(running, mood)
 
 
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def only() -> AsyncIterator[Fickle]:
+    with tempfile.TemporaryDirectory(prefix="t-") as folder:
+        async with fickle(Path(folder)) as made:
+            yield made
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def shared(only: Fickle) -> AsyncIterator[Fickle]:
+    """One pipeline for tests that leave one ready instance of each group, under whatever name."""
+    yield only
+    only.becomes("good")
+    await only.running.ready()
+    assert len(only.voices()) == 1
+
+
 async def eventually(holds: Callable[[], object], within_s: float = PATIENCE_S) -> None:
     end = time.monotonic() + within_s
     while not holds():
@@ -100,37 +118,39 @@ async def eventually(holds: Callable[[], object], within_s: float = PATIENCE_S) 
 
 
 @pytest.mark.proves("scale-fails")
-async def test_a_restart_that_fails_leaves_what_ran_and_the_next_one_with_a_cured_factory_succeeds(base: Path) -> None:
-    async with fickle(base) as pipeline:
-        before = pipeline.voices()
-        pipeline.becomes("bad")
-        for _ in range(2):  # the second is not an heir of the first
-            with pytest.raises(StartupFailed, match=r"voice\.1: RuntimeError: in a bad mood"):
-                await pipeline.running.restart("voice")
-            assert pipeline.voices() == before
-            assert await pipeline.served() == 200
-        await pipeline.running.restart("ear")  # another group's command does not reach voice
-        pipeline.becomes("good")
-        await pipeline.running.restart("voice")
-        assert len(pipeline.voices()) == 1
-        assert not before.items() & pipeline.voices().items()
-        assert await pipeline.served() == 200
+@ONE_FOR_ALL
+async def test_a_restart_that_fails_leaves_what_ran_and_the_next_one_with_a_cured_factory_succeeds(
+    shared: Fickle,
+) -> None:
+    before = shared.voices()
+    shared.becomes("bad")
+    for _ in range(2):  # the second is not an heir of the first
+        with pytest.raises(StartupFailed, match=r"voice\S*: RuntimeError: in a bad mood"):
+            await shared.running.restart("voice")
+        assert shared.voices() == before
+        assert await shared.served() == 200
+    await shared.running.restart("ear")  # another group's command does not reach voice
+    shared.becomes("good")
+    await shared.running.restart("voice")
+    assert len(shared.voices()) == 1
+    assert not before.items() & shared.voices().items()
+    assert await shared.served() == 200
 
 
 @pytest.mark.proves("scale-fails")
-async def test_a_scaling_that_fails_takes_back_all_that_it_added_and_the_next_one_succeeds(base: Path) -> None:
-    async with fickle(base) as pipeline:
-        before = pipeline.voices()
-        pipeline.becomes("bad")
-        with pytest.raises(StartupFailed, match="in a bad mood"):
-            await pipeline.running.scale("voice", 3)
-        assert pipeline.voices() == before
-        await pipeline.running.scale("voice", 1)  # to what is there
-        await eventually(lambda: pipeline.known() == 1)
-        pipeline.becomes("good")
-        await pipeline.running.scale("voice", 2)
-        assert sorted(pipeline.voices()) == ["voice", "voice.1"]
-        assert pipeline.known() == 2
+@ONE_FOR_ALL
+async def test_a_scaling_that_fails_takes_back_all_that_it_added_and_the_next_one_succeeds(shared: Fickle) -> None:
+    before = shared.voices()
+    shared.becomes("bad")
+    with pytest.raises(StartupFailed, match="in a bad mood"):
+        await shared.running.scale("voice", 3)
+    assert shared.voices() == before
+    await shared.running.scale("voice", 1)  # to what is there
+    await eventually(lambda: shared.known() == 1)
+    shared.becomes("good")
+    await shared.running.scale("voice", 2)
+    assert len(shared.voices()) == shared.known() == 2
+    await shared.running.scale("voice", 1)
 
 
 async def test_scaling_to_the_same_number_starts_and_ends_nothing_even_while_another_group_is_away(
@@ -148,31 +168,31 @@ async def test_scaling_to_the_same_number_starts_and_ends_nothing_even_while_ano
         assert sorted(pipeline.running.pids()) == ["coordinator", "ear", "ear.1", "voice"]
 
 
-async def test_restarts_at_the_same_time_are_carried_out_one_after_the_other(base: Path) -> None:
-    async with fickle(base) as pipeline:
-        before = pipeline.voices()
-        async with asyncio.TaskGroup() as both:
-            both.create_task(pipeline.running.restart("voice"))
-            both.create_task(pipeline.running.restart("voice"))
-        assert len(pipeline.voices()) == 1
-        assert not before.items() & pipeline.voices().items()
-        assert await pipeline.served() == 200
+@ONE_FOR_ALL
+async def test_restarts_at_the_same_time_are_carried_out_one_after_the_other(shared: Fickle) -> None:
+    before = shared.voices()
+    async with asyncio.TaskGroup() as both:
+        both.create_task(shared.running.restart("voice"))
+        both.create_task(shared.running.restart("voice"))
+    assert len(shared.voices()) == 1
+    assert not before.items() & shared.voices().items()
+    assert await shared.served() == 200
 
 
-async def test_a_restart_that_fails_between_two_others_fails_alone(base: Path) -> None:
-    async with fickle(base) as pipeline:
-        pipeline.becomes("slow")
-        first = asyncio.create_task(pipeline.running.restart("voice"))
-        await eventually(lambda: pipeline.seen()[-1] == "slow")
-        second = asyncio.create_task(pipeline.running.restart("voice"))
-        third = asyncio.create_task(pipeline.running.restart("ear"))
-        pipeline.becomes("bad")  # ends the first one's loading, too; only what starts now fails
-        await first
-        with pytest.raises(StartupFailed, match="in a bad mood"):
-            await second
-        await third
-        assert len(pipeline.voices()) == 1
-        assert await pipeline.served() == 200
+@ONE_FOR_ALL
+async def test_a_restart_that_fails_between_two_others_fails_alone(shared: Fickle) -> None:
+    shared.becomes("slow")
+    first = asyncio.create_task(shared.running.restart("voice"))
+    await eventually(lambda: shared.seen()[-1] == "slow")
+    second = asyncio.create_task(shared.running.restart("voice"))
+    third = asyncio.create_task(shared.running.restart("ear"))
+    shared.becomes("bad")  # ends the first one's loading, too; only what starts now fails
+    await first
+    with pytest.raises(StartupFailed, match="in a bad mood"):
+        await second
+    await third
+    assert len(shared.voices()) == 1
+    assert await shared.served() == 200
 
 
 @pytest.mark.proves("scale-fails")
@@ -190,6 +210,7 @@ async def test_a_command_during_a_drain_is_refused_and_one_under_way_fails_at_on
         await asyncio.wait_for(pipeline.running.stop(), PATIENCE_S)
 
 
+@pytest.mark.long
 async def test_where_the_old_instance_had_to_go_first_a_failed_restart_says_so_and_the_next_one_brings_it_back(
     base: Path,
 ) -> None:
@@ -206,19 +227,21 @@ async def test_where_the_old_instance_had_to_go_first_a_failed_restart_says_so_a
         assert await pipeline.served() == 200
 
 
+@ONE_FOR_ALL
 async def test_a_scaling_that_fails_beside_an_instance_that_keeps_dying_costs_neither_it_nor_the_next_command(
-    base: Path,
+    shared: Fickle,
 ) -> None:
-    async with fickle(base) as pipeline:
-        pipeline.becomes("bad")
-        os.kill(pipeline.voices()["voice"], signal.SIGKILL)
-        await eventually(lambda: pipeline.seen().count("bad") > 1)
-        with pytest.raises(StartupFailed, match=r"voice\.1: .*in a bad mood"):
-            await pipeline.running.scale("voice", 2)
-        pipeline.becomes("good")
-        await pipeline.running.ready()
-        assert list(pipeline.voices()) == ["voice"]
-        assert await pipeline.served() == 200
+    shared.becomes("bad")
+    [(dying, pid)] = shared.voices().items()
+    seen = shared.seen().count("bad")
+    os.kill(pid, signal.SIGKILL)
+    await eventually(lambda: shared.seen().count("bad") > seen + 1)
+    with pytest.raises(StartupFailed, match=r"voice\S*: .*in a bad mood"):
+        await shared.running.scale("voice", 2)
+    shared.becomes("good")
+    await shared.running.ready()
+    assert list(shared.voices()) == [dying]
+    assert await shared.served() == 200
 
 
 async def test_a_command_that_breaks_in_an_unforeseen_way_is_answered_and_the_next_one_carried_out(base: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,10 @@ from omnipipeline_spec import loading, planning
 from omnipipeline_spec.scaling import Load
 from stage_runtime.errors import ConfigurationError
 from stage_runtime.processes.one_machine.autoscaling import Autoscaler, Instances
+from stage_runtime.processes.one_machine.fleet import Fleet
 from stage_runtime.processes.one_machine.local import LocalOptions, LocalPipeline
+from stage_runtime.processes.one_machine.preparing.prepared import Prepared
+from stage_runtime.processes.supervision.supervisor import Supervisor
 
 PATIENCE_S = 60.0
 SLEEPER = """\
@@ -123,6 +127,21 @@ def test_nothing_is_decided_without_the_coordinators_numbers_or_while_a_person_c
     assert made.orders == []
 
 
+def test_a_unit_that_an_update_has_taken_out_is_passed_over() -> None:
+    """The coordinator's numbers may still have its groups."""
+
+    async def admitted(ready: Callable[[], Awaitable[None]], group: str | None = None) -> None:
+        await ready()
+
+    supervisor = Supervisor(on_change=lambda view: None, on_line=lambda process, line: None)
+    fleet = Fleet(Prepared(LOADED.spec), supervisor, admitted=admitted, printed=lambda line: None)
+    fleet.prepared = Prepared(loading.loads(SLEEPER.replace("process: ear", "process: other")).spec)
+    groups = {"ear": Load(ready=1, arrivals_per_s=0.0), "voice": Load(ready=0, arrivals_per_s=0.0)}
+    fleet.step({"groups": msgspec.to_builtins(groups)})
+    assert [unit.name for unit in fleet.prepared.plan.units] == ["other", "voice"]
+    assert fleet.instances("ear") is None
+
+
 @pytest.mark.proves("starts-on-demand")
 async def test_a_group_at_zero_starts_for_a_request_that_waits_and_ends_when_it_is_idle() -> None:
     lines: list[str] = []
@@ -143,6 +162,70 @@ async def test_a_group_at_zero_starts_for_a_request_that_waits_and_ends_when_it_
                 await pipeline.scale("voice", 2)
             await pipeline.restart("voice")
             assert (await client.post("/v1/pipeline", json={"inputs": "a"})).status_code == 200
+
+
+async def test_a_group_starts_on_demand_while_another_one_is_being_restarted() -> None:
+    with tempfile.TemporaryDirectory(prefix="t-") as base:
+        file, slow = _written(base), Path(base) / "slow"
+        waiting = f"      def hear():\n          while os.path.exists({str(slow)!r}): time.sleep(0.05)\n"
+        file.write_text(SLEEPER.replace("      def hear():\n", waiting).replace("import time", "import os, time"))
+        pipeline = LocalPipeline(
+            file, overrides=[f"endpoints.basePath={base}/run"], options=LocalOptions(port=0, no_auth=True)
+        )
+        async with pipeline, httpx.AsyncClient(base_url=pipeline.url, timeout=PATIENCE_S) as client:
+            slow.touch()
+            restarting = asyncio.create_task(pipeline.restart("ear"))
+            async with asyncio.timeout(PATIENCE_S):
+                while len(pipeline._supervisor.instances("ear")) < 2:
+                    await asyncio.sleep(0.01)
+            assert "voice" not in pipeline.pids()
+            assert (await client.post("/v1/pipeline", json={"inputs": "a"})).status_code == 200
+            assert not restarting.done()
+            slow.unlink()
+            await restarting
+            assert (await client.post("/v1/pipeline", json={"inputs": "a"})).status_code == 200
+
+
+@pytest.mark.long
+async def test_limits_that_change_in_the_file_apply_to_the_run() -> None:
+    without = "".join(line for line in SLEEPER.splitlines(True) if "autoscaling" not in line and "Groups" not in line)
+    without = without.replace("- name: voice\n", "")
+    with tempfile.TemporaryDirectory(prefix="t-") as base:
+        file = _written(base)
+        pipeline = LocalPipeline(
+            file, overrides=[f"endpoints.basePath={base}/run"], options=LocalOptions(port=0, no_auth=True)
+        )
+
+        async def until(replicas: int) -> None:
+            async with asyncio.timeout(PATIENCE_S):
+                while sum(one.ready for one in pipeline._supervisor.instances("voice")) != replicas:
+                    await asyncio.sleep(0.05)
+
+        async with pipeline, httpx.AsyncClient(base_url=pipeline.url, timeout=PATIENCE_S) as client:
+
+            async def asked() -> int:
+                return (await client.post("/v1/pipeline", json={"inputs": "a"})).status_code
+
+            assert "voice" not in pipeline.pids()
+            file.write_text(without)
+            assert await pipeline.update({file}) == "voice has 1 instances"
+            assert "voice" in pipeline.pids() and await asked() == 200
+            await pipeline.scale("voice", 2)
+
+            file.write_text(SLEEPER.replace("scaleDownDelaySeconds: 2", "scaleDownDelaySeconds: 0"))
+            assert await pipeline.update({file}) == "voice follows its load"
+            await until(0)
+            assert await asked() == 200
+
+            file.write_text(SLEEPER.replace("{minReplicas: 0,", "{minReplicas: 2,"))
+            assert await pipeline.update({file}) == "voice follows its load"
+            await until(2)
+            file.write_text(
+                file.read_text().replace("say():", "say(loud=False):").replace("minReplicas: 2", "minReplicas: 1")
+            )
+            assert await pipeline.update({file}) == "restarted ear, voice; voice follows its load"
+            assert sum(one.ready for one in pipeline._supervisor.instances("voice")) == 2, "as many as there were"
+            assert await asked() == 200
 
 
 @pytest.mark.nightly

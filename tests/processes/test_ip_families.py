@@ -1,7 +1,7 @@
 """Pods that have addresses of one IP family alone: the operator's own environment, real programs, a network namespace
 for each pod.
 
-A pod's loopback has 127.0.0.1, as a kubelet makes it; between pods with IPv6 there is no IPv4.
+A pod's loopback has 127.0.0.1, as a kubelet makes it; pods with IPv6 have no IPv4 between them.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ def test_pods_with_one_ip_family_serve_by_shared_memory_and_by_tcp(pods: Pods, t
         if unit != "coordinator":
             assert variables["OMNI_COORDINATOR"] == "tcp://six-peers.space.svc:5550"
             addresses.append(address)
-            variables["OMNI_COORDINATOR"] = f"tcp://{hosts.bracketed(coordinator)}:5550"  # there is no DNS
+            variables["OMNI_COORDINATOR"] = f"tcp://{hosts.bracketed(coordinator)}:5550"  # no DNS answers here
         pods.run(where, "coordinator" if unit == "coordinator" else "supervisor", variables)
 
     at = f"http://{hosts.bracketed(coordinator)}"

@@ -12,6 +12,7 @@ from omnipipeline_spec.pipeline import GpuMemory, PipelineConfig, StageConfig
 from omnipipeline_spec.types.plan import PipelinePlan, UnitPlan
 from stage_runtime import settings
 from stage_runtime.errors import ConfigurationError
+from stage_runtime.processes.one_machine.preparing import preflight
 from stage_runtime.processes.starting import launching
 from stage_runtime.processes.starting.launching import StageLaunch
 
@@ -167,6 +168,13 @@ def test_a_plan_of_a_later_version_is_refused_and_not_misread(tmp_path: Path) ->
         settings.stage(env)
 
 
+def test_a_plan_that_is_not_text_is_refused(tmp_path: Path) -> None:
+    (env,) = launch(tmp_path, "front", {})
+    Path(env["OMNI_PLAN"]).write_bytes(b'{"pipeline":"\xff"}')
+    with pytest.raises(ConfigurationError, match="is not a UnitPlan: 'utf-8' codec can't decode byte 0xff"):
+        settings.stage(env)
+
+
 @pytest.mark.parametrize(
     ("files", "count"),
     [
@@ -182,3 +190,9 @@ def test_the_gpus_of_this_machine_are_its_device_files(tmp_path: Path, files: li
     for name in files:
         (tmp_path / name).touch()
     assert launching.gpus_here(tmp_path) == count
+
+
+@pytest.mark.parametrize("host", ["\udcff", "a\0b", "a..b", "1.2.3.4.5"])
+def test_a_host_that_no_socket_can_have_is_refused(host: str) -> None:
+    with pytest.raises(ConfigurationError, match="cannot listen on"):
+        preflight.check_port(host, 8000)

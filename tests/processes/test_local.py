@@ -9,13 +9,15 @@ import signal
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import psutil
 import pytest
+import pytest_asyncio
 
 from omnipipeline_spec import loading
 from omnipipeline_spec.pipeline import EndpointsConfig, PipelineConfig, StageConfig
@@ -95,27 +97,38 @@ async def test_hello_answers_and_leaves_nothing_behind(base: Path) -> None:
     assert await left_over(base, pids, shared) == []
 
 
-async def test_a_killed_stage_process_comes_back_and_the_pipeline_answers_again(base: Path) -> None:
-    async with pipeline(base) as running:
-        killed = running.pids()["voice"]
-        os.kill(killed, signal.SIGKILL)
-        await eventually(lambda: running.pids().get("voice", killed) != killed)
-        await running.ready()
-        assert (await ask(running.url, "again")).status_code == 200
-        views = {view.process: view for view in running.views()}
-        assert (views["voice"].restarts, views["front"].restarts) == (1, 0)
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def hello() -> AsyncIterator[LocalPipeline]:
+    """One for tests that leave it ready, with one instance of each group."""
+    with tempfile.TemporaryDirectory(prefix="t-") as folder:
+        async with pipeline(Path(folder)) as running:
+            yield running
+
+
+def restarts(running: LocalPipeline) -> Counter[str]:
+    return Counter({view.process: view.restarts for view in running.views()})
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_killed_stage_process_comes_back_and_the_pipeline_answers_again(hello: LocalPipeline) -> None:
+    before, (name, killed) = restarts(hello), next(one for one in hello.pids().items() if one[0].startswith("voice"))
+    os.kill(killed, signal.SIGKILL)
+    await eventually(lambda: hello.pids().get(name, killed) != killed)
+    await hello.ready()
+    assert (await ask(hello.url, "again")).status_code == 200
+    assert restarts(hello) - before == {name: 1}
 
 
 @pytest.mark.proves("killed-coordinator")
-async def test_a_killed_coordinator_comes_back_at_the_same_address(base: Path) -> None:
-    async with pipeline(base) as running:
-        url, killed = running.url, running.pids()["coordinator"]
-        os.kill(killed, signal.SIGKILL)
-        await eventually(lambda: running.pids().get("coordinator", killed) != killed)
-        await running.ready()
-        assert running.url == url
-        assert (await ask(url, "again")).status_code == 200
-        assert {view.process: view.restarts for view in running.views()} == {"coordinator": 1, "front": 0, "voice": 0}
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_killed_coordinator_comes_back_at_the_same_address(hello: LocalPipeline) -> None:
+    before, url, killed = restarts(hello), hello.url, hello.pids()["coordinator"]
+    os.kill(killed, signal.SIGKILL)
+    await eventually(lambda: hello.pids().get("coordinator", killed) != killed)
+    await hello.ready()
+    assert hello.url == url
+    assert (await ask(url, "again")).status_code == 200
+    assert restarts(hello) - before == {"coordinator": 1}
 
 
 @pytest.mark.proves("factory-raises")
@@ -133,7 +146,8 @@ async def test_a_factory_that_raises_fails_the_start_with_its_traceback_and_stop
 
 
 @pytest.mark.proves("drain")
-async def test_scaling_and_restarting_under_load_loses_no_request(base: Path) -> None:
+@pytest.mark.asyncio(loop_scope="module")
+async def test_scaling_and_restarting_under_load_loses_no_request(hello: LocalPipeline) -> None:
     outcomes: list[int] = []
 
     async def load(url: str, stop: asyncio.Event) -> None:
@@ -141,22 +155,22 @@ async def test_scaling_and_restarting_under_load_loses_no_request(base: Path) ->
             while not stop.is_set():
                 outcomes.append((await client.post("/v1/pipeline", json={"inputs": "a b c"})).status_code)
 
-    async with pipeline(base) as running:
-        stop = asyncio.Event()
-        clients = [asyncio.create_task(load(running.url, stop)) for _ in range(3)]
-        await running.scale("voice", 3)
-        assert sorted(running.pids()) == ["coordinator", "front", "voice", "voice.1", "voice.2"]
-        first = running.pids()["front"]
-        await running.restart("front")
-        assert first not in running.pids().values()
-        await running.scale("voice", 1)
-        assert [name for name in running.pids() if name.startswith("voice")] == ["voice"]
-        stop.set()
-        await asyncio.gather(*clients)
+    stop = asyncio.Event()
+    clients = [asyncio.create_task(load(hello.url, stop)) for _ in range(3)]
+    await hello.scale("voice", 3)
+    assert sorted(hello.pids()) == ["coordinator", "front", "voice", "voice.1", "voice.2"]
+    first = hello.pids()["front"]
+    await hello.restart("front")
+    assert first not in hello.pids().values()
+    await hello.scale("voice", 1)
+    assert [name for name in hello.pids() if name.startswith("voice")] == ["voice"]
+    stop.set()
+    await asyncio.gather(*clients)
     assert len(outcomes) > 10
     assert set(outcomes) == {200}
 
 
+@pytest.mark.nightly  # the pipeline that the tests of tests/e2e share has two replicas of a group
 async def test_replicas_of_the_spec_are_started(base: Path) -> None:
     overrides = ["processGroups=[{name: voice, replicas: 2}]"]
     async with pipeline(base, overrides=overrides) as running:
@@ -224,6 +238,7 @@ def test_a_spec_in_python_needs_no_file() -> None:
     assert LocalPipeline(spec).plan.pipeline == "hello"
 
 
+@pytest.mark.long
 @pytest.mark.proves("internal-task-ends")
 async def test_a_task_that_ends_is_logged_and_its_process_is_started_again(base: Path) -> None:
     lines: list[tuple[str, str]] = []

@@ -32,9 +32,11 @@ from stage_runtime.metrics import catalog
 from stage_runtime.processes.containers import pod_probes
 from stage_runtime.processes.containers.pod_probes import ProbeServer, Reply
 from stage_runtime.sockets.endpoints import hosts
+from stage_runtime.web.listening.certificates import CertificatePair
 from tests.patience import patience
 from tests.ports import free_port
 from tests.thoroughness import rows
+from tests.web.certificate_authority import Authority, write
 
 PATIENCE_S = patience(200.0)  # a stage that imports torch takes a minute where 30 programs share two cores
 pytestmark = pytest.mark.timeout(3 * PATIENCE_S)
@@ -203,6 +205,28 @@ def test_a_stage_that_cannot_start_ends_the_pod_with_its_traceback_as_terminatio
     assert 'raise OSError("no weights at /models")' in message
 
 
+def nobody_reads(running: subprocess.Popen[str]) -> None:
+    assert running.stdout is not None
+    running.stdout.close()
+
+
+def test_a_pod_whose_output_nobody_reads_serves_and_drains(tmp_path: Path) -> None:
+    ports = Ports()
+    with stage_pod(tmp_path, ports, "create") as running:
+        nobody_reads(running)
+        with coordinator(tmp_path, ports):
+            eventually(lambda: answers(ports, "/readyz", 200))
+            running.send_signal(signal.SIGTERM)
+            assert running.wait(PATIENCE_S) == 0
+
+
+def test_a_pod_whose_output_nobody_reads_leaves_its_termination_message(tmp_path: Path) -> None:
+    with stage_pod(tmp_path, Ports(), "broken") as running:
+        nobody_reads(running)
+        assert running.wait(PATIENCE_S) == 1
+    assert "OSError: no weights at /models" in (tmp_path / "termination-log").read_text()
+
+
 def test_a_killed_process_is_started_again_in_the_same_pod(tmp_path: Path) -> None:
     ports = Ports()
     with stage_pod(tmp_path, ports, "create") as running, coordinator(tmp_path, ports):
@@ -288,6 +312,23 @@ def test_a_coordinator_whose_control_port_is_taken_ends_with_a_line_that_names_i
             cause = f"cannot start: cannot listen at tcp://127.0.0.1:{getattr(ports, port)}: Address already in use"
             assert cause in running.stdout.read().splitlines()
     assert log.read_text().splitlines()[0] == cause
+
+
+@pytest.mark.parametrize("wrong", rows(["another key", "no PEM", "no key"], each_run=1))
+def test_a_coordinator_with_a_wrong_certificate_names_its_files_and_what_is_wrong(tmp_path: Path, wrong: str) -> None:
+    authority, ports, log = Authority(), Ports(), tmp_path / "termination-log"
+    pair = authority.issue("one")
+    given, said = {
+        "another key": (CertificatePair(pair.chain, authority.issue("other").key), "key values mismatch"),
+        "no PEM": (CertificatePair(b"garbage", pair.key), "the certificate is not PEM"),
+        "no key": (CertificatePair(pair.chain, b""), "the private key is empty"),
+    }[wrong]
+    chain, key = write(given, tmp_path / "tls")
+    files = {"OMNI_TLS_CERT_FILE": str(chain), "OMNI_TLS_KEY_FILE": str(key), "OMNI_TERMINATION_LOG": str(log)}
+    with stage_pod(tmp_path, ports, "create"), coordinator(tmp_path, ports, **files) as running:
+        assert running.wait(PATIENCE_S) == 1
+    told = f"OMNI_TLS_CERT_FILE {chain}, OMNI_TLS_KEY_FILE {key}: not a certificate and its private key, as PEM: {said}"
+    assert log.read_text().splitlines()[0] == f"cannot start: {told}"
 
 
 @pytest.mark.proves("address-taken")

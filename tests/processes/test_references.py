@@ -79,15 +79,15 @@ def test_what_one_machine_has_not_is_named_with_the_cure_and_where_it_comes_from
 """
     found = resolved(spec, secret("hub", namespace="elsewhere", token="x"), environ={"HERE": "1"})
     assert found.environment == {}
-    absent = "there is no Secret 'hub' here: put it into the pipeline's file"
+    absent = "Secret 'hub' is missing here: put it into the pipeline's file"
     assert found.notices == (
         f"envFrom[0]: {absent}, or set its variables in this shell",
         f"env.TOKEN: {absent}, or set the variable in this shell",
-        "env.HERE: there is no ConfigMap 'common' here: put it into the pipeline's file, or set the variable in this "
+        "env.HERE: ConfigMap 'common' is missing here: put it into the pipeline's file, or set the variable in this "
         "shell; the one that is set here is taken",
         "env.IP: one machine has no pod whose fields it could take: set the variable in this shell",
         "env.SIZE: one machine has no pod whose fields it could take: set the variable in this shell",
-        "code.configMapRef: there is no ConfigMap 'files' here: put it into the pipeline's file, "
+        "code.configMapRef: ConfigMap 'files' is missing here: put it into the pipeline's file, "
         "or its files into the pipeline's folder",
     )
 
@@ -117,7 +117,7 @@ def test_what_one_machine_has_not_is_named_with_the_cure_and_where_it_comes_from
         (
             "  coordinator: {http: {apiKeySecretRef: {name: k, key: key}}}\n",
             secret("k", key=" \n"),
-            "Secret 'k': there is no key in it",
+            "Secret 'k': expected a key",
         ),
         (
             "  coordinator: {http: {apiKeySecretRef: {name: k, key: key}}}\n",
@@ -164,7 +164,7 @@ def test_without_a_key_only_this_machine_reaches_the_pipeline_unless_no_auth_is_
 def test_a_key_that_the_spec_asks_for_and_nobody_need_send_is_named(tmp_path: Path) -> None:
     assert keyed(tmp_path, KEYED + SECRET).notices == ()
     assert keyed(tmp_path, KEYED).notices == (
-        "coordinator.http.apiKeySecretRef: no key is required, there is no Secret 'k' here: "
+        "coordinator.http.apiKeySecretRef: no key is required, Secret 'k' is missing here: "
         "put it into the pipeline's file, or use --api-key-file",
     )
     notices = keyed(tmp_path, KEYED + SECRET, no_auth=True).notices
@@ -176,7 +176,7 @@ def test_a_key_that_the_spec_asks_for_and_nobody_need_send_is_named(tmp_path: Pa
     [
         (lambda path: None, "No such file or directory"),
         (lambda path: path.mkdir(), "Is a directory"),
-        (lambda path: path.write_bytes(b"\n \n"), "there is no key in it"),
+        (lambda path: path.write_bytes(b"\n \n"), "expected a key"),
         (lambda path: path.write_bytes(b"\xff\xfe"), "can't decode"),
         (lambda path: path.write_bytes(b"k" * 5000), "holds more than 4096 bytes"),
         (lambda path: path.symlink_to("/dev/zero"), "holds more than 4096 bytes"),

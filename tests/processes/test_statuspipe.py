@@ -7,12 +7,15 @@ import os
 import threading
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from stage_runtime.engines.making import resolving
 from stage_runtime.engines.threads import stage_threads
 from stage_runtime.errors import ConfigurationError
 from stage_runtime.processes.supervision import statuspipe
+
+PIPE_NBYTES = 64 << 10  # as Linux makes it
 
 
 @pytest.mark.parametrize(
@@ -43,6 +46,15 @@ def test_a_factory_failure_keeps_the_end_of_a_traceback_that_is_longer_than_the_
         event = statuspipe.parse(lines.read())
     assert isinstance(event, statuspipe.StartFailed)
     assert event.traceback.rstrip().endswith("the cause")
+
+
+@pytest.mark.parametrize("character", ["é", "\U0001f600", "\x01", '"', "\udcff", "\n"], ids=ascii)
+def test_a_failure_fits_into_the_pipe_whatever_characters_it_has(character: str) -> None:
+    for text in (character * 200_000, f"first line{character}" + "x" * 990 + character * 200_000):
+        event = statuspipe.failed(RuntimeError(f"{text}the cause"), stage="s")
+        assert event.traceback.rstrip().endswith("the cause")
+        line = msgspec.json.encode(event)
+        assert len(line) < PIPE_NBYTES and statuspipe.parse(line) == event
 
 
 def test_stats_are_left_out_while_a_line_is_unread_so_that_they_never_fill_the_pipe() -> None:
@@ -99,7 +111,19 @@ def test_reporting_without_a_pipe_is_no_error() -> None:
     statuspipe.report(None, statuspipe.Loaded())
 
 
-@pytest.mark.parametrize("line", [b"hello", b"{}", b'{"event":"nonsense"}', b'{"event":"serving"}', b"\xff\x00"])
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"hello",
+        b"{}",
+        b'{"event":"nonsense"}',
+        b'{"event":"serving"}',
+        b"\xff\x00",
+        b'{"event":"loading","stage":"\xff"}',
+        b'{"event":"loaded","x":' + b"[" * 100_000,
+    ],
+    ids=lambda line: str(line[:40]),
+)
 def test_a_line_of_somebody_else_is_dropped(line: bytes) -> None:
     assert statuspipe.parse(line) is None
 

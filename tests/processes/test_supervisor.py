@@ -13,6 +13,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import psutil
@@ -194,6 +195,13 @@ async def test_a_death_before_ready_without_a_report_shows_exit_and_last_output(
     assert str(caught.value).endswith(": half of the weights")
 
 
+async def test_an_author_who_writes_into_the_pipe_of_events_does_not_hide_the_end_of_a_process() -> None:
+    async with supervised() as supervisor:
+        supervisor.add(instance("voice", "scribble", "exit", "3"), POLICY)
+        with pytest.raises(StartupFailed, match="exit code 3"):
+            await up(supervisor)
+
+
 async def test_closing_after_a_failed_start_ends_the_siblings() -> None:
     async with supervised() as supervisor:
         supervisor.add(instance("front", "ready", "sleep"), POLICY)
@@ -222,6 +230,7 @@ async def test_a_loader_that_does_nothing_is_ended_and_shows_where_it_hangs() ->
     assert "acting_child.py" in caught.value.explanation()
 
 
+@pytest.mark.long
 async def test_a_loader_that_computes_in_silence_is_left_alone() -> None:
     async with supervised() as supervisor:
         supervisor.add(
@@ -275,6 +284,42 @@ async def test_a_second_request_to_stop_cuts_the_grace_short() -> None:
         supervisor.ask_all_to_stop()
         supervisor.ask_all_to_stop()
         await asyncio.wait_for(supervisor.gone(), PATIENCE_S)
+
+
+class Joined:
+    """An instance; another one is added by the event loop while the thread of a live table looks at it."""
+
+    def __init__(self, supervisor: Supervisor) -> None:
+        self._supervisor = supervisor
+
+    def views(self) -> list[ProcessView]:
+        instances: dict[str, Any] = self._supervisor._instances
+        instances[f"voice.{len(instances)}"] = self
+        return [ProcessView(process="voice", instance="voice", stages=(), state="ready")]
+
+
+def test_processes_are_shown_while_others_are_added() -> None:
+    supervisor = Watched()
+    instances: dict[str, Any] = supervisor._instances
+    instances["voice"] = Joined(supervisor)
+    assert [len(supervisor.views()) for _ in range(2)] == [1, 2]
+
+
+@pytest.mark.proves("drain")
+async def test_an_instance_that_drains_is_not_cut_short_when_all_begin_to_drain(tmp_path: Path) -> None:
+    """A ^C while `omni scale` ends an instance is the first request to stop, also for that instance."""
+    ended = tmp_path / "ended"
+    async with supervised() as supervisor:
+        supervisor.add(instance("voice", "drains", str(ended), "ready", "sleep"), POLICY)
+        await up(supervisor)
+        scaled = asyncio.create_task(supervisor.stop("voice"))
+        await eventually(lambda: ("voice", "draining") in supervisor.lines)
+        supervisor.ask_all_to_stop()
+        for _ in range(20):  # a second SIGTERM would be sent meanwhile
+            await asyncio.sleep(0)
+        ended.touch()
+        await scaled
+        assert supervisor.lines[-1] == ("voice", "drained")
 
 
 async def test_what_a_dead_child_had_started_is_ended_with_it(tmp_path: Path) -> None:

@@ -20,6 +20,8 @@ from stage_runtime.processes.one_machine.local import LocalOptions, LocalPipelin
 from stage_runtime.processes.one_machine.preparing import imports_beside
 from stage_runtime.processes.supervision.startup_failures import StartupFailed
 
+NOBODY = 65534  # a user without rights
+
 
 def planned(**more: Any) -> PipelinePlan:
     stages = [
@@ -54,9 +56,33 @@ def test_a_file_concerns_the_units_that_import_it(folder: Path, file: str, units
     assert updating.change(plan, plan, {folder / file}, folder).begin == units
 
 
+def test_a_folder_to_which_links_lead_is_looked_into_once(folder: Path) -> None:
+    plain = set(imports_beside.files(folder))
+    for name in ("pack/up", "here", "there"):
+        (folder / name).symlink_to(folder)
+    assert sorted(imports_beside.files(folder)) == sorted(plain)
+
+
+def test_a_folder_that_may_not_be_read_hides_no_other_file() -> None:
+    with tempfile.TemporaryDirectory(prefix="t-") as made:
+        os.chmod(made, 0o755)
+        for name in ("a", "locked"):
+            (Path(made) / name).mkdir()
+            (Path(made) / name / "one.py").touch()
+        os.chmod(Path(made) / "locked", 0)
+        effective = os.geteuid()
+        try:
+            if not effective:
+                os.seteuid(NOBODY)
+            assert updating.state(Path(made) / "pipeline.yaml").keys() == {Path(made) / "a/one.py"}
+        finally:
+            os.seteuid(effective)
+            os.chmod(Path(made) / "locked", 0o700)
+
+
 def test_other_arguments_concern_their_unit_alone() -> None:
     found = updating.change(planned(), planned(factory_args={"x": 1}), set(), None)
-    assert (found.begin, found.end, found.coordinator) == (("b",), ("b",), False)
+    assert (found.begin, found.end, found.limits, found.coordinator) == (("b",), ("b",), (), False)
     assert found.told({}) == "restarted b"
     same = updating.change(planned(), planned(), set(), None)
     assert (same.begin, same.end, same.told({"b": 3})) == ((), (), "b has 3 instances")

@@ -14,6 +14,10 @@ def merge_all(inputs: dict[str, omni.StagePayload]) -> dict[str, Any]:
     return {source: payload.data["id"] for source, payload in inputs.items()}
 
 
+def popping_merge(inputs: dict[str, omni.StagePayload]) -> dict[str, Any]:
+    return {source: inputs.pop(source).data["id"] for source in ("a", "b")}
+
+
 def bad_on_request(request_id: str) -> None:
     if request_id.startswith("bad"):
         raise ValueError("on purpose")
@@ -32,6 +36,11 @@ def own_data(request_id: str, output: Any) -> omni.Routed:
     return omni.Routed({"b": {"for": "b"}, "c": {"for": "c"}})
 
 
+def routed_to_a_list(request_id: str, output: Any) -> omni.Routed:
+    payloads: Any = ["b"] if request_id == "bad" else {"b": output}
+    return omni.Routed(payloads)
+
+
 def bad_project(payload: omni.StagePayload) -> Any:
     bad_on_request(payload.request.id)
     return payload
@@ -39,6 +48,12 @@ def bad_project(payload: omni.StagePayload) -> Any:
 
 def for_b(payload: omni.StagePayload) -> Any:
     return {"for": "b"}
+
+
+def given_for_b(payload: omni.StagePayload) -> omni.StagePayload:
+    """The payload that it was given, with other data."""
+    payload.data = {"for": "b"}
+    return payload
 
 
 def for_c(payload: omni.StagePayload) -> Any:

@@ -86,7 +86,7 @@ class MemoryChannels:
         self.counters: Counter[str] = Counter()
         self.gone: set[str] = set()
         self.published: list[Message] = []
-        self.full = ""  #: Why there is no room for a link.
+        self.full = ""  #: Why a link is refused.
 
     def send(self, peer: str, message: Message) -> bool:
         if peer in self.gone or peer not in self._world.known:

@@ -9,7 +9,7 @@ import pytest
 
 from stage_runtime.engines.base import Inbox
 from stage_runtime.stage.hooks import Hooks
-from stage_runtime.stage.inputs.stage_input import StageInput
+from stage_runtime.stage.inputs.stage_input import InputOutcomes, StageInput
 from stage_runtime.stage.work import RequestWork
 from stage_runtime.wire.parts import Header
 from tests.stage.stage_kit import plan
@@ -45,12 +45,14 @@ def test_input_is_reported_unless_the_request_was_aborted(
         made,
         Hooks(made),
         QuickInbox(happens),
-        unused,
-        unused,
-        skipped=unused,
-        unwanted=unused,
-        reject=unused,
-        complete=lambda work: told.append(work.request_id),
+        InputOutcomes(
+            fail=unused,
+            crashed=unused,
+            skipped=unused,
+            unwanted=unused,
+            reject=unused,
+            complete=lambda work: told.append(work.request_id),
+        ),
     )
     stage.payload(HEADER, "a", cast(Any, object()))
     assert told == reported

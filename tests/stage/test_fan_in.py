@@ -93,6 +93,14 @@ def test_two_branches_that_begin_with_different_requests_do_not_wait_for_each_ot
     asyncio.run(join_in_any_order(1, [1, 2, 3, 4], [3, 4, 1, 2], 2, 1000))
 
 
+async def test_a_merge_function_may_take_the_payloads_out_of_what_it_gets() -> None:
+    async with world() as made:
+        join_world(made, merge_fn="stage_functions:popping_merge")
+        ask(made, "r1")
+        await made.until(lambda: "r1" in made.results() or "r1" in made.failed())
+        assert (made.results(), made.failed()) == ({"r1": {"a": "r1 of a", "b": "r1 of b"}}, {})
+
+
 async def test_an_abort_during_the_fan_in_frees_what_had_come() -> None:
     async with world() as made:
         join_world(made, credits=8)

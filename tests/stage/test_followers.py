@@ -8,7 +8,7 @@ import pytest
 
 from stage_runtime.engines import events
 from stage_runtime.payloads import encoding
-from stage_runtime.stage.ranks.rank_following import Follower, FollowerInbox
+from stage_runtime.stage.ranks.rank_following import REMEMBERED, Follower, FollowerInbox
 from stage_runtime.stage.ranks.tensor_parallel import WorkKey
 from stage_runtime.transfers.receiving import Fetched
 from stage_runtime.wire.messages import RankWork
@@ -74,6 +74,23 @@ def test_the_next_attempt_begins_anew() -> None:
     second = inbox.get()
     assert isinstance(first, events.Start) and isinstance(second, events.Start)
     assert second.work is not first.work and not second.work.over
+
+
+def test_a_request_under_way_is_known_however_many_others_come_and_end_meanwhile() -> None:
+    inbox = FollowerInbox()
+    follower = Follower(inbox)
+    start(follower, 0)
+    long = inbox.get()
+    assert isinstance(long, events.Start)
+    for index in range(1, REMEMBERED + 2):
+        start(follower, index, KEY._replace(attempt=index + 1))
+        short = inbox.get()
+        assert isinstance(short, events.Start)
+        short.work.over = True
+    step(follower, REMEMBERED + 2, "abort")
+    aborted = inbox.get()
+    assert isinstance(aborted, events.Abort)
+    assert aborted.work is long.work  # the engine would go on with one that it does not know
 
 
 @pytest.mark.proves("same-request-id")

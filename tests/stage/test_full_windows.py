@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,6 +16,8 @@ from stage_runtime.engines import events
 from stage_runtime.engines.gates import Gate
 from stage_runtime.rules.flow.streams import STREAM_WINDOW
 from tests.stage.stage_kit import PATIENCE_S, World, plan, world
+
+Full = concurrent.futures.Future[None]  #: Set once the window is full.
 
 
 def placed(made: World, produce: Any, consume: Any) -> None:
@@ -30,15 +33,25 @@ async def never(session: omni.Session) -> AsyncIterator[Any]:
     yield omni.Result(None)
 
 
-async def bounded(payload: omni.StagePayload) -> AsyncIterator[Any]:
-    async with asyncio.timeout(0.05):
+def once(full: Full, act: Callable[[], object]) -> None:
+    """Call ``act`` on this loop once the window is full."""
+    loop = asyncio.get_running_loop()
+    full.add_done_callback(lambda _: loop.call_soon_threadsafe(act))
+
+
+async def bounded(full: Full, payload: omni.StagePayload) -> AsyncIterator[Any]:
+    async with asyncio.timeout(None) as limit:
+        once(full, lambda: limit.reschedule(0))
         while True:
             yield omni.Chunk(0)
 
 
-async def grouped(payload: omni.StagePayload) -> AsyncIterator[Any]:
+async def grouped(full: Full, payload: omni.StagePayload) -> AsyncIterator[Any]:
+    breaks = asyncio.Event()
+    once(full, breaks.set)
+
     async def broken() -> None:
-        await asyncio.sleep(0.05)
+        await breaks.wait()
         raise ValueError("the side task is broken")
 
     async with asyncio.TaskGroup() as group:
@@ -47,19 +60,22 @@ async def grouped(payload: omni.StagePayload) -> AsyncIterator[Any]:
             yield omni.Chunk(0)
 
 
-async def cancelled(payload: omni.StagePayload) -> AsyncIterator[Any]:
+async def cancelled(full: Full, payload: omni.StagePayload) -> AsyncIterator[Any]:
     own = asyncio.current_task()
     assert own is not None
-    asyncio.get_running_loop().call_later(0.05, own.cancel)
+    once(full, own.cancel)
     while True:
         yield omni.Chunk(0)
 
 
 @pytest.mark.parametrize("produce", [bounded, grouped, cancelled])
 async def test_a_request_whose_wait_at_a_full_window_is_cancelled_by_its_own_code_fails_at_once(produce: Any) -> None:
+    full = Full()
     async with world() as made:
-        placed(made, produce, never)
+        placed(made, partial(produce, full), never)
         made.submit("r1", "a")
+        await made.until(lambda: made.hosts["p"].stages["a"].inbox.parking.at_gates == 1)
+        full.set_result(None)
         await made.until(lambda: "r1" in made.failed())
         failure = made.failed()["r1"]
         assert (failure.code, failure.stage, failure.hook) == ("stage_failed", "a", "run")

@@ -20,6 +20,7 @@ from stage_runtime.stage.host import Host
 from stage_runtime.stage.kv.transport import StageKVTransport
 from stage_runtime.wire.messages import KVBeat, KVClose, KVPiece, Members
 from stage_runtime.wire.parts import Body, Member
+from tests.engines.test_late_threads import no_thread_can_start
 from tests.stage.stage_kit import OWNER, World, plan, world
 
 BLOCKS = 3 << 20  # bytes: more than may be under way without a credit
@@ -133,6 +134,21 @@ async def test_an_ask_and_its_pieces_arrive_with_their_tensors_and_then_the_room
         got.clear()
         made.sinks["d"].pieces.clear()
         await made.world.until(lambda: made.held("p") == 0)
+
+
+async def test_a_room_that_no_thread_can_send_for_fails_and_a_later_one_is_sent() -> None:
+    async with pair() as made:
+        rooms = made.rooms("d")
+        await made.world.until(lambda: rooms.peer("r1") == "p")
+        room = rooms.room("r1", 1)
+        assert room is not None
+        with no_thread_can_start():
+            rooms.ask(room, "p", b"prompt", [torch.arange(4)])
+        assert made.sinks["d"].ends == [(room, "RuntimeError: can't start new thread")]
+        assert (rooms.open_rooms, rooms.waiting) == (0, 0)
+        made.generation = 1
+        later = await made.room()
+        assert [asked[0] for asked in made.sinks["p"].asks] == [later]
 
 
 async def test_a_request_without_prefill_instance_has_no_peer_and_no_room() -> None:

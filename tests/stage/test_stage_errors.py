@@ -62,6 +62,12 @@ LAZY = "is async or a generator; a hook is a plain function that returns"
         ({"route_fn": "stage_functions:exits"}, echo, "routeFn", "SystemExit: on purpose"),
         ({"route_fn": "stage_functions:nowhere"}, echo, "routeFn", "names ['ghost'], not in next; it declares ['b']"),
         (
+            {"route_fn": "stage_functions:routed_to_a_list"},
+            echo,
+            "routeFn",
+            "returned omni.Routed of a list; expected a dict: the data of each target",
+        ),
+        (
             {"project_payload": {"b": "stage_functions:bad_project"}},
             echo,
             "projectPayload.b",

@@ -99,6 +99,20 @@ async def test_each_target_gets_its_own_payload(fields: dict[str, Any], apart: b
         assert {(source, data["for"]) for _, source, data in completed(made)} == {("b", "b"), ("c", "c")}
 
 
+@pytest.mark.parametrize("apart", [True, False])
+async def test_a_projection_that_sets_the_data_of_its_payload_changes_no_other_target_s(apart: bool) -> None:
+    plans = [
+        plan("a", next=("b", "c"), project_payload={"b": "stage_functions:given_for_b"}),
+        plan("b", terminal=True, inputs_from=("a",)),
+        plan("c", terminal=True, inputs_from=("a",)),
+    ]
+    async with world() as made:
+        place(made, plans, {"a": echo, "b": echo, "c": echo}, apart=apart)
+        made.submit("r", "a", "whole")
+        await made.until(lambda: len(completed(made)) == 2)
+        assert sorted(completed(made)) == [("r", "b", {"for": "b"}), ("r", "c", "whole")]
+
+
 def completed(made: World) -> list[tuple[str, str, Any]]:
     return [
         (one.request_id, one.source, made.opened(one.body, one.source))
@@ -421,7 +435,7 @@ async def test_an_abort_for_a_request_of_another_coordinator_is_passed_on_to_it_
         host = made.hosts["pa"]
         forwarded = ForwardAbort("r1", "cc", "DELETE")
         made.send("cc", "pa", forwarded)
-        await made.until(lambda: made.received == [ForwardAbortReply("r1", "cc", False, 0)])  # there is no other
+        await made.until(lambda: made.received == [ForwardAbortReply("r1", "cc", False, 0)])  # and no other message
         made.received.clear()
         made.known.add("other")
         host.membership.registration.coordinators["other"] = None  # type: ignore[assignment]

@@ -14,7 +14,6 @@ from omnipipeline_spec.types.plan import StagePlan
 from stage_runtime.engines import events
 from stage_runtime.rules.flow.streams import STREAM_WINDOW
 from stage_runtime.rules.flow.turns import ROOM
-from stage_runtime.stage.observing.stalling import OTHERS_EVERY_S
 from stage_runtime.stage.stage import Stage
 from stage_runtime.wire.messages import Complete, StreamStalled
 from tests.stage.stage_kit import PATIENCE_S, World, plan, world
@@ -214,22 +213,29 @@ async def test_an_engine_that_waits_for_input_of_a_request_that_it_has_begun_doe
 
 
 async def test_a_coordinator_is_notified_that_clients_hold_a_stage_up_only_while_others_wait_for_it() -> None:
-    def sent() -> list[bool]:
-        return [one.stalled for one in made.received if isinstance(one, StreamStalled) and one.target == "coordinator"]
+    def sent(source: str = "a") -> list[bool]:
+        found = [one for one in made.received if isinstance(one, StreamStalled) and one.source == source]
+        assert {one.target for one in found} <= {"coordinator"}
+        return [one.stalled for one in found]
 
     async with world() as made:
-        place(made, [plan("a", terminal=True, entry=True)], {"a": pour}, apart=True)
-        a = stage(made, "a")
-        made.submit("r1", "a", {"chunks": 2 * STREAM_WINDOW})
-        await made.until(lambda: a.inbox.parking.at_gates == 1)
-        await asyncio.sleep(2 * OTHERS_EVERY_S)
+        plans = [plan(name, terminal=True, entry=True) for name in ("a", "later")]
+        place(made, plans, {"a": pour, "later": pour}, apart=True)
+        for name in ("a", "later"):
+            made.submit(f"r1 {name}", name, {"chunks": 2 * STREAM_WINDOW})
+            await made.until(lambda name=name: stage(made, name).inbox.parking.at_gates == 1)  # type: ignore[misc]
+        made.submit("r2 later", "later", {"chunks": 1})
+        await made.until(lambda: sent("later") == [True])
+        made.abort("r2 later")
+        await made.until(lambda: sent("later") == [True, False])  # at its second look: a has looked twice before
         assert sent() == []
+        made.abort("r1 later")
         made.submit("r2", "a", {"chunks": 1})
         await made.until(lambda: sent() == [True])
         made.abort("r2")
         await made.until(lambda: sent() == [True, False])
         made.submit("r3", "a", {"chunks": 1})
         await made.until(lambda: sent() == [True, False, True])
-        made.abort("r1")
+        made.abort("r1 a")
         await made.until(lambda: sent() == [True, False, True, False])
         await made.until(lambda: all(host.idle for host in made.hosts.values()))

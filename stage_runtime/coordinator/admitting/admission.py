@@ -46,7 +46,7 @@ class Admission:
     ) -> Admitted:
         """wanted: of `wanted_terminals`. timeout_s: what is left of the request's time.
 
-        Raises: RequestError: a value that cannot travel (400).
+        Raises: RequestError: a value that cannot be encoded (400).
         """
         terminals = tuple(name for name in revision.terminals if wanted is None or name in wanted)
         try:
@@ -56,13 +56,16 @@ class Admission:
             place = _as_written(error.path.removeprefix("submitted.").removeprefix("request."), request.kind)
             raise InvalidRequest(f"{place}: {error.problem}", param=place) from error
         retries = self._plan.retries if self.kept_nbytes + extracted.nbytes <= KEPT_NBYTES else 0
-        self.kept_nbytes += extracted.nbytes
         return Admitted(terminals, extracted, timeout_s, retries)
 
     def timeout_s(self, asked_s: float | None) -> float:
         """How long a request may take in all."""
         limit_s = self._plan.request_timeout_s
         return limit_s if asked_s is None else min(asked_s, limit_s)
+
+    def begun(self, extracted: Extracted) -> None:
+        """A request is admitted for good: its encoded body is kept until `ended`."""
+        self.kept_nbytes += extracted.nbytes
 
     def ended(self, extracted: Extracted) -> None:
         """A request has ended: release its encoded body."""
@@ -73,8 +76,8 @@ class Admission:
     ) -> tuple[str, ...] | None:
         """The terminals that the request waits for; None: all of them.
 
-        revisions: that are served, newest last: one must have these terminals.
-        asked:     the result of terminalStagesFn; None: it is called here.
+        revisions: that are served, newest last: one must have these terminals. hook_result: of terminalStagesFn; None:
+            it is called here.
         Raises: RequestError: terminalStagesFn is wrong (500).
         """
         if self._terminal_stages is None or not revisions:

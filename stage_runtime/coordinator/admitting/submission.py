@@ -45,7 +45,7 @@ class Submission:
 
         def make(body: Body) -> Message:
             remaining_ms = max(0, int((handle.deadline - self._loop.time()) * 1000))
-            trace = handle.traceparent
+            trace = handle.trace.header
             header = Header(
                 handle.id,
                 attempt,

@@ -15,7 +15,7 @@ from typing import Any, Final, TypeAlias
 import msgspec
 
 from omnipipeline_spec.types.pods import COORDINATOR
-from stage_runtime.errors import RequestError, ValueRefused
+from stage_runtime.errors import RequestError, ValueRefused, describe
 from stage_runtime.payloads import isolating
 from stage_runtime.profiler.recording.recorder import set_active_stage
 from stage_runtime.wire.values import OmniRequest
@@ -51,7 +51,8 @@ class TerminalStagesCaller:
         """The function gets a request of its own: what it writes into it reaches no stage.
 
         watch: is given what to call when the client disconnects meanwhile.
-        Raises: RequestError: deadline; cancelled: the client has disconnected; what `give_up` was given.
+        Raises: RequestError: deadline; cancelled: the client has disconnected; unavailable: no thread can start; what
+            `give_up` was given.
         """
         try:
             own = isolating.isolate(request, where="submitted.request")
@@ -82,7 +83,13 @@ class TerminalStagesCaller:
                 if watch is not None:
                     watch(lambda: wait.end(RequestError("cancelled", "the client disconnected")))
                 await self._places.acquire()
-                threading.Thread(target=run, name="omni-terminal-stages", daemon=True).start()
+                try:
+                    threading.Thread(target=run, name="omni-terminal-stages", daemon=True).start()
+                except RuntimeError as error:  # the machine has no thread or no memory left for one
+                    self._places.release()
+                    raise RequestError(
+                        "unavailable", f"{HOOK}: {describe(error)}", hook=HOOK, request_id=request.id, retry_after_s=1.0
+                    ) from error
                 return await future
         except TimeoutError:
             if wait.error is not None:

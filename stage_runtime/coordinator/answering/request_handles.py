@@ -9,7 +9,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -64,44 +64,51 @@ class BodyOwner(msgspec.Struct):
     aborted: bool = False
 
 
-class RequestHandle:
-    """Everything the request manager knows of one request. Owned by the I/O thread.
+class RequestTrace(NamedTuple):
+    """The trace that a request belongs to."""
 
-    cancel, consumed: the request manager's methods that it calls; it holds no reference to the manager itself.
-    """
+    header: str | None = None  #: The ``traceparent`` that its stages get.
+    context: TraceContext | None = None  #: None: its spans are not sent.
+
+
+class HandleContext(NamedTuple):
+    """The parts of one request manager that all its handles use; they hold no reference to the manager itself."""
+
+    owner: str  #: The coordinator's incarnation.
+    cancel: Callable[[RequestHandle, str], bool]
+    consumed: Callable[[RequestHandle, str, int], None]
+    unread_bytes: UnreadBytes
+    clocks_us: Mapping[str, int] = {}  #: Instance -> what to add to its times.
+
+
+class RequestHandle:
+    """Everything the request manager knows of one request. Owned by the I/O thread."""
 
     def __init__(
         self,
         request: OmniRequest,
         tracked: Tracked,
         extracted: Extracted,
+        context: HandleContext,
         *,
-        cancel: Callable[[RequestHandle, str], bool],
-        consumed: Callable[[RequestHandle, str, int], None],
-        unread_bytes: UnreadBytes,
-        owner: str,
-        traceparent: str | None,
-        trace_context: TraceContext | None = None,
+        trace: RequestTrace,
         deadline: float,
-        whole: bool = False,
         prompt: Hashes = (),
-        clocks_us: Mapping[str, int] = {},
     ) -> None:
         self.tracked = tracked
         self.kind = request.kind
         self.prompt = prompt  #: The prompt's hashes, for the choice of instances of every attempt.
         self.extracted: Extracted | None = extracted  #: Kept while a retry is possible.
-        self.owner = owner
-        self.sending = BodyOwner(owner, request.id, tracked.attempt)
+        self.owner = context.owner
+        self.sending = BodyOwner(context.owner, request.id, tracked.attempt)
         self.bindings: dict[str, str] = {}
         self.revision = ""
         self.away: tuple[str, ...] = ()  #: Stages that it may meet and has no instance of.
         self.required: set[str] = set()  #: Such stages of earlier attempts, to which the route has led.
-        self.traceparent = traceparent
-        self.trace_context = trace_context
+        self.trace = trace
         self.deadline = deadline  #: A time of the loop's clock.
         self.timings: dict[str, Timing] = {}
-        self.observed = Observed(admitted_us=time.time_ns() // 1000, clocks_us=clocks_us)
+        self.observed = Observed(admitted_us=time.time_ns() // 1000, clocks_us=context.clocks_us)
         self.avoid: set[str] = set()  #: Instances that an earlier attempt lost.
         #: Instances to which a stage of an earlier attempt had no connection -> until when none is expected, on the
         #: loop's clock.
@@ -115,16 +122,16 @@ class RequestHandle:
         self.streams: dict[str, Inbound[Streamed]] = {}
         self.undelivered: dict[str, Resulted] = {}  #: Results that wait for chunks, by stage.
         self.unread_nbytes = 0  #: Bytes of its answer that are here: out of order, undelivered, or not read.
-        self.whole = whole  #: The reader gets everything at the end, or nothing.
+        self.whole = not request.stream  #: The reader gets everything at the end, or nothing.
         self.admitted_at = time.monotonic()
         self.first_event_at: float | None = None
         self.ended_at: float | None = None
         self.read_at = (
             asyncio.get_running_loop().time()
         )  #: When its client took something last, or had nothing to take.
-        self._cancel = cancel
-        self._consumed = consumed
-        self._unread_bytes = unread_bytes
+        self._cancel = context.cancel
+        self._consumed = context.consumed
+        self._unread_bytes = context.unread_bytes
         self._events: deque[Streamed | Resulted] = deque()
         self._tokens = TokenCounts()  #: Counts of what was read.
         self._failure: Failure | None = None

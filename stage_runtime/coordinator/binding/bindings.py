@@ -46,7 +46,7 @@ class Bindings:
 
         avoid, exclude, required, prefer: as of `MembershipState.bind`. prompt: `prefixes.hashes`: it goes where its
         beginning is cached, as far as that is known, and is known there from now on.
-        Raises: RequestError: there is no complete set of instances.
+        Raises: RequestError: no set of instances is complete.
         """
         try:
             interrupted = self._membership.interrupted
@@ -96,7 +96,7 @@ class Bindings:
                     self._membership.unbound(incarnation)
 
     def lost(self, incarnation: str) -> list[RequestHandle]:
-        """The instance is gone. Returns: the requests that need it still; the others are not bound to it any more."""
+        """The instance is gone. Returns: the requests that still need it; the others are no longer bound to it."""
         hurt = []
         for handle in self.on(incarnation):
             if _needs(handle, incarnation):
@@ -107,7 +107,7 @@ class Bindings:
 
     def spare(self, incarnation: str) -> None:
         """The instance drains: requests that have it as a prefill instance only are bound to it no longer. It finishes
-        the requests that it prefills now; what decode has not asked it for, decode computes itself.
+        the prompts that it computes now; a decode stage computes the others itself.
         """
         for handle in self.on(incarnation):
             if kvpairs.prefills_alone(handle.edges, handle.bindings, incarnation):
@@ -129,8 +129,8 @@ class Bindings:
         return len(self._by_instance.get(incarnation, ()))
 
     def between(self, one: str, other: str) -> list[RequestHandle]:
-        """The requests that are bound to both instances, need both, and fail without the connection: a decode stage
-        goes on when it has none to its prefill instance.
+        """The requests that are bound to both instances, need both, and fail without the connection. A decode stage
+        goes on without a connection to its prefill instance.
         """
         both = self._by_instance.get(one, set()) & self._by_instance.get(other, set())
         return [handle for handle in both if _needs(handle, one) and _needs(handle, other)]

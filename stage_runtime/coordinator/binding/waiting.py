@@ -182,12 +182,8 @@ class Waiting:
             self._try(handle, self._suspects.taken(handle))
         elif step is Step.GIVE_UP:
             self.forget(handle)
-            missing = ", ".join(prospect.groups)
-            came = f"came within {waited_s:.0f} s" if waited_s >= 1 else "is ready or expected"
-            reason = f"no instance of {missing} {came}"
-            if handle.required:
-                reason += f"; the route leads to {', '.join(sorted(handle.required))}"
-            self._following.happen(handle, NoInstanceCame(reason, prospect.groups[0]))
+            stage = prospect.groups[0] if prospect.groups else None
+            self._following.happen(handle, NoInstanceCame(_given_up(handle, prospect.groups, waited_s), stage))
 
     def _prospect(self, handle: RequestHandle) -> Prospect:
         return self._membership.prospect(handle.tracked.terminals, handle.required)
@@ -220,6 +216,15 @@ class Waiting:
 
 def _nbytes(handle: RequestHandle) -> int:
     return 0 if handle.extracted is None else handle.extracted.held_nbytes
+
+
+def _given_up(handle: RequestHandle, missing: tuple[str, ...], waited_s: float) -> str:
+    """missing: groups without an instance; empty: no revision has the request's terminals any more."""
+    if not missing:
+        return f"the pipeline has no terminal stage {', '.join(map(repr, handle.tracked.terminals))} any more"
+    came = f"came within {waited_s:.0f} s" if waited_s >= 1 else "is ready or expected"
+    reason = f"no instance of {', '.join(missing)} {came}"
+    return f"{reason}; the route leads to {', '.join(sorted(handle.required))}" if handle.required else reason
 
 
 def _refusal(prospect: Prospect, verdict: Verdict, limits: HoldLimits) -> str:

@@ -18,47 +18,58 @@ ANSWER_S: Final = 2.0  # an owner that is alive answers in milliseconds; one tha
 OPEN_MOST: Final = 64  # at once: each question costs a message to every instance
 
 
+class _Question:
+    """One forwarded abort, for all clients that ask for it at the same time."""
+
+    def __init__(self, inquiry: Inquiry) -> None:
+        self.inquiry = inquiry
+        self.changed = asyncio.Event()
+        self.callers = 0  #: It is open as long as one waits.
+
+
 class AbortForwarding:
     """Forwarded aborts that wait for an answer."""
 
     def __init__(self, me: str, send: Callable[[str, Message], bool]) -> None:
         self._me = me
         self._send = send
-        self._open: dict[str, tuple[Inquiry, asyncio.Event]] = {}  #: Inquiries by request id.
+        self._open: dict[str, _Question] = {}  #: Questions by request id.
 
     async def abort(self, request_id: str, reason: str, instances: Iterable[str]) -> bool:
         """Have another coordinator abort it. False: none has it in flight, or none answers in time."""
         if request_id not in self._open:
             if len(self._open) >= OPEN_MOST:
                 return False
-            question = ForwardAbort(request_id, self._me, reason)
+            message = ForwardAbort(request_id, self._me, reason)
             try:
-                codec.check(question)
+                codec.check(message)
             except ValueRefused:
                 return False  # no request has such an id
-            inquiry = Inquiry([one for one in instances if self._send(one, question)])
-            self._open[request_id] = (inquiry, asyncio.Event())
-        inquiry, changed = self._open[request_id]
+            self._open[request_id] = _Question(Inquiry([one for one in instances if self._send(one, message)]))
+        question = self._open[request_id]
+        question.callers += 1
         try:
             async with asyncio.timeout(ANSWER_S):
-                while inquiry.outcome is None:
-                    changed.clear()
-                    await changed.wait()
+                while question.inquiry.outcome is None:
+                    question.changed.clear()
+                    await question.changed.wait()
         except TimeoutError:
             return False
         finally:
-            self._open.pop(request_id, None)
-        return inquiry.outcome
+            question.callers -= 1
+            if not question.callers:
+                del self._open[request_id]
+        return question.inquiry.outcome
 
     def answered(self, sender: str, message: ForwardAbortReply) -> None:
         """An instance returns an owner's answer."""
-        if message.request_id in self._open:
-            inquiry, changed = self._open[message.request_id]
-            inquiry.answered(sender, aborted=message.aborted, owners=message.owners)
-            changed.set()
+        question = self._open.get(message.request_id)
+        if question is not None:
+            question.inquiry.answered(sender, aborted=message.aborted, owners=message.owners)
+            question.changed.set()
 
     def forget(self, instance: str) -> None:
         """The instance is gone: expect no answer from it."""
-        for inquiry, changed in self._open.values():
-            inquiry.gone(instance)
-            changed.set()
+        for question in self._open.values():
+            question.inquiry.gone(instance)
+            question.changed.set()

@@ -28,7 +28,7 @@ class Deadlines:
         self._passed = passed
         self._wanted = wanted
         self._heap: list[tuple[float, str]] = []
-        self._live = 0  #: Deadlines still wanted at the last cleanup, plus all added since.
+        self._live = 0  #: Deadlines that the last cleanup has left.
         self._timer: asyncio.TimerHandle | None = None
         self._next = 0.0  #: The deadline that the timer is for.
 

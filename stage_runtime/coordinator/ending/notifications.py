@@ -13,12 +13,13 @@ from stage_runtime.rules.flow.streams import STREAM_WINDOW
 from stage_runtime.wire.messages import Consumed, Ended, Message, Stream
 
 ENDED_EVERY_S: Final = 0.02
+ENDED_MOST: Final = 1024  # requests in a message, of at most some 150 bytes each: far below the limit of a frame
 CONSUMED_EVERY: Final = STREAM_WINDOW // 4
 
 
 class EndedNotifier:
     """Requests that are complete while some stage may still hold something of them: unread streams, branches not
-    taken. One message per instance and `ENDED_EVERY_S`, not one per request.
+    taken. One message per instance and `ENDED_EVERY_S`, or a few, not one per request.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, send: Callable[[str, Message], bool]) -> None:
@@ -38,7 +39,8 @@ class EndedNotifier:
     def _send_ended(self) -> None:
         ended, self._ended = self._ended, {}
         for incarnation, requests in ended.items():
-            self._send(incarnation, Ended(tuple(requests)))
+            for start in range(0, len(requests), ENDED_MOST):
+                self._send(incarnation, Ended(tuple(requests[start : start + ENDED_MOST])))
 
 
 class ConsumedNotifier:

@@ -33,10 +33,16 @@ class Clocks:
 
     def measured(
         self, instance: str, *, sent_ns: int, there_received_ns: int, there_sent_ns: int, received_ns: int
-    ) -> Distance:
-        """Take a measurement: when the question left and arrived, when the answer left and arrived."""
+    ) -> Distance | None:
+        """Take a measurement: when the question left and arrived, when the answer left and arrived.
+
+        None: the ways took less than no time, so a clock was set meanwhile, or runs at another rate: it does not count.
+        """
+        both_ways_ns = (received_ns - sent_ns) - (there_sent_ns - there_received_ns)
+        if both_ways_ns < 0:
+            return None
         offset = ((sent_ns - there_received_ns) + (received_ns - there_sent_ns)) // 2
-        uncertainty = max(((received_ns - sent_ns) - (there_sent_ns - there_received_ns)) // 2, 1)
+        uncertainty = max(both_ways_ns // 2, 1)
         distance = Distance(
             offset_ns=0 if abs(offset) <= uncertainty else offset,
             uncertainty_ns=uncertainty,

@@ -105,7 +105,7 @@ class Questions:
     async def replies(
         self, processes: Sequence[AskedProcess], make: Callable[[str], Question]
     ) -> dict[AskedProcess, ProfilerReply | str]:
-        """Each process's answer, or why there is none."""
+        """Each process's answer, or why it has none."""
         answers = await asyncio.gather(*(self.call(process, make) for process in processes))
         return dict(zip(processes, answers, strict=True))
 
@@ -155,6 +155,8 @@ class Questions:
             there_sent_ns=reply.sent_ns,
             received_ns=time.time_ns(),
         )
+        if distance is None:
+            return
         facts = {
             "incarnation": name,
             "offset_ns": distance.offset_ns,

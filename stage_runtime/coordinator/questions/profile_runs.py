@@ -30,10 +30,11 @@ from stage_runtime.coordinator.questions.profile_questions import (
     processes,
     state_of,
 )
-from stage_runtime.errors import ConfigurationError, RequestError
+from stage_runtime.errors import ConfigurationError, RequestError, ValueRefused
 from stage_runtime.profiler import paths
 from stage_runtime.profiler.recording import torch_trace
 from stage_runtime.profiler.recording.session import PIECE, STARTED, STOPPED, ProfileSession, ProfileSettings
+from stage_runtime.wire import codec
 from stage_runtime.wire.messages import (
     Message,
     ProfilerRead,
@@ -147,6 +148,7 @@ class PipelineProfiling:
                 config=config,
                 max_seconds=_seconds(max_seconds, self._limits.max_seconds if torch else 0),
             )
+            _check_carried(settings)
             self._settings, self._ends_at = settings, None
             # The coordinator starts last and stops first: a request that it has recorded is recorded in every stage.
             answers = self._loop.create_task(self._questions.ask_all(lambda call: _start_message(call, settings)))
@@ -340,6 +342,14 @@ def _start_message(call_id: str, settings: ProfileSettings) -> ProfilerStart:
         dict(settings.config),
         settings.max_seconds,
     )
+
+
+def _check_carried(settings: ProfileSettings) -> None:
+    """Raises: ConfigurationError: no process can be asked to record so: a path is too long once it is completed."""
+    try:
+        codec.check(_start_message("", settings))
+    except ValueRefused as refused:
+        raise ConfigurationError(f"{refused.path.removeprefix('ProfilerStart.')}: {refused.problem}") from None
 
 
 def _seconds(requested_s: int | None, default_s: int) -> int:

@@ -1,7 +1,7 @@
 """Operations of stages' own engines: asked of every rank of every instance of a stage, answers collected.
 
-Here: calls, their answers, what is made of none. Not here: what an operation does; the engine that takes it knows
-(`engines.events.Admin`). This runs on the I/O thread.
+Here: calls, their answers, the result of a process that does not answer. Not here: what an operation does: each engine
+defines its own (`engines.events.Admin`). This runs on the I/O thread.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class OperationResult(msgspec.Struct, frozen=True, kw_only=True):
     instance: str
     rank: int = 0  #: The rank, among a TP stage's processes.
     value: Any = None
-    error: str | None = None  #: Why there is no value; None: there is one.
+    error: str | None = None  #: Why the value is missing; None: ``value`` has it.
 
 
 class OperationResults(msgspec.Struct, frozen=True, kw_only=True):
@@ -86,7 +86,7 @@ class Operations:
         only: one instance is asked. noted: `on_done` is called with the results.
 
         Raises: RequestError: not_found: no such stage; unavailable: a stage has no instance. Then no process was asked.
-            ValueRefused: an argument cannot travel.
+            ValueRefused: an argument cannot be encoded.
         """
         members = {name: one for name, one in self._members().items() if only in (None, name)}
         self._check(stages, members)
@@ -140,7 +140,7 @@ class Operations:
         served = {stage for member in members.values() for stage in member.stages}
         for stage in stages:
             if stage not in known and stage not in served:
-                raise RequestError("not_found", f"there is no stage {stage!r}: the pipeline has {', '.join(known)}")
+                raise RequestError("not_found", f"{stage!r} is not a stage: the pipeline has {', '.join(known)}")
             if stage not in served:
                 raise RequestError("unavailable", f"stage {stage!r} has no instance now")
 

@@ -14,6 +14,7 @@ import msgspec
 
 from omnipipeline_spec.scaling import Load
 from stage_runtime.coordinator.membership import Membership
+from stage_runtime.coordinator.reporting import member_reports
 from stage_runtime.metrics import catalog
 from stage_runtime.metrics.samples import Samples
 from stage_runtime.rules.members.demand import Demand
@@ -42,9 +43,9 @@ class GroupDemand:
         newest = next(reversed(self._membership.state.revisions), None)
         return self._demand.loads(
             newest.stages if newest is not None else {},
-            self._membership.stage_beats(),
-            ready=self._membership.ready_count(),
-            loading=self._membership.loading_count(),
+            member_reports.stage_beats(self._membership),
+            ready=member_reports.ready_count(self._membership),
+            loading=member_reports.loading_count(self._membership),
             held=held,
             now=self._loop.time(),
         )

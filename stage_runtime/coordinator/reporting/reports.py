@@ -12,6 +12,7 @@ from typing import Any
 from omnipipeline_spec.types.plan import CoordinatorPlan, PipelineRevision
 from omnipipeline_spec.types.pods import COORDINATOR
 from stage_runtime.coordinator.membership import Membership
+from stage_runtime.coordinator.reporting import member_reports
 from stage_runtime.coordinator.reporting.tracing import RequestTracer
 from stage_runtime.metrics import catalog, planes
 from stage_runtime.metrics.samples import Samples
@@ -53,7 +54,7 @@ class Reports:
             "edges": list(newest.edges) if newest is not None else [],
             "gauges": gauges,
             "transports": planes.transports(gauges),
-            **self._membership.status(),
+            **member_reports.status(self._membership),
         }
 
     def samples(self, *, in_flight: int, kept_nbytes: int) -> Samples:
@@ -66,7 +67,7 @@ class Reports:
             catalog.TRACES_DROPPED: {(): tracing.dropped if tracing is not None else 0},
         }
         own = planes.samples({COORDINATOR: self._gauges()})
-        return {**of_manager, **self._membership.samples(), **own}
+        return {**of_manager, **member_reports.samples(self._membership), **own}
 
     def _gauges(self) -> dict[str, float]:
         return planes.gauges(

@@ -6,12 +6,12 @@ send nothing and wait for nobody. Sampling is decided when a request is admitted
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from stage_runtime.coordinator.events import RequestRecord
 from stage_runtime.telemetry import traceparents
 from stage_runtime.telemetry.exporting import Exporter
-from stage_runtime.telemetry.spans import Span, Value
+from stage_runtime.telemetry.spans import Span
 from stage_runtime.telemetry.traceparents import TraceContext
 
 
@@ -43,32 +43,19 @@ class RequestTracer:
 
 def spans_of(context: TraceContext, record: RequestRecord) -> list[Span]:
     """The request's own span first."""
-    admitted_ns = int(record.admitted_at * 1e6) * 1000
-    error = record.error or {}
+    return [_of_request(context, record), *_of_stages(context, record), *_of_hops(context, record)]
 
-    def span(
-        name: str, start_ms: float, end_ms: float, attributes: Mapping[str, Value], why: str | None, span_id: str
-    ) -> Span:
-        return Span(
-            trace_id=context.trace_id,
-            span_id=span_id,
-            parent_id=context.span_id,
-            name=name,
-            start_ns=admitted_ns + int(start_ms * 1e6),
-            end_ns=admitted_ns + int(end_ms * 1e6),
-            attributes=attributes,
-            error=why,
-            state=context.state,
-        )
 
-    request = Span(
+def _of_request(context: TraceContext, record: RequestRecord) -> Span:
+    error = record.error
+    return Span(
         trace_id=context.trace_id,
         span_id=context.span_id,
         parent_id=context.parent_id,
         name=f"request {record.kind}",
         kind="server",
-        start_ns=admitted_ns,
-        end_ns=admitted_ns + int((record.total_ms or record.age_ms) * 1e6),
+        start_ns=_time_ns(record, 0.0),
+        end_ns=_time_ns(record, record.total_ms or record.age_ms),
         attributes={
             "omni.request.id": record.id,
             "omni.request.kind": record.kind,
@@ -79,32 +66,49 @@ def spans_of(context: TraceContext, record: RequestRecord) -> list[Span]:
         error=f"{error['code']}: {error['message']}" if error else None,
         state=context.state,
     )
-    stages = [
-        span(
-            name,
-            stage.start_ms,
-            stage.end_ms,
-            {
+
+
+def _of_stages(context: TraceContext, record: RequestRecord) -> list[Span]:
+    """A span for each stage whose start and end are known."""
+    error = record.error or {}
+    return [
+        Span(
+            trace_id=context.trace_id,
+            span_id=traceparents.stage_span_id(context.span_id, name),
+            parent_id=context.span_id,
+            name=name,
+            start_ns=_time_ns(record, stage.start_ms),
+            end_ns=_time_ns(record, stage.end_ms),
+            attributes={
                 "omni.stage": name,
                 "omni.instance": record.bindings.get(name, ""),
                 "omni.queue_ms": stage.queue_ms,
                 "omni.run_ms": stage.run_ms,
             },
-            str(error["message"]) if error.get("stage") == name else None,
-            traceparents.stage_span_id(context.span_id, name),
+            error=str(error["message"]) if error.get("stage") == name else None,
+            state=context.state,
         )
         for name, stage in record.stages.items()
         if stage.start_ms is not None and stage.end_ms is not None
     ]
-    hops = [
-        span(
-            f"{hop.source} to {hop.target}",
-            hop.start_ms,
-            hop.end_ms,
-            {"omni.hop.source": hop.source, "omni.hop.target": hop.target, "omni.hop.kind": hop.kind},
-            None,
-            traceparents.new_span_id(),
+
+
+def _of_hops(context: TraceContext, record: RequestRecord) -> list[Span]:
+    return [
+        Span(
+            trace_id=context.trace_id,
+            span_id=traceparents.new_span_id(),
+            parent_id=context.span_id,
+            name=f"{hop.source} to {hop.target}",
+            start_ns=_time_ns(record, hop.start_ms),
+            end_ns=_time_ns(record, hop.end_ms),
+            attributes={"omni.hop.source": hop.source, "omni.hop.target": hop.target, "omni.hop.kind": hop.kind},
+            state=context.state,
         )
         for hop in record.hops
     ]
-    return [request, *stages, *hops]
+
+
+def _time_ns(record: RequestRecord, after_ms: float) -> int:
+    """The time that is so long after the request was admitted."""
+    return int(record.admitted_at * 1e6) * 1000 + int(after_ms * 1e6)

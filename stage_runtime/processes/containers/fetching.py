@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Final
@@ -20,6 +21,7 @@ from stage_runtime.processes.containers.pod_probes import ProbeServer, Reply
 from stage_runtime.sockets.endpoints import hosts
 
 MAX_PORT: Final = 65535
+DIGITS: Final = re.compile("[0-9]{1,5}")  # Python makes no number of thousands of digits
 PORT: Final = "OMNI_PROGRESS_PORT"  # set by the operator in the Job; without it nothing listens
 
 
@@ -30,10 +32,14 @@ def serving(report: Callable[[], tuple[int, int]], environ: Mapping[str, str]) -
     report: (bytes that are here, bytes of the whole model or 0 where not known yet), called by another thread.
     """
     given = environ.get(PORT, "")
-    if not given.isdecimal() or int(given) > MAX_PORT:
+    if DIGITS.fullmatch(given) is None or int(given) > MAX_PORT:
         yield None
         return
-    loop, stop = asyncio.new_event_loop(), asyncio.Event()
+    try:
+        loop, stop = asyncio.new_event_loop(), asyncio.Event()
+    except OSError:  # this process has no descriptor left
+        yield None
+        return
     listens: list[int] = []
     ready = threading.Event()
 
@@ -58,7 +64,12 @@ def serving(report: Callable[[], tuple[int, int]], environ: Mapping[str, str]) -
             ready.set()
 
     thread = threading.Thread(target=run, name="progress", daemon=True)
-    thread.start()
+    try:
+        thread.start()
+    except RuntimeError:  # the machine has no thread left
+        loop.close()
+        yield None
+        return
     ready.wait()
     try:
         yield listens[0] if listens else None

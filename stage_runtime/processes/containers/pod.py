@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Sequence
 from http import HTTPStatus
 from pathlib import Path
+from typing import TextIO
 
 import msgspec
 
@@ -107,14 +108,14 @@ class Pod:
         failure = self._supervisor.failure
         if failure is None or self._stopping:
             return 0
-        print(failure.explanation(), file=sys.stderr, flush=True)
         killed = activity.memory_kills() - self._memory_kills
         cause = f"{failure}; the container ran out of memory" if killed > 0 else str(failure)
         termination.write(self._settings.termination_log, cause, failure.details)
+        _print(failure.explanation(), sys.stderr)
         return crashes.EXIT_HUNG if failure.hung else EXIT_FAILED
 
     def _stop(self, reason: str) -> None:
-        print(f"draining: {reason}", flush=True)
+        _print(f"draining: {reason}")
         self._stopping = True
         self._supervisor.ask_all_to_stop()
 
@@ -129,11 +130,11 @@ class Pod:
         if not self._lines.is_due(view.process, view.message, view.share):
             return
         if not self._alone or view.share is not None or view.state in ("restarting", "failed"):
-            print(f"{view.process}: {view.state}{f': {view.detail}' if view.detail else ''}", flush=True)
+            _print(f"{view.process}: {view.state}{f': {view.detail}' if view.detail else ''}")
 
     def _printed(self, process: str, line: str) -> None:
         plain = self._alone or line.startswith("{")  # a JSON log line names its process itself
-        print(line if plain else f"{process} | {line}", flush=True)
+        _print(line if plain else f"{process} | {line}")
 
     def _livez(self) -> Reply:
         return Reply(body="alive\n")  # PID 1 is; the model never counts
@@ -162,14 +163,26 @@ class Pod:
         return Reply(body=exposition.render(samples(self._supervisor.views())), content_type=exposition.CONTENT_TYPE)
 
 
+def _print(text: str, file: TextIO | None = None) -> None:
+    """Print a line, to standard output by default. The processes go on when nobody reads it, or a disk is full."""
+    try:
+        print(text, file=file, flush=True)
+    except BrokenPipeError:  # for good, and Python's end would fail by what is left in its buffer
+        with open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), (file or sys.stdout).fileno())
+    except OSError:
+        pass
+
+
 def samples(views: Sequence[ProcessView]) -> Samples:
     """The samples that a pod serves of its processes."""
     running = [(view.process, view.pid) for view in views if view.pid is not None]
+    activities = [(name, activity.of_session(pid)) for name, pid in running]
     of_processes: Samples = {
         catalog.PROCESS_READY: {(view.process,): float(view.state == "ready") for view in views},
         catalog.PROCESS_RESTARTS: {(view.process,): view.restarts for view in views},
         catalog.PROCESS_RESIDENT_MEMORY: {(name,): activity.resident_bytes(pid) for name, pid in running},
-        catalog.PROCESS_CPU: {(name,): activity.of_session(pid).cpu_s for name, pid in running},
+        catalog.PROCESS_CPU: {(name,): found.cpu_s for name, found in activities if found is not None},
     }
     return {**of_processes, **planes.samples({view.process: view.gauges for view in views})}
 

@@ -15,7 +15,7 @@ from typing import Protocol
 
 import msgspec
 
-from stage_runtime.errors import ConfigurationError
+from stage_runtime.errors import ConfigurationError, describe, safe_str
 from stage_runtime.processes.supervision.startup_failures import StartupFailed
 
 SOCKET = "admin.sock"
@@ -88,10 +88,10 @@ class AdminServer:
                 case Restart(group=group):
                     await self._pipeline.restart(group)
         except (msgspec.MsgspecError, ConfigurationError, StartupFailed) as error:
-            return AdminAnswer(error=str(error)[:MAX_ERROR])
+            return AdminAnswer(error=safe_str(error, limit=MAX_ERROR))
         except Exception as error:  # the outermost: the error is sent to the command, and the next one is served
             log.exception("admin command failed: %s", line.decode(errors="replace").rstrip())
-            return AdminAnswer(error=f"{type(error).__name__}: {error}"[:MAX_ERROR])
+            return AdminAnswer(error=describe(error))
         return AdminAnswer()
 
 
@@ -107,6 +107,8 @@ async def send(folder: Path, command: Scale | Restart) -> None:
     try:
         writer.write(msgspec.json.encode(command) + b"\n")
         line = await reader.readline()
+    except ConnectionError:  # it ended before it had read the command
+        line = b""
     finally:
         writer.close()
     if not line:

@@ -14,7 +14,7 @@ import msgspec
 
 from omnipipeline_spec.types.pods import COORDINATOR
 from stage_runtime.processes.supervision.supervisor import Supervisor
-from stage_runtime.web.listening import certificates
+from stage_runtime.web.listening import pinning
 
 ADMISSION_POLL_S: Final = 0.02
 
@@ -44,7 +44,7 @@ def _ready_instances(supervisor: Supervisor, group: str | None) -> Counter[str]:
 
 
 async def status(url: str, key: str | None, certificate: Path | None = None) -> dict[str, Any]:
-    """The coordinator's `/status`; empty when it does not answer now. certificate: what it must show, if it does."""
+    """The coordinator's `/status`; empty when it does not answer now. certificate: a file with what it shows."""
     return await asyncio.to_thread(_status, url, key, certificate)
 
 
@@ -71,5 +71,5 @@ def _connection(url: str, certificate: Path | None) -> http.client.HTTPConnectio
     host = where.hostname or ""
     if certificate is None:
         return http.client.HTTPConnection(host, where.port, timeout=5)
-    trust = certificates.pinned(certificate)
+    trust = pinning.pinned(certificate)
     return http.client.HTTPSConnection(host, where.port, timeout=5, context=trust)

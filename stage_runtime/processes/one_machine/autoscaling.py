@@ -31,7 +31,7 @@ class Scaled(Protocol):
     """The part of `fleet.Fleet` that the autoscaler needs."""
 
     def instances(self, unit: str) -> Instances | None:
-        """None: a person changes them at the moment."""
+        """None: a person changes them at the moment, or has taken the unit out."""
 
     def order(self, unit: str, replicas: int) -> None:
         """Begin to start or to end as many as that takes."""
@@ -44,14 +44,20 @@ class Autoscaler:
     """Follows the load of all units of one run that have limits."""
 
     def __init__(self, plan: PipelinePlan, pipeline: Scaled) -> None:
-        self._plan = plan
         self._pipeline = pipeline
-        self._edges = scaling.unit_edges(plan)
         self._seen: dict[str, Seen] = {}
         self._cold_start_s: dict[str, float] = {}  #: Seconds as last measured, by unit.
         self._failures: dict[str, int] = {}  #: Starts in a row that failed.
         self._rests_until: dict[str, float] = {}
         self._last: dict[str, str] = {}  #: Why the replicas were changed last, by unit.
+        self.follow(plan)
+
+    def follow(self, plan: PipelinePlan) -> None:
+        """Obey the limits of this plan from now on. A unit that still has some keeps what was seen of it."""
+        self._plan, self._edges = plan, scaling.unit_edges(plan)
+        for of_unit in (self._seen, self._cold_start_s, self._failures, self._rests_until, self._last):
+            for unit in of_unit.keys() - plan.autoscaling.keys():
+                of_unit.pop(unit, None)
 
     def step(self, status: Mapping[str, Any], now: float) -> None:
         """status: the coordinator's; empty: it did not answer, and nothing is decided."""

@@ -8,13 +8,15 @@ file means (`updating`), when the load asks for another number (`autoscaling`). 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from omnipipeline_spec.types.plan import GroupPlan, UnitPlan
+from omnipipeline_spec import scaling
+from omnipipeline_spec.types.plan import GroupPlan, PipelinePlan, UnitPlan
 from stage_runtime.errors import ConfigurationError
 from stage_runtime.processes.one_machine import autoscaling, updating
 from stage_runtime.processes.one_machine.launcher import Launcher
@@ -52,11 +54,12 @@ class Fleet:
         self._admitted = admitted
         self._printed = printed
         self._changing = asyncio.Lock()
+        self._subject: str | None = None  #: The unit that is being changed, while `_changing` is locked; None: all.
         plan = prepared.plan
         #: Group -> the instances that it should have.
         self._wanted = {group.name: plan.replicas[unit.name] for unit in plan.units for group in unit.groups}
         self._autoscaler = autoscaling.Autoscaler(plan, self)
-        self._orders: set[asyncio.Task[None]] = set()  #: Orders of the autoscaler, under way.
+        self._orders: dict[asyncio.Task[None], str] = {}  #: Orders of the autoscaler, under way, with their unit.
         self._version = 0  #: The version of the plan; see `update`.
         self._dir: RunDir
         self._launcher: Launcher
@@ -97,7 +100,7 @@ class Fleet:
         least = 0 if _is_prefill(unit, plan) else 1
         if replicas < least:
             raise ConfigurationError(f"{group}: {replicas} replicas would serve nothing; the least is {least}")
-        async with self._changing:
+        async with self._change(unit.name):
             there = self._supervisor.instances(group)
             await self._grow(unit, plan, replicas - len(there))
             self._wanted[group] = replicas
@@ -112,8 +115,7 @@ class Fleet:
             get ready and is gone again; the old ones that it was not the turn of go on.
         """
         unit, plan = self._find(group)
-        async with self._changing:
-            await asyncio.gather(*self._orders, return_exceptions=True)
+        async with self._change(unit.name):
             for old in self._supervisor.instances(group):
                 if unit.gpu_ids:
                     self._refuse_when_stopping()
@@ -133,21 +135,30 @@ class Fleet:
         """
         fresh = self.prepared.again()
         wanted = updating.change(self.prepared.plan, fresh.plan, changed, self.prepared.author_folder)
-        async with self._changing:
+        async with self._change():
             self._refuse_when_stopping()
-            await asyncio.gather(*self._orders, return_exceptions=True)
-            if wanted.begin or wanted.end or self.prepared.plan.current != fresh.plan.current:
-                await self._replace(fresh, wanted)
+            # Requests for a group that may have no instance before or after the change wait throughout.
+            before, after = scaling.on_demand(self.prepared.plan), scaling.on_demand(fresh.plan)
+            self._launcher.start_on_demand(sorted({*before, *after}))
+            try:
+                if wanted.begin or wanted.end or self.prepared.plan.current != fresh.plan.current:
+                    await self._replace(fresh, wanted)
+            except BaseException:
+                self._launcher.start_on_demand(before)
+                raise
         grown = updating.scaled(self.prepared.plan, fresh.plan, wanted)
         self.prepared = fresh
+        self._autoscaler.follow(fresh.plan)
         for group, replicas in grown.items():
             await self.scale(group, replicas)
+        self._launcher.start_on_demand(after)
         return wanted.told(grown)
 
     async def _replace(self, fresh: Prepared, wanted: updating.Change) -> None:
         ended = [(unit, group) for unit in self.prepared.plan.units if unit.name in wanted.end for group in unit.groups]
         begun = [(unit, group) for unit in fresh.plan.units if unit.name in wanted.begin for group in unit.groups]
         old = [(unit, group, one) for unit, group in ended for one in self._supervisor.instances(group.name)]
+        counts = {group.name: self._count(fresh.plan, unit, group) for unit, group in begun}
         before, self._version = self._launcher, self._version + 1
         launcher = self._launcher_of(fresh)
         launcher.serve([self.prepared.plan.current, fresh.plan.current])
@@ -155,30 +166,40 @@ class Fleet:
         try:
             await asyncio.gather(*(self._supervisor.stop(one.spec.name) for unit, _, one in old if unit.gpu_ids))
             for unit, group in begun:
-                added += [launcher.add_replica(unit, group) for _ in range(fresh.plan.replicas[unit.name])]
+                added += [launcher.add_replica(unit, group) for _ in range(counts[group.name])]
             await self._admitted(functools.partial(self._supervisor.ready, added))
             self._supervisor.settle(added)
         except BaseException:
-            launcher.serve([self.prepared.plan.current])
-            await asyncio.shield(asyncio.gather(*map(self._supervisor.take_back, added)))
-            for unit, group, one in old:
-                if unit.gpu_ids and not self.stopping:
-                    before.add_replica(unit, group, one.spec.replica)
+            try:
+                launcher.serve([self.prepared.plan.current])
+            finally:  # a disk may be full
+                await asyncio.shield(asyncio.gather(*map(self._supervisor.take_back, added)))
+                for unit, group, one in old:
+                    if unit.gpu_ids and not self.stopping:
+                        before.add_replica(unit, group, one.spec.replica)
             raise
         self._launcher = launcher
         launcher.serve([fresh.plan.current])
         self._wanted = {
             name: count for name, count in self._wanted.items() if name not in {one.name for _, one in ended}
         }
-        self._wanted |= {group.name: fresh.plan.replicas[unit.name] for unit, group in begun}
+        self._wanted |= counts
         await asyncio.gather(*(self._supervisor.stop(one.spec.name) for unit, _, one in old if not unit.gpu_ids))
+
+    def _count(self, plan: PipelinePlan, unit: UnitPlan, group: GroupPlan) -> int:
+        """How many instances of a changed group begin: those whose replicas follow the load have as many as before."""
+        if unit.name not in plan.autoscaling:
+            return plan.replicas[unit.name]
+        there = sum(not one.stopping for one in self._supervisor.instances(group.name))
+        limits = plan.autoscaling[unit.name]
+        return min(max(there, limits.least), limits.most)
 
     # --- autoscaling.Scaled -----------------------------------------------------------------------------------------
 
     def instances(self, unit: str) -> autoscaling.Instances | None:
-        if self._changing.locked():
+        groups = next((one.groups for one in self.prepared.plan.units if one.name == unit), None)
+        if groups is None or (self._changing.locked() and self._subject in (None, unit)):
             return None
-        groups = next(one.groups for one in self.prepared.plan.units if one.name == unit)
         there = [[one for one in self._supervisor.instances(group.name) if not one.stopping] for group in groups]
         ready = min(sum(one.ready for one in its) for its in there)
         return autoscaling.Instances(ready, max(map(len, there)) - ready)
@@ -191,21 +212,25 @@ class Fleet:
             there = sorted((one for one in every if not one.stopping), key=lambda one: not one.ready)
             room = self.prepared.plan.autoscaling[unit].most - len(every)  # one that ends still has its GPU
             for _ in range(min(replicas - len(there), room)):
-                self._begin(self._start_one(plan, group))
+                self._begin(unit, self._start_one(plan, group))
             for one in there[replicas:]:
-                self._begin(self._supervisor.stop(one.spec.name))
+                self._begin(unit, self._supervisor.stop(one.spec.name))
 
     def say(self, line: str) -> None:
         self._printed(line)
 
-    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+    def _begin(self, unit: str, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
-        self._orders.add(task)
-        task.add_done_callback(self._orders.discard)
+        self._orders[task] = unit
+        task.add_done_callback(self._orders.pop)
 
     async def _start_one(self, unit: UnitPlan, group: GroupPlan) -> None:
         began = time.monotonic()
-        name = self._launcher.add_replica(unit, group)
+        try:
+            name = self._launcher.add_replica(unit, group)
+        except ConfigurationError as error:
+            self._autoscaler.start_failed(unit.name, str(error), time.monotonic())
+            return
         try:
             await self._admitted(functools.partial(self._supervisor.ready, [name]), group.name)
             self._supervisor.settle([name])
@@ -220,6 +245,18 @@ class Fleet:
             self._autoscaler.start_failed(unit.name, str(error), time.monotonic())
 
     # --- inside -----------------------------------------------------------------------------------------------------
+
+    @contextlib.asynccontextmanager
+    async def _change(self, unit: str | None = None) -> AsyncIterator[None]:
+        """Change a unit, or all, once the autoscaler's orders for it are carried out; others follow their load."""
+        async with self._changing:
+            self._subject = unit
+            try:
+                under_way = [task for task, of in self._orders.items() if unit in (None, of)]
+                await asyncio.gather(*under_way, return_exceptions=True)
+                yield
+            finally:
+                self._subject = None
 
     async def _grow(self, unit: UnitPlan, group: GroupPlan, count: int, replica: int | None = None) -> None:
         """Add instances and wait until the coordinator gives them work; if one fails, take all of them back."""

@@ -26,30 +26,38 @@ class KeptOutput:
         self._most = most
         self._file: BinaryIO | None = None
         self._size = 0
-        self._open()
+        self._closed = False
+        with contextlib.suppress(OSError):
+            self._open()
 
     def add(self, process: str, line: str) -> None:
-        if self._file is None:
+        if self._closed:
             return
         data = f"{process}\t{line[:LINE]}\n".encode(errors="replace")
         with contextlib.suppress(OSError):
-            self._file.write(data)
+            file = self._file or self._open()
+            file.write(data)
             self._size += len(data)
             if self._size > self._most:
-                self.close()
+                self._end_file()
                 os.replace(self._folder / OUTPUT, self._folder / EARLIER)
                 self._open()
 
     def close(self) -> None:
-        if self._file is not None:
-            with contextlib.suppress(OSError):
-                self._file.close()
-        self._file = None
+        self._closed = True
+        self._end_file()
 
-    def _open(self) -> None:
+    def _end_file(self) -> None:
+        file, self._file = self._file, None
+        if file is not None:
+            with contextlib.suppress(OSError):
+                file.close()
+
+    def _open(self) -> BinaryIO:
+        """Raises: OSError: the next line tries again."""
+        made = self._file = open(self._folder / OUTPUT, "wb", buffering=0)  # closed by `_end_file`
         self._size = 0
-        with contextlib.suppress(OSError):
-            self._file = open(self._folder / OUTPUT, "wb", buffering=0)  # closed by `close`
+        return made
 
 
 class Reader:
@@ -64,21 +72,37 @@ class Reader:
         """(process, line) of all that is kept. Raises: OSError: the run is gone."""
         with contextlib.suppress(FileNotFoundError):
             yield from self._split((self._folder / EARLIER).read_bytes())
-        self._rest = b""
-        self._file = open(self._folder / OUTPUT, "rb")  # closed by `close`
-        yield from self._split(self._file.read())
+        yield from self._begun()
 
     def new(self) -> Iterator[tuple[str, str]]:
-        """The output since it was last asked. Raises: OSError: the run is gone."""
-        assert self._file is not None, "`all` comes first"
+        """The output since it was last asked, after `all`. Raises: OSError: the run is gone."""
+        if self._file is None:
+            yield from self._begun()
+            return
         yield from self._split(self._file.read())
-        there = os.stat(self._folder / OUTPUT)
-        if there.st_ino != os.fstat(self._file.fileno()).st_ino:  # a new file was begun
+        if self._has_ended(self._file):
             yield from self._split(self._file.read())
             self._file.close()
-            self._rest = b""
+            yield from self._begun()
+
+    def _begun(self) -> Iterator[tuple[str, str]]:
+        """The lines of the file that is being written; none before it is there. Raises: OSError: the run is gone."""
+        self._rest = b""
+        try:
             self._file = open(self._folder / OUTPUT, "rb")  # closed by `close`
-            yield from self._split(self._file.read())
+        except FileNotFoundError:
+            self._file = None
+            os.stat(self._folder)
+            return
+        yield from self._split(self._file.read())
+
+    def _has_ended(self, file: BinaryIO) -> bool:
+        """Whether a new file was begun, or is about to be. Raises: OSError: the run is gone."""
+        try:
+            return os.stat(self._folder / OUTPUT).st_ino != os.fstat(file.fileno()).st_ino
+        except FileNotFoundError:
+            os.stat(self._folder)
+            return True
 
     def close(self) -> None:
         if self._file is not None:

@@ -21,6 +21,7 @@ from stage_runtime.processes.supervision.instances import RestartPolicy
 from stage_runtime.processes.supervision.supervisor import Supervisor
 
 KEY_FILE = "api-key"  # in the run's folder, which is the user's alone
+SHOWN_CERTIFICATE = "certificate.pem"  # there, too: what the coordinator shows, whatever the author's file holds now
 
 
 class Debug(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,7 +75,7 @@ class Launcher:
         certificate: files of the HTTP server's certificate and its key.
         """
         plan = self._plan.coordinator
-        self._dir.write(ON_DEMAND_FILE, msgspec.json.encode(scaling.on_demand(self._plan)))
+        self.start_on_demand(scaling.on_demand(self._plan))
         variables = {
             "OMNI_PLAN": str(self._dir.write("coordinator.json", msgspec.json.encode(plan))),
             "OMNI_REVISIONS": str(self.serve([self._plan.current])),
@@ -88,6 +89,7 @@ class Launcher:
         if certificate is not None:
             names = ("OMNI_TLS_CERT_FILE", "OMNI_TLS_KEY_FILE")
             variables |= zip(names, map(str, certificate), strict=True)
+            variables["OMNI_TLS_SHOWN_FILE"] = str(self._dir.path / SHOWN_CERTIFICATE)
         common = {**self._environment, "CUDA_VISIBLE_DEVICES": ""}
         spec = launching.coordinator_instance(common, lambda: {**variables, "OMNI_HTTP_PORT": str(port())})
         self._supervisor.add(spec, RestartPolicy(startup_s=self._startup_s, grace_s=plan.drain_timeout_s))
@@ -95,6 +97,10 @@ class Launcher:
     def serve(self, revisions: Sequence[PipelineRevision]) -> Path:
         """Tell the coordinator, now or when it starts, which revisions of the pipeline there are; the newest last."""
         return self._dir.write("revisions.json", msgspec.json.encode(revisions))
+
+    def start_on_demand(self, groups: Sequence[str]) -> None:
+        """Tell the coordinator, now or when it starts, which groups requests wait for until an instance is started."""
+        self._dir.write(ON_DEMAND_FILE, msgspec.json.encode(groups))
 
     def add_replica(self, unit: UnitPlan, group: GroupPlan, replica: int | None = None) -> str:
         """Start one more instance; its name."""

@@ -23,7 +23,7 @@ from omnipipeline_spec.types.pods import COORDINATOR, PROFILING_FILE
 from stage_runtime.processes.one_machine import admitted, autoscaling
 from stage_runtime.processes.one_machine.fleet import Fleet
 from stage_runtime.processes.one_machine.kept_output import KeptOutput
-from stage_runtime.processes.one_machine.launcher import KEY_FILE
+from stage_runtime.processes.one_machine.launcher import KEY_FILE, SHOWN_CERTIFICATE
 from stage_runtime.processes.one_machine.preparing.prepared import LocalOptions as LocalOptions
 from stage_runtime.processes.one_machine.preparing.prepared import Prepared
 from stage_runtime.processes.starting import rundir
@@ -101,8 +101,8 @@ class LocalPipeline:
 
     @property
     def _certificate(self) -> Path | None:
-        """The file of the HTTP server's certificate."""
-        return None if self.options.certificate is None else self.options.certificate[0]
+        """The file of the certificate that the HTTP server shows."""
+        return None if self.options.certificate is None else self.folder / SHOWN_CERTIFICATE
 
     @property
     def folder(self) -> Path:
@@ -154,8 +154,7 @@ class LocalPipeline:
             self._fleet.start(self._dir, self._port)
             await self.ready()
             self._supervisor.settle()
-            if self.plan.autoscaling:
-                self._autoscaling = asyncio.create_task(self._follow_load(), name=AUTOSCALING)
+            self._follow()
             shown = {"certificate": str(self._certificate)} if self._certificate else {}
             self._dir.publish({"pipeline": self.plan.pipeline, "pid": os.getpid(), "url": self.url, **shown})
         except BaseException:
@@ -226,14 +225,29 @@ class LocalPipeline:
 
     async def update(self, changed: set[Path]) -> str:
         """The same as `Fleet.update`."""
-        return await self._fleet.update(changed)
+        try:
+            return await self._fleet.update(changed)
+        finally:
+            self._follow()
 
     # --- inside -----------------------------------------------------------------------------------------------------
 
+    def _follow(self) -> None:
+        """Begin to follow the load when some unit does, once."""
+        if self.plan.autoscaling and self._autoscaling is None and not self._fleet.stopping:
+            self._autoscaling = asyncio.create_task(self._follow_load(), name=AUTOSCALING)
+
     async def _follow_load(self) -> None:
-        key = next(iter(self._api_keys), None)
+        key, problem = next(iter(self._api_keys), None), ""
         while True:
-            self._fleet.step(await admitted.status(self.url, key, self._certificate))
+            try:
+                if self.plan.autoscaling:
+                    self._fleet.step(await admitted.status(self.url, key, self._certificate))
+                problem = ""
+            except Exception as error:  # the outermost loop: a full disk, for one; the next step may succeed
+                if str(error) != problem:
+                    problem = str(error)
+                    self._printed(AUTOSCALING, f"{type(error).__name__}: {error}; tried again every second")
             await asyncio.sleep(autoscaling.STEP_S)
 
     def _changed(self, view: ProcessView) -> None:

@@ -15,7 +15,6 @@ from typing import Final
 import msgspec
 
 from omnipipeline_spec.types.plan import PipelinePlan
-from stage_runtime.errors import ConfigurationError
 from stage_runtime.processes.one_machine.preparing import imports_beside
 
 LOOK_S: Final = 0.5
@@ -28,6 +27,7 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
 
     begin: tuple[str, ...]  #: They get new instances: other ones, or other code.
     end: tuple[str, ...]  #: They are not in the next plan, or other ones.
+    limits: tuple[str, ...]  #: Their replicas follow the load, by other limits than before or for the first time.
     coordinator: bool  #: Something differs that is read at a start only.
 
     def told(self, scaled: Mapping[str, int]) -> str:
@@ -36,24 +36,23 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
         parts = [f"restarted {', '.join(self.begin)}"] if self.begin else []
         parts += [f"ended {', '.join(gone)}"] if gone else []
         parts += [f"{name} has {count} instances" for name, count in scaled.items()]
+        parts += [f"{name} follows its load" for name in self.limits]
         if self.coordinator:
-            parts.append("serves, accepts, coordinator and autoscaling are read when `omni up` starts: start it again")
+            parts.append("serves, accepts and coordinator are read when `omni up` starts: start it again")
         return "; ".join(parts) or "nothing that runs has changed"
 
 
 def change(old: PipelinePlan, new: PipelinePlan, changed: set[Path], folder: Path | None) -> Change:
-    """changed: files of ``folder``, which is that of the pipeline's file.
-
-    Raises: ConfigurationError: a unit whose replicas follow its load is not in the new plan.
-    """
+    """changed: files of ``folder``, which is that of the pipeline's file."""
     before = {unit.name: unit.revision for unit in old.units}
     after = {unit.name: unit.revision for unit in new.units}
-    if lost := sorted(set(old.autoscaling) - set(after)):
-        raise ConfigurationError(f"{lost[0]} is scaled by its load and cannot be taken out: start `omni up` again")
     concerned = set() if folder is None else imports_beside.concerned(new.units, folder, changed)
     begin = [name for name in after if name in concerned or before.get(name) != after[name]]
     end = [name for name in before if name in begin or name not in after]
-    return Change(begin=tuple(begin), end=tuple(end), coordinator=_at_start(old) != _at_start(new))
+    limits = [name for name, one in new.autoscaling.items() if old.autoscaling.get(name) != one]
+    return Change(
+        begin=tuple(begin), end=tuple(end), limits=tuple(limits), coordinator=_at_start(old) != _at_start(new)
+    )
 
 
 def scaled(old: PipelinePlan, new: PipelinePlan, wanted: Change) -> dict[str, int]:
@@ -61,7 +60,8 @@ def scaled(old: PipelinePlan, new: PipelinePlan, wanted: Change) -> dict[str, in
     return {
         group.name: new.replicas[unit.name]
         for unit in new.units
-        if unit.name not in (*wanted.begin, *new.autoscaling) and new.replicas[unit.name] != old.replicas[unit.name]
+        if unit.name not in (*wanted.begin, *new.autoscaling)
+        and (unit.name in old.autoscaling or new.replicas[unit.name] != old.replicas[unit.name])
         for group in unit.groups
     }
 
@@ -69,7 +69,7 @@ def scaled(old: PipelinePlan, new: PipelinePlan, wanted: Change) -> dict[str, in
 def _at_start(plan: PipelinePlan) -> object:
     """The fields that are read at a start only; not code, of which a coordinator uses that of its hook alone."""
     own = plan.coordinator
-    return (own if own.terminal_stages_fn else msgspec.structs.replace(own, code={})), plan.autoscaling
+    return own if own.terminal_stages_fn else msgspec.structs.replace(own, code={})
 
 
 def file_of(source: str) -> Path | None:

@@ -24,10 +24,10 @@ from stage_runtime.processes.supervision import statuspipe
 from stage_runtime.profiler.recording.recorder import recorder
 from stage_runtime.relays.dispatch import Relays
 from stage_runtime.settings import StageSettings
-from stage_runtime.sockets.channels import Channels
+from stage_runtime.sockets.channels import Channels, LinkTimes
 from stage_runtime.sockets.endpoints.doors import Doors
 from stage_runtime.sockets.frames.receiving import Handler
-from stage_runtime.stage.context import RankContext
+from stage_runtime.stage.context import Rank, RankContext
 from stage_runtime.weights import folders
 from stage_runtime.wire.parts import Incarnation
 
@@ -77,8 +77,7 @@ class RankProcess:
             incarnation=incarnation,
             loop=loop,
             security=security,
-            dead_after_s=settings.plan.dead_after_s,
-            idle_after_s=idle_after_s,
+            times=LinkTimes(settings.plan.dead_after_s, idle_after_s=idle_after_s),
         )
         stack.callback(channels.close)
         stack.push_async_callback(self._settle, channels)
@@ -116,9 +115,7 @@ class RankProcess:
             plan,
             model_path=model_path,
             model_revision=settings.plan.model_revision,
-            gpu_id=gpu_id,
-            tp_rank=settings.tp_rank,
-            rendezvous=settings.rendezvous,
+            rank=Rank(settings.tp_rank, gpu_id, settings.rendezvous),
             allocate=lambda shape, dtype: self._relays.allocate(shape, dtype),  # of the life that it is called in
             progress=self._report_progress,
             emit=recorder.emit,

@@ -31,7 +31,7 @@ from stage_runtime.relays.memory import pages
 from stage_runtime.rules.flow import ticks
 from stage_runtime.rules.graph import edges
 from stage_runtime.settings import StageSettings
-from stage_runtime.sockets.channels import Channels
+from stage_runtime.sockets.channels import Channels, LinkTimes
 from stage_runtime.sockets.endpoints import addresses, limits
 from stage_runtime.sockets.endpoints.doors import Doors
 from stage_runtime.stage.control.registration import Registration
@@ -166,7 +166,11 @@ class StageProcess(RankProcess):
         security = process_context.security(settings.control_key)
         listen, advertise, relay_settings = process_context.rank_addresses(settings)
         channels = Channels(
-            plane, incarnation=incarnation, loop=loop, security=security, dead_after_s=settings.plan.dead_after_s
+            plane,
+            incarnation=incarnation,
+            loop=loop,
+            security=security,
+            times=LinkTimes(settings.plan.dead_after_s),
         )
         stack.callback(channels.close)
         stack.push_async_callback(self._settle, channels)

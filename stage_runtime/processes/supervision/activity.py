@@ -33,10 +33,17 @@ class Activity(msgspec.Struct, frozen=True, kw_only=True):
         return busy_cpu or self.io_bytes - earlier.io_bytes >= BUSY_IO * elapsed_s
 
 
-def of_session(leader: int) -> Activity:
-    """The activity of the process ``leader`` and of what it has started and has not left its session."""
+def of_session(leader: int) -> Activity | None:
+    """The activity of the process ``leader`` and of what it has started and has not left its session.
+
+    None: it is unknown, because this process has no descriptor left to look.
+    """
     cpu, nbytes = 0.0, 0
-    for entry in os.listdir("/proc"):
+    try:
+        entries = os.listdir("/proc")
+    except OSError:
+        return None
+    for entry in entries:
         if not entry.isdecimal():
             continue
         fields = _stat(int(entry))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import math
 import os
 import secrets
@@ -30,6 +31,8 @@ LINES_BEFORE = 4  # of the output, which may contain why a program aborts itself
 MAX_LINE = 1 << 18
 LAST_LOOKS_S = 0.5  # for what a dead process has left in sessions of their own; the event loop waits meanwhile
 MAX_LAST_WORDS = 16 << 20  # read from a dead child's pipes at most: another process may still write into them
+
+log = logging.getLogger(__name__)
 
 
 class Command(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,17 +66,23 @@ class Child:
         self.exited: asyncio.Future[int] = self._loop.create_future()  #: Exit code; -n when killed by signal n.
         self._ended_at: float | None = None
         self._life = secrets.token_hex(8)
-        status_end, output_end = self._start()
-        self._status = _Lines(self._loop, status_end, self._take_status)
-        self._output = _Lines(self._loop, output_end, self._take_output)
-        self._pidfd = os.pidfd_open(self.pid)
-        self._loop.add_reader(self._pidfd, self._ended)
+        with contextlib.ExitStack() as undoing:
+            status_end, output_end = self._start(undoing)
+            self._pidfd = os.pidfd_open(self.pid)
+            undoing.callback(os.close, self._pidfd)
+            self._loop.add_reader(self._pidfd, self._ended)
+            undoing.callback(self._loop.remove_reader, self._pidfd)
+            self._status = _Lines(self._loop, status_end, self._take_status)
+            undoing.callback(self._loop.remove_reader, status_end)
+            self._output = _Lines(self._loop, output_end, self._take_output)
+            undoing.pop_all()
 
-    def _start(self) -> tuple[int, int]:
-        status_end, status_theirs = os.pipe()
-        output_end, output_theirs = os.pipe()
-        shim = (sys.executable, "-I", "-S", parent_death.__file__, str(os.getpid()))
-        try:
+    def _start(self, undoing: contextlib.ExitStack) -> tuple[int, int]:
+        """Start it. Returns: our ends of its pipes. undoing: closes them and ends the process."""
+        with contextlib.ExitStack() as theirs:
+            status_end, status_theirs = _pipe(undoing, theirs)
+            output_end, output_theirs = _pipe(undoing, theirs)
+            shim = (sys.executable, "-I", "-S", parent_death.__file__, str(os.getpid()))
             self._process = subprocess.Popen(
                 [*shim, *self.command.argv],
                 env={**self.command.env, "OMNI_STATUS_FD": str(status_theirs), reaper.LIFE: self._life},
@@ -83,13 +92,8 @@ class Child:
                 pass_fds=(status_theirs, *self.command.inherits),
                 start_new_session=True,
             )
-        except BaseException:
-            os.close(status_end)
-            os.close(output_end)
-            raise
-        finally:
-            os.close(status_theirs)
-            os.close(output_theirs)
+            undoing.callback(self._process.wait)
+            undoing.callback(self._kill_group)
         return status_end, output_end
 
     @property
@@ -114,7 +118,7 @@ class Child:
 
     @property
     def crash(self) -> str:
-        """The cause by the output of a fatal crash; empty where there was none."""
+        """The cause by the output of a fatal crash; empty where none is in it."""
         return crashes.cause("\n".join(self._fatal))
 
     def signal(self, number: int) -> None:
@@ -162,14 +166,24 @@ class Child:
         self._ended_at = time.monotonic()
         self._loop.remove_reader(self._pidfd)
         os.close(self._pidfd)
-        self._kill_group()
-        reaper.end(reaper.LIFE, self._life, looks=1, within_s=LAST_LOOKS_S)
-        reaper.remove_sockets(self.command.env, self._life)
-        self._status.finish()
-        self._output.finish()
-        code = self._process.wait()
-        if not self.exited.done():
-            self.exited.set_result(code)
+        try:
+            self._kill_group()
+            reaper.end(reaper.LIFE, self._life, looks=1, within_s=LAST_LOOKS_S)
+            reaper.remove_sockets(self.command.env, self._life)
+        finally:  # no descriptor may be left to look for them
+            self._status.finish()
+            self._output.finish()
+            code = self._process.wait()
+            if not self.exited.done():
+                self.exited.set_result(code)
+
+
+def _pipe(ours: contextlib.ExitStack, theirs: contextlib.ExitStack) -> tuple[int, int]:
+    """A pipe's ends to read and to write, which those stacks close."""
+    reading, writing = os.pipe()
+    ours.callback(os.close, reading)
+    theirs.callback(os.close, writing)
+    return reading, writing
 
 
 def recent(lines: Iterable[str], printed_at: Iterable[float], *, until: float) -> list[str]:
@@ -184,6 +198,7 @@ class _Lines:
         self._loop, self._fd, self._take = loop, fd, take
         self._rest = b""
         self._open = True
+        self._failing = False  #: A line that could not be taken was logged; later ones are dropped in silence.
         os.set_blocking(fd, False)
         loop.add_reader(fd, self._read)
 
@@ -198,10 +213,9 @@ class _Lines:
             return 0
         *lines, self._rest = (self._rest + chunk).split(b"\n")
         for line in lines:
-            self._take(_visible(line))
+            self._give(line)
         if len(self._rest) > MAX_LINE:  # or a progress bar that never ends its line
-            self._take(_visible(self._rest))
-            self._rest = b""
+            self._give_rest()
         return len(chunk)
 
     def finish(self) -> None:
@@ -210,9 +224,20 @@ class _Lines:
         while self._open and taken < MAX_LAST_WORDS and (got := self._read()):
             taken += got
         if self._rest:
-            self._take(_visible(self._rest))
-            self._rest = b""
+            self._give_rest()
         self._close()
+
+    def _give_rest(self) -> None:
+        rest, self._rest = self._rest, b""
+        self._give(rest)
+
+    def _give(self, line: bytes) -> None:
+        try:
+            self._take(_visible(line))
+        except Exception:  # outermost: a line that cannot be shown hides neither the next ones nor the process's end
+            if not self._failing:
+                self._failing = True
+                log.exception("a line of a process is not taken (logged once): %.200r", line)
 
     def _close(self) -> None:
         if self._open:

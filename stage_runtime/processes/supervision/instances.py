@@ -109,11 +109,14 @@ class SupervisedInstance:
         return self._stopping.is_set()
 
     def stop(self) -> None:
-        """Let it drain; a second time: let it end at once."""
-        if self._stopping.is_set():
-            self._cut.set()
+        """Let it drain."""
         self._stopping.set()
         self._on_change(self)
+
+    def cut(self) -> None:
+        """Let it end at once, whether or not it drains already."""
+        self._cut.set()
+        self.stop()
 
     async def run(self) -> None:
         """Run until stopped.

@@ -31,7 +31,8 @@ class ProgressWatch:
             if child.ready:
                 continue
             done = activity.of_session(child.pid)
-            moved = max(now if done.goes_on(before, now - looked) else moved, child.last_sign)
+            busy = done is None or before is None or done.goes_on(before, now - looked)
+            moved = max(now if busy else moved, child.last_sign)
             self._seen[child] = (done, now, moved)
             idle[child] = now - moved
         return max(idle.items(), key=lambda item: item[1], default=None)

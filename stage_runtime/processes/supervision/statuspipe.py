@@ -16,9 +16,9 @@ import threading
 import msgspec
 
 from omnipipeline_spec import crashes
-from stage_runtime.errors import ConfigurationError, format_traceback, safe_str
+from stage_runtime.errors import UNDECODABLE, ConfigurationError, format_traceback, safe_str
 
-MAX_TRACEBACK = 48_000  # below the pipe's 64 KiB: a child that dies can always report why, even if it is not read
+MAX_TRACEBACK = 48_000  # bytes; below the pipe's 64 KiB: a child that dies can report why, even if it is not read
 # Several loader threads report, and a line longer than PIPE_BUF is not atomic by itself. Reentrant, because a signal's
 # handler may report while the thread it interrupts does.
 _lock = threading.RLock()
@@ -81,13 +81,19 @@ def failed(error: BaseException, *, stage: str = "") -> StartFailed:
     """
     if isinstance(error, ConfigurationError):
         return StartFailed(stage=stage, error=_line(safe_str(error)))
-    return StartFailed(
-        stage=stage, error=_line(crashes.raised(error)), traceback=format_traceback(error)[-MAX_TRACEBACK:]
-    )
+    return StartFailed(stage=stage, error=_line(crashes.raised(error)), traceback=_end(format_traceback(error)))
 
 
 def _line(text: str) -> str:
-    return text.split("\n", 1)[0][:1000]
+    return safe_str(text.split("\n", 1)[0], limit=1000)
+
+
+def _end(text: str) -> str:
+    """The longest end that has at most `MAX_TRACEBACK` bytes in JSON, about."""
+    text = text[-MAX_TRACEBACK:]
+    while len(msgspec.json.encode(text)) > MAX_TRACEBACK:
+        text = text[-(-len(text) // 8) :]
+    return text
 
 
 def report(fd: int | None, event: Status) -> None:
@@ -118,5 +124,5 @@ def parse(line: bytes) -> Status | None:
     """One line, or None when it is not an event: user code may have inherited the pipe and written to it."""
     try:
         return _decoder.decode(line)
-    except msgspec.MsgspecError:
+    except UNDECODABLE:
         return None

@@ -27,6 +27,7 @@ class Supervisor:
         self._changed = asyncio.Event()
         #: Instance -> why it ended for good, first failure first. Forgotten with the instance.
         self._failures: dict[str, StartupFailed] = {}
+        self._all_stopping = False  #: `ask_all_to_stop` was called.
 
     @property
     def failure(self) -> StartupFailed | None:
@@ -47,8 +48,8 @@ class Supervisor:
         return [one for one in self._instances.values() if group is None or one.spec.group == group]
 
     def views(self) -> list[ProcessView]:
-        """Every process there is, in the order of starting."""
-        return [view for instance in self._instances.values() for view in instance.views()]
+        """Every process there is, in the order of starting. Any thread may call it: that of a live table does."""
+        return [view for instance in list(self._instances.values()) for view in instance.views()]
 
     async def started(self) -> None:
         """Wait until every instance that is there is ready.
@@ -102,13 +103,17 @@ class Supervisor:
     async def take_back(self, name: str) -> None:
         """The same as `stop`, but an instance that never was ready has nothing to finish, and ends at once."""
         if not self._instances[name].was_ready:
-            self._instances[name].stop()
+            self._instances[name].cut()
         await self.stop(name)
 
     def ask_all_to_stop(self) -> None:
-        """Begin draining everything; called again: cut that short."""
+        """Begin draining everything; called again: cut that short. An instance that drains already goes on with it."""
+        again, self._all_stopping = self._all_stopping, True
         for instance in list(self._instances.values()):
-            instance.stop()
+            if again:
+                instance.cut()
+            else:
+                instance.stop()
 
     async def gone(self) -> None:
         """Wait until no instance is left."""

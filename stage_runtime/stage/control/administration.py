@@ -11,6 +11,7 @@ import msgspec
 from omnipipeline_spec.types.errors import clipped
 from stage_runtime.engines.events import Admin
 from stage_runtime.errors import ValueRefused, describe
+from stage_runtime.payloads import encoding
 from stage_runtime.stage.stage import Stage
 from stage_runtime.wire.messages import AdminCall, AdminReply, Message, ProfilerStart, ProfilerStop
 
@@ -41,7 +42,7 @@ class Administration:
     def ask(self, sender: str, message: AdminCall) -> None:
         """Hand it to the engine. ``sender`` gets one answer, whatever becomes of it, unless the engine forgets it."""
         stage = self._stages.get(message.stage)
-        problem = _refusal(message.stage, stage)
+        problem = _refusal(message, stage)
         if stage is None or problem is not None:
             for rank in range(1 if stage is None else stage.plan.tp_size):
                 self._send(sender, AdminReply(message.call_id, message.stage, rank, None, problem))
@@ -79,17 +80,25 @@ class Administration:
         answer(lambda reply: self._send(sender, reply), AdminReply(call_id, stage, 0, value, error))
 
 
-def _refusal(name: str, stage: Stage | None) -> str | None:
+def _refusal(message: AdminCall, stage: Stage | None) -> str | None:
     """Why the operation cannot be sent; None: it can."""
+    name = message.stage
     if stage is None:
         return f"no stage {name!r} here"
     if stage.input.engine is None:
         return f"stage {name!r} has not loaded its engine yet"
-    return None if stage.input.engine.takes_admin else f"stage {name!r} takes no operations"
+    if not stage.input.engine.takes_admin:
+        return f"stage {name!r} takes no operations"
+    if stage.plan.tp_size > 1:
+        try:  # as a step for the other ranks: rank 0's engine would end by one that it cannot pass on
+            encoding.extract({"arguments": message.arguments}, where="operation", as_fields=True)
+        except ValueRefused as refused:
+            return clipped(str(refused))
+    return None
 
 
 def answer(send: Callable[[AdminReply], object], reply: AdminReply) -> None:
-    """Send it; where its value is an exception or cannot travel, that as its error."""
+    """Send it; where its value is an exception or cannot be encoded, that as its error."""
     replace = msgspec.structs.replace
     if isinstance(reply.value, Exception):
         reply = replace(reply, value=None, error=clipped(describe(reply.value)))

@@ -67,7 +67,7 @@ class StageMembership:
         self._loop = loop
         self._adapters = AdapterRecord()  #: Outlives the incarnations, as the engines do.
         self._ready = False  #: All engines are loaded. Outlives the incarnations.
-        self._limited = False  #: That there is no room for a link was logged.
+        self._limited = False  #: The refusal of a link at a limit was logged.
         self._leaving: str | None = None  #: Why it drains: no coordinator may bind anything new to it.
         #: The edges over which this process sends: source stage, target stage, the relay that the plan asks for.
         self._edges = [

@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from threading import Lock
-from typing import Any
+from typing import Any, NamedTuple
 
 from omnipipeline_spec.types.plan import StagePlan
 from omnipipeline_spec.types.pods import COORDINATOR
@@ -45,38 +45,27 @@ from stage_runtime.wire.parts import Failure, Header, Timing
 log = logging.getLogger(__name__)
 
 
+class InputOutcomes(NamedTuple):
+    """The reactions of a stage to what becomes of its input."""
+
+    fail: Callable[[RequestWork, BaseException, str], None]
+    crashed: Callable[[BaseException], None]  #: The stage's hook thread has ended by an exception; on that thread.
+    skipped: Callable[[RequestWork], None]  #: Nothing can begin here any more for a request.
+    unwanted: Callable[[Header, str], None]  #: A source begins to stream to a request that is over here.
+    reject: Callable[[Header, HookError], None]  #: Fails a request that is over here, wherever it still runs.
+    complete: Callable[[RequestWork], object]  #: All input of a request is here that is streamed to its client.
+
+
 class StageInput:
     """Receives the input of one stage from all its sources."""
 
-    def __init__(
-        self,
-        plan: StagePlan,
-        hooks: Hooks,
-        inbox: Inbox,
-        fail: Callable[[RequestWork, BaseException, str], None],
-        crashed: Callable[[BaseException], None],
-        *,
-        skipped: Callable[[RequestWork], None],
-        unwanted: Callable[[Header, str], None],
-        reject: Callable[[Header, HookError], None],
-        complete: Callable[[RequestWork], object],
-    ) -> None:
-        """crashed: called, on that thread, when the stage's hook thread ends by an exception.
-
-        skipped: called with a request that nothing can begin here any more. unwanted: with a source that begins to
-        stream to a request that is over here. reject: fails a request that is over here, wherever it still runs.
-        complete: called with a request that is streamed to its client and of which all input is here.
-        """
+    def __init__(self, plan: StagePlan, hooks: Hooks, inbox: Inbox, outcomes: InputOutcomes) -> None:
         self.engine: Engine | None = None  #: Set when it is loaded.
         self.busy = Busy()
         self._plan = plan
         self._hooks = hooks
         self._inbox = inbox
-        self._fail = fail
-        self._skipped = skipped
-        self._unwanted = unwanted
-        self._reject = reject
-        self._complete = complete
+        self._outcomes = outcomes
         self._sources = frozenset(plan.inputs_from)
         self._events = InputEvents(plan)
         self._device = devices.of_stage(plan)
@@ -85,8 +74,10 @@ class StageInput:
         self._lock = Lock()
         self._joins: Joins | None = None
         if plan.wait_for:
-            self._joins = Joins(plan.name, hooks, begin=self._begin_merged, fail=fail, look_ahead=self._look_ahead)
-            stage_threads.start(f"{plan.name}-joins", self._joins.run, crashed=crashed)
+            self._joins = Joins(
+                plan.name, hooks, begin=self._begin_merged, fail=outcomes.fail, look_ahead=self._look_ahead
+            )
+            stage_threads.start(f"{plan.name}-joins", self._joins.run, crashed=outcomes.crashed)
 
     # --- what comes ---------------------------------------------------------------------------------------------
 
@@ -96,7 +87,7 @@ class StageInput:
         if work is None:
             sealed.discard()
             if source and self._dead.served(header.owner, header.request_id, header.attempt):
-                self._reject(header, self._second(source))
+                self._outcomes.reject(header, self._second(source))
             return
         if timings:
             work.add_timings(timings)
@@ -113,7 +104,7 @@ class StageInput:
         elif not work.claim_payload():
             self._note_received(work, source)
             sealed.discard()
-            self._fail(work, self._second(source), "receive")
+            self._outcomes.fail(work, self._second(source), "receive")
         else:
             if recorder.active:
                 arrived = self._events.arrived[source or COORDINATOR]
@@ -128,10 +119,10 @@ class StageInput:
         if work is None:
             sealed.discard()
             if index == 0:  # a source that had begun before was notified when the request ended here
-                self._unwanted(header, source)
+                self._outcomes.unwanted(header, source)
             return
         if self.engine is not None and not self.engine.takes_chunks:
-            self._fail(work, TakesNoChunks(source), "chunks")
+            self._outcomes.fail(work, TakesNoChunks(source), "chunks")
             return
         work.queued(source, stream=True)
         if recorder.active:
@@ -154,7 +145,7 @@ class StageInput:
                     work.expecting.begin()
                 self._note_end(work, source)
         if failure is not None:
-            self._fail(work, failure, "chunks")
+            self._outcomes.fail(work, failure, "chunks")
         self._look_ahead(work)
         self._look_back(work)
 
@@ -181,7 +172,7 @@ class StageInput:
                     work.expecting.begin()
                 self._note_end(work, source, sealed)
         except ProtocolError as error:
-            self._fail(work, error, "chunks")
+            self._outcomes.fail(work, error, "chunks")
         self._look_ahead(work)
 
     def skip(self, header: Header, source: str, chunks: int | None) -> None:
@@ -201,7 +192,7 @@ class StageInput:
                     work.merge.of(source).end(chunks)
                     self._note_end(work, source)
         except ProtocolError as error:
-            self._fail(work, error, "chunks")
+            self._outcomes.fail(work, error, "chunks")
         self._look_ahead(work)
 
     def broken(self, header: Header, source: str, failure: Failure) -> None:
@@ -225,7 +216,7 @@ class StageInput:
         """A payload was announced and could not be fetched."""
         work = self._work(header)
         if work is not None:
-            self._fail(work, error, "relay")
+            self._outcomes.fail(work, error, "relay")
 
     # --- what ends ----------------------------------------------------------------------------------------------
 
@@ -402,7 +393,7 @@ class StageInput:
             notify = outlook is Outlook.NO_PAYLOAD and not work.notified_no_payload
             work.notified_no_payload |= notify
         if outlook is Outlook.SKIPPED:
-            self._skipped(work)
+            self._outcomes.skipped(work)
         elif notify:
             self._inbox.put(events.NoPayload(work.request_id, work))
 
@@ -415,4 +406,4 @@ class StageInput:
             report = work.expecting.complete and not work.reported_complete and not work.aborted
             work.reported_complete |= report
         if report:
-            self._complete(work)
+            self._outcomes.complete(work)

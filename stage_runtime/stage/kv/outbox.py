@@ -85,12 +85,17 @@ class Outbox:
         self._thread: threading.Thread | None = None
 
     def add(self, parcel: Parcel) -> None:
-        with self._changed:
-            self._waiting.setdefault(parcel.peer, deque()).append(parcel)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name=f"kv {self._edge[0]}", daemon=True)
-                self._thread.start()
-            self._changed.notify()
+        try:
+            with self._changed:
+                self._waiting.setdefault(parcel.peer, deque()).append(parcel)
+                if self._thread is None:
+                    thread = threading.Thread(target=self._run, name=f"kv {self._edge[0]}", daemon=True)
+                    thread.start()
+                    self._thread = thread
+                self._changed.notify()
+        except RuntimeError as error:  # the machine has no thread or no memory left for one
+            self.drop(parcel.work.room)
+            self._failed(parcel.work.room, describe(error))
 
     def drop(self, room: Room) -> None:
         """The room is over: what waits for it is not sent."""

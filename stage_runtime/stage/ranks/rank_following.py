@@ -223,7 +223,9 @@ class Follower:
         if work is None:
             work = self._works[key] = FollowedWork(key)
             if len(self._works) > REMEMBERED:
-                del self._works[next(iter(self._works))]
+                over = next((one for one, known in self._works.items() if known.over), None)
+                if over is not None:  # one that is not over is still to be ended
+                    del self._works[over]
         return work
 
 

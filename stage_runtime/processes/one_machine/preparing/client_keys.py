@@ -20,7 +20,7 @@ def resolve(
     Raises: ConfigurationError: the file of the key cannot be read, or holds none.
     """
     if no_auth or (file is None and not found):
-        why = "--no-auth" if no_auth else f"there is no Secret {reference.name!r} here" if reference else ""
+        why = "--no-auth" if no_auth else f"Secret {reference.name!r} is missing here" if reference else ""
         cure = "" if no_auth else ": put it into the pipeline's file, or use --api-key-file"
         line = f"coordinator.http.apiKeySecretRef: no key is required, {why}{cure}"
         return (), (line,) if reference is not None else ()

@@ -76,13 +76,14 @@ def faults(prepared: Prepared) -> tuple[Fault, ...]:
         while wanted:
             results, code = _run(wanted, environment, Path(folder) / "lines")
             found += [Fault(path=one.path, message=one.problem) for one in results if one.problem]
-            if code == 0:
+            tried = sum(one.problem is not None for one in results)
+            if tried == len(wanted):
                 break
-            # It ended while it imported this one: the next child tries the rest.
-            last = wanted[results[-1].at if results else 0]
+            # It ended while it imported this one, whatever its exit code: the next child tries the rest.
+            last = wanted[tried]
             message = f"importing {last.name!r} ends the process ({describe_exit(code)})"
             found.append(Fault(path=last.path, message=message))
-            wanted = wanted[wanted.index(last) + 1 :]
+            wanted = wanted[tried + 1 :]
     return tuple(found)
 
 
@@ -94,7 +95,7 @@ def _run(
         [sys.executable, "-P", "-m", "stage_runtime", "imports", str(answers)],
         env=dict(environment),
         input=msgspec.json.encode(wanted),
-        stdout=sys.stderr.fileno(),  # what modules print must not mix with our answers
+        stdout=subprocess.DEVNULL if sys.stderr is None else sys.stderr.fileno(),  # modules print, we answer
         check=False,
     )
     return [

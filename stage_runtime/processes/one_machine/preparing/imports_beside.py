@@ -6,6 +6,7 @@ Called by `updating`. A file that cannot be parsed imports nothing; the group th
 from __future__ import annotations
 
 import ast
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Final
@@ -17,19 +18,32 @@ _SKIPPED: Final = frozenset({"__pycache__", "node_modules", "site-packages"})
 
 
 def files(folder: Path) -> Iterator[Path]:
-    """Its Python files, also in packages; not those of environments and hidden folders."""
-    waiting, count = [folder], 0
+    """Its Python files, also in packages; not those of environments, of hidden folders, and of those that may not be
+    read. A folder to which links lead is looked into once.
+    """
+    waiting, seen, count = [folder], set[tuple[int, int]](), 0
     while waiting:
-        for entry in sorted(waiting.pop().iterdir()):
+        for entry in _entries(waiting.pop(), seen):
             if entry.name.startswith(".") or entry.name in _SKIPPED:
                 continue
-            if entry.is_dir() and not (entry / "pyvenv.cfg").exists():
+            if os.path.isdir(entry) and not os.path.exists(entry / "pyvenv.cfg"):
                 waiting.append(entry)
             elif entry.suffix == ".py":
                 count += 1
                 if count > MOST:
                     return
                 yield entry
+
+
+def _entries(folder: Path, seen: set[tuple[int, int]]) -> list[Path]:
+    try:
+        facts = folder.stat()
+        if (facts.st_dev, facts.st_ino) in seen:
+            return []
+        seen.add((facts.st_dev, facts.st_ino))
+        return sorted(folder.iterdir())
+    except OSError:
+        return []
 
 
 def concerned(units: Iterable[UnitPlan], folder: Path, changed: Iterable[Path]) -> set[str]:

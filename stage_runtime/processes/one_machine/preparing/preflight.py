@@ -36,6 +36,8 @@ def check_port(host: str, port: int) -> None:
             if error.errno == errno.EADDRINUSE:
                 raise ConfigurationError(f"port {port} of {host} is taken: choose another with --port") from error
             raise ConfigurationError(f"cannot listen on {host}:{port}: {error.strerror}") from error
+        except TypeError as error:  # characters that no name of a host has
+            raise ConfigurationError(f"cannot listen on {host!r}: {error}") from error
 
 
 def check_debugged(plan: PipelinePlan, stage: str) -> None:
@@ -69,7 +71,7 @@ def check_gpus(plan: PipelinePlan, shown: str | None) -> None:
                 continue
             stage = next(stage for stage in unit.stages if stage.name in group.stages and stage.gpus)
             cure = "run with --cpu" if there == 0 else "choose others with processGroups[].localGpus, or --cpu"
-            has = "none (there is no /dev/nvidia0)" if there == 0 else f"{there} of them"
+            has = "none (/dev/nvidia0 is missing)" if there == 0 else f"{there} of them"
             raise ConfigurationError(
                 f"stages.{stage.name}.gpu: {group.name} needs GPU {wanted}, and this machine has {has}: {cure}"
             )

@@ -191,4 +191,4 @@ def _code(spec: PipelineConfig, objects: _Objects, notices: list[str]) -> dict[s
 
 
 def _absent(kind: str, name: str) -> str:
-    return f"there is no {kind} {name!r} here: put it into the pipeline's file"
+    return f"{kind} {name!r} is missing here: put it into the pipeline's file"
