@@ -6,6 +6,7 @@ Called by the commands beside it.
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 import signal
 import sys
@@ -23,6 +24,19 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 EXIT_FAULT = 1  # the pipeline, or what it names, has to change
 EXIT_INTERRUPTED = 130  # by ^C before it was done, as shells have it
+
+
+class Finite(click.FloatRange):
+    """A range of finite numbers: click compares nan with its bounds, and none of them excludes it."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        found = super().convert(value, param, ctx)
+        if not math.isfinite(found):
+            self.fail(f"{found} is not a finite number", param, ctx)
+        return found
+
+
+SECONDS = Finite(0.1, 1e9)  # a command waits thirty years at most; the system takes ten times as many
 
 
 def pipeline_options(function: Function) -> Function:
@@ -90,6 +104,8 @@ def _fail(problem: str) -> None:
 
 def _leave_output_alone() -> None:
     """Output that could not be written is not tried again when the interpreter ends: it would print a traceback."""
+    if sys.stdout is None:  # closed before the program began
+        return
     try:
         sys.stdout.flush()
     except (OSError, ValueError):

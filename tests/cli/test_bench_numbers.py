@@ -104,6 +104,8 @@ def test_conversations_give_their_first_turn_and_the_length_of_the_answer(tmp_pa
     ("dataset", "content", "problem"),
     [
         ("sharegpt", "{", "expected JSON in ShareGPT's form"),
+        ("sharegpt", "[" * 100_000, "expected JSON in ShareGPT's form"),
+        ("custom", "[" * 100_000, ":1: expected JSON"),
         ("sharegpt", "{}", "expected a list of conversations, got dict"),
         ("sharegpt", "[1]", r"\[0\].conversations: expected a list of turns"),
         ("sharegpt", '[{"conversations": [{"value": 1}]}]', r"\[0\].conversations: expected turns with a text"),
@@ -112,6 +114,7 @@ def test_conversations_give_their_first_turn_and_the_length_of_the_answer(tmp_pa
         ("custom", '{"prompt": 1}', ":1: expected an object with a text as prompt"),
         ("custom", '{"prompt": "a", "output_tokens": 0}', ":1: expected an object"),
     ],
+    ids=lambda value: str(value)[:40],
 )
 def test_a_file_in_another_form_is_refused_with_the_place(
     tmp_path: Path, dataset: str, content: str, problem: str

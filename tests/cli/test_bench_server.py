@@ -76,8 +76,12 @@ async def test_the_summary_is_for_people_and_failures_are_told() -> None:
         (["--metric-percentiles", "101"], "'101': expected numbers from 0 to 100"),
         (["--dataset-name", "sharegpt"], "--dataset-name sharegpt needs --dataset-path FILE"),
         (["--extra-body", "[]"], "expected an object"),
+        (["--extra-body", "[" * 100_000], "expected JSON"),
+        (["--random-range-ratio", "nan"], "nan is not a finite number"),
+        (["--burstiness", "1e308", "--request-rate", "1e308"], "no times follow from these rates"),
         (["--model", "m"], "Connect"),
     ],
+    ids=lambda value: str(value)[:40],
 )
 def test_wrong_options_end_with_a_line(options: list[str], problem: Any) -> None:
     given = CliRunner().invoke(bench.command, ["http://127.0.0.1:1", "--num-prompts", "1", *options])

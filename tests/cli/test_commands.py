@@ -251,10 +251,11 @@ def test_every_command_has_help_and_loading_the_list_loads_no_command() -> None:
 
 NAMING = """\
 stages:
-- {name: a, process: a, factory: "good:create", next: [b, c, d], routeFn: "good:ruote"}
+- {name: a, process: a, factory: "good:create", next: [b, c, d, e], routeFn: "good:ruote"}
 - {name: b, process: b, factory: "dies:create", terminal: true}
 - {name: c, process: c, factory: "good:run", terminal: true}
 - {name: d, process: d, factory: "needs:create", terminal: true}
+- {name: e, process: e, factory: "exits:create", terminal: true}
 terminalStagesFn: "leaves:create"
 env: [{name: GREETING, value: hi}]
 code:
@@ -269,6 +270,7 @@ code:
     dies.py: |
       import os
       os.abort()
+    exits.py: "import os; os._exit(0)"
     needs.py: "import a_package_that_is_not_here"
     leaves.py: "raise SystemExit(0)"
 """
@@ -286,9 +288,10 @@ def test_validate_imports_what_is_named_in_a_process_of_its_own_and_names_all_th
     assert faults["stages.c.factoryArgs"].startswith("good:run: missing a required argument: 'payload'")
     assert faults["stages.d.factory"].startswith("importing 'needs:create' raises ModuleNotFoundError: ")
     assert faults["stages.d.factory"].endswith("needs.py:1)")
+    assert faults["stages.e.factory"] == "importing 'exits:create' ends the process (exit code 0)"
     assert faults["stages.a.routeFn"] == "'good' has no 'ruote'; did you mean route?"
     assert faults["terminalStagesFn"].startswith("importing 'leaves:create' raises SystemExit: 0")
-    assert done.stderr.splitlines()[-1] == "5 faults"
+    assert done.stderr.splitlines()[-1] == "6 faults"
     assert "stages.a.factory" not in faults
 
 

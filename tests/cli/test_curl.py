@@ -104,7 +104,7 @@ def test_of_a_pipeline_without_openai_routes(base: Path) -> None:
     _, done, printed = pasted(base, "")
     assert "hello there" in done.stdout
     assert '"error"' not in done.stdout
-    assert "note: coordinator.http.apiKeySecretRef: no key is required, there is no Secret 'door' here" in printed
+    assert "note: coordinator.http.apiKeySecretRef: no key is required, Secret 'door' is missing here" in printed
 
 
 @curl

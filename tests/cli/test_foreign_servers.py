@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import unquote
 
 import pytest
 from click.testing import CliRunner, Result
@@ -106,6 +107,20 @@ def test_an_answer_of_another_program_is_said_to_be_one(
 def test_a_url_or_a_key_that_cannot_be_is_named(options: tuple[str, ...], problem: str) -> None:
     for command in (("top", "--once"), ("trace", "x"), ("profile", "list")):
         assert problem in error_line(omni(*command, *options))
+
+
+@pytest.mark.parametrize("name", ["a\nb", "a/../b", "a?b#c", "\udcff", "é"])
+def test_a_name_of_a_run_reaches_the_coordinator_as_one_name(name: str) -> None:
+    paths: list[str] = []
+    with serving(404, b'{"error": {"message": "no such run"}}', paths) as url:
+        line = error_line(omni("profile", "report", "--url", url, "--run", name))
+    assert line.endswith(": no such run")
+    assert [unquote(path).partition("/report?")[0] for path in paths] == [f"/profiles/{name}".replace("\udcff", "?")]
+
+
+def test_a_benchmark_s_key_that_cannot_be_is_named() -> None:
+    line = error_line(omni("bench", "http://127.0.0.1:1", "--api-key", "clé", "--num-prompts", "1"))
+    assert "the API key has characters that are not ASCII" in line
 
 
 @pytest.mark.parametrize("proxy", ["http", "socks5"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from click.testing import CliRunner
 import stage_runtime as omni
 from stage_runtime.cli.running import logs
 from stage_runtime.errors import RequestError
-from stage_runtime.processes.one_machine.kept_output import KeptOutput, Reader
+from stage_runtime.processes.one_machine.kept_output import EARLIER, OUTPUT, KeptOutput, Reader
 
 HELLO = Path(__file__).parents[2] / "examples/hello/pipeline.yaml"
 
@@ -35,6 +36,46 @@ def test_lines_are_kept_and_followed_also_into_a_new_file(tmp_path: Path) -> Non
     reader.close()
 
 
+def test_between_two_files_the_run_goes_on(tmp_path: Path) -> None:
+    """The writer has moved the file that is full away, and has not made the next one: a disk may be full as well."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / OUTPUT).write_text("a\tone\n")
+    reader, second = Reader(folder), Reader(folder)
+    assert list(reader.all()) == [("a", "one")]
+    with (folder / OUTPUT).open("a") as written:
+        written.write("a\ttwo\n")
+    (folder / OUTPUT).rename(folder / EARLIER)
+    assert list(reader.new()) == [("a", "two")]
+    assert list(second.all()) == [("a", "one"), ("a", "two")]
+    assert [*reader.new(), *second.new()] == []
+    (folder / OUTPUT).write_text("a\tthree\n")
+    assert list(reader.new()) == list(second.new()) == [("a", "three")]
+    shutil.rmtree(folder)
+    for one in (reader, second):
+        with pytest.raises(FileNotFoundError):
+            list(one.new())
+        one.close()
+
+
+def test_lines_are_kept_again_once_their_file_can_be_made(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    kept = KeptOutput(folder, most=20)
+    kept.add("a", "no folder")
+    folder.mkdir()
+    (folder / EARLIER).mkdir()
+    kept.add("a", "a file that is full")
+    kept.add("a", "later")
+    reader = Reader(folder)
+    assert [*reader._split((folder / OUTPUT).read_bytes())] == [("a", "later")]
+    (folder / EARLIER).rmdir()
+    kept.add("a", "a file that is full")
+    kept.add("a", "last")
+    assert list(reader.all())[-1] == ("a", "last")
+    reader.close()
+    kept.close()
+
+
 def test_a_run_shows_its_lines_and_is_asked_in_a_test() -> None:
     """One start of examples/hello for all of it."""
     testing: Any = omni.testing
@@ -51,5 +92,7 @@ def test_a_run_shows_its_lines_and_is_asked_in_a_test() -> None:
         assert any(line.startswith("coordinator | ") for line in lines)
         some = CliRunner().invoke(logs.command, ["--pipeline", "hello", "--tail", "1", "coordinator"])
         assert len(some.output.splitlines()) == 1 and some.output.startswith("coordinator | ")
+        many = CliRunner().invoke(logs.command, ["--pipeline", "hello", "--tail", str(10**20)])
+        assert set(lines) <= set(many.output.splitlines())
         assert set(lines) <= set(running.logs)
     assert CliRunner().invoke(logs.command, ["--pipeline", "hello"]).exit_code == 1

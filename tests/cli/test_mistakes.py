@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -200,6 +201,33 @@ def test_without_home_path_or_terminal_the_commands_work(tmp_path: Path) -> None
     for command in (["plan", "-f", str(HELLO)], ["validate", "--imports", "-f", str(HELLO)], ["init", str(tmp_path)]):
         done = subprocess.run([*OMNI, *command], env={}, capture_output=True, text=True, timeout=100, check=False)
         assert (done.returncode, done.stderr) == (0, ""), done.stderr
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf", "1e300"])
+@pytest.mark.parametrize(
+    "command",
+    [("top", "--every"), ("profile", "run", "--seconds"), ("call", "stage", "operation", "--timeout")],
+    ids=lambda command: command[0],
+)
+def test_a_time_that_no_clock_counts_is_refused(command: tuple[str, ...], value: str) -> None:
+    done = omni(*command, value, "--url", "http://127.0.0.1:1")
+    assert done.exit_code == 2, done.output
+    assert f"Invalid value for '{command[-1]}'" in done.stderr
+
+
+def test_a_mistake_is_one_line_where_standard_output_is_closed() -> None:
+    program = shlex.join([*OMNI, "plan", "-f", "/nowhere/at/all.yaml"])
+    done = subprocess.run(["sh", "-c", f"{program} >&-"], capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: /nowhere/at/all.yaml")
+
+
+def test_functions_are_imported_where_standard_error_is_closed() -> None:
+    program = shlex.join([*OMNI, "validate", "--imports", "-f", str(HELLO)])
+    done = subprocess.run(["sh", "-c", f"{program} 2>&-"], capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0
+    assert "hello is valid" in done.stdout
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root reads and writes everything")

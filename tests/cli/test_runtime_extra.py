@@ -40,7 +40,7 @@ ASKING: Calls = {
     "scale": [("voice", "1")],
     "restart": [("voice",)],
 }
-#: These are refused here, by one line: no stage of the example has an operation, there is no pod and no bucket.
+#: These are refused here, by one line: no stage of the example has an operation, and no pod and no bucket exists.
 REFUSED = {"call": ("shout", "reset"), "stage": (), "coordinator": (), "prefetch": ("s3:///",)}
 BY_SOCKET = {"scale", "restart", "logs"}  #: They ask an `omni up` by its socket or folder, which needs no package.
 #: Each call is a process, which imports what its command needs and has `PATIENCE_S`; so has the pipeline's start.
@@ -85,6 +85,7 @@ def test_the_tables_of_these_tests_have_all_commands() -> None:
     assert {*ALONE, *ASKING, *REFUSED, "up"} == set(cli.COMMANDS)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(CALLS * PATIENCE_S)
 def test_every_command_runs_with_the_extra_runtime_alone(base: Path, tmp_path: Path) -> None:
     environ = runtime_only.environ(tmp_path)

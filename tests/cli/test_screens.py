@@ -137,3 +137,16 @@ def test_plain_lines_show_every_ten_per_cent_of_each_thing_once() -> None:
         "voice loading: s: a.safetensors 50 % of 2 B",
         "voice loading: s: b.safetensors 50 % of 2 B",
     ]
+
+
+def test_a_line_with_a_colour_that_no_terminal_has_is_shown_and_so_is_the_next_one() -> None:
+    absurd = f"\x1b[{'1' * 5000}mloading"
+    console = Console(width=9000, color_system=None)
+    with console.capture() as capture:
+        screen = screens.LineScreen(console)
+        screen.printed("voice", absurd)
+        screen.printed("voice", "ready")
+        console.print(screens.table([view("voice", "loading")], {"voice": absurd}))
+    first, second, *table = capture.get().splitlines()
+    assert first.startswith("voice | ") and first.endswith("mloading") and "\x1b" not in first
+    assert second == "voice | ready" and table[-1].startswith("voice")

@@ -14,6 +14,7 @@ from typing import Any
 
 import httpx
 import msgspec
+import pytest
 from click.testing import CliRunner, Result
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,6 +23,7 @@ from rich.console import Console, RenderableType
 from stage_runtime.cli import main
 from stage_runtime.cli.running import top, trace
 from tests.cli.test_up import PATIENCE_S, base, up
+from tests.thoroughness import crossed
 
 __all__ = ["base"]
 
@@ -193,6 +195,7 @@ def test_what_a_stage_raised_moves_no_cursor() -> None:
     assert "\x1b" not in "".join(lines(trace.draw(record(state="failed", error=error), width=80)))
 
 
+@pytest.mark.long
 def test_a_terminal_without_these_characters_gets_others(base: Path) -> None:
     with up(base) as program:
         url = program.wait_for(r"http://127\.0\.0\.1:\d+")[0]
@@ -202,19 +205,21 @@ def test_a_terminal_without_these_characters_gets_others(base: Path) -> None:
             f"{url}/v1/chat/completions", json=body, headers={"x-request-id": "mine"}, timeout=PATIENCE_S
         )
         assert answer.status_code == 200
-        for encoding in ("ascii", "latin-1", "utf-8"):
-            for command in (
-                ("trace", "mine"),
-                ("top", "--once", "--every", "0.1"),
-                ("profile", "run", "--seconds", "0.1"),
-            ):
-                shown = subprocess.run(
-                    [sys.executable, "-m", "stage_runtime", *command, "--base-path", str(base)],
-                    env={**os.environ, "PYTHONIOENCODING": encoding},
-                    capture_output=True,
-                )
-                assert (shown.returncode, shown.stderr) == (0, b""), (command, shown.stderr)
-                assert shown.stdout.decode(encoding if command[0] != "profile" else "utf-8")
+        commands = (
+            ("trace", "mine"),
+            ("top", "--once", "--every", "0.1"),
+            ("profile", "run", "--seconds", "0.1"),
+        )
+        # The poorest encoding with each command, the others with one of them.
+        tried = [*(("ascii", command) for command in commands), *crossed(("latin-1", "utf-8"), commands)]
+        for encoding, command in tried:
+            shown = subprocess.run(
+                [sys.executable, "-m", "stage_runtime", *command, "--base-path", str(base)],
+                env={**os.environ, "PYTHONIOENCODING": encoding},
+                capture_output=True,
+            )
+            assert (shown.returncode, shown.stderr) == (0, b""), (command, shown.stderr)
+            assert shown.stdout.decode(encoding if command[0] != "profile" else "utf-8")
         plain = subprocess.run(
             [sys.executable, "-m", "stage_runtime", "trace", "mine", "--base-path", str(base)],
             env={**os.environ, "PYTHONIOENCODING": "ascii"},

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import re
 import ssl
 import subprocess
 import tempfile
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import httpx
 import pytest
+from cryptography.x509.oid import ExtendedKeyUsageOID
 
+from stage_runtime.web.listening.certificates import CertificatePair
 from tests.cli.test_up import OMNI, PATIENCE_S, eventually, up
 from tests.web.certificate_authority import Authority, write
 
@@ -66,9 +70,74 @@ def test_a_certificate_is_replaced_under_a_stream_and_commands_find_the_run(base
         top = [*OMNI, "top", "--once", "--base-path", str(base)]
         listed = subprocess.run(top, capture_output=True, text=True, timeout=PATIENCE_S)
         assert listed.returncode == 0 and "say" in listed.stdout, listed
-        write(CA.issue("hidden", password=b"secret"), base / "tls")
-        run.wait_for("protected by a password.*; the certificate that was read before stays")
-        assert shown(url) == "new"
+        # The log has the cause of each wrong one, and the certificate stays until the next good one.
+        good = CA.issue("good")
+        for number, (wrong, cause) in enumerate(
+            [
+                (CA.issue("hidden", password=b"secret"), "protected by a password"),
+                (CertificatePair(good.chain, CA.issue("other").key), "key values mismatch"),
+                (CertificatePair(b"garbage", good.key), "the certificate is not PEM"),
+                (CertificatePair(good.chain, b""), "the private key is empty"),
+            ]
+        ):
+            before = shown(url)
+            write(wrong, base / "tls")
+            run.wait_for(f"cannot replace the certificate: .*{cause}.*; the one that was read before stays")
+            assert shown(url) == before
+            assert counted(url)["refused"] == 1
+            if not number:
+                for command in (top, [*OMNI, "restart", "say", "--base-path", str(base)]):
+                    found = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
+                    assert found.returncode == 0, found
+            write(CA.issue(f"repaired-{number}"), base / "tls")
+            eventually(partial(is_shown, url, f"repaired-{number}"))
+        # The key is not there.
+        eventually(lambda: counted(url)["refused"] == 0)
+        key.unlink()
+        run.wait_for("cannot replace the certificate: .*tls.key: No such file or directory; the one that was")
+        assert shown(url) == "repaired-3"
+        assert counted(url)["refused"] == 1
+        key.symlink_to(Path("..data") / "tls.key")
+        eventually(lambda: counted(url)["refused"] == 0)
+        write(CA.issue("whole"), base / "tls")
+        eventually(lambda: shown(url) == "whole")
+        two_days_s = 2 * 24 * 3600
+        life = counted(url)
+        assert life["not_after_timestamp_seconds"] - life["not_before_timestamp_seconds"] == two_days_s
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "pair",
+    [
+        pytest.param(CA.issue("expired", days=(-2, -1)), id="expired"),
+        pytest.param(CA.issue("to come", days=(1, 2)), id="not valid yet"),
+        pytest.param(CA.issue("other use", use=ExtendedKeyUsageOID.CLIENT_AUTH), id="of clients"),
+    ],
+)
+def test_a_run_starts_and_is_found_with_a_certificate_that_clients_may_refuse(
+    base: Path, pair: CertificatePair
+) -> None:
+    file = base / "slow.yaml"
+    file.write_text(SLOW)
+    chain, key = write(pair, base / "tls")
+    with up(base, "--tls-cert", str(chain), "--tls-key", str(key), file=file) as run:
+        url = run.wait_for(r"answers at (https://\S+)")[1]
+        with httpx.Client(verify=False, timeout=PATIENCE_S) as http:
+            assert http.get(f"{url}/readyz").status_code == 200
+        top = [*OMNI, "top", "--once", "--base-path", str(base)]
+        found = subprocess.run(top, capture_output=True, text=True, timeout=PATIENCE_S)
+        assert found.returncode == 0 and "say" in found.stdout, found
+        # A server that shows another certificate is not this run's, though the same authority has signed it.
+        write_shown(base, CA.issue("another"))
+        found = subprocess.run(top, capture_output=True, text=True, timeout=PATIENCE_S)
+        assert found.returncode == 1 and "the server's certificate is not in" in found.stderr, found
+
+
+def write_shown(base: Path, pair: CertificatePair) -> None:
+    """Let the commands of a run expect this certificate."""
+    (file,) = base.glob("omni-*/certificate.pem")
+    file.write_bytes(pair.chain)
 
 
 @pytest.mark.parametrize("wrong", ["no file", "another key", "a key alone"])
@@ -86,6 +155,17 @@ def test_a_certificate_that_cannot_be_used_ends_the_start_at_once(base: Path, wr
     with up(base, *arguments) as run:
         run.wait_for(said)
         assert run.program.wait(PATIENCE_S) in (1, 2)
+
+
+def counted(url: str) -> dict[str, float]:
+    """The metrics of the certificate."""
+    text = httpx.get(f"{url}/metrics", verify=CA.trusted(), timeout=PATIENCE_S).text
+    found = re.findall(r"^omnipipeline_http_certificate_(\w+) (\S+)$", text, re.MULTILINE)
+    return {name: float(value) for name, value in found}
+
+
+def is_shown(url: str, name: str) -> bool:
+    return shown(url) == name
 
 
 def shown(url: str) -> str:

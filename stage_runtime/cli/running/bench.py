@@ -19,7 +19,7 @@ from stage_runtime.cli.running.measuring import bench_options, flags, results, s
 from stage_runtime.cli.running.measuring.prompts import Prompt
 from stage_runtime.cli.running.measuring.statistics import Outcome
 from stage_runtime.errors import ConfigurationError
-from stage_runtime.web.listening import certificates
+from stage_runtime.web.listening import pinning
 
 TIMEOUT_S: Final = 6 * 3600.0  # as vLLM's: a benchmark measures slow answers, too
 READY_STEP_S: Final = 1.0  # between two tries of a server that is not ready
@@ -104,6 +104,8 @@ async def _measured(
         raise ConfigurationError(f"{base}: {error}") from error
     except httpx.HTTPError as error:
         raise ConfigurationError(f"{base}: {error or type(error).__name__}") from error
+    except UnicodeEncodeError:  # those of single requests are in their outcomes
+        raise ConfigurationError("the API key has characters that are not ASCII") from None
 
 
 def _verified(certificate: Path | None, *, insecure: bool) -> ssl.SSLContext | bool:
@@ -111,7 +113,7 @@ def _verified(certificate: Path | None, *, insecure: bool) -> ssl.SSLContext | b
 
     if insecure:
         return False
-    return httpx.create_ssl_context() if certificate is None else certificates.pinned(certificate)
+    return httpx.create_ssl_context() if certificate is None else pinning.pinned(certificate)
 
 
 async def _ready(http: Any, base: str, load: dict[str, Any], prompt: Prompt, given: dict[str, Any]) -> str:
@@ -148,5 +150,5 @@ async def _model(http: Any, base: str) -> str:
     answer = await http.get("/v1/models")
     try:
         return str(answer.raise_for_status().json()["data"][0]["id"])
-    except (ValueError, LookupError, TypeError) as error:
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
         raise ConfigurationError(f"{base}/v1/models: expected a list of models; give --model") from error

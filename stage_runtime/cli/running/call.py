@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 from omnipipeline_spec import operations, terminal
+from stage_runtime.cli import options
 from stage_runtime.cli.running.server import server, server_options
 
 
@@ -16,7 +17,7 @@ from stage_runtime.cli.running.server import server, server_options
 @click.option("--arguments", metavar="JSON", default="{}", help="What the operation takes: a JSON object.")
 @click.option(
     "--timeout",
-    type=click.FloatRange(0, operations.MAX_TIMEOUT_S, min_open=True),
+    type=options.Finite(0, operations.MAX_TIMEOUT_S, min_open=True),
     default=60.0,
     show_default=True,
     help="Seconds.",

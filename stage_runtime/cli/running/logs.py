@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -52,5 +53,5 @@ def _meant(lines: Lines, processes: tuple[str, ...]) -> Iterator[tuple[str, str]
 
 
 def _show(lines: Lines, tail: int | None) -> None:
-    for process, line in lines if tail is None else deque(lines, tail):
+    for process, line in lines if tail is None else deque(lines, min(tail, sys.maxsize)):
         terminal.echo(f"{process} | {line}")

@@ -6,10 +6,12 @@ import sys
 import time
 from pathlib import Path
 from typing import Any, Final
+from urllib.parse import quote
 
 import click
 
 from omnipipeline_spec import terminal
+from stage_runtime.cli import options
 from stage_runtime.cli.running.server import CoordinatorClient, server, server_options
 from stage_runtime.errors import ConfigurationError
 
@@ -68,7 +70,7 @@ def report(run_id: str | None, form: str, out: Path | None, **which: Any) -> Non
 
 
 @command.command("run")
-@click.option("--seconds", type=click.FloatRange(min=0.1), default=20.0, show_default=True, help="How long.")
+@click.option("--seconds", type=options.SECONDS, default=20.0, show_default=True, help="How long.")
 @click.option("--torch", is_flag=True, help="A trace of torch's operations, too.")
 @click.option("--format", "form", type=click.Choice(FORMATS), default="table", show_default=True)
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Write there.")
@@ -109,7 +111,7 @@ def _report(client: CoordinatorClient, run_id: str | None, form: str, out: Path 
         if not known:
             raise ConfigurationError("no profile has been taken: omni profile start")
         run_id = known[0]["run_id"]
-    path = f"/profiles/{run_id}"
+    path = f"/profiles/{quote(run_id, safe='', errors='replace')}"
     content = client.get(path if form == "tar" else f"{path}/report?format={form}")
     if out is None:
         sys.stdout.buffer.write(content)

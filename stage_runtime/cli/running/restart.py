@@ -17,7 +17,7 @@ def command(group: str, pipeline: str | None, pid: int | None, base_path: str | 
     """Replace every instance of a process group of a running `omni up` by a new one, one after another.
 
     A new instance is ready on CPU before the old one finishes what is bound to it and goes: no request is lost.
-    There is no room for both on a GPU; the old one goes first.
+    A GPU has no room for both; the old one goes first.
     """
     with options.errors_as_messages():
         runs.order(admin.Restart(group=group), pipeline=pipeline, pid=pid, base_path=base_path)

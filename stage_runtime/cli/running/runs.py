@@ -43,13 +43,16 @@ def url(*, pipeline: str | None, pid: int | None, base_path: str | None) -> tupl
 
     Raises: ConfigurationError: none or several are meant.
     """
-    folder = find(pipeline=pipeline, pid=pid, base_path=base_path)
-    facts = next(facts for path, facts in rundir.running(base_path) if path == folder)
+    _, facts = _meant(pipeline=pipeline, pid=pid, base_path=base_path)
     return str(facts["url"]), Path(facts["certificate"]) if "certificate" in facts else None
 
 
 def find(*, pipeline: str | None, pid: int | None, base_path: str | None) -> Path:
-    """Folder of the one run that is meant."""
+    """Folder of the one run that is meant. Raises: ConfigurationError: none or several are meant."""
+    return _meant(pipeline=pipeline, pid=pid, base_path=base_path)[0]
+
+
+def _meant(*, pipeline: str | None, pid: int | None, base_path: str | None) -> tuple[Path, dict[str, Any]]:
     runs = list(rundir.running(base_path))
     meant = [
         (folder, facts)
@@ -57,7 +60,7 @@ def find(*, pipeline: str | None, pid: int | None, base_path: str | None) -> Pat
         if pipeline in (None, facts.get("pipeline")) and pid in (None, facts.get("pid"))
     ]
     if len(meant) == 1:
-        return meant[0][0]
+        return meant[0]
     there = ", ".join(f"{facts.get('pipeline')} (pid {facts.get('pid')})" for _, facts in runs) or "none"
     asked = "".join(
         f"--{name} {value}: " for name, value in (("pipeline", pipeline), ("pid", pid)) if value is not None

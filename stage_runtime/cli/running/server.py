@@ -13,7 +13,7 @@ import click
 from stage_runtime.cli import options
 from stage_runtime.cli.running import runs
 from stage_runtime.errors import ConfigurationError
-from stage_runtime.web.listening import certificates
+from stage_runtime.web.listening import pinning
 
 TIMEOUT_S: Final = 600.0  # a report of a long profile takes minutes
 
@@ -22,7 +22,7 @@ class CoordinatorClient:
     """The admin routes of one pipeline."""
 
     def __init__(self, url: str, api_key: str | None, certificate: Path | None = None) -> None:
-        """certificate: of a coordinator of this machine; None: an authority must have signed it.
+        """certificate: a file with what a coordinator of this machine shows; None: an authority must have signed it.
 
         Raises: ConfigurationError: the URL is not one, no header can carry the key, the certificate cannot be read.
         """
@@ -34,7 +34,7 @@ class CoordinatorClient:
         try:
             # trust_env=False: HTTP_PROXY would get requests to the loopback, and the API key. ~/.netrc would win over
             # the key. SSL_CERT_FILE and SSL_CERT_DIR count all the same.
-            verify = httpx.create_ssl_context() if certificate is None else certificates.pinned(certificate)
+            verify = httpx.create_ssl_context() if certificate is None else pinning.pinned(certificate)
             self._http = httpx.Client(base_url=url, timeout=TIMEOUT_S, headers=headers, trust_env=False, verify=verify)
         except httpx.InvalidURL as error:
             raise ConfigurationError(f"{url}: {error}") from error
@@ -56,7 +56,7 @@ class CoordinatorClient:
         self._http.close()
 
     def _ask(self, method: str, path: str, **body: Any) -> bytes:
-        """Raises: ConfigurationError: there is no answer, or the request is refused."""
+        """Raises: ConfigurationError: the request is not answered, or refused."""
         try:
             answer = self._http.request(method, path, **body)
         except self._errors as error:

@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from omnipipeline_spec import consoles
+from stage_runtime.cli import options
 from stage_runtime.cli.running.server import CoordinatorClient, server, server_options
 
 WIDTH_WITHOUT_TERMINAL: Final = 120
@@ -40,7 +41,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @click.command("top")
-@click.option("--every", type=click.FloatRange(min=0.1), default=1.0, show_default=True, help="Seconds.")
+@click.option("--every", type=options.SECONDS, default=1.0, show_default=True, help="Seconds.")
 @click.option("--once", is_flag=True, help="Show one interval and end.")
 @server_options
 def command(every: float, once: bool, **which: Any) -> None:
@@ -95,7 +96,7 @@ def parse(text: str) -> Series:
 
 
 class Columns(msgspec.Struct, frozen=True):
-    """How wide each column is: 0 for one that there is no room for."""
+    """How wide each column is: 0 for one that does not fit."""
 
     stage: int
     targets: int

@@ -44,7 +44,7 @@ def _example(route: OpenAIRoute, url: str, key: str, model: str, folder: Path) -
 
 
 def write_sound(folder: Path) -> Path:
-    """Half a second of a low tone, for who has no recording at hand."""
+    """Half a second of a low tone, for users without a recording."""
     path = folder / SOUND_FILE
     samples = (int(3000 * math.sin(2 * math.pi * 220 * at / RATE)) for at in range(RATE // 2))
     with wave.open(str(path), "wb") as file:

@@ -20,6 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from omnipipeline_spec import consoles
+from omnipipeline_spec.types.errors import printable
 from omnipipeline_spec.types.plan import PipelinePlan
 from stage_runtime.cli.serving import standard_output
 from stage_runtime.cli.serving.standard_output import Output
@@ -106,7 +107,7 @@ class LineScreen:
         self._say(Text.assemble((view.process, "bold"), " ", (view.state, style), detail, (pid, "dim")))
 
     def printed(self, process: str, line: str) -> None:
-        self._say(Text.assemble((f"{process} | ", "dim"), Text.from_ansi(line)))
+        self._say(Text.assemble((f"{process} | ", "dim"), _styled(line)))
 
     def up(self, url: str, curl: str) -> None:
         assert self._plan is not None
@@ -281,12 +282,20 @@ def _detail(view: ProcessView, newest: str) -> RenderableType:
         return _bar(view.message, view.share)
     if view.state == "ready" or not newest:
         return _cut(Text(view.message))
-    plain = "".join(c if c.isprintable() else " " for c in Text.from_ansi(newest).plain)
+    plain = "".join(c if c.isprintable() else " " for c in _styled(newest).plain)
     return _cut(Text.assemble(view.message, " " * bool(view.message), (plain, "dim")))
 
 
+def _styled(line: str) -> Text:
+    """A line of a process with the colours that it has chosen."""
+    try:
+        return Text.from_ansi(line)
+    except ValueError:  # a colour's number of thousands of digits
+        return Text(printable(line))
+
+
 def _bar(message: str, share: LoadedShare) -> RenderableType:
-    """The message is cut where there is not enough room, the share never."""
+    """The message is cut where it does not fit, the share never."""
     row = Table.grid(padding=(0, 1))
     known = share.total > 0
     if known:

@@ -19,7 +19,7 @@ from omnipipeline_spec.types.errors import SpecError
 from stage_runtime import breakpoints
 from stage_runtime.cli import options
 from stage_runtime.cli.serving import curl, screens
-from stage_runtime.errors import ConfigurationError
+from stage_runtime.errors import ConfigurationError, describe
 from stage_runtime.processes import signals
 from stage_runtime.processes.one_machine import admin, updating
 from stage_runtime.processes.one_machine.launcher import Debug
@@ -187,6 +187,8 @@ async def _watch(pipeline: LocalPipeline, file: Path, screen: screens.Screen) ->
                     screen.note(notice)
         except (SpecError, ConfigurationError, StartupFailed) as error:
             screen.note(f"{file.name}: what ran goes on: {error}")
+        except Exception as error:  # the outermost loop: a full disk, for one; the next change may be taken over
+            screen.note(f"{file.name}: what ran goes on: {describe(error)}")
 
 
 def _end(pipeline: LocalPipeline, screen: screens.Screen, start: asyncio.Task[None], ending: asyncio.Event) -> None:

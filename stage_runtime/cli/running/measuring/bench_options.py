@@ -93,14 +93,17 @@ def times_s(given: Mapping[str, Any], count: int) -> list[float]:
                 "--ramp-up-start-rps: expected at most --ramp-up-end-rps, and above 0 if exponential"
             )
         ramp = arrivals.Ramp(exponential=given["ramp_up_strategy"] == "exponential", start=start, end=end)
-    return arrivals.times_s(
-        count,
-        given["request_rate"],
-        burstiness=given["burstiness"],
-        constant=given["arrivals"] == "constant",
-        random=Random(given["seed"]),
-        ramp=ramp,
-    )
+    try:
+        return arrivals.times_s(
+            count,
+            given["request_rate"],
+            burstiness=given["burstiness"],
+            constant=given["arrivals"] == "constant",
+            random=Random(given["seed"]),
+            ramp=ramp,
+        )
+    except (ValueError, OverflowError) as error:  # numbers whose product or quotient no float holds
+        raise click.UsageError(f"no times follow from these rates and this burstiness: {error}") from error
 
 
 def body(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -115,7 +118,7 @@ def body(given: Mapping[str, Any]) -> dict[str, Any]:
     if given["extra_body"]:
         try:
             extra = json.loads(given["extra_body"])
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise click.BadParameter(f"expected JSON: {error}", param_hint="--extra-body") from error
         if not isinstance(extra, dict):
             raise click.BadParameter("expected an object", param_hint="--extra-body")

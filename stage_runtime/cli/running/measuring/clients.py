@@ -83,7 +83,7 @@ async def ask(http: httpx.AsyncClient, load: Load, prompt: Prompt, *, index: int
             else:
                 async for piece in answer.aiter_bytes():
                     seen.sound(bool(piece))
-    except (httpx.HTTPError, ValueError, LookupError, TypeError, AttributeError) as error:
+    except (httpx.HTTPError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         seen.error = f"{type(error).__name__}: {error}"
     return seen.outcome(time.perf_counter())
 
@@ -96,7 +96,7 @@ class _Seen:
         self._first_token: float | None = None
         self._first_audio: float | None = None
         self._gaps: list[float] = []
-        self._usage: dict[str, Any] = {}
+        self._input_tokens = self._output_tokens = 0
         self._text: list[str] = []
         self.error = ""
 
@@ -108,7 +108,10 @@ class _Seen:
             if "error" in event:
                 self.error = str(event["error"].get("message"))
                 return
-            self._usage = event.get("usage") or self._usage
+            usage = event.get("usage")
+            if usage:
+                self._input_tokens = int(usage.get("prompt_tokens") or 0)
+                self._output_tokens = int(usage.get("completion_tokens") or 0)
             for choice in event.get("choices", ()):
                 delta = choice.get("delta") or {}
                 text = delta.get("content") or choice.get("text")
@@ -141,7 +144,7 @@ class _Seen:
             first_token=self._first_token,
             first_audio=self._first_audio,
             gaps=tuple(self._gaps),
-            input_tokens=int(self._usage.get("prompt_tokens", 0)),
-            output_tokens=int(self._usage.get("completion_tokens", 0)),
+            input_tokens=self._input_tokens,
+            output_tokens=self._output_tokens,
             error=error,
         )

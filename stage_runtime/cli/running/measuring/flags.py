@@ -12,6 +12,7 @@ from typing import Any, Final, TypeVar
 
 import click
 
+from stage_runtime.cli import options
 from stage_runtime.cli.running.measuring import prompts
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -88,7 +89,7 @@ _DATASETS: Final = (
     click.option("--random-output-len", type=_COUNT, default=128, show_default=True),
     click.option(
         "--random-range-ratio",
-        type=click.FloatRange(0, 1, max_open=True),
+        type=options.Finite(0, 1, max_open=True),
         default=0.0,
         show_default=True,
         help="Lengths differ by this share.",
@@ -107,8 +108,8 @@ _TRAFFIC: Final = (
     click.option("--burstiness", type=_Rate(), default=1.0, show_default=True, help="1: Poisson; less: bursts."),
     click.option("--arrivals", type=click.Choice(["poisson", "constant"]), default="poisson", show_default=True),
     click.option("--ramp-up-strategy", type=click.Choice(["linear", "exponential"]), help="Instead of a rate."),
-    click.option("--ramp-up-start-rps", type=click.FloatRange(0), help="Requests a second at the beginning."),
-    click.option("--ramp-up-end-rps", type=click.FloatRange(0, min_open=True), help="Requests a second at the end."),
+    click.option("--ramp-up-start-rps", type=options.Finite(0), help="Requests a second at the beginning."),
+    click.option("--ramp-up-end-rps", type=options.Finite(0, min_open=True), help="Requests a second at the end."),
     click.option("--max-concurrency", type=_COUNT, help="No more requests than that at once."),
 )
 _FIELDS: Final = (

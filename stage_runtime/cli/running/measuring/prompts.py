@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import msgspec
 
-from stage_runtime.errors import ConfigurationError
+from stage_runtime.errors import UNDECODABLE, ConfigurationError
 
 DATASETS: Final = ("random", "sharegpt", "custom", "prefix_repetition")
 LEAST: Final = 4  # tokens of a conversation's prompt or answer; shorter ones say little (as `vllm bench serve` has it)
@@ -80,7 +80,7 @@ def _conversations(path: Path, content: bytes) -> list[Prompt]:
     """ShareGPT: the first two turns of each; the length of the second one, in words, is that of the answer."""
     try:
         given = msgspec.json.decode(content)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except UNDECODABLE as error:
         raise ConfigurationError(f"{path}: expected JSON in ShareGPT's form: {error}") from error
     if not isinstance(given, list):
         raise ConfigurationError(f"{path}: expected a list of conversations, got {type(given).__name__}")
@@ -106,7 +106,7 @@ def _lines(path: Path, content: bytes) -> list[Prompt]:
             continue
         try:
             given: Any = msgspec.json.decode(line)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except UNDECODABLE as error:
             raise ConfigurationError(f"{path}:{number}: expected JSON: {error}") from error
         prompt = given.get("prompt") if isinstance(given, dict) else None
         output = given.get("output_tokens", 256) if isinstance(given, dict) else None

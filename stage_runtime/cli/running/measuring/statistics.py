@@ -25,7 +25,7 @@ _SHORT: Final = {"client_queue_time": "Client Queue Time", "e2el_including_clien
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """One request. Times are seconds after it was sent; None: there was none."""
+    """One request. Times are seconds after it was sent; None: it did not come."""
 
     latency: float
     begun: float = 0.0  #: When it was sent, after the first one was due.

@@ -1,0 +1,64 @@
+"""`omni bench` against a server whose events nobody expects: its request fails alone, the others are measured."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import httpx
+import pytest
+
+from stage_runtime.cli.running import bench
+from stage_runtime.cli.running.measuring import clients
+from stage_runtime.cli.running.measuring.clients import Load
+from stage_runtime.cli.running.measuring.prompts import Prompt
+from stage_runtime.errors import ConfigurationError
+
+LOAD = Load(endpoint="/v1/chat/completions", model="m")
+TOKEN = '{"choices":[{"delta":{"content":"a"}}]}'
+DEEP = "[" * 100_000
+
+
+def client(*events: str) -> httpx.AsyncClient:
+    """A server that answers the first request with these events, and later ones with a token."""
+    answers = [events]
+
+    def handle(request: httpx.Request) -> httpx.Response:
+        lines = "".join(f"data: {event}\n\n" for event in (answers.pop() if answers else (TOKEN,)))
+        return httpx.Response(200, headers={"content-type": "text/event-stream"}, text=lines)
+
+    return httpx.AsyncClient(transport=httpx.MockTransport(handle), base_url="http://server")
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        '{"usage":[1]}',
+        '{"usage":"all of them"}',
+        '{"usage":{"prompt_tokens":"many"}}',
+        '{"usage":{"completion_tokens":{"a":1}}}',
+        '{"choices":3}',
+        '{"choices":[null]}',
+        '{"error":"no"}',
+        DEEP,
+    ],
+    ids=lambda event: event[:40],
+)
+async def test_an_event_that_nobody_expects_fails_its_request_alone(event: str) -> None:
+    async with client(TOKEN, event) as http:
+        outcomes, _ = await clients.run(http, LOAD, [Prompt("x", 1)] * 2, [0.0, 0.0])
+    assert [bool(one.error) for one in sorted(outcomes, key=lambda one: not one.error)] == [True, False]
+
+
+async def test_a_usage_without_numbers_is_none() -> None:
+    usage: Any = '{"choices":[],"usage":{"prompt_tokens":null,"completion_tokens":null}}'
+    async with client(TOKEN, usage) as http:
+        outcome = await clients.ask(http, LOAD, Prompt("x", 1))
+    assert (outcome.error, outcome.input_tokens, outcome.output_tokens) == ("", 0, 0)
+
+
+async def test_a_list_of_models_that_nests_without_end_is_refused() -> None:
+    transport = httpx.MockTransport(lambda request: httpx.Response(200, text=DEEP))
+    async with httpx.AsyncClient(transport=transport, base_url="http://server") as http:
+        with pytest.raises(ConfigurationError, match="expected a list of models"):
+            await asyncio.wait_for(bench._model(http, "http://server"), 60.0)
