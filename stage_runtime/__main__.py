@@ -43,6 +43,7 @@ def main() -> int:
 
 
 def _guarded(role: Callable[[], int]) -> int:
+    ending.prepare()
     code = _reported(role)
     ending.exit_soon(code)
     return code
@@ -75,6 +76,7 @@ def _stage() -> int:
     codefiles.put_on_path(loaded.plan.code, loaded.code_dir)
     with imports.uncollected():
         from stage_runtime.processes.stages import stage_process  # after the environment is set: it may import torch
+    imports.freeze()  # no code of authors has run yet: these modules live as long as the process
 
     return stage_process.run(loaded)
 

@@ -113,7 +113,7 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     floats ``[places, hidden]`` that are added to the output of a layer at these tokens of the prompt (DeepStack).
     adapter: the name of a LoRA adapter of the stage; ``""``: none; None: the one that the request's ``model`` names.
     pin: where the stage has several engines (``data_parallel_size``), prompts with an equal one go to the same engine,
-    whose cache has what they share. data_parallel_rank: that engine; the prompt fails if there is none.
+    whose cache has what they share. data_parallel_rank: that engine; the prompt fails if it does not exist.
     """
 
     messages: Sequence[dict[str, Any]] | None = None
@@ -264,7 +264,7 @@ class Autoregressive(msgspec.Struct, frozen=True, kw_only=True):
     ``[tokens, hidden]``, a `Prompt` of parts (with positions and added rows), a `Feed`, a list of these, or None.
     A request begins with its first chunk, when ``prompt`` gets a payload without data; what comes is computed
     at once, and the answer begins with the first `Feed`, or when all streams have ended. Nothing comes before the
-    stream if there is no ``prompt``. ``stream`` is not called if nothing streams into the stage.
+    stream without a ``prompt``. ``stream`` is not called if nothing streams into the stage.
     dtype: of weights and cache: ``float32``, ``bfloat16``, ``float16``; ``auto`` takes bfloat16 where the device has
     instructions for it, else float32. A CPU without them refuses ``bfloat16``.
     linears: the form of the weights on a CPU: ``auto`` measures, or ``plain``, ``onednn``, ``mkl``, ``numba`` (products

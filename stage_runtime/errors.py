@@ -2,16 +2,16 @@
 
 OmniError
 ├── RequestError            one request fails; carries a code of the closed list and the client's message
-│   ├── RouteAway           a route leads to a stage without a ready instance: the coordinator binds it, or fails it
+│   ├── RouteAway           a route leads to a stage without a ready instance: the request is bound again, or fails
 │   └── InvalidRequest      the user's fault (400); stages may raise it
 │       └── ContextLengthExceeded   the prompt is longer than the model takes; agents shorten it
-├── ValueRefused            LOCAL: a value that cannot travel, refused at the sender, names the path
+├── ValueRefused            LOCAL: a value that cannot be encoded: refused at the sender, with its path
 ├── PeerError               the other end's fault
 │   ├── ProtocolError       a frame that cannot be understood: counted and dropped
 │   ├── TransferError       a relay could not move a payload (the request fails with transport_failed)
 │   │   ├── RelayFailed     it does not reach a peer that may be alive: the next relay is used
 │   │   ├── RelayRefused    no relay that the pipeline allows reaches the peer: which, and why
-│   │   └── NoConnection    there is no link to the peer: the request is sent again, not to this instance
+│   │   └── NoConnection    this process has no link to the peer: the request is sent again, not to this instance
 │   └── EngineDeadError     an engine's process has ended: nothing more is computed for those who wait
 ├── LimitReached            LOCAL: no room for another peer: which limit, and what to do; the peer is refused
 ├── ConfigurationError      plan, environment or a dotted name is wrong: the process must not start
@@ -21,10 +21,13 @@ OmniError
 
 from __future__ import annotations
 
+import errno
 import os
 import traceback as tracebacks
 from collections.abc import Callable
 from typing import Final
+
+import msgspec
 
 from omnipipeline_spec.types.errors import clipped
 
@@ -53,6 +56,12 @@ ENGINES_CHANGE: Final = "engines are being started or ended"
 ENGINE_AWAY: Final = ("EngineDeadError: ", "the engine crashed: ", "no answer within ", ENGINES_CHANGE)
 TEXT_LIMIT: Final = 2000  # characters of an error's text: a longer one helps no reader and fits into no message
 TRACEBACK_LIMIT: Final = 48_000
+ESCAPED: Final = 6  # characters of a half of a surrogate pair, as `safe_str` writes it
+#: The errors of msgspec for bytes that it cannot decode. Text that is not UTF-8, and lists that are nested too deep,
+#: raise Python's own.
+UNDECODABLE: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+#: Numbers of an `OSError` of ``accept`` for which the next call would fail alike: no descriptor or memory is left.
+NO_ROOM: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class OmniError(Exception):
@@ -137,7 +146,7 @@ class ProtocolError(PeerError):
 
 
 class OtherProtocol(ProtocolError):
-    """A frame of another protocol version: nothing of it is believed but that."""
+    """A frame of another protocol version: the rest of it is ignored."""
 
 
 class TransferError(PeerError):
@@ -149,11 +158,11 @@ class RelayFailed(TransferError):
 
 
 class RelayRefused(TransferError):
-    """No relay that the pipeline allows reaches a peer that is there."""
+    """No relay that the pipeline allows reaches a peer that is alive."""
 
 
 class NoConnection(TransferError):
-    """There is no link to a peer, which is dead or will be connected again: ``peer`` is its incarnation."""
+    """This process has no link to a peer, which is dead or will be connected again: ``peer`` is its incarnation."""
 
     def __init__(self, message: str, peer: str) -> None:
         super().__init__(message)
@@ -220,7 +229,8 @@ def format_traceback(error: BaseException, *, quoted: Callable[[str], str] | Non
         _drop_runtime_frames(whole)
         if quoted is not None:
             _quote(whole, quoted)
-        return safe_str("".join(whole.format())[-TRACEBACK_LIMIT:], limit=TRACEBACK_LIMIT)
+        end = "".join(whole.format())[-TRACEBACK_LIMIT:]
+        return safe_str(end, limit=ESCAPED * TRACEBACK_LIMIT)[-TRACEBACK_LIMIT:]
     except BaseException:
         return f"{''.join(tracebacks.format_tb(error.__traceback__))[-TRACEBACK_LIMIT:]}{describe(error)}"
 

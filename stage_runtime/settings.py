@@ -18,7 +18,7 @@ import msgspec
 from omnipipeline_spec.types.plan import PLAN_VERSION, CoordinatorPlan, GroupPlan, StagePlan, UnitPlan
 from omnipipeline_spec.types.pods import CONTROL_PORT, HTTP_PORT, PROBE_PORT
 from stage_runtime import breakpoints
-from stage_runtime.errors import ConfigurationError
+from stage_runtime.errors import UNDECODABLE, ConfigurationError
 
 KEY_BYTES = 32
 HTTP_QUIET_S = 10  # longer than httpx (5 s) and undici (4 s) keep a connection at rest
@@ -90,6 +90,7 @@ class CoordinatorSettings(ProcessSettings, frozen=True, kw_only=True):
     api_keys: tuple[str, ...] = ()  #: Bearer tokens of which clients must send one; empty: none is required.
     #: Files of the HTTP server's certificate and its key, read again when they change; None: it serves plain HTTP.
     certificate: tuple[Path, Path] | None = None
+    shown_certificate: Path | None = None  #: Written: the certificate that clients are shown, for a run's own programs.
     http_hosts: tuple[str, ...] = ()  #: Names, beside those of the loopback, allowed in Host and Origin headers.
     #: Bytes of bodies and media of all requests in flight; None: derived from the memory.
     bodies_nbytes: int | None = None
@@ -166,6 +167,7 @@ def coordinator(environ: Mapping[str, str]) -> CoordinatorSettings:
         api_key_file=Path(read.text("OMNI_API_KEY_FILE")) if read.optional("OMNI_API_KEY_FILE") else None,
         api_keys=_api_keys(read),
         certificate=_certificate(read),
+        shown_certificate=Path(read.text("OMNI_TLS_SHOWN_FILE")) if read.optional("OMNI_TLS_SHOWN_FILE") else None,
         http_hosts=tuple(host.lower() for host in read.several("OMNI_HTTP_HOSTS", empty=True)),
         bodies_nbytes=read.integer("OMNI_HTTP_BODIES_MB", 0, least=1) << 20 or None,
         answers_nbytes=read.integer("OMNI_HTTP_ANSWERS_MB", 0, least=1) << 20 or None,
@@ -197,7 +199,7 @@ def supervisor(environ: Mapping[str, str]) -> SupervisorSettings:
 
 
 def termination_log(environ: Mapping[str, str]) -> Path | None:
-    """The file that the kubelet reads when this program ends; None: there is none, or a supervisor reads our pipe."""
+    """The file that the kubelet reads when this program ends; None: it reads none, or a supervisor reads our pipe."""
     given = environ.get("OMNI_TERMINATION_LOG")
     if given:
         return Path(given)
@@ -280,7 +282,7 @@ def _plan(read: _EnvironmentReader, kind: type[Plan]) -> Plan:
     path = read.text("OMNI_PLAN")
     try:
         plan = msgspec.json.decode(read.content("OMNI_PLAN"), type=kind)
-    except msgspec.MsgspecError as error:
+    except UNDECODABLE as error:
         raise ConfigurationError(f"OMNI_PLAN: {path} is not a {kind.__name__}: {error}") from error
     if plan.version > PLAN_VERSION:
         raise ConfigurationError(
@@ -375,14 +377,14 @@ def _api_keys(read: _EnvironmentReader) -> tuple[str, ...]:
 def api_keys(content: bytes, place: str) -> tuple[str, ...]:
     """The keys of a file, one a line; empty lines count for nothing.
 
-    Raises: ConfigurationError: names ``place``: there is no key, or one that no header can carry.
+    Raises: ConfigurationError: names ``place``: the key is missing, or one that no header can carry.
     """
     try:
         keys = tuple(line.strip() for line in content.decode().splitlines() if line.strip())
     except UnicodeDecodeError as error:
         raise ConfigurationError(f"{place}: {error}") from error
     if not keys:
-        raise ConfigurationError(f"{place}: there is no key in it, and an empty key would admit every client")
+        raise ConfigurationError(f"{place}: expected a key, and an empty one would admit every client")
     if not all(key.isascii() and key.isprintable() and " " not in key for key in keys):
         raise ConfigurationError(f"{place}: a key is a line of printable ASCII without spaces")
     return keys

@@ -42,6 +42,21 @@ HTTP_SENT_BYTES: Final = Metric(
 HTTP_HELD_BYTES: Final = Metric(
     name="omnipipeline_http_buffered_bytes", kind="gauge", help="Bodies and media of requests in flight"
 )
+HTTP_CERTIFICATE_START: Final = Metric(
+    name="omnipipeline_http_certificate_not_before_timestamp_seconds",
+    kind="gauge",
+    help="Begin of the life of the certificate that new connections get",
+)
+HTTP_CERTIFICATE_END: Final = Metric(
+    name="omnipipeline_http_certificate_not_after_timestamp_seconds",
+    kind="gauge",
+    help="End of the life of the certificate that new connections get",
+)
+HTTP_CERTIFICATE_REFUSED: Final = Metric(
+    name="omnipipeline_http_certificate_refused",
+    kind="gauge",
+    help="1 while the certificate's files cannot replace the one that is served",
+)
 
 REQUESTS: Final = Metric(
     name="omnipipeline_requests_total",
@@ -502,6 +517,8 @@ COORDINATOR: Final = (
     TRACES_SENT,
     TRACES_DROPPED,
 )
+#: Metrics of the certificate, served by coordinators with TLS.
+TLS: Final = (HTTP_CERTIFICATE_START, HTTP_CERTIFICATE_END, HTTP_CERTIFICATE_REFUSED)
 #: Service-level metrics of voice and chat, served by coordinators. They count answers that have text, audio or usage.
 SERVICE: Final = (
     TIME_TO_FIRST_TOKEN,

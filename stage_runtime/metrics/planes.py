@@ -52,7 +52,7 @@ _OF_STAGE: Final[Mapping[str, Metric]] = {
     **catalog.LORA,
     **catalog.CACHE,
 }
-_RANK: Final = re.compile(r"rank(\d+)/(.+)")
+_RANK: Final = re.compile(r"rank([0-9]{1,9})/(.+)")  # Python makes no number of thousands of digits
 _EDGE: Final[Mapping[str, Metric]] = {
     "edge_transfer_bytes": catalog.EDGE_TRANSFER_BYTES,
     "edge_transfers_in_flight": catalog.EDGE_TRANSFERS_IN_FLIGHT,
@@ -144,7 +144,8 @@ def places(by_stage: Mapping[str, int]) -> dict[str, float]:
 
 def places_of(gauges: Gauges, stage: str) -> int:
     """The number that `places` was given for a stage; 0: unknown."""
-    return int(gauges.get(_PLACES + stage, 0))
+    count = gauges.get(_PLACES + stage, 0.0)
+    return int(count) if math.isfinite(count) else 0
 
 
 def loading(shares: Mapping[str, tuple[float, float, str]]) -> dict[str, float]:

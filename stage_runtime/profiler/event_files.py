@@ -73,7 +73,7 @@ class Events(msgspec.Struct, kw_only=True):
 
 
 def read(folder: Path) -> Events:
-    """All events below ``folder``, or of one file. Raises: ConfigurationError: there is no event file."""
+    """All events below ``folder``, or of one file. Raises: ConfigurationError: it has no event file."""
     files = [folder] if folder.is_file() else sorted(each for each in folder.rglob("*.jsonl") if each.is_file())
     beside = {notes_of(path) for path in files}
     files = [path for path in files if path not in beside]

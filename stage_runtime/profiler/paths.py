@@ -28,7 +28,7 @@ def check_run_id(run_id: str) -> str:
 
 
 def prepare_root(root: Path) -> None:
-    """Make the root, for this user alone, where there is none.
+    """Make the root, for this user alone, where it does not exist.
 
     Raises: ConfigurationError: it lies where every user may write, as the default does, and another user made it.
     """

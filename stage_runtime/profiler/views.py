@@ -63,7 +63,7 @@ def build_report(folder: str | os.PathLike[str], *, timeline: bool = True) -> di
 
     folder:   of the files, searched with its subfolders; or one file.
     timeline: False leaves each request's events out, which is most of a large report.
-    Raises: ConfigurationError: there is no event file.
+    Raises: ConfigurationError: no event file is found.
     """
     return report_of(event_files.read(Path(folder)), timeline=timeline)
 
@@ -158,7 +158,7 @@ def _pairs_of(name: str) -> tuple[Sequence[tuple[str, str]], Sequence[tuple[str,
 def _distinction(pair: tuple[str, str], facts: Mapping[str, Any], attempt: str | None) -> tuple[str, ...] | str | None:
     """A ``start`` and an ``end`` carry the same facts; other pairs differ by the attempt alone.
 
-    attempt: an author's event carries none and has that of the runtime's events before it; None: there were none.
+    attempt: an author's event carries none and has that of the runtime's events before it; None: none came before it.
     """
     if (pair[0].endswith("_start") and pair[1].endswith("_end")) or pair in events.ALIKE:
         return tuple(str(facts[key]) for key in events.DISTINCT_BY if key in facts)

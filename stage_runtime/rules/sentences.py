@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import re
 import unicodedata
+from collections.abc import Iterator
 
 #: The longest piece that is synthesised at once: about ten seconds of speech, so that sound never waits for an essay.
 MAX_CHARS = 160
+#: Characters of a whole text that are split at once: a splitter copies what is left for each sentence.
+TAKEN = 1024
 
 _ABBREVIATION = re.compile(r"(?:\b(?:Mr|Mrs|Ms|Dr|St|Prof|Jr|Sr|vs|etc|e\.g|i\.e|No)|\b[A-Z])\.$")
 _CLOSING = r"[\"'”’)\]」』）]*"  # noqa: RUF001
@@ -67,10 +70,12 @@ class Splitter:
         return self._max_chars
 
 
-def split(text: str) -> list[str]:
-    """All sentences of a whole text."""
+def split(text: str) -> Iterator[str]:
+    """All sentences of a whole text, one after the other."""
     splitter = Splitter()
-    return splitter.feed(text) + splitter.flush()
+    for at in range(0, len(text), TAKEN):
+        yield from splitter.feed(text[at : at + TAKEN])
+    yield from splitter.flush()
 
 
 def speakable(text: str) -> bool:

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import urllib.error
-import urllib.request
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
@@ -110,6 +108,9 @@ class Exporter:
 
     def _post(self, body: bytes) -> None:
         """Raises: _AwayError: worth another try. OSError: the collector refuses it for good."""
+        import urllib.error  # a process without a collector imports no HTTP client
+        import urllib.request
+
         headers = {"content-type": "application/x-protobuf", **self._settings.headers}
         request = urllib.request.Request(self._settings.endpoint, data=body, headers=headers)
         try:

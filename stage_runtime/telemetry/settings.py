@@ -37,13 +37,21 @@ def read(environ: Mapping[str, str]) -> TelemetrySettings | None:
         return None
     name = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT" if endpoint else "OTEL_EXPORTER_OTLP_ENDPOINT"
     url = endpoint or f"{general.rstrip('/')}/v1/traces"
-    if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
+    if not _is_http(url):
         raise ConfigurationError(f"{name}: {(endpoint or general)[:200]!r} is not an http:// or https:// URL")
     headers = _pairs(environ, "OTEL_EXPORTER_OTLP_HEADERS") | _pairs(environ, "OTEL_EXPORTER_OTLP_TRACES_HEADERS")
     resource = _pairs(environ, "OTEL_RESOURCE_ATTRIBUTES")
     if environ.get("OTEL_SERVICE_NAME"):
         resource["service.name"] = environ["OTEL_SERVICE_NAME"]
     return TelemetrySettings(endpoint=url, ratio=_ratio(environ), headers=headers, resource=resource)
+
+
+def _is_http(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # brackets that are not an address, or a port that is not one
+        return False
 
 
 def _ratio(environ: Mapping[str, str]) -> float:

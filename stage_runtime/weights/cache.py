@@ -116,6 +116,7 @@ class Fetch:
         missing = sorted(sums.keys() - {each.path for each in files})
         if missing:
             raise ConfigurationError(f"{place} names {missing[0]}, which is not there")
+        sums.pop(checking.SUMS, None)  # made again by ``sha256sum *``, it names itself, and cannot have its own hash
         return sums
 
     # --- a version that is not there yet ------------------------------------------------------------------------
@@ -168,8 +169,11 @@ class Fetch:
             )
         self._progress.expect(total, done=done)
         self._say(f"fetching {self._source.url}: {len(files)} files, {total} bytes, {done} of them are here")
-        with ThreadPoolExecutor(FILES_AT_ONCE, thread_name_prefix="fetch") as pool:
-            fetching = {each.path: pool.submit(self._fetch, each, parts / each.path, sums) for each in files}
+        try:
+            with ThreadPoolExecutor(FILES_AT_ONCE, thread_name_prefix="fetch") as pool:
+                fetching = {each.path: pool.submit(self._fetch, each, parts / each.path, sums) for each in files}
+        except RuntimeError as refused:  # the machine has no thread left
+            raise Interrupted(f"{self._source.url}: {refused}") from refused
         errors = [error for one in fetching.values() if (error := one.exception()) is not None]
         for error in sorted(errors, key=lambda each: isinstance(each, _Stopped)):
             raise error
@@ -191,8 +195,10 @@ class Fetch:
                 digest = second
             found = path.stat()
             return FetchedFile(nbytes=found.st_size, sha256=digest, etag=file.etag, mtime_ns=found.st_mtime_ns)
-        except BaseException:
+        except BaseException as error:
             self._failed.set()
+            if isinstance(error, OSError) and error.filename is None:
+                error.filename = str(path)  # a write to a full disk names no file
             raise
 
     def _complete(self, file: StoredFile, path: Path) -> str:
@@ -263,7 +269,8 @@ def _is_unchecked(file: StoredFile, sums: Mapping[str, str]) -> bool:
 
 def _version(files: Sequence[StoredFile]) -> str:
     """A hash of what lies below the prefix: another list of paths, sizes and ETags is another version."""
-    return hashlib.sha256(msgspec.json.encode(list(files))).hexdigest()[:12]
+    listed = [{"path": each.path, "nbytes": each.nbytes, "etag": each.etag} for each in files]
+    return hashlib.sha256(msgspec.json.encode(listed)).hexdigest()[:12]
 
 
 def _size(path: Path) -> int:

@@ -47,6 +47,12 @@ def bare(etag: str | None) -> str:
     return (etag or "").strip().removeprefix("W/").strip('"').lower()
 
 
+def condition(etag: str | None) -> str:
+    """An ETag for ``If-Match``; empty: it may not be compared so (RFC 9110, 13.1.1)."""
+    given = (etag or "").strip()
+    return "" if not given or given.startswith("W/") else f'"{given.strip(chr(34))}"'
+
+
 def is_md5(etag: str) -> bool:
     """Whether an ETag may be the MD5 of the whole object."""
     return _MD5.match(etag) is not None

@@ -18,7 +18,7 @@ from typing import Final
 import msgspec
 
 from omnipipeline_spec.types import stores
-from stage_runtime.errors import ConfigurationError
+from stage_runtime.errors import UNDECODABLE, ConfigurationError
 
 MANIFEST: Final = ".omnipipeline.json"
 READ_BYTES: Final = 8 << 20
@@ -85,11 +85,11 @@ def local(model_path: str | None, environ: Mapping[str, str]) -> str | None:
 def read(folder: Path) -> Manifest:
     """The manifest of a fetched model.
 
-    Raises: ConfigurationError: there is none that can be read.
+    Raises: ConfigurationError: none can be read.
     """
     try:
         return msgspec.json.decode((folder / MANIFEST).read_bytes(), type=Manifest)
-    except (OSError, msgspec.MsgspecError) as error:
+    except (OSError, *UNDECODABLE) as error:
         raise ConfigurationError(f"{folder / MANIFEST}: {error}") from error
 
 
@@ -101,13 +101,12 @@ def damaged(folder: Path, manifest: Manifest, *, thorough: bool = False) -> Iter
     for path, known in manifest.files.items():
         try:
             found = (folder / path).stat()
+            if found.st_size != known.nbytes:
+                yield path, f"has {found.st_size} bytes, and {known.nbytes} were fetched"
+            elif (thorough or found.st_mtime_ns != known.mtime_ns) and digest(folder / path) != known.sha256:
+                yield path, f"has changed since it was fetched: its SHA-256 is not {known.sha256}"
         except OSError as error:
             yield path, f"cannot be read: {error.strerror}"
-            continue
-        if found.st_size != known.nbytes:
-            yield path, f"has {found.st_size} bytes, and {known.nbytes} were fetched"
-        elif (thorough or found.st_mtime_ns != known.mtime_ns) and digest(folder / path) != known.sha256:
-            yield path, f"has changed since it was fetched: its SHA-256 is not {known.sha256}"
 
 
 def digest(path: Path) -> str:

@@ -22,6 +22,8 @@ RANGE_S: Final = 600.0  # for a range: 0.4 MB/s at the least
 CHUNK_BYTES: Final = 1 << 20
 MAX_FILES: Final = 10_000  # the largest models have hundreds; a bucket by mistake has millions
 
+_REPLACED: Final = "replaced while it was fetched; fetch it again"
+
 
 class Interrupted(Exception):
     """A request failed that may succeed when it is repeated."""
@@ -32,7 +34,8 @@ class StoredFile(msgspec.Struct, frozen=True, kw_only=True):
 
     path: str
     nbytes: int
-    etag: str
+    etag: str  #: The ETag without quotes, in small letters: a hash is compared with it.
+    condition: str = ""  #: The ETag as the store knows it, for requests that want this content; empty: not possible.
 
 
 class Source:
@@ -65,7 +68,7 @@ class Source:
     def files(self, *, at_most: int = MAX_FILES) -> list[StoredFile]:
         """All objects below the prefix, by path; markers of folders are not among them.
 
-        Raises: ConfigurationError: there are none or too many, or a path would lead out of the model's folder.
+        Raises: ConfigurationError: it has none or too many, or a path would lead out of the model's folder.
                 Interrupted.
         """
         import obstore
@@ -77,7 +80,13 @@ class Source:
                 if len(listed) > at_most:
                     raise ConfigurationError(f"{self.url}: more than {at_most} objects lie below it; name one model")
         found = [
-            StoredFile(path=each["path"], nbytes=each["size"], etag=checking.bare(each["e_tag"])) for each in listed
+            StoredFile(
+                path=each["path"],
+                nbytes=each["size"],
+                etag=checking.bare(each["e_tag"]),
+                condition=checking.condition(each["e_tag"]),
+            )
+            for each in listed
         ]
         parents = {path.rpartition("/")[0] for path in _with_parents(each.path for each in found)}
         files = sorted((each for each in found if each.nbytes or each.path not in parents), key=lambda each: each.path)
@@ -85,6 +94,8 @@ class Source:
             raise ConfigurationError(f"{self.url}: no object lies below it")
         for each in files:
             own = each.path.startswith(folders.MANIFEST)
+            if each.path in parents:
+                raise ConfigurationError(f"{self.url}: {each.path!r} is an object, and others lie below it as a folder")
             if own or set(each.path.split("/")) & {"", ".", ".."} or "\0" in each.path:
                 raise ConfigurationError(f"{self.url}: the object {each.path!r} cannot be a file of a model")
         return files
@@ -108,11 +119,14 @@ class Source:
         """
         import obstore
 
-        options: Any = {"if_match": f'"{file.etag}"'} if file.etag else {}
+        options: Any = {"if_match": file.condition} if file.condition else {}
         while offset < file.nbytes:
             end = min(offset + RANGE_BYTES, file.nbytes)
             with _explained(f"{self.url}/{file.path}", self._access):
                 asked = obstore.get(self._store, file.path, options=options | {"range": (offset, end)})
+                shown = checking.bare(asked.meta["e_tag"])
+                if not file.condition and file.etag and shown and shown != file.etag:
+                    raise ConfigurationError(f"{self.url}/{file.path} was {_REPLACED}")
                 for chunk in asked.stream(min_chunk_size=CHUNK_BYTES):
                     if offset + len(chunk) > end:
                         raise Interrupted(f"{self.url}/{file.path}: more came than bytes {offset} to {end}")
@@ -142,12 +156,12 @@ class _explained:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         from obstore import exceptions
 
-        if not isinstance(error, exceptions.BaseError):
+        if not isinstance(error, (exceptions.BaseError, OSError)):
             return
         if isinstance(error, exceptions.PreconditionError):
-            raise ConfigurationError(f"{self._place} was replaced while it was fetched; fetch it again") from error
+            raise ConfigurationError(f"{self._place} was {_REPLACED}") from error
         lasting = (
-            (exceptions.NotFoundError, "does not exist"),
+            ((exceptions.NotFoundError, FileNotFoundError), "does not exist"),  # the library raises Python's own
             (exceptions.PermissionDeniedError, "may not be read with these credentials"),
             (exceptions.UnauthenticatedError, "needs other credentials"),
         )

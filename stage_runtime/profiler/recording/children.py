@@ -7,8 +7,10 @@ Here: who has such processes, and waiting for all of them. Not here: a trace (`t
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Final, Protocol, TypeVar
 
@@ -49,22 +51,32 @@ class Children:
 
     def start_traces(self, path_of: PathOf, switches: Mapping[str, bool]) -> None:
         """A process that cannot be traced is logged, and the run goes on without it."""
-        _all([parent.start_traces(path_of, switches) for parent in list(self._parents)], START_S)
+        _all([partial(parent.start_traces, path_of, switches) for parent in list(self._parents)], START_S)
 
     def stop_traces(self, within_s: float) -> list[Path]:
         """Returns: the files of all of them."""
-        found = _all([parent.stop_traces() for parent in list(self._parents)], within_s)
+        found = _all([parent.stop_traces for parent in list(self._parents)], within_s)
         return [path for paths in found for path in paths]
 
 
-def _all(futures: Sequence[Future[Found]], within_s: float) -> list[Found]:
-    found = []
+def _all(calls: Sequence[Callable[[], Future[Found]]], within_s: float) -> list[Found]:
+    """The results of those that succeed; all begin before the first is waited for."""
+    futures, found = list[Future[Found]](), list[Found]()
+    for call in calls:
+        with _logged():  # the event loop of an engine that has ended is closed
+            futures.append(call())
     for future in futures:
-        try:
+        with _logged():
             found.append(future.result(timeout=within_s))
-        except Exception as error:  # a profile must never end serving
-            log.error("profile: a process of this stage has no torch trace: %s", describe(error))
     return found
+
+
+@contextmanager
+def _logged() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # a profile must never end serving
+        log.error("profile: a process of this stage has no torch trace: %s", describe(error))
 
 
 children = Children()

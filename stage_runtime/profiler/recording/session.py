@@ -150,7 +150,7 @@ class ProfileSession:
         for path in self._paths(run_id):
             try:
                 found.append((str(path), path.stat().st_size))
-            except OSError:  # there are no notes, or it was deleted meanwhile
+            except OSError:  # it was never made, or was deleted meanwhile
                 continue
         return tuple(found)
 

@@ -130,7 +130,7 @@ class RunWriter:
         self.lines: deque[EventLine] = deque()
         self.notes: deque[TemplateNote] = deque()
         self.refused = 0  #: Events that were not queued, since too many were.
-        self._dropped = 0  #: Events that could not be encoded or for which there was no room.
+        self._dropped = 0  #: Events that could not be encoded or did not fit.
         self._max_bytes = max_bytes
         self._expected = 0  #: Bytes of the lines that were written or will be made of the notes.
         self._defined: set[int] = set()  #: Templates that the file of notes defines.
@@ -283,7 +283,7 @@ class RunWriter:
     def _settle(self) -> bool:
         """Make one file of the lines and of lines for the notes; others may run in between.
 
-        Returns: False: there was no room for it. The notes stay beside the lines.
+        Returns: False: it did not fit. The notes stay beside the lines.
         """
         settled = self.path.with_name(f"{self.path.name}.settled")
         try:

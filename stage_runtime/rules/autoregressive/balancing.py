@@ -57,7 +57,7 @@ class Balancer:
         for each client. It has met the prompt from now on.
 
         caches: of the engines whose prefix cache has anything, the part of their blocks that requests use.
-        Raises: ValueError: there is no such rank, or none is open.
+        Raises: ValueError: the rank does not exist, or none is open.
         """
         chosen = self._choose(rank, pin, prompt, caches or {})
         if prompt:

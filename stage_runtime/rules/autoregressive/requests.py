@@ -116,7 +116,7 @@ class Request:
             0  #: The last tokens of its prompt that have a chunk of their own; 0: the last chunk is as it comes.
         )
         self.computed = 0  #: Tokens whose KV is, or is being, written.
-        self.blocks: list[int] = []  #: Block ids in order of positions; empty unless RUNNING.
+        self.blocks: list[int] = []  #: Block ids in order of positions; empty unless RUNNING or PAUSED.
         self.hashes = list(hashes)  #: Hashes of the first full blocks of ``tokens``; the rest are computed when needed.
         self.salt = salt
         self.open = open

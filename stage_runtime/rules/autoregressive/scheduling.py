@@ -227,7 +227,7 @@ class Scheduler:
                 while self._comes_before(request) and self._begin(rows, followers):
                     pass
             self._continue(request, rows)
-        if self.stats.preemptions == preempted:  # else there are no blocks for others
+        if self.stats.preemptions == preempted:  # else no block is left for others
             while self._begin(rows, followers):
                 pass
         for request in followers:

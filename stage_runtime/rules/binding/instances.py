@@ -1,4 +1,4 @@
-"""The instances and their complete sets, as `membership_state` keeps them, and the error where there is none. Pure."""
+"""The instances and their complete sets, as `membership_state` keeps them, and the error if none is complete. Pure."""
 
 from __future__ import annotations
 

@@ -184,7 +184,7 @@ class MembershipState:
     def _prefill(
         self, revision: PipelineRevision, group: str, without: Collection[str], hints: Hints
     ) -> Instance | None:
-        """The least loaded instance of a prefill group, or one that has the prefix. None: there is none."""
+        """The least loaded instance of a prefill group, or one that has the prefix. None: the group has no instance."""
         pool = self._eligible.get(self._kind(revision, group))
         if pool is None:
             return None

@@ -38,7 +38,7 @@ def arc(position: int, sources: int, targets: int) -> Arc:
 
 
 def common(arcs: Iterable[Arc], targets: int) -> Arc:
-    """The places that all arcs have; those of the first arcs when there are none.
+    """The places that all arcs have; those of the first arcs when no place is in all.
 
     A stage with several sources is served by one instance, which should be a partner of each.
     """

@@ -40,6 +40,11 @@ class Window:
         self.credits = 0  #: Taken.
         self.shared = 0  #: Bytes taken.
 
+    @property
+    def used(self) -> bool:
+        """Whether any transfer is under way."""
+        return bool(self.credits or self.shared)
+
     def take(self, nbytes: int) -> Reservation | None:
         """Reserve a transfer of so many bytes: a share of the bytes if there is room, else a credit.
 

@@ -90,7 +90,7 @@ def log_failure(request_id: str, failure: Failure, error: BaseException) -> None
 
 
 def _name(error: BaseException, attribute: str) -> str:
-    """A stage's or hook's name; empty when there is none that could be one."""
+    """A stage's or hook's name; empty when the text could not be one."""
     value = _attribute(error, attribute)
     return safe_str(value, limit=NAME_LIMIT) if isinstance(value, str) else ""
 

@@ -24,8 +24,8 @@ class Inquiry:
         self.outcome: bool | None = None if self._open else False
 
     def answered(self, instance: str, *, aborted: bool, owners: int) -> None:
-        """``instance`` returns one owner's answer; it forwarded the abort to ``owners`` of them (0: there is no
-        other).
+        """``instance`` returns one owner's answer; it forwarded the abort to ``owners`` of them (0: no
+        other one exists).
         """
         if self.outcome is not None or instance not in self._open:
             return

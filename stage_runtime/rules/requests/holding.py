@@ -30,16 +30,20 @@ class Verdict(Enum):
     WAIT = "wait"
     GONE = "gone"  #: No instance is expected.
     REQUESTS = "requests"  #: The most requests that may wait do so.
-    BYTES = "bytes"  #: There is no room for this one's bytes beside those of the requests that wait.
+    BYTES = "bytes"  #: This one's bytes do not fit beside those of the requests that wait.
 
 
 def verdict(outlook: Outlook, nbytes: int, *, waiting: int, waiting_nbytes: int, limits: HoldLimits) -> Verdict:
-    """waiting, waiting_nbytes: what waits already. nbytes: of this request."""
+    """waiting, waiting_nbytes: what waits already. nbytes: of this request.
+
+    The only request that waits may be of any size: a group that starts on demand would never start for it otherwise.
+    """
     if outlook is Outlook.GONE:
         return Verdict.GONE
     if waiting >= limits.requests:
         return Verdict.REQUESTS
-    return Verdict.BYTES if waiting_nbytes + nbytes > limits.nbytes else Verdict.WAIT
+    fits = waiting_nbytes + nbytes <= limits.nbytes or (limits.nbytes > 0 and not waiting)
+    return Verdict.WAIT if fits else Verdict.BYTES
 
 
 class Step(Enum):

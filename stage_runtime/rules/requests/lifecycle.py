@@ -144,7 +144,7 @@ class Tracked:
         """whole: the client gets nothing before the end, so that output of a lost attempt can be discarded."""
         self.id = request_id
         self.terminals = terminals
-        self.attempt = 0  #: The number of the latest attempt, which UNBOUND has given up; 0: there was none.
+        self.attempt = 0  #: The number of the latest attempt, which UNBOUND has given up; 0: none has begun.
         self.tries = 0  #: Attempts that have begun.
         self.state = RequestState.UNBOUND
         self.waiting = set(terminals)
