@@ -218,6 +218,10 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("answer.wav"), help="where the answer is written")
     parser.add_argument("--once", action="store_true", help="stop when the answer is there")
     options = parser.parse_args()
+    try:
+        options.question.open("rb").close()
+    except OSError as error:
+        parser.error(str(error))
     url = (options.url or USUAL_URL).rstrip("/")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # stopped by whatever means, it stops what it started
     try:
@@ -233,7 +237,7 @@ def main() -> int:
                 print(f"{url} goes on answering; ^C stops it (log: voice.log)")
                 signal.pause()
         return 0
-    except (Failed, httpx.HTTPError) as error:
+    except (Failed, httpx.HTTPError, OSError) as error:
         print(f"\n{error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

@@ -71,7 +71,7 @@ class Csm:
             # Position 0 has the backbone's hidden state in place of a code, so code k - 1 stands at position k.
             embedded.append(depth.model.embed_tokens(codes[:, -1:] + (book - 1) * depth.vocab_size))
             rows = torch.cat(embedded, dim=1)
-            # transformers 5.23 looks for packed sequences if there is no mask, which fails for more than one request.
+            # transformers 5.23 looks for packed sequences without a mask, which fails for more than one request.
             mask = torch.ones(rows.shape[:2], dtype=torch.long, device=rows.device)
             out = depth.model(inputs_embeds=rows, attention_mask=mask, use_cache=False, return_dict=True)
             logits = out.last_hidden_state[:, -1] @ depth.codebooks_head.weight[book - 1]

@@ -38,7 +38,11 @@ class Batches:
             batch, self._waiting = self._waiting[: self._most], self._waiting[self._most :]
             batch = [one for one in batch if not one[2].done()]  # the others were aborted
             pieces = [(state, frames) for state, frames, _own in batch]
-            found = await loop.run_in_executor(self._thread, self._decoded, pieces)
+            found: list[Tensor | Exception]
+            try:
+                found = await loop.run_in_executor(self._thread, self._decoded, pieces)
+            except RuntimeError as error:  # the machine has no thread left
+                found = [error] * len(batch)
             for (_state, _frames, own), samples in zip(batch, found, strict=True):
                 if own.done():
                     continue

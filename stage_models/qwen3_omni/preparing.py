@@ -18,8 +18,9 @@ import numpy.typing as npt
 
 import stage_runtime as omni
 from stage_models.qwen3_omni import values
-from stage_models.voice import audio
+from stage_models.voice import audio, requests
 from stage_runtime.engines.autoregressive.text.prompts.controls import TextEncoder
+from stage_runtime.errors import ConfigurationError
 
 SAMPLE_RATE: Final = 16_000
 MAX_SECONDS: Final = 300.0  # of one sound
@@ -34,7 +35,10 @@ class Preparer:
     """The tokenizer and the feature extractors of one checkpoint. Any thread may use it, one at a time."""
 
     def __init__(self, model: str, config: Any, *, voice: str | None = None, revision: str | None = None) -> None:
-        """voice: of requests that name none; by default the checkpoint's first."""
+        """voice: of requests that name none; by default the checkpoint's first.
+
+        Raises: ConfigurationError: the checkpoint does not have this voice.
+        """
         from transformers import AutoTokenizer, WhisperFeatureExtractor
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
@@ -44,6 +48,8 @@ class Preparer:
         self._patches: Any = Qwen2VLImageProcessorPil.from_pretrained(model, **named)
         self._voices = sorted(config.talker_config.speaker_id)
         self._voice = voice or self._voices[0]
+        if self._voice.lower() not in self._voices:
+            raise ConfigurationError(f"unknown voice {voice!r}; {model} has {', '.join(self._voices)}")
         self._window = int(config.thinker_config.audio_config.n_window)
         self._image = int(config.thinker_config.image_token_id)
         self._audio = int(config.thinker_config.audio_token_id)
@@ -173,7 +179,7 @@ def _messages(request: omni.OmniRequest) -> list[dict[str, Any]]:
     if not isinstance(inputs, Mapping):
         raise omni.InvalidRequest(EXPECTED, param="inputs")
     if "messages" in inputs:
-        _check_messages(inputs["messages"])
+        requests.check_messages(inputs["messages"])
         return request.messages()
     parts: list[dict[str, Any]] = [
         {"type": kind, "data": inputs[kind]} for kind in ("image", "audio") if inputs.get(kind) is not None
@@ -183,21 +189,6 @@ def _messages(request: omni.OmniRequest) -> list[dict[str, Any]]:
     if not parts:
         raise omni.InvalidRequest(EXPECTED, param="inputs")
     return [{"role": "user", "content": parts}]
-
-
-def _check_messages(messages: Any) -> None:
-    """A pipeline request may have anything here. Raises: InvalidRequest: they are not messages; says where."""
-    if not isinstance(messages, list) or not messages:
-        raise omni.InvalidRequest("messages: expected a list of messages", param="messages")
-    for index, item in enumerate(messages):
-        where = f"messages[{index}]"
-        if not isinstance(item, Mapping) or not isinstance(item.get("role"), str):
-            raise omni.InvalidRequest(f"{where}: expected an object with a role and a content", param="messages")
-        content = item.get("content")
-        if content is None or isinstance(content, str):
-            continue
-        if not isinstance(content, list) or not all(isinstance(part, Mapping) for part in content):
-            raise omni.InvalidRequest(f"{where}.content: expected a text or a list of parts", param="messages")
 
 
 def _parts(item: Mapping[str, Any], index: int) -> Iterator[tuple[str, Mapping[str, Any]]]:

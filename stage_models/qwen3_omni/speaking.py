@@ -78,9 +78,11 @@ class Speaking:
         text = self._text(written.rows.to(self._dtype))
         if not written.begins:
             return omni.Feed(rows=text)
-        first = text[:1] + self._codec[self._after_voice[-1]][None]
+        code = self._codec[self._after_voice[-1]][None]
+        if not len(text):  # the end of the text is all that there is to speak
+            return [self._eos + code, omni.Feed(end=self._pad[0], pad=self._pad[0])]
         feed = omni.Feed(rows=text[1:] if len(text) > 1 else None, end=self._eos[0], pad=self._pad[0])
-        return [first, feed]
+        return [text[:1] + code, feed]
 
     def _of_users(self, tokens: Tensor) -> Tensor:
         """The tokens of users' messages: from ``<|im_start|>user`` to the next ``<|im_start|>``."""

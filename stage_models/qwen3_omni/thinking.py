@@ -78,10 +78,11 @@ class Thinking:
         if prepared.voice is not None and generation.tokens:
             rows = generation.rows[INPUT]
             rows = rows[:-1] if generation.finish is not None else rows
-            if generation.prompt_rows and len(rows):
+            begins = bool(generation.prompt_rows)
+            if begins:
                 yield omni.Chunk(self._opening(prepared, generation.prompt_rows), to="talker")
-            if len(rows):
-                yield omni.Chunk(values.Written(rows=rows, begins=bool(generation.prompt_rows)), to="talker")
+            if begins or len(rows):
+                yield omni.Chunk(values.Written(rows=rows, begins=begins), to="talker")
         if generation.finish is not None:
             yield omni.Result(
                 values.Thought(

@@ -43,6 +43,7 @@ LAYERS: Final = 3
 EXPERTS: Final = 4
 CODEBOOK: Final = 64
 GROUPS: Final = 4  #: Codes of a frame.
+ROPE_THETA: Final = 1e6
 CONTROL: Final = 1024  #: The talker's last ids are control tokens, of which only the end may be chosen.
 SHARD: Final = "400KB"  # several files, as a real checkpoint has
 
@@ -118,87 +119,88 @@ def _config(tokenizer: Any) -> Any:
     from transformers import Qwen3OmniMoeConfig
 
     id_of = tokenizer.convert_tokens_to_ids
-    rope = {
-        "rope_type": "default",
-        "rope_theta": 1e6,
-        "mrope_section": [4, 2, 2],
-        "interleaved": True,
-        "mrope_interleaved": True,
+    return Qwen3OmniMoeConfig(
+        thinker_config=_thinker(tokenizer),
+        talker_config=_talker(tokenizer),
+        code2wav_config=_code2wav(),
+        enable_audio_output=True,
+        im_start_token_id=id_of("<|im_start|>"),
+        im_end_token_id=id_of("<|im_end|>"),
+        tts_pad_token_id=id_of("<tts_pad>"),
+        tts_bos_token_id=id_of("<tts_text_bos>"),
+        tts_eos_token_id=id_of("<tts_text_eod>"),
+        system_token_id=id_of("system"),
+        user_token_id=id_of("user"),
+        assistant_token_id=id_of("assistant"),
+    )
+
+
+def _thinker(tokenizer: Any) -> dict[str, Any]:
+    id_of = tokenizer.convert_tokens_to_ids
+    text = {
+        "vocab_size": (len(tokenizer) + 63) // 64 * 64,
+        **_decoder(LAYERS, intermediate=128),
+        **_experts(),
+        "pad_token_id": id_of("<|endoftext|>"),
+        "max_position_embeddings": 32768,
     }
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
-    media = {
-        "audio_token_id": id_of("<|audio_pad|>"),
-        "image_token_id": id_of("<|image_pad|>"),
-        "video_token_id": id_of("<|video_pad|>"),
-        "audio_start_token_id": id_of("<|audio_start|>"),
-        "vision_start_token_id": id_of("<|vision_start|>"),
-        "position_id_per_seconds": 13,
-    }
-    thinker = {
-        "audio_config": {
-            "num_mel_bins": 128,
-            "encoder_layers": 2,
-            "encoder_attention_heads": 4,
-            "encoder_ffn_dim": 128,
-            "d_model": HIDDEN,
-            "n_window": 50,
-            "n_window_infer": 800,
-            "output_dim": HIDDEN,
-            "downsample_hidden_size": 32,
-            "max_source_positions": 1500,
-        },
-        "vision_config": {
-            "depth": 3,
-            "hidden_size": HIDDEN,
-            "intermediate_size": 128,
-            "num_heads": 4,
-            "patch_size": 16,
-            "spatial_merge_size": 2,
-            "temporal_patch_size": 2,
-            "out_hidden_size": HIDDEN,
-            "num_position_embeddings": 256,
-            "deepstack_visual_indexes": [0, 1],
-        },
-        "text_config": {
-            "vocab_size": (len(tokenizer) + 63) // 64 * 64,
-            "hidden_size": HIDDEN,
-            "intermediate_size": 128,
-            "num_hidden_layers": LAYERS,
-            **heads,
-            "moe_intermediate_size": 32,
-            "num_experts": EXPERTS,
-            "num_experts_per_tok": 2,
-            "rope_parameters": dict(rope),
-            "pad_token_id": id_of("<|endoftext|>"),
-            "max_position_embeddings": 32768,
-        },
-        **media,
+    return {
+        "audio_config": _audio_encoder(),
+        "vision_config": _vision_encoder(),
+        "text_config": text,
+        **_media(tokenizer),
         "vision_end_token_id": id_of("<|vision_end|>"),
         "audio_end_token_id": id_of("<|audio_end|>"),
         "user_token_id": id_of("user"),
     }
-    talker = {
-        "text_config": {
-            "vocab_size": CODEBOOK + CONTROL,
-            "hidden_size": HIDDEN,
-            "intermediate_size": 64,
-            "num_hidden_layers": 2,
-            **heads,
-            "moe_intermediate_size": 32,
-            "shared_expert_intermediate_size": 32,
-            "num_experts": EXPERTS,
-            "num_experts_per_tok": 2,
-            "rope_parameters": dict(rope),
-        },
-        "code_predictor_config": {
-            "vocab_size": CODEBOOK,
-            "hidden_size": HIDDEN,
-            "intermediate_size": 64,
-            "num_hidden_layers": 2,
-            **heads,
-            "num_code_groups": GROUPS,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
-        },
+
+
+def _audio_encoder() -> dict[str, Any]:
+    return {
+        "num_mel_bins": 128,
+        "encoder_layers": 2,
+        "encoder_attention_heads": 4,
+        "encoder_ffn_dim": 128,
+        "d_model": HIDDEN,
+        "n_window": 50,
+        "n_window_infer": 800,
+        "output_dim": HIDDEN,
+        "downsample_hidden_size": 32,
+        "max_source_positions": 1500,
+    }
+
+
+def _vision_encoder() -> dict[str, Any]:
+    return {
+        "depth": 3,
+        "hidden_size": HIDDEN,
+        "intermediate_size": 128,
+        "num_heads": 4,
+        "patch_size": 16,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+        "out_hidden_size": HIDDEN,
+        "num_position_embeddings": 256,
+        "deepstack_visual_indexes": [0, 1],
+    }
+
+
+def _talker(tokenizer: Any) -> dict[str, Any]:
+    text = {
+        "vocab_size": CODEBOOK + CONTROL,
+        **_decoder(2, intermediate=64),
+        **_experts(),
+        "shared_expert_intermediate_size": 32,
+    }
+    predictor = {
+        "vocab_size": CODEBOOK,
+        **_decoder(2, intermediate=64),
+        "num_code_groups": GROUPS,
+        "rope_parameters": {"rope_type": "default", "rope_theta": ROPE_THETA},
+    }
+    return {
+        "text_config": text,
+        "code_predictor_config": predictor,
         "num_code_groups": GROUPS,
         "thinker_hidden_size": HIDDEN,
         "accept_hidden_layer": 1,
@@ -210,9 +212,12 @@ def _config(tokenizer: Any) -> Any:
         "codec_think_bos_id": CODEBOOK + 4,
         "codec_think_eos_id": CODEBOOK + 5,
         "speaker_id": {"ethan": CODEBOOK + 6, "chelsie": CODEBOOK + 7},
-        **media,
+        **_media(tokenizer),
     }
-    code2wav = {
+
+
+def _code2wav() -> dict[str, Any]:
+    return {
         "codebook_size": CODEBOOK,
         "hidden_size": HIDDEN,
         "num_attention_heads": 4,
@@ -226,20 +231,47 @@ def _config(tokenizer: Any) -> Any:
         "upsample_rates": [8, 5, 4, 3],
         "upsampling_ratios": [2, 2],
     }
-    return Qwen3OmniMoeConfig(
-        thinker_config=thinker,
-        talker_config=talker,
-        code2wav_config=code2wav,
-        enable_audio_output=True,
-        im_start_token_id=id_of("<|im_start|>"),
-        im_end_token_id=id_of("<|im_end|>"),
-        tts_pad_token_id=id_of("<tts_pad>"),
-        tts_bos_token_id=id_of("<tts_text_bos>"),
-        tts_eos_token_id=id_of("<tts_text_eod>"),
-        system_token_id=id_of("system"),
-        user_token_id=id_of("user"),
-        assistant_token_id=id_of("assistant"),
-    )
+
+
+def _decoder(layers: int, *, intermediate: int) -> dict[str, Any]:
+    """The sizes that the thinker's, the talker's and the code predictor's decoders have alike."""
+    return {
+        "hidden_size": HIDDEN,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+    }
+
+
+def _experts() -> dict[str, Any]:
+    """The experts of the thinker's and the talker's decoder layers, and the positions of text, picture and sound."""
+    return {
+        "moe_intermediate_size": 32,
+        "num_experts": EXPERTS,
+        "num_experts_per_tok": 2,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": ROPE_THETA,
+            "mrope_section": [4, 2, 2],
+            "interleaved": True,
+            "mrope_interleaved": True,
+        },
+    }
+
+
+def _media(tokenizer: Any) -> dict[str, int]:
+    """The tokens by which the thinker and the talker find pictures and sound in a prompt."""
+    id_of = tokenizer.convert_tokens_to_ids
+    return {
+        "audio_token_id": id_of("<|audio_pad|>"),
+        "image_token_id": id_of("<|image_pad|>"),
+        "video_token_id": id_of("<|video_pad|>"),
+        "audio_start_token_id": id_of("<|audio_start|>"),
+        "vision_start_token_id": id_of("<|vision_start|>"),
+        "position_id_per_seconds": 13,
+    }
 
 
 def _model(config: Any, seed: int) -> Any:

@@ -97,7 +97,10 @@ class Opening(msgspec.Struct, frozen=True, kw_only=True):
 
 @omni.message
 class Written(msgspec.Struct, frozen=True, kw_only=True):
-    """Rows of tokens that the thinker has generated, ``[tokens, hidden]``. begins: the first of them is among these."""
+    """Rows of tokens that the thinker has generated, ``[tokens, hidden]``.
+
+    begins: the first of them is among these; without rows then, the answer has no words.
+    """
 
     rows: Any
     begins: bool = False

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import glob
 import hashlib
 import os
 import re
@@ -35,7 +36,7 @@ class MissingWeights(RuntimeError):
 def locate(where: str) -> Path:
     """A file or folder: a path, or ``package:path/inside`` of an installed package, which is not imported.
 
-    Raises: MissingWeights: there is no such package, or nothing at that place.
+    Raises: MissingWeights: the package is missing, or has nothing at that place.
     """
     package, colon, inside = where.partition(":")
     if not colon:
@@ -113,6 +114,9 @@ def kept(source: Path, *, key: str, convert: Convert, report: Report, root: Path
     folder.mkdir(parents=True, exist_ok=True)
     with _lock(folder / f"{place.name}.lock", report):
         if not place.is_dir():  # another process may have made it while this one waited
+            # A process that was killed has left them: another one that lives would have the lock.
+            for left in folder.glob(f".{glob.escape(place.name)}.*"):
+                shutil.rmtree(left, ignore_errors=True)
             _make(source, place, convert, report)
     return place
 

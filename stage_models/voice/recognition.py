@@ -49,7 +49,7 @@ class Recogniser:
     def __call__(
         self, samples: Samples, *, hint: str | None = None, language: str | None = None, translates: bool = False
     ) -> str:
-        """The words in ``samples`` (f32 ``[n]``, 16 kHz); ``""`` when there are none.
+        """The words in ``samples`` (f32 ``[n]``, 16 kHz); ``""`` when it hears none.
 
         hint: words that are likely to come, such as names (Whisper's initial prompt). language: see `check`.
         translates: the words are English, whatever is spoken.

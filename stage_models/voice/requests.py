@@ -42,7 +42,7 @@ def reading(request: omni.OmniRequest) -> tuple[str | None, float]:
 def _script(request: omni.OmniRequest) -> Script:
     inputs = request.inputs
     if not str(inputs.get("text") or "").strip():
-        raise omni.InvalidRequest("there is no text to read", param="input")
+        raise omni.InvalidRequest("expected a text to read", param="input")
     return Script(text=inputs["text"], voice=inputs.get("voice"), speed=_speed(_given(inputs, "speed", 1.0)))
 
 
@@ -62,8 +62,9 @@ def _dictation(request: omni.OmniRequest, read_speech: ReadSpeech) -> Heard:
 
 def _messages(request: omni.OmniRequest) -> list[dict[str, Any]]:
     """Chat messages, also of a pipeline request: a string, ``{text}``, ``{audio}`` (perhaps both) or ``{messages}``."""
-    if messages := request.messages():
-        return messages
+    if isinstance(request.inputs, Mapping) and request.inputs.get("messages"):
+        check_messages(request.inputs["messages"])
+        return request.messages()
     inputs = {"text": request.inputs} if isinstance(request.inputs, str) else request.inputs
     if not isinstance(inputs, Mapping):
         raise omni.InvalidRequest("inputs must be a text, or hold text, audio or messages", param="inputs")
@@ -75,19 +76,34 @@ def _messages(request: omni.OmniRequest) -> list[dict[str, Any]]:
     return [{"role": "user", "content": parts}]
 
 
+def check_messages(messages: Any) -> None:
+    """A pipeline request may have anything here. Raises: InvalidRequest: they are not messages; says where."""
+    if not isinstance(messages, list) or not messages:
+        raise omni.InvalidRequest("messages: expected a list of messages", param="messages")
+    for index, item in enumerate(messages):
+        where = f"messages[{index}]"
+        if not isinstance(item, Mapping) or not isinstance(item.get("role"), str):
+            raise omni.InvalidRequest(f"{where}: expected an object with a role and a content", param="messages")
+        content = item.get("content")
+        if content is None or isinstance(content, str):
+            continue
+        if not isinstance(content, list) or not all(isinstance(part, Mapping) for part in content):
+            raise omni.InvalidRequest(f"{where}.content: expected a text or a list of parts", param="messages")
+
+
 def _conversation(messages: list[dict[str, Any]], read_speech: ReadSpeech, *, aloud: bool) -> Heard | Question:
     turns: list[Turn] = []
     utterances: list[Utterance] = []
     for index, item in enumerate(messages):
         turns.append(Turn(role=item["role"], text=_text(item["content"])))
         for part in item["content"]:
-            if part["type"] == "audio":
-                speech = _speech(part["data"], read_speech, index)
+            if part.get("type") == "audio":
+                speech = _speech(part.get("data"), read_speech, index)
                 if speech.size:
                     utterances.append(Utterance(turn=index, samples=speech))
-            elif part["type"] != "text":
+            elif part.get("type") != "text":
                 raise omni.InvalidRequest(
-                    f"messages[{index}] holds a part of type {part['type']!r}; this pipeline takes text and audio",
+                    f"messages[{index}] holds a part of type {part.get('type')!r}; this pipeline takes text and audio",
                     param="messages",
                 )
     if not turns or turns[-1].role != "user":
@@ -103,7 +119,7 @@ def _conversation(messages: list[dict[str, Any]], read_speech: ReadSpeech, *, al
 
 
 def _text(parts: list[dict[str, Any]]) -> str:
-    return " ".join(str(part["text"]).strip() for part in parts if part["type"] == "text").strip()
+    return " ".join(str(part.get("text", "")).strip() for part in parts if part.get("type") == "text").strip()
 
 
 def _speech(data: Any, read_speech: ReadSpeech, index: int) -> Samples:

@@ -6,6 +6,7 @@ embedded a second time.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,6 +18,8 @@ import numpy.typing as npt
 from stage_models.voice.conversation import Fact
 
 Vectors = npt.NDArray[np.float32]
+log = logging.getLogger(__name__)
+
 #: Texts to unit vectors, ``[len(texts), width]``.
 Embed = Callable[[Sequence[str]], Vectors]
 
@@ -28,6 +31,7 @@ class FactBook:
         self._path = path
         self._embed = embed
         self._turn = threading.Lock()
+        self._problem = ""  #: Why the file could not be read at the last look.
         #: (mtime_ns, size) of the file as last read; None: never.
         self._version: tuple[int, int] | None = None
         self._facts: list[str] = []
@@ -56,8 +60,18 @@ class FactBook:
             self._vectors = np.stack([known[fact] for fact in facts]) if facts else np.zeros((0, 0), np.float32)
 
     def find(self, question: str, *, limit: int, min_score: float) -> list[Fact]:
-        """Up to ``limit`` facts that are at least ``min_score`` close, best first."""
-        self.refresh()
+        """Up to ``limit`` facts that are at least ``min_score`` close, best first.
+
+        They are those of before while the file cannot be read: an editor may have moved it away for a moment.
+        """
+        try:
+            self.refresh()
+        except (OSError, UnicodeDecodeError) as error:
+            if str(error) != self._problem:
+                log.warning("%s cannot be read, the facts of before stay: %s", self._path, error)
+            self._problem = str(error)
+        else:
+            self._problem = ""
         facts, vectors = self._facts, self._vectors
         if not facts or not question:
             return []

@@ -239,7 +239,7 @@ def speak(*, voices: dict[str, str] | None = None, threads: int = 1, variation: 
     def voice_named(name: str | None) -> Voice:
         if name is not None and name not in loaded:
             raise omni.InvalidRequest(
-                f"there is no voice {name!r}; there are: {', '.join(sorted(loaded))}", param="voice"
+                f"{name!r} is not a voice; expected one of {', '.join(sorted(loaded))}", param="voice"
             )
         return loaded[name or default]
 

@@ -22,7 +22,8 @@ import soundfile
 from stage_models.qwen3_omni import tiny
 from stage_runtime.processes.one_machine.local import LocalOptions, LocalPipeline
 from tests.qwen3_omni.omni_cases import CASES, FRAMES, Case, body
-from tests.thoroughness import rows
+
+pytestmark = pytest.mark.long
 
 EXAMPLE = Path(__file__).parents[2] / "examples/qwen3_omni/pipeline.yaml"
 PATIENCE_S = 250.0
@@ -85,10 +86,10 @@ def check(checkpoint: str, oracle: dict[str, Any], case: Case, answer: Answer) -
     assert answer.usage["completion_tokens"] >= len(oracle[f"{case.name}.tokens"])
 
 
+@pytest.mark.nightly  # test_omni_replicas.py has as many processes, by tcp
 async def test_each_answer_in_six_processes_is_that_of_the_whole_model(tiny_omni: str, oracle: dict[str, Any]) -> None:
-    """The talker's steps in the stage's own thread; elsewhere they have one of their own."""
-    async with pipeline(tiny_omni, "stages.talker.factoryArgs.overlap=false") as client:
-        for case in rows(CASES, each_run=6):  # all of them each time: the next test
+    async with pipeline(tiny_omni) as client:
+        for case in CASES:
             check(tiny_omni, oracle, case, await ask(client, case))
 
 
@@ -179,6 +180,18 @@ async def test_an_answer_that_is_only_read_needs_no_talker_and_no_vocoder(togeth
     assert "audio" not in response.json()["choices"][0]["message"]
     record = await together.get("/v1/requests/" + response.json()["id"])
     assert "talker" not in json.dumps(record.json().get("stages", {})), record.text
+
+
+@ONE_FOR_ALL
+@pytest.mark.parametrize("shortened", [{"max_completion_tokens": 1}, {"logit_bias": {"283": 100}}, {"stop": ["n"]}])
+async def test_an_answer_without_words_to_speak_ends_as_any_other(
+    together: httpx.AsyncClient, shortened: dict[str, Any]
+) -> None:
+    response = await together.post(CHAT, json=body(CASES[0], **shortened))
+    assert response.status_code == 200, response.text
+    (choice,) = response.json()["choices"]
+    assert choice["finish_reason"] == ("length" if "max_completion_tokens" in shortened else "stop")
+    assert choice["message"]["audio"]["data"]
 
 
 @ONE_FOR_ALL

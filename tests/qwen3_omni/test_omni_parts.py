@@ -268,3 +268,8 @@ def test_a_text_to_be_read_aloud_is_refused_by_name(tiny_omni: str) -> None:
     with pytest.raises(omni.InvalidRequest, match="does not read a given text aloud") as refused:
         Preparer(tiny_omni, checkpoint.config_of(tiny_omni)).prepare(asked)
     assert refused.value.param == "input"
+
+
+def test_a_default_voice_that_the_checkpoint_lacks_is_refused_at_the_start(tiny_omni: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"unknown voice 'nobody'; .* has chelsie"):
+        Preparer(tiny_omni, checkpoint.config_of(tiny_omni), voice="nobody")

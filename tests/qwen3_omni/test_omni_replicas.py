@@ -1,7 +1,6 @@
 """Two talkers and two vocoders behind one thinker: each request stays with its own, and all answers are right.
 
-Tensors go by tcp, so that one pipeline of six processes that load torch tests that relay, too. `test_omni_answers` asks
-by shm.
+Tensors go by tcp, so that one pipeline of six processes that load torch tests that relay, too.
 """
 
 from __future__ import annotations
@@ -16,9 +15,11 @@ from tests.qwen3_omni.omni_cases import CASES
 from tests.qwen3_omni.test_omni_answers import ask, check, pipeline
 from tests.thoroughness import THOROUGH, rows
 
+pytestmark = pytest.mark.long
+
 REPLICAS = "processGroups=[{name: talker, replicas: 2}, {name: voice, replicas: 2}]"
-#: One process for what is not repeated.
-FRONT = [f"stages.{name}.process=front" for name in ("image_encoder", "audio_encoder", "thinker")]
+#: Two processes for what is not repeated: the encoders' rows cross to the thinker.
+FRONT = ["stages.audio_encoder.process=eyes", "stages.thinker.process=front"]
 
 
 @pytest.mark.timeout(600)

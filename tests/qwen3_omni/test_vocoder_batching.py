@@ -13,6 +13,7 @@ from torch import Tensor
 
 from stage_models.qwen3_omni.batching import Batches
 from stage_models.qwen3_omni.vocoder import State
+from tests.engines.test_late_threads import no_thread_can_start
 
 
 class Scripted:
@@ -74,3 +75,13 @@ async def test_what_comes_during_a_pass_is_one_pass_up_to_the_bound() -> None:
     vocoder.go.set()
     assert [one.tolist() for one in await asyncio.gather(*first, *later)] == [[0.0], [1.0], [2.0], [3.0]]
     assert vocoder.passes == [1, 2, 1]
+
+
+async def test_pieces_that_no_thread_can_decode_fail_and_later_ones_are_decoded() -> None:
+    vocoder: Any = Scripted(batched=True)
+    vocoder.go.set()
+    batches = Batches(vocoder, 16)
+    with no_thread_can_start():
+        found = await asyncio.gather(*ask(batches, 1, 2), return_exceptions=True)
+    assert [str(one) for one in found] == ["can't start new thread"] * 2
+    assert (await ask(batches, 3)[0]).tolist() == [3.0]

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 from pathlib import Path
 
 import pytest
@@ -99,6 +100,28 @@ def test_other_users_of_a_shared_cache_can_read_what_was_made(tmp_path: Path) ->
     source.write_text("weights")
     made = checkpoints.kept(source, key="k", convert=private, report=print, root=tmp_path)
     assert (made.stat().st_mode & 0o777, (made / "model").stat().st_mode & 0o777) == (0o755, 0o644)
+
+
+def killed(source: Path, made: Path, report: checkpoints.Report) -> None:
+    (made / "half").write_text("")
+    os._exit(9)
+
+
+def be_killed(source: Path, root: Path) -> None:
+    checkpoints.kept(source, key="k", convert=killed, report=print, root=root)
+
+
+def test_what_a_killed_conversion_has_left_is_deleted_by_the_next(tmp_path: Path) -> None:
+    source = tmp_path / "weights[1].gguf"
+    source.write_text("weights")
+
+    process = multiprocessing.get_context("spawn").Process(target=be_killed, args=(source, tmp_path))
+    process.start()
+    process.join(timeout=100)
+    assert process.exitcode == 9
+    assert len(list((tmp_path / "checkpoints").glob(".weights*"))) == 1
+    checkpoints.kept(source, key="k", convert=slow_copy, report=print, root=tmp_path)
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["weights[1]-k", "weights[1]-k.lock"]
 
 
 def test_a_conversion_that_fails_leaves_nothing_and_may_be_tried_again(tmp_path: Path) -> None:

@@ -301,7 +301,7 @@ def test_what_is_no_question_is_refused_and_says_why(pipeline: Pipeline, sound: 
 
 
 def test_an_unknown_voice_is_refused_by_name(pipeline: Pipeline) -> None:
-    with pytest.raises(openai.BadRequestError, match="no voice 'ada'; there are: joe"):
+    with pytest.raises(openai.BadRequestError, match="'ada' is not a voice; expected one of joe"):
         pipeline.client.audio.speech.create(model="voice", voice="ada", input="Hello.")
 
 

@@ -50,6 +50,23 @@ def test_an_edited_file_is_read_again_and_only_new_lines_are_embedded(tmp_path: 
     assert book.find("aaa", limit=3, min_score=0.5) == []
 
 
+@pytest.mark.parametrize("broken", [None, b"aaa\n\xff\n"])
+def test_a_file_that_cannot_be_read_for_a_while_costs_no_answer(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, broken: bytes | None
+) -> None:
+    file = tmp_path / "facts.txt"
+    file.write_text("aaa\n")
+    book = FactBook(file, Letters())
+    file.unlink()
+    if broken is not None:
+        file.write_bytes(broken)
+    for _ in range(2):
+        assert [fact.text for fact in book.find("aaa", limit=1, min_score=0.5)] == ["aaa"]
+    assert caplog.text.count("the facts of before stay") == 1
+    file.write_text("aab\nbbb\n")
+    assert [fact.text for fact in book.find("bbb", limit=1, min_score=0.5)] == ["bbb"]
+
+
 def test_an_empty_file_knows_nothing(tmp_path: Path) -> None:
     file = tmp_path / "facts.txt"
     file.write_text("# nothing yet\n")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import http.client
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -17,6 +18,7 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, Final
+from xml.sax.saxutils import escape
 
 import pytest
 from obstore import put
@@ -28,6 +30,7 @@ from tests.ports import free_port
 PYTHON: Final = Path(sys.prefix) / "s3" / "bin" / "python"
 BUCKET: Final = "models"
 PIECE: Final = 64 << 10
+ETAG: Final = re.compile(rb"<ETag>(?:&quot;|\")?([^<&\"]*)(?:&quot;|\")?</ETag>")
 #: moto reads the region of it and checks no signature.
 SIGNED: Final = "AWS4-HMAC-SHA256 Credential=key/20260101/us-east-1/s3/aws4_request, SignedHeaders=host, Signature=00"
 
@@ -44,6 +47,8 @@ class S3:
     between: dict[str, Callable[[bytes], bytes]] = field(default_factory=dict)
     #: Path -> made of the request's headers, the status and body that are sent instead of the server's.
     answers: dict[str, Callable[[Mapping[str, str]], tuple[int, bytes]]] = field(default_factory=dict)
+    #: The store's way to write an ETag, as in ``W/"{}"``: listed, shown, and compared by ``If-Match`` as it stands.
+    etag: Callable[[str], str] | None = None
 
     def environment(self, host: str = "127.0.0.1") -> dict[str, str]:
         """The variables by which AWS' tools, and ours, reach it."""
@@ -56,6 +61,7 @@ class S3:
         ask(self.behind, "PUT", f"/{BUCKET}")
         for each in (self.asked, self.sent, self.between, self.answers):
             each.clear()
+        self.etag = None
 
     def put(self, path: str, content: bytes) -> None:
         put(self._store(), path, content, use_multipart=False)
@@ -125,8 +131,10 @@ def _proxied(host: str, behind: int) -> Iterator[S3]:
 
         def do_GET(self) -> None:
             connection = http.client.HTTPConnection("127.0.0.1", behind, timeout=patience(60))
+            headers, write = dict(self.headers), s3.etag
+            wanted = headers.pop("if-match", None) if write is not None else None
             try:
-                connection.request(self.command, self.path, headers=dict(self.headers))
+                connection.request(self.command, self.path, headers=headers)
                 answer = connection.getresponse()
                 body = answer.read()
             finally:
@@ -139,11 +147,20 @@ def _proxied(host: str, behind: int) -> Iterator[S3]:
                 self.end_headers()
                 self.wfile.write(body)
                 return
+            shown = answer.getheaders()
+            if write is not None:
+                body = ETAG.sub(lambda found: f"<ETag>{escape(write(found[1].decode()))}</ETag>".encode(), body)
+                shown = [(name, write(value.strip('"')) if name == "ETag" else value) for name, value in shown]
+                own = dict(shown).get("ETag", "")
+                if wanted is not None and (wanted != own or own.startswith("W/")):
+                    self.send_error(412)
+                    return
             self.send_response(answer.status)
-            for name, value in answer.getheaders():
+            for name, value in shown:
                 if name.lower() not in ("connection", "transfer-encoding", "content-length", "server", "date"):
                     self.send_header(name, value)
-            self.send_header("Content-Length", answer.getheader("Content-Length") or str(len(body)))
+            nbytes = answer.getheader("Content-Length") if self.command == "HEAD" else None
+            self.send_header("Content-Length", nbytes or str(len(body)))
             self.end_headers()
             if self.command == "HEAD":
                 return

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import hashlib
 import itertools
 import json
@@ -15,6 +17,7 @@ import threading
 import urllib.request
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -31,6 +34,7 @@ from tests.weights.s3_server import BUCKET, S3
 
 URL = f"s3://{BUCKET}/tiny"
 WEIGHTS = random.Random(0).randbytes(12 << 20)
+STACK_TOO_LARGE = 1 << 47  # bytes: all that a process can address, so that no thread can start
 FILES = {"config.json": b"{}", "weights/model.bin": WEIGHTS, "empty": b""}
 
 
@@ -155,7 +159,7 @@ def test_a_fetch_says_how_far_it_is_until_it_ends(s3: S3, tmp_path: Path) -> Non
     assert 0 < found["bytes_done"] < found["bytes_total"]
 
 
-@pytest.mark.parametrize("port", ["", "no port", "99999999999", "taken"])
+@pytest.mark.parametrize("port", ["", "no port", "99999999999", "9" * 5000, "taken"], ids=lambda port: port[:12])
 def test_a_port_that_cannot_be_had_stops_no_fetch(port: str) -> None:
     with socket.socket() as taken:
         taken.bind(("", 0))
@@ -163,6 +167,24 @@ def test_a_port_that_cannot_be_had_stops_no_fetch(port: str) -> None:
         given = str(taken.getsockname()[1]) if port == "taken" else port
         with fetching.serving(lambda: (1, 2), {"OMNI_PROGRESS_PORT": given}) as listens:
             assert listens is None
+
+
+def test_a_machine_without_a_thread_for_a_server_stops_no_fetch() -> None:
+    before = threading.stack_size(STACK_TOO_LARGE)
+    try:
+        with fetching.serving(lambda: (1, 2), {"OMNI_PROGRESS_PORT": "0"}) as listens:
+            assert listens is None
+    finally:
+        threading.stack_size(before)
+
+
+def test_a_process_without_a_descriptor_for_a_server_stops_no_fetch(monkeypatch: pytest.MonkeyPatch) -> None:
+    def new_event_loop() -> Any:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(asyncio, "new_event_loop", new_event_loop)
+    with fetching.serving(lambda: (1, 2), {"OMNI_PROGRESS_PORT": "0"}) as listens:
+        assert listens is None
 
 
 def test_a_fetch_that_is_killed_shows_no_half_model_and_goes_on_where_it_stopped(s3: S3, tmp_path: Path) -> None:
@@ -376,10 +398,11 @@ def test_a_store_that_stays_away_ends_the_fetch_and_what_came_stays(s3: S3, tmp_
     assert s3.ranges("tiny/weights/model.bin") == [f"bytes={here}-{len(WEIGHTS) - 1}"]
 
 
-def test_a_manifest_that_cannot_be_read_costs_a_check_and_no_transfer(s3: S3, tmp_path: Path) -> None:
+@pytest.mark.parametrize("damaged", [b"{", b'{"url":"\xff"}'])
+def test_a_manifest_that_cannot_be_read_costs_a_check_and_no_transfer(s3: S3, tmp_path: Path, damaged: bytes) -> None:
     fetch(s3, tmp_path).ensure()
     manifest = Path(local(tmp_path)) / folders.MANIFEST
-    manifest.write_text("{")
+    manifest.write_bytes(damaged)
     with pytest.raises(ConfigurationError, match=r"omnipipeline\.json"):
         local(tmp_path)
     s3.asked.clear()
