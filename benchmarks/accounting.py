@@ -3,9 +3,10 @@
     python -m benchmarks.accounting [chat] [voice] [--seconds 30] [--json]
 
 `omni up` runs the example, and clients keep it busy: 16 streamed chats of 128 tokens, or 3 spoken questions that are
-answered aloud. Linux counts each thread's user and system time. py-spy looks at all Python threads a hundred times a
-second, and a thread's time is split as its samples are: a sample belongs to the innermost file that is the runtime's
-or the stage's, so a chunk that an engine hands on counts as the runtime's from there. The engine
+answered aloud. Linux counts each thread's user and system time. Then py-spy looks at all Python threads for as long, a
+hundred times a second, and a thread's time is split as these samples are: a sample belongs to the innermost file that
+is the runtime's or the stage's, so a chunk that an engine hands on counts as the runtime's from there. Nothing is
+counted while py-spy looks: it takes a third of two processors, and the processes' caches. The engine
 (`engines/autoregressive`) is the stage's work, as a model's library would be. Threads without Python are ZeroMQ's, by
 name, or compute. The supervisor and the coordinator are the runtime's altogether. Clients are not counted.
 
@@ -162,11 +163,15 @@ def measured(example: str, seconds: float) -> tuple[list[Thread], int]:
             client.start()
         time.sleep(WARM_S)
         before, at_first = answered, {name: _used(process) for name, process in processes.items()}
+        time.sleep(seconds)
+        at_last = {name: _used(process) for name, process in processes.items()}
+        ended = answered - before
         raw = _sampled(processes, seconds)
         found = [
-            thread for name, process in processes.items() for thread in _split(name, process, at_first[name], raw[name])
+            thread
+            for name, process in processes.items()
+            for thread in _split(name, process, at_first[name], at_last[name], raw[name])
         ]
-        ended = answered - before
         stop.set()
         for client in clients:
             client.join()
@@ -196,9 +201,11 @@ def _sampled(processes: dict[str, psutil.Process], seconds: float) -> dict[str, 
         return {name: file.read_text() for name, (_, file) in spies.items()}
 
 
-def _split(name: str, process: psutil.Process, before: dict[int, float], raw: str) -> Iterator[Thread]:
+def _split(
+    name: str, process: psutil.Process, before: dict[int, float], after: dict[int, float], raw: str
+) -> Iterator[Thread]:
     known = shares(raw)
-    for number, used in _used(process).items():
+    for number, used in after.items():
         seconds = used - before.get(number, 0.0)
         if seconds <= 0:
             continue

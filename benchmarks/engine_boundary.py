@@ -22,6 +22,7 @@ from stage_runtime.engines.autoregressive.clients.async_mp import AsyncMPClient
 from stage_runtime.engines.autoregressive.clients.inproc import InprocClient
 from stage_runtime.engines.autoregressive.core.engine_core import EngineCore
 from stage_runtime.engines.autoregressive.core.engine_requests import EngineCoreRequest
+from stage_runtime.engines.autoregressive.core.preprocessing import ModelFacts
 from stage_runtime.engines.autoregressive.core.serving import Served
 from stage_runtime.engines.autoregressive.process.launching import EngineLaunch
 from stage_runtime.engines.autoregressive.sampling.model_output import ModelOutput
@@ -58,7 +59,7 @@ def engine(max_requests: int) -> Served:
     limits = SchedulerLimits(
         block_size=16, max_requests=max_requests, max_batched_tokens=4096, max_chunk=512, max_model_len=2000
     )
-    core = EngineCore(Scheduler(limits, BlockPool(max_requests * 128)), _Counter(), vocab_size=VOCABULARY)
+    core = EngineCore(Scheduler(limits, BlockPool(max_requests * 128)), _Counter(), ModelFacts(VOCABULARY))
     return Served(
         core, 0, {"used_s": lambda core: [processor_s(), time.thread_time()], "steps": lambda core: core.steps}
     )

@@ -6,7 +6,8 @@
 The same writes are sent once more without the operator with `--replay`, which shows what the API server alone needs.
 
 Needs root and the kit beside the checkout ($OMNI_CLUSTER_KIT): it starts the control plane and simulated nodes. API
-server, controllers and operator share the machine. Each figure stands beside what is promised; beyond it, exit 1.
+server, controllers and operator share the machine. $CLUSTER_DIR and `tests.cluster_parts.isolated` give the run a
+cluster of its own beside others. Each figure stands beside what is promised; beyond it, exit 1.
 """
 
 from __future__ import annotations
@@ -184,14 +185,14 @@ class Measuring:
 
     def _memory(self) -> None:
         now, highest = self._operated.resident()
-        self.record("  resident memory", now, "MiB", 250.0)
-        self.record("  at its highest", highest, "MiB", 250.0)
+        self.record("  resident memory", now, "MiB", 150.0)
+        self.record("  at its highest", highest, "MiB", 150.0)
 
     async def _settle(self) -> None:
         await self._operated.at_rest(quiet_s=self._arguments.quiet_s, limit_s=SETTLE_LIMIT_S)
 
     def _check(self, began: float) -> None:
-        """Raises: RuntimeError, TimeoutError: there is nothing to wait for any more."""
+        """Raises: RuntimeError, TimeoutError: what it waits for cannot come any more."""
         if not self._operated.runs:
             raise RuntimeError("the operator ended")
         if time.monotonic() - began > SETTLE_LIMIT_S:

@@ -11,7 +11,7 @@ both processes until the release, with what their other threads use meanwhile. A
 to copy, and "in place" an output that was allocated in the arena (`StageContext.allocate`). Compare ratios: absolute
 times say more about the machine. Shared memory is mapped, not copied, so the receiver's first look is not in it.
 "memcpy, announced" is its limit: a copy into an anonymous file, and the message that the other process answers. nixl
-moves by TCP, as between pods, where there is no RDMA device; tcp without CURVE, unless --curve is given.
+moves by TCP, as between pods, where a machine has no RDMA device; tcp without CURVE, unless --curve is given.
 """
 
 from __future__ import annotations

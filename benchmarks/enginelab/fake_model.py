@@ -13,6 +13,7 @@ from typing import Any, cast
 from stage_runtime.engines.autoregressive.core.engine_core import EngineCore
 from stage_runtime.engines.autoregressive.core.engine_requests import EngineCoreRequest
 from stage_runtime.engines.autoregressive.core.executors import InlineExecutor, ThreadExecutor
+from stage_runtime.engines.autoregressive.core.preprocessing import ModelFacts
 from stage_runtime.engines.autoregressive.model.model_runner import ModelRunner
 from stage_runtime.engines.autoregressive.sampling.model_output import ModelOutput
 from stage_runtime.engines.autoregressive.sampling.parameters import SamplingParams
@@ -54,7 +55,7 @@ def measure(step_s: float, *, overlap: bool, requests: int = 11, tokens: int = 2
     model = cast(ModelRunner, runner)
     limits = SchedulerLimits(max_requests=requests, max_batched_tokens=4096)
     scheduler = Scheduler(limits, BlockPool(4096))
-    core = EngineCore(scheduler, ThreadExecutor(model) if overlap else InlineExecutor(model), vocab_size=VOCABULARY)
+    core = EngineCore(scheduler, ThreadExecutor(model) if overlap else InlineExecutor(model), ModelFacts(VOCABULARY))
     asks = [
         EngineCoreRequest(request_id=f"{at}", prompt_token_ids=[at] * 32, params=SamplingParams(max_tokens=tokens))
         for at in range(requests)

@@ -70,6 +70,6 @@ UP: Final = ("eth0", "lo")
 
 
 def child(pid: int) -> int | None:
-    """The process that `Pods.command` has started, as this namespace numbers it; None: there is none yet."""
+    """The process that `Pods.command` has started, as this namespace numbers it; None: it has not started yet."""
     found = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     return int(found[0]) if found else None

@@ -4,7 +4,7 @@
 
 SOCKET: the path of a Unix socket to be connected to as long as the process lives: its end shows a death to the driver.
 
-careless: memory of a get that was given up is used again at once, as if there were no quarantine.
+careless: memory of a get that was given up is used again at once, as if memory were never quarantined.
 """
 
 from __future__ import annotations

@@ -15,9 +15,10 @@ from benchmarks.scalelab import children
 from benchmarks.scalelab.fakes import PIPELINE, NoRelays, revision_of
 from omnipipeline_spec.types.plan import CoordinatorPlan
 from stage_runtime.coordinator.coordinator import Coordinator
+from stage_runtime.coordinator.reporting import member_reports
 from stage_runtime.errors import RequestError
 from stage_runtime.processes import collecting
-from stage_runtime.sockets.channels import Channels
+from stage_runtime.sockets.channels import Channels, LinkTimes
 from stage_runtime.sockets.connections.dismissals import DEFAULT_BOUNDS, DismissalBounds
 from stage_runtime.wire.messages import Message
 from stage_runtime.wire.values import OmniRequest
@@ -43,7 +44,11 @@ class Coordinating:
 
         self._coordinator.received = counted  # type: ignore[method-assign]
         channels = Channels(
-            self._coordinator, incarnation=incarnation, loop=loop, dead_after_s=dead_after_s, dismissals=dismissals
+            self._coordinator,
+            incarnation=incarnation,
+            loop=loop,
+            times=LinkTimes(dead_after_s),
+            dismissals=dismissals,
         )
         self._channels = channels
         relays: Any = NoRelays()
@@ -139,7 +144,7 @@ class Coordinating:
             latencies.append(time.perf_counter() - begun)
 
     def _ready(self) -> int:
-        return sum(self._coordinator.membership.ready_count().values())
+        return sum(member_reports.ready_count(self._coordinator.membership).values())
 
 
 def main() -> None:

@@ -20,7 +20,7 @@ from omnipipeline_spec.types.plan import PipelineRevision, StagePlan
 from stage_runtime.payloads import encoding
 from stage_runtime.rules.flow import ticks
 from stage_runtime.rules.graph import edges
-from stage_runtime.sockets.channels import Channels
+from stage_runtime.sockets.channels import Channels, LinkTimes
 from stage_runtime.stage.control.registration import Registration
 from stage_runtime.stage.control.stage_membership import StageMembership
 from stage_runtime.stage.process_context import ProcessContext
@@ -123,7 +123,10 @@ class LightInstance:
         self._process = ProcessContext(self.incarnation)
         self._membership = StageMembership([self._plan], self._process, loop)
         self.channels = Channels(
-            self, incarnation=self.incarnation, loop=loop, dead_after_s=dead_after_s, idle_after_s=IDLE_AFTER_S
+            self,
+            incarnation=self.incarnation,
+            loop=loop,
+            times=LinkTimes(dead_after_s, idle_after_s=IDLE_AFTER_S),
         )
         endpoint = self.channels.bind(f"ipc://{folder}/{self.incarnation}")
         relays: Any = NoRelays()

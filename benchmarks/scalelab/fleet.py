@@ -54,7 +54,7 @@ class Served(msgspec.Struct, frozen=True):
     """Costs of a fleet, beside those of a fleet of ten instances that served the same in turns."""
 
     instances: int
-    #: Processor time of the coordinator for one request, without what it spends when there is none.
+    #: Processor time of the coordinator for one request, without what it spends while no request comes.
     processor_us: float
     base_processor_us: float  #: Processor time with ten instances.
     idle_processor: float  #: Part of a core that the coordinator spends on beats and heartbeats.

@@ -13,7 +13,7 @@ from typing import Final
 
 import msgspec
 
-from stage_runtime.sockets.channels import Channels
+from stage_runtime.sockets.channels import Channels, LinkTimes
 from stage_runtime.sockets.endpoints.addresses import CurveSecurity
 from stage_runtime.wire.frames import RequestRef
 from stage_runtime.wire.messages import Deregister, Detour, Message
@@ -94,7 +94,11 @@ class _End:
         self.words: asyncio.Queue[str] = asyncio.Queue()
         # Heartbeats are off in the time that this takes: they would be flights.
         self.channels = Channels(
-            self, incarnation=name, loop=asyncio.get_running_loop(), security=security, dead_after_s=3 * PATIENCE_S
+            self,
+            incarnation=name,
+            loop=asyncio.get_running_loop(),
+            security=security,
+            times=LinkTimes(3 * PATIENCE_S),
         )
         self.endpoint = self.channels.bind("tcp://127.0.0.1:*")
 

@@ -21,6 +21,7 @@ from benchmarks.scalelab.coordinating import PLAN
 from benchmarks.scalelab.fakes import PIPELINE, LightInstance, NoRelays, revision_of
 from omnipipeline_spec.types.pods import COORDINATOR
 from stage_runtime.coordinator.coordinator import Coordinator
+from stage_runtime.coordinator.reporting import member_reports
 from stage_runtime.payloads import encoding
 from stage_runtime.sockets.channels import Channels
 from stage_runtime.transfers.receiving import Fetched
@@ -127,7 +128,7 @@ class ServerRole:
     async def open(self) -> dict[str, Any]:
         await self._codecs.__aenter__()
         await self._server.__aenter__()
-        while not self._coordinator.membership.ready_count().get(STAGE):
+        while not member_reports.ready_count(self._coordinator.membership).get(STAGE):
             await asyncio.sleep(0.02)
         return {"port": self._server.port}
 
