@@ -5,8 +5,10 @@ BIN := $(VENV)/bin
 INSTALL := $(BIN)/python tests/install_packages.py
 WAV ?= examples/voice/question.wav
 JOBS ?= 4
+PYTEST := $(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
+HERE := not cluster and not voice and not gpu and not rdma
 
-.PHONY: help demo packages test nightly mutations check lint types floors coverage format crds docs pictures voice-test images cluster-test gpu-wheels gpu-test hops clean
+.PHONY: help demo packages test long-test nightly mutations check lint types floors coverage format crds docs pictures voice-test images cluster-test gpu-wheels gpu-test hops clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -17,12 +19,15 @@ demo: $(VENV)/.demo ## ask a spoken question (WAV=file for one of your own) and 
 packages: ## as root, on Debian: what some tests need beside Python; without it they are skipped, and say so
 	tests/debian_packages.sh
 
-test: $(VENV)/.dev ## every test that needs neither a cluster nor models, JOBS=4 files at a time: half of them wait
-	$(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations 40 -m "not cluster and not voice and not gpu and not rdma"
+test: $(VENV)/.dev ## 99 of 100 tests that need neither a cluster nor models, JOBS=4 files at a time: half of them wait
+	$(PYTEST) --durations 40 --ignore tests/cluster -m "$(HERE) and not long"
+
+long-test: $(VENV)/.dev ## the others: the hundredth of the tests that takes as long as all the rest
+	$(PYTEST) --durations 40 -m "$(HERE) and long" $$($(BIN)/python -m tests.index long)
 
 nightly: export OMNI_THOROUGH = 1
 nightly: export PYTEST_TIMEOUT = 1800
-nightly: check test mutations voice-test cluster-test ## all of it, each property with ten times the examples and new ones every time
+nightly: check test long-test mutations voice-test cluster-test ## all of it, each property with ten times the examples and new ones every time
 
 mutations: $(VENV)/.dev ## faults put into pure rules one by one: nine in ten must be found by their tests
 	$(INSTALL) mutmut==3.8.1
@@ -40,8 +45,8 @@ types: $(VENV)/.dev
 floors: $(VENV)/.dev
 	$(BIN)/lint-imports
 
-coverage: $(VENV)/.dev ## the tests of `make test`, and which lines and branches they reach (in this process alone)
-	$(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not cluster and not voice and not gpu and not rdma" --cov --cov-report=term
+coverage: $(VENV)/.dev ## the tests of both, and which lines and branches they reach (in this process alone)
+	$(PYTEST) -m "$(HERE)" --cov --cov-report=term
 
 format: $(VENV)/.dev ## rewrite the code in the house format
 	$(BIN)/ruff format .

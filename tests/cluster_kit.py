@@ -70,12 +70,15 @@ def _answers(kubeconfig: Path, environment: dict[str, str]) -> bool:
     return finished.returncode == 0
 
 
-def _cluster_of(printed: str) -> Cluster:
+def cluster_of(printed: str) -> Cluster:
     """The cluster of the line that the kit prints: ``export KUBECONFIG=… PATH=…:$PATH``."""
     found = re.search(r"export KUBECONFIG=(\S+) PATH=(\S+?):\$PATH", printed)
     assert found is not None, printed
-    path = f"{found[2]}:{os.environ['PATH']}"
-    return Cluster(kubeconfig=Path(found[1]), environment={**os.environ, "KUBECONFIG": found[1], "PATH": path})
+    kubeconfig, path = Path(found[1]), f"{found[2]}:{os.environ['PATH']}"
+    # kubectl remembers by address which versions a cluster serves, and clusters in namespaces have the same address.
+    known = str(kubeconfig.parent / "kubectl-cache")
+    environment = {**os.environ, "KUBECONFIG": found[1], "PATH": path, "KUBECACHEDIR": known}
+    return Cluster(kubeconfig=kubeconfig, environment=environment)
 
 
 class _Kit:
@@ -104,7 +107,7 @@ class _Kit:
         except pytest.fail.Exception:
             _run(self.program, "down")  # `up` beside a kube-proxy that runs would end it
             printed = _run(self.program, "up", *arguments)
-        return _cluster_of(printed)
+        return cluster_of(printed)
 
     def down(self) -> None:
         try:
@@ -124,7 +127,7 @@ def cluster_kit() -> Iterator[_Kit | Cluster]:
         return
     program = kit()
     if program is None:
-        missing = "no cluster: KUBECONFIG is not set and there is no kit ($OMNI_CLUSTER_KIT)"
+        missing = "no cluster: KUBECONFIG is not set and the kit is missing ($OMNI_CLUSTER_KIT)"
         if os.environ.get("CI") == "true":
             pytest.fail(missing)
         pytest.skip(missing)

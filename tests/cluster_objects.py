@@ -28,7 +28,7 @@ class Objects:
         ] = {}  #: Entries by name of a kind: path, namespaced, version, kind.
 
     def get(self, kind: str, name: str, namespace: str = "") -> Object | None:
-        """One object; None where there is none."""
+        """One object; None where it does not exist."""
         path, _, _ = self._path(kind, namespace)
         found = self._read(f"{path}/{quote(name)}")
         return None if found is None else _as_printed(found)

@@ -33,8 +33,7 @@ HIDDEN: Final = ("/run/netns", "/sys/fs/cgroup")
 
 def modules(tests: Path = TESTS) -> list[Path]:
     """Test modules with a test marked ``cluster``; those that need pods are not among them."""
-    found = {tests / each.path for each in index.tests(tests) if ("cluster", "") in each.marks}
-    return sorted(each for each in found if each.parent != tests / WITH_PODS)
+    return [each for each in index.marked("cluster", tests) if each.parent != tests / WITH_PODS]
 
 
 def paths(tests: Path = TESTS) -> list[Path]:

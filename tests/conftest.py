@@ -1,8 +1,9 @@
 """Fixtures that several rooms' tests share; they live in modules beside this one."""
 
+import functools
 import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -56,17 +57,41 @@ def pytest_collection() -> Iterator[None]:
     return result
 
 
-def _place(item: pytest.Item) -> tuple[bool, int]:
+@pytest.hookimpl(wrapper=True)
+def pytest_report_to_serializable() -> Generator[None, Any, Any]:
+    """Escape surrogates, which tests of hostile values log: one in a report would end its worker of xdist."""
+    data = yield
+    return _encodable(data)
+
+
+def _encodable(value: Any) -> Any:
+    match value:
+        case str():
+            return value.encode(errors="backslashreplace").decode()
+        case list():
+            return [_encodable(each) for each in value]
+        case tuple():
+            return tuple(map(_encodable, value))
+        case dict():
+            return {_encodable(key): _encodable(each) for key, each in value.items()}
+    return value
+
+
+@functools.cache
+def _place(file: Path) -> tuple[bool, int]:
     """The release of the chart last: its operator looks after every namespace, the other tests' too."""
-    path = item.path.relative_to(HERE)
+    path = file.relative_to(HERE)
     return path.parts[0] == "cluster", order.place(path.as_posix())
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    items.sort(key=_place)
+    items.sort(key=lambda item: _place(item.path))
     if THOROUGH:
         return
-    nightly = [item for item in items if item.get_closest_marker("nightly")]
+    kept: list[pytest.Item] = []
+    nightly: list[pytest.Item] = []
+    for item in items:
+        (nightly if item.get_closest_marker("nightly") else kept).append(item)
     if nightly:
         config.hook.pytest_deselected(items=nightly)
-        items[:] = [item for item in items if item not in nightly]
+        items[:] = kept

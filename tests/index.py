@@ -1,7 +1,8 @@
 """Prints the index of the tests, ``tests/README.md``, from their markers: ``python -m tests.index > tests/README.md``.
 
 The mark ``proves`` names promises of docs/architecture.md. Other marks say what a test needs. Read from the source:
-nothing is imported.
+nothing is imported. ``python -m tests.index long`` prints the files with a test of that mark instead: pytest takes half
+a minute of a processor to import every file and find nothing in most.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import ast
 import functools
 import re
+import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -19,7 +21,7 @@ TESTS: Final = Path(__file__).parent
 PAGE: Final = TESTS / "README.md"
 ARCHITECTURE: Final = TESTS.parent / "docs" / "architecture.md"
 #: Marks that say what a test needs, or when it runs.
-NEEDS: Final = ("cluster", "voice", "gpu", "rdma", "netns", "nginx", "browser", "debian", "nightly")
+NEEDS: Final = ("cluster", "voice", "gpu", "rdma", "netns", "nginx", "browser", "debian", "long", "nightly")
 Function: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef
 
 HEAD: Final = """\
@@ -104,6 +106,11 @@ def _read(folder: Path) -> tuple[Test, ...]:
     return tuple(found)
 
 
+def marked(mark: str, folder: Path = TESTS) -> list[Path]:
+    """The files with a test of this mark, in their order."""
+    return sorted({folder / each.path for each in tests(folder) if mark in {name for name, _ in each.marks}})
+
+
 def promises(page: Path = ARCHITECTURE) -> list[str]:
     """Their names, in the order of the page."""
     section = page.read_text().partition("## Promises")[2]
@@ -143,4 +150,7 @@ def page() -> str:
 
 
 if __name__ == "__main__":
-    print(page(), end="")
+    if len(sys.argv) > 1:
+        print(*marked(sys.argv[1]), sep="\n")
+    else:
+        print(page(), end="")

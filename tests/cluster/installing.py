@@ -59,7 +59,7 @@ class Installed:
 
     def status(self, name: str) -> dict[str, Any]:
         found = cluster_objects.of(self.cluster.kubeconfig).get("omnipipeline", name, self.namespace)
-        assert found is not None, f"there is no omnipipeline {name}"
+        assert found is not None, f"omnipipeline {name} does not exist"
         status: dict[str, Any] = found.get("status", {})
         return status
 
@@ -68,7 +68,7 @@ class Installed:
         return cluster_objects.of(self.cluster.kubeconfig).list(kind, self.namespace, selector)
 
     def condition(self, name: str, kind: str) -> dict[str, Any]:
-        """Empty while there is none."""
+        """Empty while it has none."""
         return next((each for each in self.status(name).get("conditions", ()) if each["type"] == kind), {})
 
     def pods(self, name: str, unit: str | None = None) -> list[dict[str, Any]]:
@@ -193,7 +193,7 @@ def url(cluster: Cluster, namespace: str, name: str) -> str:
     It takes connections: kube-proxy routes to a pod a moment after that is ready, and refuses them until then.
     """
     service = cluster_objects.of(cluster.kubeconfig).get("service", name, namespace)
-    assert service is not None, f"there is no service {name}"
+    assert service is not None, f"service {name} does not exist"
     spec = service["spec"]
     address, port = spec["clusterIP"], spec["ports"][0]["port"]
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import json
 import shutil
+import ssl
 import threading
 import time
 from collections import Counter
@@ -35,6 +36,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.nightly, pytest.mark.timeout(1200
 WEBHOOK = f"{RELEASE}-conversion"
 DEPLOYMENT = f"deployment/{RELEASE}"
 IMAGE = "localhost/omnipipeline-operator:e2e-next"
+PORT = 8443  # of the chart's pods
 SELECTOR = "app.kubernetes.io/name=omnipipeline-operator"
 DOCKERFILE = """
 FROM {operator}
@@ -47,14 +49,18 @@ STAGES: list[dict[str, object]] = [
 ]
 
 
-class Clients:
-    """Threads that read an object in each version, and edit it in each; the outcome of each request."""
+#: The object that is edited in each version, and read in the other. An edit in the version that is not stored is
+#: converted anew after each conflict: on an object that others edit all the time it loses until its request times out.
+EDITED = {HUB: "both", NAME: "other"}
 
-    def __init__(self, installed: Installed, name: str) -> None:
+
+class Clients:
+    """Threads that read an object in each version, and edit another one in each; the outcome of each request."""
+
+    def __init__(self, installed: Installed) -> None:
         self.outcomes: Counter[str] = Counter()
         self.slowest_s = 0.0
         self._installed = installed
-        self._name = name
         self._stopping = threading.Event()
         self._threads = [
             threading.Thread(target=self._ask, args=(version, edits))
@@ -83,23 +89,22 @@ class Clients:
 
     def _ask(self, version: str, edits: bool) -> None:
         api: Any = config.new_client_from_config(str(self._installed.cluster.kubeconfig))
-        path = f"/apis/omnipipeline.dev/{version}/namespaces/{self._installed.namespace}/omnipipelines/{self._name}"
-        number = 0
+        name = EDITED[version if edits else {HUB: NAME, NAME: HUB}[version]]
+        path = f"/apis/omnipipeline.dev/{version}/namespaces/{self._installed.namespace}/omnipipelines/{name}"
+        method, number = "PATCH" if edits else "GET", 0
         while not self._stopping.wait(0.02):
             number += 1
             began = time.monotonic()
             body = {"metadata": {"annotations": {f"edits-{version}": str(number)}}} if edits else None
             header = {"Content-Type": "application/merge-patch+json"}
-            request = api.param_serialize(
-                "PATCH" if edits else "GET", path, header_params=header, body=body, auth_settings=["BearerToken"]
-            )
+            request = api.param_serialize(method, path, header_params=header, body=body, auth_settings=["BearerToken"])
             answer = api.call_api(*request, _request_timeout=60)
             found = json.loads(answer.read())
             field = "modelPath" if version == HUB else "model"
             if answer.status == 200:
                 outcome = "ok" if found["spec"].get(field) == "/models/a" else f"wrong: {found['spec']}"
             else:
-                outcome = f"{answer.status} {found.get('message')}"
+                outcome = f"{method} of {version}: {answer.status} {found.get('message')}"
             self.slowest_s = max(self.slowest_s, time.monotonic() - began)
             self.outcomes[outcome] += 1
 
@@ -126,13 +131,14 @@ def operator(installed: Installed, tmp_path_factory: pytest.TempPathFactory) -> 
 @pytest.fixture
 def released(installed: Installed) -> Iterator[Installed]:
     """Afterwards this release is installed again, with one version, as the other files' tests need it."""
-    installed.apply(pipeline("both", STAGES, code="", suspend=True, modelPath="/models/a", restartedAt="once"))
+    for name in EDITED.values():
+        installed.apply(pipeline(name, STAGES, code="", suspend=True, modelPath="/models/a", restartedAt="once"))
     yield installed
     helm(installed.cluster, "uninstall", RELEASE, "--namespace", SYSTEM, "--wait", "--ignore-not-found")
     crd(installed.cluster, {"spec": {"conversion": {"strategy": "None", "webhook": None}}})
     options = ["--namespace", SYSTEM, *image_values(installed.images), "--force-conflicts", "--wait", "--timeout=300s"]
     helm(installed.cluster, "install", RELEASE, str(CHART), *options)
-    installed.kubectl("delete", f"omnipipelines.{HUB}.omnipipeline.dev", "both", "--timeout=50s")
+    installed.kubectl("delete", f"omnipipelines.{HUB}.omnipipeline.dev", *EDITED.values(), "--timeout=50s")
 
 
 def upgrade(installed: Installed, chart: Path, image: str, *more: str) -> None:
@@ -184,6 +190,14 @@ def pods(installed: Installed) -> list[str]:
     return [each.removeprefix("pod/") for each in found]
 
 
+def is_shown(installed: Installed) -> bool:
+    """Whether each pod shows the certificate of the Secret to new connections."""
+    found = installed.cluster.kubectl("-n", SYSTEM, "get", "pods", "-l", SELECTOR, "-o", "json").stdout
+    addresses = [(str(each["status"]["podIP"]), PORT) for each in json.loads(found)["items"]]
+    seen = {ssl.PEM_cert_to_DER_cert(ssl.get_server_certificate(each, timeout=10)) for each in addresses}
+    return seen == {ssl.PEM_cert_to_DER_cert(secret(installed).certificate.decode())}
+
+
 def rolled(installed: Installed) -> None:
     installed.cluster.kubectl("-n", SYSTEM, "rollout", "restart", DEPLOYMENT)
     wait = ("-n", SYSTEM, "rollout", "status", DEPLOYMENT, "--timeout=55s")
@@ -195,6 +209,16 @@ def test_the_webhook_in_pods_outlives_rolls_kills_and_renewals_and_leaves_nothin
     released: Installed, operator: str, tmp_path: Path
 ) -> None:
     installed, cluster = released, released.cluster
+
+    def converts() -> bool:
+        other = ("-n", installed.namespace, "get", f"omnipipelines.{NAME}.omnipipeline.dev", "both")
+        return cluster.kubectl(*other, check=False).returncode == 0
+
+    def is_served() -> bool:
+        # kubectl keeps its list of versions for hours, and would ask for the one that has gone: it reads the list anew.
+        cluster.kubectl("api-resources", "--api-group=omnipipeline.dev")
+        return cluster.kubectl("-n", installed.namespace, "get", "omnipipelines", check=False).returncode == 0
+
     converting = ("--set", "conversion.enabled=true,replicas=2,logFormat=text")
 
     # One release earlier: the webhook without a second version. Switched off, the CRD forgets it.
@@ -213,11 +237,11 @@ def test_the_webhook_in_pods_outlives_rolls_kills_and_renewals_and_leaves_nothin
     cluster.kubectl("-n", SYSTEM, "scale", DEPLOYMENT, "--replicas=2")
     wait_for("this authority is trusted", lambda: authorities(installed) == first.authorities, timeout_s=90)
     cluster.kubectl("-n", SYSTEM, "rollout", "status", DEPLOYMENT, "--timeout=55s")
-    wait_for("a read in the other version", lambda: read(installed, NAME)["spec"]["model"], timeout_s=60)
+    wait_for("a read in the other version", converts, timeout_s=60)
     shown = read(installed, NAME)["spec"]
     assert (shown["model"], "restartedAt" in shown) == ("/models/a", False)
 
-    with Clients(installed, "both") as clients:
+    with Clients(installed) as clients:
         clients.some(200)
         rolled(installed)
         clients.some(200)
@@ -234,6 +258,7 @@ def test_the_webhook_in_pods_outlives_rolls_kills_and_renewals_and_leaves_nothin
         clients.outcomes.clear()
 
         wait_for("another certificate", lambda: secret(installed).certificate != first.certificate, timeout_s=200)
+        wait_for("all pods show it", lambda: is_shown(installed), timeout_s=200)
         wait_for("another authority", lambda: authorities(installed) != first.authorities, timeout_s=300)
         assert authorities(installed).endswith(first.authorities), "the one before is trusted, too"
         clients.some(1000)
@@ -247,7 +272,7 @@ def test_the_webhook_in_pods_outlives_rolls_kills_and_renewals_and_leaves_nothin
     definition = crd(cluster)["spec"]
     assert definition["conversion"] == {"strategy": "None"}
     assert {each["name"]: each["served"] for each in definition["versions"]} == {HUB: True, NAME: False}
-    wait_for("kubectl reads what is served", lambda: installed.kubectl("get", "omnipipelines"), timeout_s=30)
+    wait_for("kubectl reads what is served", is_served, timeout_s=60)
     assert read(installed, HUB)["spec"]["restartedAt"] == "once"
     cluster.kubectl("create", "namespace", "omni-e2e-gone")
     cluster.kubectl("delete", "namespace", "omni-e2e-gone", "--timeout=55s")
@@ -257,13 +282,7 @@ def test_the_webhook_in_pods_outlives_rolls_kills_and_renewals_and_leaves_nothin
     wait_for("both versions", lambda: crd(cluster)["spec"]["versions"][1]["served"], timeout_s=30)
     wait_for("the API server knows the webhook", lambda: authorities(installed), timeout_s=60)
 
-    def back() -> bool:
-        shown = installed.cluster.kubectl(
-            "-n", installed.namespace, "get", f"omnipipelines.{NAME}.omnipipeline.dev", "both", check=False
-        )
-        return shown.returncode == 0
-
-    wait_for("a read in the other version", back, timeout_s=60)
+    wait_for("a read in the other version", converts, timeout_s=60)
 
     # The release stays while objects may be stored in both, until they are migrated.
     cluster.kubectl(
@@ -280,5 +299,6 @@ def test_the_webhook_in_pods_outlives_rolls_kills_and_renewals_and_leaves_nothin
         "-p", json.dumps({"status": {"storedVersions": [HUB]}}),
     )  # fmt: skip
     helm(cluster, "uninstall", RELEASE, "--namespace", SYSTEM, "--wait", "--timeout", "240s")
+    wait_for("all pods have ended", lambda: not pods(installed), timeout_s=60)  # helm waits for the Deployment alone
     left = cluster.kubectl("-n", SYSTEM, "get", "jobs,secrets,services,pods,rolebindings", "-o", "name").stdout
     assert not left, left

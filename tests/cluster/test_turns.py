@@ -30,7 +30,7 @@ PATIENCE = "OMNI_OPERATOR_GPU_PATIENCE_SECONDS"
 
 
 def sleeper(name: str) -> dict[str, Any]:
-    """`choir`, whose only singer needs a GPU and leaves when there is nothing to sing."""
+    """`choir`, whose only singer needs a GPU and leaves when it has nothing to sing."""
     made: dict[str, Any] = yaml.safe_load(CHOIR.read_text())
     made["metadata"]["name"] = name
     next(each for each in made["spec"]["stages"] if each["name"] == "sing")["gpu"] = [0]

@@ -17,11 +17,13 @@ from stage_runtime.metrics.catalog import (
     PROCESSES,
     REALTIME,
     SERVICE,
+    TLS,
 )
 from tests.docs.blocks import ROOT
 
 LISTS: Final[dict[str, tuple[Metric, ...]]] = {
     "coordinator-metrics": COORDINATOR,
+    "tls-metrics": TLS,
     "service-metrics": SERVICE,
     "realtime-metrics": REALTIME,
     "planes-metrics": PLANES,

@@ -18,6 +18,7 @@ import pytest
 
 from stage_runtime.processes.one_machine.local import LocalOptions, LocalPipeline
 from tests.docs.blocks import ROOT, blocks
+from tests.patience import patience
 
 ADDRESS = "localhost:8000"
 
@@ -88,3 +89,17 @@ def test_the_commands_of_the_readme_exist() -> None:
     assert {"demo", "test", "hops"} <= targets
     assert command("make demo") and command("make test")
     assert (ROOT / "benchmarks/hops.py").exists()
+
+
+def test_a_question_that_cannot_be_read_is_named_before_the_demo_starts_anything(tmp_path: Path) -> None:
+    missing = tmp_path / "question.wav"
+    done = subprocess.run(
+        [sys.executable, ROOT / "examples/voice/demo.py", missing],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=patience(60),
+    )
+    assert done.returncode == 2 and not done.stdout
+    assert done.stderr.endswith(f"error: [Errno 2] No such file or directory: '{missing}'\n")
+    assert not list(tmp_path.iterdir())

@@ -3,7 +3,7 @@
 A request's inputs are ``text`` and, all optional: ``fail`` (the hook that shall raise), ``nap`` (seconds at the
 entry), ``hold`` (the same, holding the GIL), ``size`` (bytes of the tensors that go along), ``slow`` (seconds per
 chunk at the end), ``until`` (stage -> a file: `take` waits at its start, and `speak` before its second chunk, until it
-is there), ``odd`` (the stage that shall give what cannot travel), ``keep`` and ``unpickle`` (positive controls).
+is there), ``odd`` (the stage that shall give what cannot be encoded), ``keep`` and ``unpickle`` (positive controls).
 
 The answer is the text's words shouted, one chunk each, and a digest of what came through.
 """

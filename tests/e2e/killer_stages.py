@@ -56,15 +56,17 @@ def think() -> Any:
 
 
 def speak() -> Any:
-    """Streams what it hears, ``heard all`` at its end, and ends when the file that the request names is there."""
+    """Streams what it hears, then ``heard all`` once it has the payload, too. It ends when the file that the request
+    names is there.
+    """
 
     async def run(session: Any) -> AsyncIterator[omni.Chunk | omni.Result]:
         words = []
         async for chunk in session.chunks():
             words.append(chunk.data)
             yield omni.Chunk(chunk.data)
-        yield omni.Chunk("heard all")
         inputs = (await session.payload()).request.inputs
+        yield omni.Chunk("heard all")  # now the coordinator knows that nothing more of its source is needed
         while not Path(inputs["spoken"]).exists():
             await asyncio.sleep(0.01)
         yield omni.Result(words)

@@ -10,8 +10,8 @@ from stage_runtime.engines import events
 
 
 class Operated:
-    """Answers operations: `echo`, `rank`, `odd` (with what cannot travel), `numbered` (a map whose keys are not text),
-    `refuse`, `die`.
+    """Answers operations: `echo`, `rank`, `odd` (with what cannot be encoded), `numbered` (a map whose keys are not
+    text), `refuse`, `die`.
     """
 
     def __init__(self, rank: int) -> None:

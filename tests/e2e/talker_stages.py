@@ -14,6 +14,10 @@ GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 12, "ignore_eos": True
 SMALL: dict[str, Any] = {"threads": 1, "block_size": 4, "max_chunk": 8, "kernels": "torch"}
 
 
+def take() -> Any:
+    return lambda payload: payload.data
+
+
 def thinker(model: str, streams: bool, **settings: Any) -> omni.Autoregressive:
     """Its hidden rows go to the talker: each as soon as it is there, or all at the end."""
     kept: dict[str, list[torch.Tensor]] = {}

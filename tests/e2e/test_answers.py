@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from omnipipeline_spec.pipeline import PipelineConfig, StageConfig
-from tests.e2e.local_pipelines import APART, HELLO, SPREAD, TOGETHER, Client, at_rest, diamond, running
+from tests.e2e.local_pipelines import HELLO, SPREAD, TOGETHER, Client, at_rest, diamond, running
 from tests.thoroughness import THOROUGH, rows
 
 TEXTS = ["one", "one two", "the quick brown fox jumps over", "a b c d e f g h i j k l m n o p"]
@@ -32,30 +32,39 @@ async def test_hello_answers_the_openai_client_streamed_and_whole(base: Path) ->
     assert [piece for piece in pieces if piece] == ["HELLO!! ", "BIG!! ", "WORLD!! "]
 
 
-async def answers(base: Path, processes: dict[str, str], **changes: Any) -> list[Any]:
-    """Everything that a diamond so placed says: to small and large requests at once, then streamed."""
-    async with running(diamond(processes, **changes), base) as pipeline, Client(pipeline.url) as client:
-        whole = await asyncio.gather(*(client.answer(text, size=size) for text in TEXTS for size in (4, 1 << 20)))
-        streams = [await client.streamed(text) for text in TEXTS]
-        await at_rest(client)
-        assert len(pipeline.pids()) == 1 + len(set(processes.values()))
+async def answers(client: Client) -> list[Any]:
+    """Everything that a diamond says: to small and large requests at once, then streamed."""
+    whole = await asyncio.gather(*(client.answer(text, size=size) for text in TEXTS for size in (4, 1 << 20)))
+    streams = [await client.streamed(text) for text in TEXTS]
+    await at_rest(client)
     return [whole, streams]
 
 
+async def answers_of(base: Path, processes: dict[str, str], **changes: Any) -> list[Any]:
+    """The same of one that is placed so."""
+    async with running(diamond(processes, **changes), base) as pipeline, Client(pipeline.url) as client:
+        assert len(pipeline.pids()) == 1 + len(set(processes.values()))
+        return await answers(client)
+
+
+@pytest.mark.long
 @pytest.mark.proves("placement")
 @pytest.mark.timeout(400)  # up to four pipelines, 20 s on a machine that does nothing else
-async def test_the_same_pipeline_answers_the_same_in_one_process_in_many_and_by_either_relay(base: Path) -> None:
-    """Placement and relay change how values travel, never what the stages make of them."""
-    together = await answers(base, TOGETHER)
+async def test_the_same_pipeline_answers_the_same_in_one_process_in_many_and_by_either_relay(
+    base: Path, client: Client
+) -> None:
+    """Placement and relay change how values travel, never what the stages make of them. The shared one is apart."""
+    together = await answers_of(base, TOGETHER)
     assert [answer["text"] for answer in together[0]] == [text for text in TEXTS for _ in range(2)]
     words = [[event[1]["data"] for event in stream if event[0] == "chunk"] for stream in together[1]]
     assert words == [text.upper().split() for text in TEXTS]
-    assert await answers(base, APART) == together
-    assert await answers(base, SPREAD, relay_backend="tcp") == together
+    assert await answers(client) == together
+    assert await answers_of(base, SPREAD, relay_backend="tcp") == together
     if THOROUGH:
-        assert await answers(base, SPREAD, relay_backend="nixl") == together
+        assert await answers_of(base, SPREAD, relay_backend="nixl") == together
 
 
+@pytest.mark.long
 @pytest.mark.proves("buffer-written-again")
 # Every relay each time: relays/test_relay_contract.py.
 @pytest.mark.parametrize("relay", rows(["shm", "tcp", "nixl", "mooncake"], each_run=1))

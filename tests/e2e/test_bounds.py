@@ -110,6 +110,7 @@ async def test_payloads_that_are_not_taken_wait_within_bounds_and_block_no_other
         await at_rest(client)
 
 
+@pytest.mark.long
 @pytest.mark.proves("slow-receiver")
 async def test_clients_that_stop_reading_hold_back_their_own_streams_alone(flooded: LocalPipeline) -> None:
     """8 clients ask for 500 GiB each and read nothing of it. Each is a window behind: 16 MiB."""

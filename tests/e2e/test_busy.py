@@ -65,6 +65,7 @@ def request(kind: str, nbytes: int, *, hold: bool = False) -> dict[str, object]:
     return {"inputs": {"kind": kind, "hold": hold, "pad": "x" * nbytes}}
 
 
+@pytest.mark.long
 @pytest.mark.proves("ended-while-busy")
 async def test_bodies_that_time_out_at_busy_stages_are_freed_while_these_are_busy(pipeline: LocalPipeline) -> None:
     """Stages of every kind are busy at once, and a fan-in whose hook is busy; all are in one process."""

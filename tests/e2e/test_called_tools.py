@@ -12,7 +12,6 @@ import pytest
 from omnipipeline_spec.pipeline import ChatParameter, PipelineConfig, StageConfig
 from tests.e2e.local_pipelines import PATIENCE_S, running
 from tests.engines.generation_kit import tiny_model, tiny_tokenizer
-from tests.thoroughness import rows
 
 CITY = {"type": "object", "properties": {"c": {"enum": ["Rome"]}}, "required": ["c"], "additionalProperties": False}
 PARAMETERS = {
@@ -63,10 +62,33 @@ async def ask(client: openai.AsyncOpenAI, **options: Any) -> tuple[str, list[tup
     return whole
 
 
+async def check_calls(client: openai.AsyncOpenAI) -> None:
+    forced = {"tools": [tool(PARAMETERS)], "tool_choice": "required"}
+    assert await ask(client, **forced) == ("", CALLED, "tool_calls", b"")
+    for stop in ("\n", "}"):
+        assert await ask(client, **forced, stop=stop) == ("", CALLED, "tool_calls", b"")
+    for most in (1, 22):
+        assert await ask(client, **forced, max_tokens=most) == ("", [], "length", b"")
+    schema = {"type": "json_schema", "json_schema": {"name": "city", "schema": CITY}}
+    content, calls, reason, _bytes = await ask(client, tools=[tool(PARAMETERS)], response_format=schema)
+    assert (calls, reason) == (CALLED, "tool_calls") or json.loads(content) == {"c": "Rome"}
+    assert (await ask(client, max_tokens=30))[2] in ("length", "stop")
+    for refused, place in (
+        ({"tools": [tool({"$ref": "#"})], "tool_choice": "required"}, "tools[0].function.parameters"),
+        ({"response_format": {**schema, "json_schema": {"name": "x", "schema": {"$ref": "#"}}}}, "response_format"),
+    ):
+        with pytest.raises(openai.BadRequestError) as caught:
+            await ask(client, **refused)
+        assert (caught.value.param, place in caught.value.message) == (place, True)
+    call = {"id": "c", "type": "function", "function": {"name": "weather", "arguments": "[1]"}}
+    with pytest.raises(openai.BadRequestError, match=r"messages\[0\].tool_calls\[0\].function.arguments: expected"):
+        await ask(client, messages=[{"role": "assistant", "tool_calls": [call]}])
+
+
+# Each time: engines/test_chat_example.py asks a server, engines/test_call_answers.py has every form.
+@pytest.mark.nightly
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(  # every form each time: engines/test_call_answers.py
-    ("form", "own_process"), rows([("hermes", False), ("json", True), ("mistral", False)], each_run=1)
-)
+@pytest.mark.parametrize(("form", "own_process"), [("hermes", False), ("json", True), ("mistral", False)])
 async def test_a_client_gets_calls_and_answers_as_it_asks_for_them(
     base: Path, tmp_path: Path, form: str, own_process: bool
 ) -> None:
@@ -79,23 +101,4 @@ async def test_a_client_gets_calls_and_answers_as_it_asks_for_them(
         running(spec, base, cpu=True) as pipeline,
         openai.AsyncOpenAI(base_url=f"{pipeline.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S) as client,
     ):
-        forced = {"tools": [tool(PARAMETERS)], "tool_choice": "required"}
-        assert await ask(client, **forced) == ("", CALLED, "tool_calls", b"")
-        for stop in ("\n", "}"):
-            assert await ask(client, **forced, stop=stop) == ("", CALLED, "tool_calls", b"")
-        for most in (1, 22):
-            assert await ask(client, **forced, max_tokens=most) == ("", [], "length", b"")
-        schema = {"type": "json_schema", "json_schema": {"name": "city", "schema": CITY}}
-        content, calls, reason, _bytes = await ask(client, tools=[tool(PARAMETERS)], response_format=schema)
-        assert (calls, reason) == (CALLED, "tool_calls") or json.loads(content) == {"c": "Rome"}
-        assert (await ask(client, max_tokens=30))[2] in ("length", "stop")
-        for refused, place in (
-            ({"tools": [tool({"$ref": "#"})], "tool_choice": "required"}, "tools[0].function.parameters"),
-            ({"response_format": {**schema, "json_schema": {"name": "x", "schema": {"$ref": "#"}}}}, "response_format"),
-        ):
-            with pytest.raises(openai.BadRequestError) as caught:
-                await ask(client, **refused)
-            assert (caught.value.param, place in caught.value.message) == (place, True)
-        call = {"id": "c", "type": "function", "function": {"name": "weather", "arguments": "[1]"}}
-        with pytest.raises(openai.BadRequestError, match=r"messages\[0\].tool_calls\[0\].function.arguments: expected"):
-            await ask(client, messages=[{"role": "assistant", "tool_calls": [call]}])
+        await check_calls(client)

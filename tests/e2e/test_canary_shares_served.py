@@ -35,6 +35,7 @@ async def asked(made: Pods) -> Counter[int]:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.proves("canary")
 @pytest.mark.parametrize("fault", ["raises", "dies"])
 async def test_a_worse_revision_gets_its_share_and_is_known_by_its_outcomes(base: Path, fault: str) -> None:

@@ -32,6 +32,7 @@ def apart(seconds: float) -> dict[str, str]:
     }
 
 
+@pytest.mark.long
 @pytest.mark.proves("clocks-apart")
 @pytest.mark.debian("libfaketime")
 async def test_hops_between_clocks_that_are_apart_are_paired_and_take_as_long_as_they_do(base: Path) -> None:

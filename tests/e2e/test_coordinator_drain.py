@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 import httpx
+import pytest
 
 from tests.e2e.local_pipelines import APART, PATIENCE_S, Client, diamond, eventually
 from tests.e2e.pod_pipelines import Pods, pods
@@ -51,6 +52,7 @@ class KeptConnection:
         return bool(told)
 
 
+@pytest.mark.long
 async def test_clients_that_keep_connections_lose_nothing_when_their_coordinator_ends(base: Path) -> None:
     async with pods(diamond(APART), base, "old", "new") as made:
         async with Client(made.url("old")) as old, Client(made.url("new")) as new:

@@ -6,13 +6,17 @@ import asyncio
 import json
 import subprocess
 import sys
+import tempfile
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest_asyncio
 
 from omnipipeline_spec.cluster import Control
 from omnipipeline_spec.pipeline import PipelineConfig, StageConfig
+from stage_runtime.processes.one_machine.local import LocalPipeline
 from tests.e2e.local_pipelines import HEARTBEAT_S, PATIENCE_S, replicas, running
 
 SPEC = PipelineConfig(
@@ -36,11 +40,15 @@ async def ask(http: httpx.AsyncClient, operation: str, *stages: str, **arguments
     return list(found["results"])
 
 
-async def test_every_process_of_a_stage_answers_for_itself(base: Path) -> None:
-    async with (
-        running(SPEC, base, cpu=True) as pipeline,
-        httpx.AsyncClient(base_url=pipeline.url, timeout=PATIENCE_S) as http,
-    ):
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def operated() -> AsyncIterator[LocalPipeline]:
+    with tempfile.TemporaryDirectory(prefix="e-") as folder:
+        async with running(SPEC, Path(folder), cpu=True) as pipeline:
+            yield pipeline
+
+
+async def test_every_process_of_a_stage_answers_for_itself(operated: LocalPipeline) -> None:
+    async with httpx.AsyncClient(base_url=operated.url, timeout=PATIENCE_S) as http:
         echoed = await ask(http, "echo", "first", level=[1, "two", None])
         assert [one["value"] for one in echoed] == [{"level": [1, "two", None]}] * 2
         assert len({one["instance"] for one in echoed}) == 2
@@ -78,27 +86,25 @@ async def test_every_process_of_a_stage_answers_for_itself(base: Path) -> None:
         assert [one["error"] for one in late.json()["results"]] == ["no answer within 0.2 s"] * 2
         assert (await http.post("/v1/pipeline", json={"inputs": {}})).status_code == 200
 
-        shown = await _omni(pipeline.url, "call", "ranks", "rank")
+        shown = await _omni(operated.url, "call", "ranks", "rank")
         assert shown.returncode == 0, shown.stderr
         first, second = shown.stdout.splitlines()
         assert first.endswith(": 0") and second.endswith(" rank 1: 1")
-        failed = await _omni(pipeline.url, "call", "ranks", "refuse", "--arguments", json.dumps({"a": 1}))
+        failed = await _omni(operated.url, "call", "ranks", "refuse", "--arguments", json.dumps({"a": 1}))
         assert (failed.returncode, failed.stdout) == (1, "") and "rank 1 will not" in failed.stderr
-        wrong = await _omni(pipeline.url, "call", "ranks", "rank", "--arguments", "[1]")
+        wrong = await _omni(operated.url, "call", "ranks", "rank", "--arguments", "[1]")
         assert wrong.returncode == 2 and "JSON object" in wrong.stderr
 
 
-async def test_a_process_that_dies_of_an_operation_is_named_at_once_and_replaced(base: Path) -> None:
-    async with (
-        running(SPEC, base, cpu=True) as pipeline,
-        httpx.AsyncClient(base_url=pipeline.url, timeout=PATIENCE_S) as http,
-    ):
+async def test_a_process_that_dies_of_an_operation_is_named_at_once_and_replaced(operated: LocalPipeline) -> None:
+    async with httpx.AsyncClient(base_url=operated.url, timeout=PATIENCE_S) as http:
         gone = await ask(http, "die", "first")
         assert [one["error"] for one in gone] == ["no answer: the process is gone"] * 2
         async with asyncio.timeout(PATIENCE_S):
             while (await http.post("/v1/pipeline", json={"inputs": {}})).status_code != 200:
                 await asyncio.sleep(0.2)
         assert [one["error"] for one in await ask(http, "echo", "first")][:1] == [None]
+        await operated.ready()
 
 
 async def _omni(url: str, *arguments: str) -> subprocess.CompletedProcess[str]:

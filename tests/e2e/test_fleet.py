@@ -16,6 +16,7 @@ from benchmarks.scalelab.children import Child
 INSTANCES = 60
 
 
+@pytest.mark.long
 @pytest.mark.proves("tenth-of-fleet-dies")
 async def test_a_tenth_of_a_fleet_that_dies_at_once_loses_no_request_and_a_roll_of_the_rest_neither() -> None:
     made, joined = await fleet.start(INSTANCES, 2)

@@ -6,12 +6,14 @@ import asyncio
 import contextlib
 import os
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from tests.e2e import descriptors
-from tests.e2e.local_pipelines import PATIENCE_S, Client, diamond, running
+from tests.e2e.local_pipelines import PATIENCE_S, TOGETHER, Client, diamond, running
 
 FLOOD = 400
 LIMIT = 256
@@ -32,6 +34,7 @@ def flood(family: socket.AddressFamily, address: str | tuple[str, int], peers: c
             peer.connect(address)
 
 
+@pytest.mark.long
 @pytest.mark.proves("no-descriptors")
 async def test_a_flood_at_any_socket_of_a_pipeline_ends_no_process_and_no_request(base: Path) -> None:
     async with running(diamond(), base) as pipeline, Client(pipeline.url, connections=1, keep_s=None) as client:
@@ -58,3 +61,40 @@ async def test_a_flood_at_any_socket_of_a_pipeline_ends_no_process_and_no_reques
         async with asyncio.timeout(PATIENCE_S):
             while not all(os.path.exists(path) for path in paths):
                 await client.answer("until all are open again")
+
+
+#: Connects to Unix sockets and leaves, for ever.
+COMES_AND_GOES = """
+import socket, sys
+while True:
+    for path in sys.argv[1:]:
+        with socket.socket(socket.AF_UNIX) as peer:
+            peer.setblocking(False)
+            try:
+                peer.connect(path)
+            except OSError:
+                pass
+"""
+
+
+@pytest.mark.long
+@pytest.mark.proves("no-descriptors")
+async def test_a_burst_of_clients_leaves_descriptors_for_peers_that_connect_at_the_same_moment(base: Path) -> None:
+    """libzmq aborts the process when it accepts a peer at a Unix socket and no descriptor is left."""
+    async with running(diamond(TOGETHER), base) as pipeline, Client(pipeline.url, connections=1, keep_s=None) as client:
+        await client.answer("before")
+        pids = pipeline.pids()
+        await descriptors.allow(pids["coordinator"], LIMIT, LIMIT)
+        paths = [path for path in unix_sockets(base) if "coordinator" in path]
+        host, _, port = pipeline.url.removeprefix("http://").rpartition(":")
+        peers = [subprocess.Popen([sys.executable, "-c", COMES_AND_GOES, *paths]) for _ in range(2)]
+        try:
+            for _ in range(30):
+                with contextlib.ExitStack() as clients:
+                    flood(socket.AF_INET, (host, int(port)), clients)
+                    await client.answer("meanwhile")
+        finally:
+            for peer in peers:
+                peer.kill()
+                peer.wait()
+        assert pipeline.pids() == pids, "none has ended"

@@ -1,4 +1,4 @@
-"""A user's function that raises, or gives what cannot travel, fails its own request and nothing else."""
+"""A user's function that raises, or gives what cannot be encoded, fails its own request and nothing else."""
 
 from __future__ import annotations
 
@@ -53,6 +53,7 @@ async def test_a_hook_that_fails_after_the_first_chunk_ends_the_stream_with_the_
     assert (last["error"]["stage"], last["error"]["hook"]) == ("speak", "run")
 
 
+@pytest.mark.long
 @pytest.mark.proves("unsendable-value")
 @pytest.mark.parametrize(
     ("processes", "relay"), [(TOGETHER, "auto"), (APART, "tcp")], ids=["inside one process", "by tcp"]
@@ -80,6 +81,7 @@ async def refuses(client: Client) -> None:
         assert (await client.answer("and on"))["text"] == "and on"
 
 
+@pytest.mark.long
 @pytest.mark.proves("written-input")
 async def test_debug_values_names_the_stage_that_wrote(base: Path) -> None:
     """And without a writer it names nobody: the positive control. One of the two receivers reads shared memory."""

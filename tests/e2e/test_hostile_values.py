@@ -314,6 +314,7 @@ FORMS = st.one_of(
 )
 
 
+@pytest.mark.long
 @pytest.mark.proves("any-field-any-value")
 async def test_any_value_of_a_client_fails_its_own_request_alone(attacked: LocalPipeline) -> None:
     def attacks(attacker: Attacker) -> None:

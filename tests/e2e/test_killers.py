@@ -35,6 +35,7 @@ def deaths(base: Path) -> int:
     return (base / "log").read_text().count("with these requests under way")
 
 
+@pytest.mark.long
 @pytest.mark.proves("killer-request")
 @pytest.mark.parametrize(("count", "stream"), rows([(1, False), (1, True), (2, True), (2, False)], each_run=2))
 async def test_a_request_that_kills_its_process_ends_after_two_deaths_and_its_neighbours_are_served(

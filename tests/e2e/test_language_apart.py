@@ -16,7 +16,6 @@ from omnipipeline_spec.cluster import Control
 from omnipipeline_spec.pipeline import Disaggregation, PipelineConfig, PrefillPlacement, StageConfig
 from tests.e2e.local_pipelines import Client, eventually, running
 from tests.engines.generation_kit import alone, tiny_model, tiny_tokenizer
-from tests.thoroughness import rows
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -63,9 +62,9 @@ async def count(client: Client, name: str) -> float:
     return sum(value for key, value in found.items() if key.startswith(f"omnipipeline_engine_kv_{name}"))
 
 
-@pytest.mark.parametrize(  # two relays each time, without a model: test_prefill_apart.py
-    "relay", rows(["shm", "tcp", "nixl", "mooncake"], each_run=1)
-)
+# Each time: engines/test_disaggregated_example.py has the tokens, test_prefill_apart.py relays without a model.
+@pytest.mark.nightly
+@pytest.mark.parametrize("relay", ["shm", "tcp", "nixl", "mooncake"])
 async def test_prompts_from_prefill_are_answered_right_over_every_relay(
     relay: Literal["shm", "tcp", "nixl", "mooncake"], base: Path, model: Path
 ) -> None:

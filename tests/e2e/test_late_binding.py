@@ -46,6 +46,7 @@ def branching(*, join: bool) -> PipelineConfig:
     )
 
 
+@pytest.mark.long
 @pytest.mark.proves("unneeded-stage-missing")
 @pytest.mark.parametrize("join", [False, True])
 async def test_speech_is_served_while_the_stage_of_chats_is_away(base: Path, join: bool) -> None:

@@ -59,6 +59,7 @@ async def test_a_deadline_ends_a_request_everywhere(client: Client) -> None:
     await at_rest(client)
 
 
+@pytest.mark.long
 @pytest.mark.proves("client-disconnects")
 @pytest.mark.timeout(600)  # 20 s on a machine that does nothing else
 async def test_a_thousand_aborts_of_a_mebibyte_leave_nothing(shared: LocalPipeline, client: Client) -> None:

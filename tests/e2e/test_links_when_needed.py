@@ -55,6 +55,7 @@ async def test_a_death_without_a_link_is_known_from_the_coordinator(base: Path) 
         assert [one["text"] for one in answers] == [f"request {number}" for number in range(20)]
 
 
+@pytest.mark.long
 @pytest.mark.proves("no-descriptors")
 @pytest.mark.parametrize(
     ("left", "reason"), [(16, "no room for another instance"), (6, "new peers are refused")], ids=["few", "hardly any"]

@@ -13,6 +13,7 @@ pytestmark = [pytest.mark.browser, pytest.mark.debian("chromium"), pytest.mark.t
 BUTTON = "[...document.querySelectorAll('#profile button')].find(one => one.textContent == '%s')"
 
 
+@pytest.mark.long
 async def test_a_profile_is_started_stopped_and_fetched_by_the_page(base: Path) -> None:
     async with running(diamond(), base) as pipeline, Client(pipeline.url) as client, chromium(base) as tab:
         await tab.look(width=1300, height=1600)

@@ -14,6 +14,7 @@ from tests.engines.generation_kit import tiny_model, tiny_tokenizer
 TEXTS = ["a", "the quick brown fox", "zzz" * 9]
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 async def test_the_first_chunk_and_the_first_sound_are_measured_from_the_prefill_and_the_run(
     base: Path, tmp_path: Path

@@ -8,15 +8,19 @@ import json
 import os
 import signal
 import tarfile
+import tempfile
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+import pytest_asyncio
 from prometheus_client.parser import text_string_to_metric_families
 
 from omnipipeline_spec.cluster import Control
 from omnipipeline_spec.pipeline import PipelineConfig, StageConfig
+from stage_runtime.processes.one_machine.local import LocalPipeline
 from tests.e2e.local_pipelines import HEARTBEAT_S, PATIENCE_S, eventually, running
 
 SPEC = PipelineConfig(
@@ -36,12 +40,17 @@ def everywhere(state: str) -> set[tuple[str, int, str]]:
     return {("coordinator", 0, state), ("adder", 0, state), ("adder", 1, state)}
 
 
-async def test_each_rank_answers_for_itself_and_its_events_and_traces_are_fetched(base: Path) -> None:
-    environ = {"OMNI_PROFILE_ROOT": str(base / "profiles")}
-    async with (
-        running(SPEC, base, cpu=True, environ=environ) as pipeline,
-        httpx.AsyncClient(base_url=pipeline.url, timeout=PATIENCE_S) as http,
-    ):
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def ranks() -> AsyncIterator[LocalPipeline]:
+    """One pipeline for both tests: each of its ranks imports torch."""
+    with tempfile.TemporaryDirectory(prefix="e-") as folder:
+        environ = {"OMNI_PROFILE_ROOT": str(Path(folder, "profiles"))}
+        async with running(SPEC, Path(folder), cpu=True, environ=environ) as pipeline:
+            yield pipeline
+
+
+async def test_each_rank_answers_for_itself_and_its_events_and_traces_are_fetched(ranks: LocalPipeline) -> None:
+    async with httpx.AsyncClient(base_url=ranks.url, timeout=PATIENCE_S) as http:
         template = "deep/{stage}-{rank}"
         started = await http.post("/start_profile", json={"run_id": "deep", "trace_path_template": template})
         assert states(started) == everywhere("started")
@@ -55,6 +64,7 @@ async def test_each_rank_answers_for_itself_and_its_events_and_traces_are_fetche
         again = await http.post("/start_request_profile", json={"run_id": "again"})
         assert states(again) == everywhere("started")
         series = await _planes(http)
+        assert states(await http.post("/stop_request_profile", json={})) == everywhere("stopped")
     runs = {
         each["stage"]: each["count"] for each in report["stage_breakdown"] if each["close_event"] == "stage_run_end"
     }
@@ -81,23 +91,20 @@ async def _planes(http: httpx.AsyncClient) -> set[str]:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.proves("profile-faults")
-async def test_a_rank_that_dies_in_the_middle_ends_no_profile(base: Path) -> None:
-    environ = {"OMNI_PROFILE_ROOT": str(base / "profiles")}
-    async with (
-        running(SPEC, base, cpu=True, environ=environ) as pipeline,
-        httpx.AsyncClient(base_url=pipeline.url, timeout=PATIENCE_S) as http,
-    ):
+async def test_a_rank_that_dies_in_the_middle_ends_no_profile(ranks: LocalPipeline) -> None:
+    async with httpx.AsyncClient(base_url=ranks.url, timeout=PATIENCE_S) as http:
         assert states(await http.post("/start_request_profile", json={"run_id": "run"})) == everywhere("started")
-        before = pipeline.pids()
+        before = ranks.pids()
         os.kill(before["adder_tp1"], signal.SIGKILL)
 
         async def replaced() -> bool:
-            now = pipeline.pids()
+            now = ranks.pids()
             return now.get("adder_tp1", before["adder_tp1"]) != before["adder_tp1"]
 
         await eventually(replaced)
-        await pipeline.ready()
+        await ranks.ready()
         assert (await http.post("/v1/pipeline", json=BODY)).status_code == 200
         assert states(await http.post("/stop_profile", json={"run_id": "run"})) == everywhere("stopped")
         report: dict[str, Any] = (await http.get("/profiles/run/report")).json()

@@ -28,6 +28,7 @@ def spec() -> PipelineConfig:
     )
 
 
+@pytest.mark.long
 @pytest.mark.proves("next-incarnation")
 async def test_after_a_rebirth_tensors_come_from_the_arena_that_peers_know_and_the_old_one_is_gone(base: Path) -> None:
     async with running(spec(), base) as pipeline, Client(pipeline.url) as client:

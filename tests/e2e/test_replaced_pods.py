@@ -28,6 +28,7 @@ async def ask(url: str, outcomes: Counter[str], stopped: asyncio.Event, *, strea
             outcomes["ok" if answer.status_code == 200 and whole else answer.text] += 1
 
 
+@pytest.mark.long
 @pytest.mark.proves("roll-out")
 async def test_requests_wait_for_the_new_processes_longer_than_they_are_held_otherwise(base: Path) -> None:
     spec = diamond(APART, coordinator=Coordinator(hold=Hold(seconds=HOLD_S)))

@@ -14,6 +14,7 @@ from tests.thoroughness import rows
 WORDS = "the quick brown fox"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("processes", rows([APART, TOGETHER, SPREAD], each_run=2))
 async def test_each_stage_and_each_hop_has_a_start_and_an_end(base: Path, processes: dict[str, str]) -> None:
     async with running(diamond(processes), base) as pipeline, Client(pipeline.url) as client:

@@ -116,6 +116,7 @@ def reached(folder: Path) -> bool:
     return (folder / "reached").exists() and (folder / "decode").exists()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("victim", "fault", "state"), CASES if THOROUGH else OFTEN)
 async def test_whoever_goes_at_any_state_of_a_room_the_answer_is_right(
     machines: NetPipeline, tmp_path: Path, victim: str, fault: str, state: KVPoll

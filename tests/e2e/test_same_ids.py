@@ -39,6 +39,7 @@ def same_ids() -> PipelineConfig:
     )
 
 
+@pytest.mark.long
 @pytest.mark.proves("same-request-id")
 async def test_requests_of_one_id_at_two_coordinators_are_answered_and_aborted_apart(base: Path) -> None:
     async with (

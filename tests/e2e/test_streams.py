@@ -198,6 +198,7 @@ async def test_readers_that_stop_reading_hold_up_no_other_request(pipeline: Loca
     await at_rest(client)
 
 
+@pytest.mark.long
 @pytest.mark.proves("client-never-reads")
 async def test_a_slow_reader_gets_its_whole_answer_while_another_request_is_served(
     pipeline: LocalPipeline, client: Client

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,39 +40,78 @@ def checkpoints(folder: Path) -> None:
         tiny_tokenizer().save_pretrained(folder / name)
 
 
-def pipeline_of(folder: Path, streams: bool, settings: dict[str, Any], **of_talker: Any) -> PipelineConfig:
-    def stage(name: str, **fields: Any) -> StageConfig:
-        arguments = {"model": str(folder / name), "streams": streams, **settings}
-        return StageConfig(name=name, process=name, factory=f"talker_stages:{name}", factory_args=arguments, **fields)
+def pipeline_of(folder: Path, *, streamed: Mapping[str, Any], whole: Mapping[str, Any]) -> PipelineConfig:
+    """Two thinkers with a talker each. streamed, whole: settings of the engines of the pair that passes rows so."""
+    stages = [
+        StageConfig(
+            name="take",
+            process="thinkers",
+            factory="talker_stages:take",
+            next=["streamed-thinker", "whole-thinker"],
+        )
+    ]
+    for way, settings in (("streamed", streamed), ("whole", whole)):
+        streams = way == "streamed"
+        talker = f"{way}-talker"
+        edges: dict[str, Any] = {"next": talker, **({"stream_to": talker} if streams else {})}
+        for name, fields in (("thinker", edges), ("talker", {"terminal": True})):
+            stages.append(
+                StageConfig(
+                    name=f"{way}-{name}",
+                    process=f"{name}s",
+                    factory=f"talker_stages:{name}",
+                    factory_args={"model": str(folder / name), "streams": streams, **settings},
+                    **fields,
+                )
+            )
+    return PipelineConfig(name="talk", stages=stages)
 
-    edges = {"next": "talker", **({"stream_to": "talker"} if streams else {})}
-    return PipelineConfig(name="talk", stages=[stage("thinker", **edges), stage("talker", terminal=True, **of_talker)])
 
-
+@pytest.mark.long
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    ("streams", "settings"),
+    ("streamed", "whole"),
     [
-        pytest.param(True, {}, id="streamed in the stage"),
-        pytest.param(False, {"own_process": True}, id="whole own process"),
-        pytest.param(False, {}, id="whole in the stage", marks=pytest.mark.nightly),
-        pytest.param(True, {"own_process": True}, id="streamed own process", marks=pytest.mark.nightly),
+        ({}, {"own_process": True}),
+        pytest.param({"own_process": True}, {}, marks=pytest.mark.nightly),
     ],
+    ids=["streamed in the stage, whole own process", "streamed own process, whole in the stage"],
 )
 async def test_a_talker_continues_from_the_hidden_rows_of_its_thinker(
-    streams: bool, settings: dict[str, Any], base: Path, tmp_path: Path
+    streamed: dict[str, Any], whole: dict[str, Any], base: Path, tmp_path: Path
 ) -> None:
     checkpoints(tmp_path)
-    async with running(pipeline_of(tmp_path, streams, settings), base) as pipeline, Client(pipeline.url) as client:
+    spec = pipeline_of(tmp_path, streamed=streamed, whole=whole)
+    async with running(spec, base) as pipeline, Client(pipeline.url) as client:
         bodies = await asyncio.gather(*(client.ask(text) for text in TEXTS * 3))
-    assert [body.get("results", body).get("talker", body) for body in bodies] == [spoken(text) for text in TEXTS * 3]
+    for way in ("streamed", "whole"):
+        found = [body.get("results", body).get(f"{way}-talker", body) for body in bodies]
+        assert found == [spoken(text) for text in TEXTS * 3]
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.nightly  # test_tensor_parallel_language.py has two ranks each time
 async def test_a_talker_of_two_ranks_continues_from_the_stream_of_its_thinker(base: Path, tmp_path: Path) -> None:
     checkpoints(tmp_path)
-    spec = pipeline_of(tmp_path, True, {}, gpu=[0, 1], tp_size=2)
+    arguments = {"streams": True}
+    thinker = StageConfig(
+        name="thinker",
+        process="thinker",
+        factory="talker_stages:thinker",
+        factory_args={"model": str(tmp_path / "thinker"), **arguments},
+        next="talker",
+        stream_to="talker",
+    )
+    talker = StageConfig(
+        name="talker",
+        process="talker",
+        factory="talker_stages:talker",
+        factory_args={"model": str(tmp_path / "talker"), **arguments},
+        terminal=True,
+        gpu=[0, 1],
+        tp_size=2,
+    )
+    spec = PipelineConfig(name="talk", stages=[thinker, talker])
     async with running(spec, base, cpu=True) as pipeline, Client(pipeline.url) as client:
         bodies = await asyncio.gather(*(client.ask(text) for text in TEXTS * 3))
     assert [body.get("results", body).get("talker", body) for body in bodies] == [spoken(text) for text in TEXTS * 3]

@@ -45,6 +45,7 @@ def judge(outcome: Outcome) -> None:
     assert outcome.broken(healthy_within_s=None) == []
 
 
+@pytest.mark.long
 @pytest.mark.timeout(PATIENCE_S)
 async def test_a_kill_of_any_member_costs_no_unstreamed_request_that_another_replica_can_serve(base: Path) -> None:
     async with experiments.local(2, base) as pipeline:
@@ -69,6 +70,7 @@ async def test_the_only_instance_of_a_group_comes_back_and_serves(base: Path) ->
         await experiments.warm(pipeline)  # all of it is served
 
 
+@pytest.mark.long
 @pytest.mark.proves("instances-lose-each-other")
 @pytest.mark.netns
 @pytest.mark.debian("iproute2")

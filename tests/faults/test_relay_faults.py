@@ -23,6 +23,7 @@ OFTEN: tuple[tuple[str, Fault], ...] = (
 ALL = tuple((relay, fault) for relay in RELAYS for fault in FAULTS)
 
 pytestmark = [
+    pytest.mark.long,
     pytest.mark.netns,
     pytest.mark.debian("iproute2"),
     pytest.mark.timeout(3600 if THOROUGH else 300),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+import pytest
+
 from stage_runtime.metrics import catalog, planes
 from stage_runtime.transfers.accounts import EdgeNumbers
 from tests.relays.relay_pairs import Pair
@@ -104,3 +106,14 @@ def test_the_shares_of_loading_stages_come_back_as_rows_and_not_as_metrics() -> 
 def test_numbers_that_no_share_can_have_are_left_out() -> None:
     for done, total in ((math.nan, 1.0), (1.0, math.inf), (-1.0, 2.0), (1.0, -2.0)):
         assert planes.loading_of({"stage_loading_done:a": done, "stage_loading_total:a": total}) == []
+
+
+@pytest.mark.parametrize("count", [math.nan, math.inf, -math.inf])
+def test_places_that_no_stage_has_are_unknown(count: float) -> None:
+    assert planes.places_of({"stage_places:talker": count, "stage_places:thinker": 4.0}, "talker") == 0
+    assert planes.places_of({"stage_places:talker": count, "stage_places:thinker": 4.0}, "thinker") == 4
+
+
+def test_a_rank_that_no_process_has_is_a_name_like_any_other() -> None:
+    absurd = f"rank{'9' * 5000}/sends_queued"
+    assert planes.by_rank({absurd: 1.0, "rank12/x": 2.0, "x": 3.0}) == {0: {absurd: 1.0, "x": 3.0}, 12: {"x": 2.0}}

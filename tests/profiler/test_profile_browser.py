@@ -68,6 +68,7 @@ def test_the_page_draws_requests_waterfall_and_tables(chromium: str, page: Path)
     assert drawn.count("<tr>") > 10
 
 
+@pytest.mark.long
 def test_the_page_of_a_request_with_very_many_events_is_drawn_to_its_end(chromium: str, tmp_path: Path) -> None:
     """More than a call of a function takes arguments: about 120,000."""
     events = chain("many", ["thinker", "talker"], 40_000)

@@ -309,9 +309,6 @@ def test_metadata_may_have_any_name_but_stage(active: Path) -> None:
         StagePlan(name="a", group="a", factory="x:y"),
         model_path=None,
         model_revision=None,
-        gpu_id=None,
-        tp_rank=0,
-        rendezvous=None,
         allocate=lambda shape, dtype: None,
         progress=lambda *_shown: None,
         emit=recorder.emit,
@@ -346,6 +343,7 @@ def test_a_span_that_cannot_be_traced_ends_no_caller(active: Path) -> None:
     assert [each["event_name"] for each in of_requests(active)] == ["encoder_start", "encoder_end"]
 
 
+@pytest.mark.long
 def test_more_than_the_queue_holds_is_dropped_and_counted(mine: Recorder, tmp_path: Path) -> None:
     twice = Template("a", ("over", {}), ("over", {}))
     path = mine.start("demo", tmp_path, "a", max_bytes=1 << 34)

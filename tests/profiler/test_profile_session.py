@@ -116,6 +116,27 @@ def test_a_process_that_cannot_be_traced_costs_only_its_own_file(
     assert "the disk is full" in caplog.text
 
 
+class Ended(Engines):
+    """The event loop by which they are called is closed."""
+
+    def _done(self, value: Any) -> Future[Any]:
+        raise RuntimeError("Event loop is closed")
+
+
+def test_an_engine_that_has_ended_costs_no_trace_of_the_others(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    children = Children()
+    children.add(Ended())
+    children.add(Engines())
+    one = ProfileSession(tmp_path, ["a"], incarnation=lambda: "aa", recorder=Recorder(), children=children)
+    files = record(one, "run", "{stage}-{rank}-{pid}")
+    one.close()
+    names = {path.name.removesuffix(paths.TRACE_SUFFIX) for path in files if path.name.endswith(paths.TRACE_SUFFIX)}
+    assert names == {f"a-0-{os.getpid()}", "a-engine-0-100", "a-engine-1-101"}
+    assert caplog.text.count("Event loop is closed") == 2
+
+
 def test_the_folder_of_all_runs_is_made_for_this_user_alone(tmp_path: Path) -> None:
     one = session(tmp_path / "new" / "profiles", "aa", own_folder=False)
     record(one, "run", "{stage}")

@@ -251,7 +251,7 @@ def test_a_retry_avoids_the_instances_given_even_a_whole_subset() -> None:
     spared = sorted(everyone)[7]
     for _ in range(20):
         assert made.bind(avoid=everyone - {spared})[1]["b"] == spared
-    assert made.bind(avoid=everyone)[1]["b"] in everyone, "there is no other"
+    assert made.bind(avoid=everyone)[1]["b"] in everyone, "no other one is left"
 
 
 def test_who_drains_is_bound_no_more_and_who_comes_is_bound_soon() -> None:

@@ -25,7 +25,22 @@ from stage_runtime.rules import sentences
     ],
 )
 def test_a_text_is_cut_where_sentences_end(text: str, expected: list[str]) -> None:
-    assert sentences.split(text) == expected
+    assert list(sentences.split(text)) == expected
+
+
+def test_a_text_is_split_as_its_sentences_are_asked_for() -> None:
+    """A stage speaks the first ones of megabytes, and stops where its request is cancelled."""
+    text = "It is so. " * 1000
+    found = sentences.split(text)
+    assert next(found) == "It is so."
+    assert list(found) == ["It is so."] * 999
+
+
+@given(st.text(alphabet="ab .,!?\n\"'1。，」", min_size=20, max_size=200))  # noqa: RUF001
+def test_a_text_is_split_into_the_sentences_of_one_that_is_fed_at_once(part: str) -> None:
+    text = part * (3 * sentences.TAKEN // len(part))
+    splitter = sentences.Splitter()
+    assert list(sentences.split(text)) == splitter.feed(text) + splitter.flush()
 
 
 def test_a_sentence_is_given_once_what_follows_has_begun_and_not_before() -> None:

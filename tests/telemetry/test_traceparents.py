@@ -96,6 +96,9 @@ def test_the_variables_say_where_traces_go(environ: dict[str, str], expected: Te
     [
         ("OTEL_EXPORTER_OTLP_ENDPOINT", "collector:4317"),
         ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "grpc://collector:4317"),
+        ("OTEL_EXPORTER_OTLP_ENDPOINT", "http://[collector:4318"),
+        ("OTEL_EXPORTER_OTLP_ENDPOINT", "http://collector:four"),
+        ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "http://collector:43180000"),
         ("OTEL_TRACES_SAMPLER", "jaeger_remote"),
         ("OTEL_TRACES_SAMPLER_ARG", "2"),
         ("OTEL_TRACES_SAMPLER_ARG", "many"),
