@@ -9,8 +9,9 @@ import httpx
 import pytest
 
 from stage_runtime.cli.running import bench
-from stage_runtime.cli.running.measuring import clients
+from stage_runtime.cli.running.measuring import bench_options, clients
 from stage_runtime.cli.running.measuring.clients import Load
+from stage_runtime.cli.running.measuring.flags import SAMPLED
 from stage_runtime.cli.running.measuring.prompts import Prompt
 from stage_runtime.errors import ConfigurationError
 
@@ -48,6 +49,20 @@ async def test_an_event_that_nobody_expects_fails_its_request_alone(event: str) 
     async with client(TOKEN, event) as http:
         outcomes, _ = await clients.run(http, LOAD, [Prompt("x", 1)] * 2, [0.0, 0.0])
     assert [bool(one.error) for one in sorted(outcomes, key=lambda one: not one.error)] == [True, False]
+
+
+async def test_thinking_is_timed_by_whichever_name_a_server_gives_it() -> None:
+    for name in ("reasoning_content", "reasoning"):
+        async with client(TOKEN.replace("content", name), TOKEN) as http:
+            outcome = await clients.ask(http, LOAD, Prompt("x", 1))
+        assert (outcome.error, len(outcome.gaps)) == ("", 1), name
+
+
+def test_a_benchmark_names_no_voice_that_a_pipeline_may_not_have() -> None:
+    speech = Load(endpoint="/v1/audio/speech", model="m").fields(Prompt("x", 1))
+    assert speech == {"model": "m", "input": "x", "response_format": "pcm"}
+    given: dict[str, Any] = dict.fromkeys((*SAMPLED, "ignore_eos", "extra_body")) | {"modalities": "text,audio"}
+    assert bench_options.body(given) == {"modalities": ["text", "audio"], "audio": {"format": "pcm16"}}
 
 
 async def test_a_usage_without_numbers_is_none() -> None:

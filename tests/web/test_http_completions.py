@@ -97,6 +97,27 @@ async def test_log_probabilities_are_lists_with_offsets(stream: bool) -> None:
     }
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        ([{"token": "a"}], r"missing required field `logprob` - at `omni.Text.logprobs\[0\]`"),
+        ([None], r"at `omni.Text.logprobs\[0\]`"),
+        ([{"token": 5, "logprob": -0.5}], r"at `omni.Text.logprobs\[0\].token`"),
+        ([{"token": "a", "logprob": -0.5, "top_logprobs": [7]}], r"logprobs\[0\].top_logprobs\[0\]`"),
+    ],
+)
+async def test_a_stage_whose_log_probabilities_have_another_form_is_named(
+    given: Any, problem: str, stream: bool
+) -> None:
+    script = play(chunk(Text("a", 0, given)))
+    async with start(script, TEXTS) as running, client_of(running) as client:
+        with pytest.raises(openai.InternalServerError, match=f"stage 'talk': .*{problem}") as caught:
+            await client.completions.create(model="m", prompt="a b", logprobs=1, stream=stream)
+        assert caught.value.body["stage"] == "talk"  # type: ignore[index]
+        await client.completions.create(model="m", prompt="a b")  # who asks for none is answered
+
+
 async def test_one_prompt_that_fails_fails_all_and_the_others_end() -> None:
     async def script(handle: ScriptedHandle) -> AsyncIterator[Event]:
         yield chunk(Text("x"))

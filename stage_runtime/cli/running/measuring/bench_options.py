@@ -114,7 +114,7 @@ def body(given: Mapping[str, Any]) -> dict[str, Any]:
     if given["modalities"]:
         found["modalities"] = given["modalities"].split(",")
         if "audio" in found["modalities"]:
-            found["audio"] = {"format": "pcm16", "voice": "default"}
+            found["audio"] = {"format": "pcm16"}
     if given["extra_body"]:
         try:
             extra = json.loads(given["extra_body"])

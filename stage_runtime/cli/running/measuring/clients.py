@@ -6,13 +6,16 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, Final
 
 import httpx
 import msgspec
 
 from stage_runtime.cli.running.measuring.prompts import Prompt
 from stage_runtime.cli.running.measuring.statistics import Outcome
+
+#: Fields of a delta that tokens become, beside the text; a server names what the model thinks by either of two names.
+_UNSHOWN: Final = ("reasoning_content", "reasoning", "tool_calls")
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,7 +31,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     def fields(self, prompt: Prompt) -> dict[str, Any]:
         base: dict[str, Any] = {"model": self.model}
         if self.endpoint == "/v1/audio/speech":
-            return {**base, "input": prompt.text, "voice": "default", "response_format": "pcm", **self.body}
+            return {**base, "input": prompt.text, "response_format": "pcm", **self.body}
         asked = {"messages": [{"role": "user", "content": prompt.text}]} if "chat" in self.endpoint else {}
         stream = {"stream": True, "stream_options": {"include_usage": True}, "max_tokens": prompt.output}
         return {**base, **(asked or {"prompt": prompt.text}), **stream, **self.body}
@@ -115,7 +118,7 @@ class _Seen:
             for choice in event.get("choices", ()):
                 delta = choice.get("delta") or {}
                 text = delta.get("content") or choice.get("text")
-                if text or delta.get("reasoning_content") or delta.get("tool_calls"):
+                if text or any(delta.get(name) for name in _UNSHOWN):
                     self._token()
                 if isinstance(text, str):
                     self._text.append(text)

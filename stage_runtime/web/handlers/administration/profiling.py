@@ -129,7 +129,7 @@ class Profiles:
     async def archive(self, exchange: Exchange) -> None:
         """GET /profiles/{run_id}: all its files as a tar."""
         run_id = _run_id(exchange)
-        async with self._collected(run_id) as folder:
+        async with _while_connected(exchange), self._collected(run_id) as folder:
             headers = [(b"content-disposition", f'attachment; filename="{run_id}.tar"'.encode())]
             await exchange.start(b"application/x-tar", headers)
             for path in sorted(each for each in folder.rglob("*") if each.is_file()):
@@ -140,7 +140,7 @@ class Profiles:
     async def report(self, exchange: Exchange) -> None:
         """GET /profiles/{run_id}/report?format=json|html|table|perfetto. Made by a process of its own."""
         run_id, form = _run_id(exchange), _format(exchange)
-        async with self._collected(run_id) as events:
+        async with _while_connected(exchange), self._collected(run_id) as events:
             out = events.with_name("report")
             await _make_report(events, form, out)
             await exchange.start(FORMATS[form], [(b"content-length", str(out.stat().st_size).encode())])
@@ -230,6 +230,24 @@ async def _make_report(events: Path, form: str, out: Path) -> None:
             await process.wait()
     if process.returncode:
         raise RequestError("not_found", errors.decode(errors="replace").strip()[-500:].replace(str(events), "the run"))
+
+
+@asynccontextmanager
+async def _while_connected(exchange: Exchange) -> AsyncIterator[None]:
+    """The block ends when the client disconnects: files of gigabytes are fetched from stages and sent for it alone.
+
+    Raises: RequestError: cancelled: it has disconnected.
+    """
+    try:
+        async with asyncio.timeout(None) as block:
+            exchange.watch(lambda: block.reschedule(0.0))
+            yield
+    except TimeoutError:
+        if not block.expired():
+            raise
+        raise RequestError("cancelled", "the client disconnected") from None
+    finally:
+        exchange.unwatch()
 
 
 async def _write_member(exchange: Exchange, path: Path, name: str) -> None:

@@ -109,7 +109,9 @@ def _messages(body: responses_body.ResponsesBody) -> tuple[list[schemas.Message]
                 thought += "".join(one.text for one in item.content or ())
                 continue
             case responses_body.FunctionCall() if last is not None and not thought:
-                last.tool_calls = [*(last.tool_calls or ()), _call(item)]
+                if last.tool_calls is None:
+                    last.tool_calls = []
+                last.tool_calls.append(_call(item))
                 continue
             case responses_body.FunctionCall():
                 message = schemas.Message(role="assistant", tool_calls=[_call(item)])

@@ -12,7 +12,7 @@ from typing import Any, Final
 import msgspec
 
 from stage_runtime.coordinator.events import AnswerEvent
-from stage_runtime.errors import InvalidRequest
+from stage_runtime.errors import InvalidRequest, RequestError
 from stage_runtime.web.reading import schemas
 from stage_runtime.web.translating.answer_outputs import Outputs
 from stage_runtime.web.translating.generation import completions, parameters
@@ -116,6 +116,19 @@ def _checked(given: Any, param: str) -> Prompt:
     raise InvalidRequest(f"{param}: expected a text or a list of token ids that is not empty", param=param)
 
 
+class _Likely(msgspec.Struct, frozen=True):
+    """A token of `Text.logprobs`, or another one at its place. None: nothing predicts a prompt's first token."""
+
+    token: str
+    logprob: float | None
+
+
+class _Entry(_Likely, frozen=True):
+    """A token of `Text.logprobs`."""
+
+    top_logprobs: tuple[_Likely, ...] = ()
+
+
 class TextCompletion:
     """Collects the events of all prompts into one answer, or yields chunks of a stream as they come."""
 
@@ -124,7 +137,7 @@ class TextCompletion:
         self._base = {"id": request_id, "object": "text_completion", "created": created, "model": model}
         self._outputs = [Outputs() for _ in call.prompts]
         self._texts: dict[int, list[str]] = {}  #: Texts by choice.
-        self._logprobs: dict[int, list[Any]] = {}  #: Log probabilities by choice.
+        self._logprobs: dict[int, list[_Entry]] = {}  #: Log probabilities by choice.
         self._notes: list[dict[str, Any]] = []
         self._ids = TokenIds()  #: Token ids by choice of the whole answer.
         self._sizes: dict[int, int] = {}  #: Sizes by choice: characters so far, for the offsets of tokens.
@@ -141,7 +154,7 @@ class TextCompletion:
                 case Text():
                     index = prompt * self._call.choices + shown.choice
                     self._texts.setdefault(index, []).append(shown.text)
-                    entries = shown.logprobs or []
+                    entries = _entries(shown, event.stage) if self._call.logprobs else []
                     self._logprobs.setdefault(index, []).extend(entries)
                     yield self._chunk(index, shown.text, entries)
                 case Note() if self._call.token_ids and self._ids.take(shown, prompt * self._call.choices):
@@ -170,7 +183,7 @@ class TextCompletion:
         return range(len(self._call.prompts) * self._call.choices)
 
     def _choice(self, index: int) -> dict[str, Any]:
-        logprobs = legacy_logprobs(self._logprobs.get(index, []), 0) if self._call.logprobs else None
+        logprobs = _legacy_logprobs(self._logprobs.get(index, []), 0) if self._call.logprobs else None
         text = "".join(self._texts.get(index, ()))
         choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": self._reason(index)}
         return {**choice, **self._ids.whole(index)} if self._call.token_ids else choice
@@ -179,12 +192,12 @@ class TextCompletion:
         prompt, choice = divmod(index, self._call.choices)
         return self._outputs[prompt].reason(choice)
 
-    def _chunk(self, index: int, text: str, entries: Sequence[Any], *, reason: str | None = None) -> dict[str, Any]:
+    def _chunk(self, index: int, text: str, entries: Sequence[_Entry], *, reason: str | None = None) -> dict[str, Any]:
         logprobs = None
-        if self._call.logprobs and entries:
+        if entries:
             offset = self._sizes.get(index, 0)
-            logprobs = legacy_logprobs(entries, offset)
-            self._sizes[index] = offset + sum(len(one["token"]) for one in entries)
+            logprobs = _legacy_logprobs(entries, offset)
+            self._sizes[index] = offset + sum(len(one.token) for one in entries)
         choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason, **self._ids.next(index)}
         chunk = {**self._base, "choices": [choice]}
         if self._call.include_usage:
@@ -198,21 +211,30 @@ class TextCompletion:
         return {"notes": self._notes} if self._notes else {}
 
 
-def legacy_logprobs(entries: Sequence[Any], offset: int) -> dict[str, Any]:
+def _entries(shown: Text, stage: str) -> list[_Entry]:
+    """Raises: RequestError: stage_failed: the stage gave log probabilities of another form; names the place."""
+    try:
+        return msgspec.convert(shown.logprobs or [], list[_Entry])
+    except msgspec.ValidationError as error:
+        problem = str(error).replace("`$", "`omni.Text.logprobs")
+        raise RequestError("stage_failed", f"stage {stage!r}: {problem}", stage=stage) from None
+
+
+def _legacy_logprobs(entries: Sequence[_Entry], offset: int) -> dict[str, Any]:
     """Entries of a chat's ``logprobs.content`` in the form of completions. offset: characters before the first."""
-    tokens = [one["token"] for one in entries]
+    tokens = [one.token for one in entries]
     offsets = list(itertools.accumulate(map(len, tokens), initial=offset))[: len(tokens)]
     return {
         "tokens": tokens,
-        "token_logprobs": [one["logprob"] for one in entries],
+        "token_logprobs": [one.logprob for one in entries],
         "top_logprobs": [_top(one) for one in entries],
         "text_offset": offsets,
     }
 
 
-def _top(entry: Any) -> dict[str, float] | None:
+def _top(entry: _Entry) -> dict[str, float | None] | None:
     """The likeliest tokens; the chosen one is among them. None for a prompt's first token, which nothing predicts."""
-    if entry["logprob"] is None:
+    if entry.logprob is None:
         return None
-    found = {one["token"]: one["logprob"] for one in reversed(entry["top_logprobs"])}
-    return {**found, entry["token"]: entry["logprob"]}
+    found = {one.token: one.logprob for one in reversed(entry.top_logprobs)}
+    return {**found, entry.token: entry.logprob}
