@@ -81,7 +81,7 @@ async def narrowly() -> AsyncIterator[tuple[Pair, Narrow]]:
 
 
 def fetchings(both: Pair) -> tuple[Fetching, Fetching]:
-    """Of what must fail, after `STALLED_S`; and of what must come, however long the machine stops."""
+    """The first one fails after `STALLED_S`; the second one waits however long the machine stops."""
     loop = asyncio.get_running_loop()
     return Fetching(both.b, loop, stalled_s=STALLED_S), Fetching(both.b, loop, stalled_s=PATIENCE_S)
 
