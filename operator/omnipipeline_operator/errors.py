@@ -7,11 +7,13 @@ OperatorError
     ├── NotFound          404
     ├── Conflict          409: the name is taken, or the object has changed
     ├── Invalid           422: the object itself is refused, or its uid is another
-    ├── Forbidden         401, 403: RBAC, quota, pod security, a terminating namespace
+    ├── Forbidden         401, 403: RBAC, quota, pod security, a terminating namespace; any refusal of a webhook
     └── Unavailable       429, 5xx, refused connections, timeouts: a retry may succeed
 """
 
 from __future__ import annotations
+
+import re
 
 
 class OperatorError(Exception):
@@ -56,7 +58,7 @@ class Invalid(ClusterError):
 
 
 class Forbidden(ClusterError):
-    """Refused by RBAC, a quota or pod security, or because the namespace is terminating."""
+    """Refused by RBAC, a quota, pod security or an admission webhook, or because the namespace is terminating."""
 
 
 class Unavailable(ClusterError):
@@ -65,6 +67,9 @@ class Unavailable(ClusterError):
 
 #: Server-side apply answers an unknown field, and a value of a wrong type, with a 500 and this message.
 _UNTYPED = "failed to create typed patch object"
+#: Admission webhooks refuse with any status, many with a 500; one that does not answer, and may not be passed over, is
+#: a 500 too. Each stands in the way of its own kinds alone, so the status must say so, and other children go on.
+_WEBHOOK = re.compile("failed calling webhook|admission webhook .* denied the request")
 
 
 def of_status(what: str, status: int, message: str, *, reason: str = "", retry_after_s: float = 0.0) -> ClusterError:
@@ -81,4 +86,6 @@ def of_status(what: str, status: int, message: str, *, reason: str = "", retry_a
     kind = kinds.get(status, Unavailable if status >= 500 or status == 0 else Invalid)
     if _UNTYPED in message:
         kind = Invalid
+    if _WEBHOOK.search(message):
+        kind = Forbidden
     return kind(what, status, message, reason=reason, retry_after_s=retry_after_s)

@@ -34,8 +34,9 @@ def accepted(status: str = "True", reason: str = "Accepted", type: str = "Accept
 
 
 def shown(expose: dict[str, Any], *live: dict[str, Any], lacking: dict[str, str] | None = None) -> Exposure:
+    """The exposure of a pipeline with these objects; its Service is among them, also where ``live`` has none."""
     store = Store()
-    for each in live:
+    for each in [*live, *([] if any(one["kind"] == "Service" for one in live) else [child("Service")])]:
         store.put(each)
     resource = {"apiVersion": API_VERSION, "kind": KIND, "metadata": {"name": "duo"}}
     spec = loading.from_resource({**resource, "spec": {"stages": [STAGE], "expose": expose}}).spec

@@ -189,6 +189,57 @@ async def test_a_deletion_an_annotation_or_an_adoption_that_is_refused_stops_no_
     assert {("delete", "PodDisruptionBudget"), ("apply status", "OmniPipeline")} <= written
 
 
+NOBODY = 'Internal error occurred: failed calling webhook "w.example.org": failed to call webhook: Post: no endpoints'
+BROKEN = 'admission webhook "w.example.org" denied the request: cannot list what it needs'
+
+
+@pytest.mark.parametrize(
+    "status, message",
+    [(500, NOBODY), (500, BROKEN), (409, BROKEN), (404, BROKEN), (404, "the server could not find the resource")],
+)
+async def test_a_child_that_a_webhook_or_a_removed_kind_stands_in_the_way_of_is_told_and_stops_no_other_one(
+    status: int, message: str
+) -> None:
+    def refuse(write: Write) -> None:
+        if write[1] == refused:
+            raise errors.of_status("", status, message)
+
+    for refused in (SERVICE.name, DEPLOYMENT.name):
+        operator = Operator()
+        with pytest.raises(errors.ClusterError):
+            await operator.reconcile(refuse)
+        made = {kind for kind, _, _ in operator.server.objects}
+        assert {SERVICE.name, POLICY.name, DEPLOYMENT.name} - {refused} <= made
+        by_type = {each["type"]: each for each in operator.live(PIPELINE, "duo")["status"]["conditions"]}
+        assert (by_type["Accepted"]["reason"], by_type["Accepted"]["message"]) == ("ChildRefused", message)
+        assert by_type["Ready"]["message"] == message
+
+
+async def test_a_pipeline_whose_service_was_refused_is_not_exposed(operator: Operator) -> None:
+    def taken(write: Write) -> None:
+        if write == ("apply", "Service", "duo"):
+            raise errors.Forbidden("", 403, "exceeded quota: few")
+
+    def exposed(of: Operator) -> tuple[str, str, str]:
+        conditions = of.live(PIPELINE, "duo")["status"]["conditions"]
+        return next((one["status"], one["reason"], one["message"]) for one in conditions if one["type"] == "Exposed")
+
+    without = Operator()
+    with pytest.raises(errors.Forbidden):
+        await without.reconcile(taken)
+    assert exposed(without) == ("False", "ServiceMissing", "Service duo of this pipeline does not exist")
+    assert exposed(operator) == ("True", "Exposed", "http://duo.space.svc:8000")
+
+
+async def test_faults_of_a_spec_stand_in_one_line_for_lists_show_the_first_alone(operator: Operator) -> None:
+    limits = {"name": "first", "resources": {"requests": {"cpu": "2"}, "limits": {"cpu": "1"}}}
+    operator.edit(operator.live(PIPELINE, "duo"), processGroups=[limits, {"name": "nobody"}])
+    await operator.reconcile()
+    message = operator.live(PIPELINE, "duo")["status"]["conditions"][0]["message"]
+    first = "processGroups[1].name: 'nobody' is not a process group; there are 'first', 'last'"
+    assert message == f"{first}; processGroups[0].resources.limits.cpu: 1 is less than the request of 2"
+
+
 async def test_a_deployment_that_somebody_made_with_another_selector_is_made_anew(operator: Operator) -> None:
     name = next(name for kind, _, name in operator.server.objects if kind == DEPLOYMENT.name)
     live = operator.live(DEPLOYMENT, name)

@@ -36,14 +36,14 @@ from omnipipeline_operator.controller.revisions import canaries, pinning, restar
 from omnipipeline_operator.controller.revisions.plan_cache import ManifestCache, PlanCache
 from omnipipeline_operator.controller.revisions.planned import Planned, rollout_goal
 from omnipipeline_operator.controller.revisions.restarts import KeyChange
-from omnipipeline_operator.controller.writing import ChildError, ChildWriter, DesiredState
+from omnipipeline_operator.controller.writing import REFUSED, ChildError, ChildWriter, DesiredState
 from omnipipeline_operator.desired import naming, podgroups
 from omnipipeline_operator.desired.naming import Owner
 from omnipipeline_operator.desired.pod_templates.pods import PodFacts
 from omnipipeline_operator.kinds import PIPELINE, Manifest
 from omnipipeline_operator.settings import Settings
 from omnipipeline_spec.scaling import Seen
-from omnipipeline_spec.types.errors import SpecError
+from omnipipeline_spec.types.errors import InvalidPipeline, SpecError
 
 log = logging.getLogger(__name__)
 
@@ -115,7 +115,7 @@ class Reconciler:
             planned = self._plan(resource, snapshot)
         except (SpecError, errors.NotAllowed) as error:
             reason = "NotAllowed" if isinstance(error, errors.NotAllowed) else "InvalidSpec"
-            await self._reporter.refuse(resource, snapshot, applier, Refusal(reason=reason, message=str(error)))
+            await self._reporter.refuse(resource, snapshot, applier, Refusal(reason=reason, message=_faults(error)))
             return None
         except Exception as error:  # a fault that no rule of the contract names: without a report nobody would see it
             log.exception("%s/%s: cannot be planned", *key)
@@ -187,7 +187,7 @@ class Reconciler:
         state = findings.desired_state(found, await coordinators.aside(self._client, snapshot, found.statuses))
         try:
             await writer.apply(state)
-        except (NameTaken, errors.Invalid, errors.Forbidden) as error:
+        except REFUSED as error:
             writer.refused.append(error)
         return _soonest(
             _again_s(found, state, writer.refused), await self._report(resource, found, writer, key, applier)
@@ -308,6 +308,11 @@ def _again_s(found: Findings, state: DesiredState, refused: Sequence[ChildError]
     if (runs or planned.plan.autoscaling) and not planned.goal.suspended:
         return SCALED_EVERY_S
     return SOON_S if findings.awaits_coordinators(found, state) else None
+
+
+def _faults(error: SpecError | errors.NotAllowed) -> str:
+    """All faults in one line: `kubectl get -o wide` and lists of Events show the first one alone."""
+    return "; ".join(map(str, error.faults)) if isinstance(error, InvalidPipeline) else str(error)
 
 
 def _soonest(*waits_s: float | None) -> float | None:

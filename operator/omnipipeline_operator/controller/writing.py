@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from typing import Final
 
 import msgspec
 
@@ -29,7 +30,9 @@ from omnipipeline_spec.types.pods import COORDINATOR
 DELETION_COST = "controller.kubernetes.io/pod-deletion-cost"
 MAX_COST = 2**31 - 1
 
-ChildError = NameTaken | errors.Invalid | errors.Forbidden
+#: NotFound: the kind itself, whose CRD was removed a moment ago.
+ChildError = NameTaken | errors.Invalid | errors.Forbidden | errors.NotFound
+REFUSED: Final = (NameTaken, errors.Invalid, errors.Forbidden, errors.NotFound)
 
 
 class DesiredState(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,7 +99,7 @@ class ChildWriter:
         """Write or delete one child; remember a refusal."""
         try:
             await writing
-        except (NameTaken, errors.Invalid, errors.Forbidden) as error:
+        except REFUSED as error:
             self.refused.append(error)
 
     # --- what pods need -----------------------------------------------------------------------------------------

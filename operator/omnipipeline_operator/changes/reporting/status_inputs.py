@@ -36,7 +36,7 @@ class Exposure(msgspec.Struct, frozen=True, kw_only=True):
     url: str
     external: str | None = None
     pending: str | None = None  #: Says what is not there yet, or not accepted.
-    reason: str = "AddressPending"  #: The reason of ``pending``; also GatewayAPIMissing, RouteRefused.
+    reason: str = "AddressPending"  #: The reason of ``pending``; also GatewayAPIMissing, RouteRefused, ServiceMissing.
 
 
 class StatusInputs(msgspec.Struct, frozen=True, kw_only=True):

@@ -32,6 +32,10 @@ def exposure(spec: PipelineConfig, snapshot: Snapshot, lacking: Mapping[str, str
 def _ways(spec: PipelineConfig, snapshot: Snapshot, lacking: Mapping[str, str]) -> Iterator[Exposure]:
     """Each way from outside that the spec asks for."""
     url = services.url(spec, snapshot.owner)
+    service = snapshot.child(kinds.SERVICE, naming.service(snapshot.owner.name))
+    if service is None:  # another object has its name, or it was refused: all ways lead through it
+        message = f"Service {naming.service(snapshot.owner.name)} of this pipeline does not exist"
+        yield Exposure(url=url, pending=message, reason="ServiceMissing")
     ingress = snapshot.child(kinds.INGRESS, snapshot.owner.name)
     if spec.expose.ingress is not None and ingress is not None:
         scheme = "https" if spec.expose.ingress.tls_secret_name else "http"
@@ -45,7 +49,6 @@ def _ways(spec: PipelineConfig, snapshot: Snapshot, lacking: Mapping[str, str]) 
         route = snapshot.child(kinds.ROUTE, snapshot.owner.name)
         yield _routed(spec.expose.route, route or {}, url, snapshot.owner.name, lacking.get(kinds.ROUTE.name))
     if spec.expose.service.type == "LoadBalancer" and spec.expose.ingress is None and spec.expose.route is None:
-        service = snapshot.child(kinds.SERVICE, naming.service(snapshot.owner.name))
         host = _address(service or {})
         if host is None:
             yield Exposure(url=url, pending="the load balancer has no address yet")
