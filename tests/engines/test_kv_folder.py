@@ -6,6 +6,7 @@ import asyncio
 import errno
 import json
 import os
+import shutil
 import tempfile
 import threading
 import zlib
@@ -255,6 +256,76 @@ def test_what_ended_processes_left_unfinished_is_deleted_and_foreign_files_are_n
         os.utime(one, (1, 1))
     assert files.known() == set()
     assert sorted(one.name for one in files._folder.iterdir()) == sorted([fresh.name, foreign.name])
+
+
+def test_folders_that_are_not_of_layouts_or_cannot_be_read_are_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that is mounted there has a `lost+found` of the root's; layouts may be another user's."""
+    theirs = tmp_path / ("ab" * 8)
+    for one in (theirs, tmp_path / "lost+found"):
+        one.mkdir(parents=True)
+    scandir = os.scandir
+
+    def scanned(path: Any) -> Any:
+        if Path(path) in (theirs, tmp_path / "lost+found"):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", scanned)
+    files = BlockFiles(str(tmp_path), LAYOUT, 10, 1000)
+    files.write(b"\3" * 16, torch.ones(10, dtype=torch.uint8))
+    assert files.known() == {b"\3" * 16}
+
+
+def test_a_folder_that_was_deleted_is_made_again(stored: Callable[..., Stored], tmp_path: Path) -> None:
+    engine = stored()
+    for index, prompt in enumerate(prompts(2, first=40)):
+        shutil.rmtree(tmp_path / "kv")
+        if index:
+            engine.now += folders.LOOK_S + 1
+        asked(engine, prompt, f"r{index}")
+    later = stored()
+    assert asked(later, prompts(2, first=40)[1]) == alone("llama", prompts(2, first=40)[1], 12)
+    assert later.received == 28
+
+
+def test_processes_with_one_number_write_the_same_block_at_the_same_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The main processes of two pods both are process 1."""
+    one, other = (BlockFiles(str(tmp_path), LAYOUT, 10, 1000) for _ in range(2))
+    content, body = b"\3" * 16, torch.ones(10, dtype=torch.uint8)
+    replace = os.replace
+
+    def beside(source: Any, target: Any) -> None:
+        monkeypatch.setattr(os, "replace", replace)
+        other.write(content, body)
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", beside)
+    one.write(content, body)
+    assert one.read(content).tolist() == [1] * 10
+    assert len(list(one._folder.iterdir())) == 1
+
+
+@pytest.mark.parametrize("waiting", [1.5, 0.5], ids=["some blocks", "less than a block"])
+def test_of_a_step_with_more_blocks_than_may_wait_the_first_ones_are_kept(
+    stored: Callable[..., Stored], monkeypatch: pytest.MonkeyPatch, waiting: float
+) -> None:
+    engine = stored()
+    monkeypatch.setattr(folders, "UNWRITTEN_NBYTES", int(waiting * engine.nbytes))
+    asked(engine)
+    assert engine.engine.preprocess_add_request(_request(PROMPT)).hash(4)[0] in engine.connector._known
+    assert engine.connector._unwritten == 0
+
+
+def test_a_prompt_whose_probabilities_are_asked_for_leaves_no_files_that_nobody_finds(
+    stored: Callable[..., Stored], tmp_path: Path
+) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, prompt_logprobs=1)
+    assert asked(stored(), params=params) == alone("llama", PROMPT, 12)
+    assert _files(tmp_path) == []
 
 
 def test_a_header_of_another_layout_or_block_is_refused_whatever_its_checksum(tmp_path: Path) -> None:

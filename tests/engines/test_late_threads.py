@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import pytest
 
+from stage_runtime.engines.autoregressive.connectors.watch import Watch
 from stage_runtime.engines.autoregressive.core.engine_core import EngineCore
 from stage_runtime.engines.autoregressive.core.engine_requests import EngineCoreRequest
 from stage_runtime.engines.autoregressive.core.executors import ThreadExecutor
@@ -27,7 +30,9 @@ from stage_runtime.rules.autoregressive.steps import SchedulerLimits
 from tests.engines import external_kit
 from tests.engines.engine_kit import PATIENCE_S, running
 from tests.engines.external_kit import ends
-from tests.engines.generation_kit import VOCABULARY, ScriptedExecutor
+from tests.engines.generation_kit import VOCABULARY, ScriptedExecutor, alone
+from tests.engines.kv_pair_kit import Pair, prompts
+from tests.engines.test_kv_folder import Stored, asked
 
 STACK_TOO_LARGE = 1 << 47  # bytes: all that a process can address, so that no thread can start
 
@@ -137,3 +142,48 @@ def test_an_adapter_without_a_thread_to_read_it_is_refused_when_its_ranks_meet()
         reads.keep(1)
     reads.begin(2, "/adapters/a")
     assert reads.keep(2) == AdapterFacts(b"", 1)
+
+
+def test_prompts_come_from_prefill_and_silent_ones_are_given_up_where_no_thread_can_start() -> None:
+    pair, (prompt, other) = Pair(), prompts(2)
+    with no_thread_can_start():
+        pair.d.ask("r", prompt)
+        pair.run()
+        assert (pair.d.tokens["r"], pair.counts["received_blocks"]) == (alone("llama", prompt, 12), 7)
+        pair.shipping = lambda room, header, tensors: None
+        pair.d.ask("s", other)
+        pair.settle()
+        pair.decoder.look()  # a post: what it raised would end the engine
+        pair.now += 31
+        pair.decoder.look()
+        pair.run()
+    assert (pair.d.tokens["s"], pair.counts["silent"]) == (alone("llama", other, 12), 1)
+    pair.close()
+
+
+def test_blocks_are_written_into_a_folder_and_found_there_where_no_thread_can_start(tmp_path: Path) -> None:
+    writer, reader = Stored(tmp_path), Stored(tmp_path)
+    with no_thread_can_start():
+        asked(writer)
+        reader.now += 11  # it looks again
+        asked(reader, prompts(1, first=40)[0], "other")
+        assert asked(reader) == alone("llama", prompts(1)[0], 12)
+    assert reader.received == 28
+    for one in (writer, reader):
+        one.engine.shutdown()
+
+
+def test_a_watch_looks_once_each_time_it_is_armed() -> None:
+    looks: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+    count = 0
+
+    def look() -> None:
+        nonlocal count
+        count += 1
+
+    watch = Watch(look, 0.01, post=looks.put)
+    for _ in range(3):
+        watch.arm()
+        looks.get(timeout=PATIENCE_S)()
+    assert count == 3
+    watch.close()

@@ -76,3 +76,17 @@ def test_a_short_request_beside_a_long_one_gets_the_tokens_that_it_gets_alone() 
 
 def test_where_no_request_can_be_long_the_tokens_are_those_of_the_short_factors() -> None:
     assert answers(ORIGINAL, short=SHORT) == {"short": alone_with(copy.deepcopy(model()), SHORT, 12)}
+
+
+def test_keys_of_one_set_of_factors_are_not_those_of_the_other() -> None:
+    """Engines whose requests have other lengths at most share a folder, or are prefill and decode."""
+
+    def digest(length: int) -> str:
+        spec = omni.Autoregressive(model="", max_model_len=length, linears="plain", kernels="torch")
+        loaded = loader.assemble(spec, copy.deepcopy(model()), tiny_tokenizer(), digest=True)
+        loaded.core.shutdown()
+        return loaded.weights
+
+    short, long = digest(ORIGINAL), digest(4 * ORIGINAL)
+    assert short != long
+    assert digest(3 * ORIGINAL) == long

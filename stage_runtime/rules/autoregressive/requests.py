@@ -86,8 +86,8 @@ class Request:
     __slots__ = (
         "accepted", "adapter", "arrival", "begun", "blocks", "computed", "fed", "feeds_itself", "follows", "hashes",
         "hit_tokens", "hoped", "id", "in_flight", "lacks", "length", "limits", "matcher", "open", "preemptions",
-        "priority", "prompt_tokens", "rows", "salt", "speculates", "state", "tail", "ticket", "tokens", "uncached",
-        "unknown",
+        "priority", "private", "prompt_tokens", "rows", "salt", "speculates", "state", "tail", "ticket", "tokens",
+        "uncached", "unknown",
     )  # fmt: skip
 
     def __init__(
@@ -119,6 +119,7 @@ class Request:
         self.blocks: list[int] = []  #: Block ids in order of positions; empty unless RUNNING or PAUSED.
         self.hashes = list(hashes)  #: Hashes of the first full blocks of ``tokens``; the rest are computed when needed.
         self.salt = salt
+        self.private = False  #: No other request has its salt, so none finds its blocks.
         self.open = open
         #: The model takes rows made from its own steps in place of generated tokens, so their blocks are not shared.
         self.feeds_itself = feeds_itself

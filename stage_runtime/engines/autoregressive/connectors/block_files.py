@@ -12,6 +12,7 @@ import contextlib
 import logging
 import os
 import re
+import secrets
 import time
 import zlib
 from collections.abc import Iterator
@@ -29,6 +30,7 @@ MAGIC: Final = b"OMNIKV01"
 ROOM: Final = 0.9  #: The share of the bound that a clean-up leaves: or each written block would cause one.
 OLD_S: Final = 3600.0  # an unfinished file of this age is of a process that has ended
 NAME: Final = re.compile(r"[0-9a-f]{32}\.kv")
+LAYOUT: Final = re.compile(r"[0-9a-f]{16}")
 
 
 class _Found(NamedTuple):
@@ -48,11 +50,20 @@ class BlockFiles:
         self._block_nbytes = block_nbytes
         self._most = most_nbytes
         self._used = 0  #: Bytes at the last look, and those written since.
+        self._own = secrets.token_hex(8)  #: Ends the names of its unfinished files; containers share process ids.
+        self._make()
+
+    def _make(self) -> None:
+        """Also where somebody has deleted it. Raises: OSError."""
         self._root.mkdir(mode=0o700, parents=True, exist_ok=True)  # whoever reads it can tell the prompts
         self._folder.mkdir(mode=0o700, exist_ok=True)
 
     def known(self) -> set[bytes]:
-        """The hashes of all blocks of this layout. The least recently used files beyond the bound are deleted first."""
+        """The hashes of all blocks of this layout. The least recently used files beyond the bound are deleted first.
+
+        Raises: OSError.
+        """
+        self._make()
         self._clean()
         names = (one.name for one in os.scandir(self._folder))
         return {bytes.fromhex(name[:-3]) for name in names if NAME.fullmatch(name)}
@@ -78,7 +89,8 @@ class BlockFiles:
         whole = self._header(content)
         check = zlib.crc32(body, zlib.crc32(whole)).to_bytes(4, "little")
         path = self._path(content)
-        unfinished = path.with_name(f"{path.name}.{os.getpid()}")
+        unfinished = path.with_name(f"{path.name}.{self._own}")
+        self._make()
         try:
             with open(unfinished, "wb") as file:
                 for part in (whole, check, body):
@@ -112,11 +124,19 @@ class BlockFiles:
 
     def _files(self) -> Iterator[_Found]:
         now = time.time()
-        for folder in [one for one in os.scandir(self._root) if one.is_dir(follow_symlinks=False)]:
-            for one in os.scandir(folder):
+        folders = [one for one in os.scandir(self._root) if LAYOUT.fullmatch(one.name)]
+        for folder in [one for one in folders if one.is_dir(follow_symlinks=False)]:
+            for one in _entries(folder.path):
                 with contextlib.suppress(FileNotFoundError):
                     facts = one.stat(follow_symlinks=False)
                     if NAME.fullmatch(one.name):
                         yield _Found(facts.st_mtime, facts.st_size, one.path)
                     elif NAME.match(one.name) and facts.st_mtime < now - OLD_S:
                         os.unlink(one.path)
+
+
+def _entries(folder: str) -> list[os.DirEntry[str]]:
+    """Those of a layout's folder; of one that is gone meanwhile, or is another user's, none."""
+    with contextlib.suppress(FileNotFoundError, PermissionError):
+        return list(os.scandir(folder))
+    return []

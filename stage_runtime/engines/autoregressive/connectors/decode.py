@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 
 from stage_runtime.engines.autoregressive.connectors.hops import Hops
+from stage_runtime.engines.autoregressive.connectors.watch import Watch
 from stage_runtime.engines.autoregressive.core.engine_core import EngineCore
 from stage_runtime.engines.autoregressive.core.engine_requests import EngineCoreRequest
 from stage_runtime.engines.autoregressive.core.kv_connector import Failure, Local, Post
@@ -59,8 +59,9 @@ class DecodeConnector:
         self._came: dict[Room, list[tuple[float, int]]] = {}
         self._asked_at: dict[Room, float] = {}
         self._clock = clock
-        self._timer: threading.Timer | None = None  #: While rooms are open.
+        self._watch = Watch(self.look, LOOK_S, post=post)  #: Armed while rooms are open.
         self._checks = ThreadPoolExecutor(1, thread_name_prefix="kv-check")
+        self._checks.submit(int)  # the thread starts now, as that of `Watch`
         self._loads = core.connect(self, post)
         self._loads.least_tokens = lambda: hops.least_tokens
         manager.transport.attach(self)
@@ -115,14 +116,11 @@ class DecodeConnector:
         self._arm()
 
     def _arm(self) -> None:
-        if self._timer is None and self._progress:
-            self._timer = threading.Timer(LOOK_S, self._post, (self.look,))
-            self._timer.daemon = True
-            self._timer.start()
+        if self._progress:
+            self._watch.arm()
 
     def look(self) -> None:
         """Give up the rooms that give nothing: a side that waits for another one must not wait for ever."""
-        self._timer = None
         now = self._clock()
         for room, since in list(self._progress.items()):
             if now - since > PATIENCE_S:
@@ -192,8 +190,7 @@ class DecodeConnector:
         return self._rooms.pop(room)[1]
 
     def close(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
+        self._watch.close()
         self._checks.shutdown(cancel_futures=True)
 
     # --- KVSink: the transport's thread ---------------------------------------------------------------------------

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -23,6 +22,7 @@ from stage_runtime.api import Autoregressive
 from stage_runtime.engines.autoregressive.connectors import layouts
 from stage_runtime.engines.autoregressive.connectors.block_files import BlockFiles
 from stage_runtime.engines.autoregressive.connectors.registry import Around, Built
+from stage_runtime.engines.autoregressive.connectors.watch import Watch
 from stage_runtime.engines.autoregressive.core.engine_core import EngineCore
 from stage_runtime.engines.autoregressive.core.engine_requests import EngineCoreRequest
 from stage_runtime.engines.autoregressive.core.kv_connector import Failure, Local, Post
@@ -62,10 +62,12 @@ class FolderConnector:
         self._unwritten = 0  #: Bytes.
         self._loading: dict[str, Load] = {}
         self._moved = 0.0  #: When a block has come, or the first one was waited for.
-        self._timer: threading.Timer | None = None  #: While blocks are waited for.
+        self._watch = Watch(self.look, PATIENCE_S / 2, post=post)  #: Armed while blocks are waited for.
         self._complained = False
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="kv-read")
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="kv-write")
+        for pool in (self._reader, self._writer):
+            pool.submit(int)  # the thread starts now, as that of `Watch`
         self._loads = core.connect(self, post)
 
     # --- KVConnector: the engine's thread -------------------------------------------------------------------------
@@ -99,13 +101,14 @@ class FolderConnector:
 
     def save_kv(self, row: Row) -> None:
         request, size = row.request, self._core.scheduler.limits.block_size
-        if request.rows is not None or request.feeds_itself:
-            return
+        if request.rows is not None or request.feeds_itself or request.private:
+            return  # nobody would find its blocks
         full = request.hash(size)[: (row.start + row.count) // size]
         fresh = [at for at in range(row.start // size, len(full)) if full[at] not in self._known]
-        nbytes = len(fresh) * self._block_nbytes
-        if not fresh or self._unwritten + nbytes > UNWRITTEN_NBYTES:
+        fresh = fresh[: self._room]
+        if not fresh:
             return
+        nbytes = len(fresh) * self._block_nbytes
         self._unwritten += nbytes
         blocks, contents = [request.blocks[at] for at in fresh], [full[at] for at in fresh]
         self._known.update(contents)
@@ -115,12 +118,16 @@ class FolderConnector:
         future = self._core.executor.call(lambda runner: [runner.pages.export([block]) for block in blocks])
         future.add_done_callback(partial(self._copied, contents, nbytes))
 
+    @property
+    def _room(self) -> int:
+        """How many blocks may be copied now: one at least while none waits, however large it is."""
+        return max((UNWRITTEN_NBYTES - self._unwritten) // self._block_nbytes, int(not self._unwritten))
+
     def request_finished(self, request: Request) -> None:
         self._loading.pop(request.id, None)
 
     def close(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
+        self._watch.close()
         self._reader.shutdown(cancel_futures=True)
         self._writer.shutdown()  # what was copied is kept
 
@@ -137,14 +144,11 @@ class FolderConnector:
         self._known.difference_update(lost)
 
     def _arm(self) -> None:
-        if self._timer is None and self._loading:
-            self._timer = threading.Timer(PATIENCE_S / 2, self._post, (self.look,))
-            self._timer.daemon = True
-            self._timer.start()
+        if self._loading:
+            self._watch.arm()
 
     def look(self) -> None:
         """Give up what a disk does not give."""
-        self._timer = None
         if self._clock() - self._moved > PATIENCE_S:
             for request_id in list(self._loading):
                 self._loads.fail(request_id, f"no block was read for {PATIENCE_S:g} s", Failure.SILENT)

@@ -65,6 +65,7 @@ class PrefillConnector:
         self._kept: deque[_Kept] = deque()
         self._copied = 0  #: Bytes that wait to be sent.
         self._work = ThreadPoolExecutor(1, thread_name_prefix="kv-prefill")  #: Prompts in order, checksums.
+        self._work.submit(int)  # the thread starts now: one that had to start later might not
         self._loads = core.connect(self, post)
         manager.transport.attach(self)
 

@@ -104,6 +104,7 @@ class Preprocessor:
             feeds_itself=self._feeds_itself,
             fed=0 if self._feeds_itself and request.open else None,
         )
+        made.private = params.prompt_logprobs is not None
         made.adapter = adapter
         made.matcher = matcher
         made.speculates = not self._feeds_itself and not params.hidden_rows

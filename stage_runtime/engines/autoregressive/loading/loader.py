@@ -74,7 +74,7 @@ class Loaded(NamedTuple):
     num_blocks: int
     linears: dict[linears.LinearsBackend, int]
     runner: ModelRunner
-    weights: str = ""  #: `digests.weights_digest` of the whole model, as it was loaded.
+    weights: str = ""  #: `digests.weights_digest` of the whole model, as it was loaded, and what else its keys are of.
 
 
 def load(
@@ -150,7 +150,8 @@ def assemble(
     log.info("KV cache: %d blocks of %d tokens; a request has at most %d", num_blocks - 1, spec.block_size, length)
     for one in (paged, draft):
         if one is not None:
-            positions.settle_long_rope(one.model, scheduler.longest)
+            factors = positions.settle_long_rope(one.model, scheduler.longest)
+            weights += factors if digest else ""
     text = not isinstance(tokenizer, decoders.TokensOnly)
     grammars = Grammars(tokenizer, paged.vocab_size, paged.end_ids, number_digits=spec.number_digits) if text else None
     executor = _executor(spec, runner, alone=ranks is None and experts is None)
