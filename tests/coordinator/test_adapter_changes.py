@@ -245,3 +245,60 @@ async def test_what_another_coordinator_has_dropped_is_not_given_on() -> None:
         made.join("f2", "front")
         assert (await answered(made, "f2", 0, None, "no adapter 'sql'")).operation == "unload_adapter"
         assert len(calls(made, "f1")) == 1
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["alone", "while it is loaded again"])
+async def test_an_adapter_that_loads_after_its_client_was_told_that_it_failed_is_dropped(again: bool) -> None:
+    async with coordinator_harness() as made:
+        adapters, operations = made.coordinator.adapters, made.coordinator.operations
+        ask = operations.ask
+
+        async def impatient(operation: str, stages: Any, arguments: Any, **options: Any) -> OperationResults:
+            return await ask(operation, stages, arguments, **{**options, "timeout_s": LISTED[operation]})
+
+        operations.ask = impatient  # type: ignore[method-assign]
+        loading = asyncio.create_task(adapters.load("sql", "/a/sql", timeout_s=PATIENCE_S))
+        await answered(made, "f1", 0, {})
+        for number in range(2):
+            await answered(made, "v1", number, None, "this stage takes no operations")
+        with pytest.raises(RequestError, match="no answer within 0 s") as failed:
+            await loading
+        assert failed.value.code == "unavailable"
+        if again:
+            loading = asyncio.create_task(adapters.load("sql", "/a/sql", timeout_s=PATIENCE_S))
+            await asyncio.sleep(0)
+        await answered(made, "f1", 1, ["sql"])
+        made.coordinator.received("f1", Ready({"split": {"sql": "/a/sql"}}))
+        if again:
+            await answered(made, "f1", 2, {})
+            for number in range(2, 4):
+                await answered(made, "v1", number, None, "this stage takes no operations")
+            await asyncio.gather(loading, return_exceptions=True)
+        dropped = calls(made, "f1")[-1]
+        assert (dropped.operation, dropped.arguments) == ("unload_adapter", {"name": "sql"})
+        made.coordinator.received("f1", Ready({"split": {"sql": None}}))
+        made.join("f2", "front")
+        async with asyncio.timeout(PATIENCE_S):
+            while not calls(made, "f2"):
+                await asyncio.sleep(0)
+        assert calls(made, "f2")[0].operation == "unload_adapter"
+
+
+LISTED = {"list_adapters": PATIENCE_S, "load_adapter": 0.0, "unload_adapter": PATIENCE_S}
+
+
+async def test_an_answer_that_comes_late_is_told_once_and_none_of_an_instance_that_is_gone_or_failed() -> None:
+    async with coordinator_harness() as made:
+        operations, told = made.coordinator.operations, []
+        made.join("f2", "front")
+        for _ in range(2):
+            await operations.ask("x", ["split"], {}, timeout_s=0.0, late=lambda *one: told.append(one))
+        for call in calls(made, "f1"):
+            error = None if call is calls(made, "f1")[0] else "it failed"
+            for _ in range(2):
+                made.coordinator.received("f1", AdminReply(call.call_id, call.stage, 0, [], error))
+        made.coordinator.lost("f2")
+        for call in calls(made, "f2"):
+            made.coordinator.received("f2", AdminReply(call.call_id, call.stage, 0, [], None))
+        assert told == [("f1", "split")]
+        assert not operations._late

@@ -12,9 +12,10 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, Final, NamedTuple, TypeAlias
 
-from stage_runtime.coordinator.questions.stage_operations import OperationResults, Operations
+from stage_runtime.coordinator.questions.stage_operations import Late, OperationResults, Operations
 from stage_runtime.errors import ENGINE_AWAY, NO_FOLDER, OmniError, RequestError, describe
 from stage_runtime.rules.members.adapters import LIST, LOAD, MOST_CHANGES, UNLOAD
 
@@ -47,6 +48,8 @@ class AdapterChanges:
         #: Instance -> its latest report.
         self._reports: dict[str, Reported] = {}
         self._under_way: set[str] = set()  #: Names that `load` or `unload` is at work on.
+        #: Engines that have loaded one of these after an earlier `load` of it had failed for want of their answers.
+        self._too_late: dict[str, list[_Engine]] = {}
         operations.on_done = self.note
 
     def note(self, results: OperationResults, arguments: Mapping[str, Any]) -> None:
@@ -69,7 +72,7 @@ class AdapterChanges:
             if not lacking:
                 raise RequestError("duplicate_request", f"the adapter {name!r} is loaded already", param="lora_name")
             arguments = {"name": name, "path": path}
-            problems = await self._ask_each(lacking, LOAD, arguments, timeout_s)
+            problems = await self._ask_each(lacking, LOAD, arguments, timeout_s, late=partial(self._late, name))
             failed = next((one for one in problems if one is not None), None)
             if failed is not None:
                 loaded = [one for one, problem in zip(lacking, problems, strict=True) if problem is None]
@@ -78,6 +81,7 @@ class AdapterChanges:
                     raise RequestError("unavailable", failed)
                 code = "not_found" if NO_FOLDER in failed else "invalid_request"
                 raise RequestError(code, failed, param="lora_path" if path in failed else "lora_name")
+            self._too_late.pop(name, None)
             self._remember({one.stage for one in held}, name, arguments)
 
     async def unload(self, name: str, *, timeout_s: float) -> None:
@@ -109,6 +113,16 @@ class AdapterChanges:
             yield await self._held(timeout_s)
         finally:
             self._under_way.discard(name)
+            for one in self._too_late.pop(name, ()):
+                self._late(name, *one)
+
+    def _late(self, name: str, instance: str, stage: str) -> None:
+        """An engine has loaded an adapter of which its client was told that it is not loaded."""
+        if name in self._under_way:
+            self._too_late.setdefault(name, []).append(_Engine(instance, stage))
+            return
+        log.warning("%s has loaded the adapter %s too late: it is dropped", instance, name)
+        self._operations.tell(instance, stage, UNLOAD, {"name": name})
 
     async def _held(self, timeout_s: float) -> dict[_Engine, Mapping[str, Any]]:
         stages = self._operations.served()
@@ -128,10 +142,15 @@ class AdapterChanges:
         return found
 
     async def _ask_each(
-        self, engines: Sequence[_Engine], operation: str, arguments: Mapping[str, Any], timeout_s: float
+        self,
+        engines: Sequence[_Engine],
+        operation: str,
+        arguments: Mapping[str, Any],
+        timeout_s: float,
+        late: Late | None = None,
     ) -> list[str | None]:
         """The first error of each."""
-        calls = (self._ask(one.instance, one.stage, operation, arguments, timeout_s) for one in engines)
+        calls = (self._ask(one.instance, one.stage, operation, arguments, timeout_s, late) for one in engines)
         return await asyncio.gather(*calls)
 
     def _remember(self, stages: Iterable[str], name: str, arguments: Mapping[str, Any] | None) -> None:
@@ -190,12 +209,18 @@ class AdapterChanges:
                     log.warning("%s, which has come later: %s of %s: %s", instance, operation, name, problem)
 
     async def _ask(
-        self, instance: str, stage: str, operation: str, arguments: Mapping[str, Any], within_s: float
+        self,
+        instance: str,
+        stage: str,
+        operation: str,
+        arguments: Mapping[str, Any],
+        within_s: float,
+        late: Late | None = None,
     ) -> str | None:
         """Returns: the first error."""
         try:
             answer = await self._operations.ask(
-                operation, [stage], arguments, timeout_s=within_s, only=instance, noted=False
+                operation, [stage], arguments, timeout_s=within_s, only=instance, noted=False, late=late
             )
         except OmniError as error:
             return describe(error)

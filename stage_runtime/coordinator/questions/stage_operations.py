@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import msgspec
 
@@ -19,6 +19,7 @@ from stage_runtime.wire.messages import AdminCall, AdminReply, Message
 from stage_runtime.wire.parts import Member
 
 GONE: Final = "no answer: the process is gone"
+LATE_MOST: Final = 256  # calls whose answers may come late; the oldest is forgotten
 
 
 class OperationResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,6 +54,9 @@ class _OperationAnswer(NamedTuple):
     error: str | None
 
 
+Late: TypeAlias = Callable[[str, str], None]  #: Called with an instance and its stage.
+
+
 class Operations:
     """Sends operations to stages and collects the replies."""
 
@@ -70,6 +74,8 @@ class Operations:
         self._loop = loop
         self.on_done: Callable[[OperationResults, Mapping[str, Any]], None] = lambda results, arguments: None
         self._calls: dict[str, dict[_Target, asyncio.Future[_OperationAnswer]]] = {}
+        #: Calls that were not waited for to the end: who has not answered, and what to do when one carries it out yet.
+        self._late: dict[str, tuple[set[_Target], Late]] = {}
 
     async def ask(
         self,
@@ -80,10 +86,12 @@ class Operations:
         timeout_s: float,
         only: str | None = None,
         noted: bool = True,
+        late: Late | None = None,
     ) -> OperationResults:
         """Ask all instances of ``stages``, and wait for each until it has answered, is gone, or ``timeout_s`` is over.
 
-        only: one instance is asked. noted: `on_done` is called with the results.
+        only: one instance is asked. noted: `on_done` is called with the results. late: called for an instance that was
+        not waited for any longer and has carried it out then.
 
         Raises: RequestError: not_found: no such stage; unavailable: a stage has no instance. Then no process was asked.
             ValueRefused: an argument cannot be encoded.
@@ -108,8 +116,10 @@ class Operations:
             await asyncio.wait(answers.values(), timeout=timeout_s)
         finally:
             del self._calls[call_id]
-        late = f"no answer within {timeout_s:g} s"
-        results = [_result(one, members[one.instance], answers[one], late) for one in targets]
+            if late is not None:
+                self._wait_on(call_id, {one for one in targets if not (one.rank or answers[one].done())}, late)
+        problem = f"no answer within {timeout_s:g} s"
+        results = [_result(one, members[one.instance], answers[one], problem) for one in targets]
         found = OperationResults(
             operation=operation, failed=sum(one.error is not None for one in results), results=results
         )
@@ -117,16 +127,27 @@ class Operations:
             self.on_done(found, arguments)
         return found
 
+    def tell(self, instance: str, stage: str, operation: str, arguments: Mapping[str, Any]) -> None:
+        """Ask one instance, and do not wait for its answer."""
+        self._send(instance, AdminCall(uuid.uuid4().hex, stage, operation, dict(arguments)))
+
     def served(self) -> list[str]:
         """The stages that have an instance now."""
         return sorted({stage for member in self._members().values() for stage in member.stages})
 
     def replied(self, sender: str, message: AdminReply) -> None:
         """A rank of this process has answered."""
-        targets = self._calls.get(message.call_id, {})
-        answer = targets.get(_Target(sender, message.stage, message.rank))
+        target = _Target(sender, message.stage, message.rank)
+        answer = self._calls.get(message.call_id, {}).get(target)
         if answer is not None and not answer.done():
             answer.set_result(_OperationAnswer(message.value, message.error))
+        waiting, late = self._late.get(message.call_id, (set(), None))
+        if late is not None and target in waiting:
+            waiting.remove(target)
+            if not waiting:
+                del self._late[message.call_id]
+            if message.error is None:
+                late(sender, message.stage)
 
     def lost(self, instance: str) -> None:
         """A process is gone: fail the wait for its answer."""
@@ -134,6 +155,16 @@ class Operations:
             for one, answer in targets.items():
                 if one.instance == instance and not answer.done():
                     answer.set_result(_OperationAnswer(None, GONE))
+        for call_id, (waiting, _late) in list(self._late.items()):
+            waiting -= {one for one in waiting if one.instance == instance}
+            if not waiting:
+                del self._late[call_id]
+
+    def _wait_on(self, call_id: str, waiting: set[_Target], late: Late) -> None:
+        if waiting:
+            self._late[call_id] = waiting, late
+        if len(self._late) > LATE_MOST:
+            del self._late[next(iter(self._late))]
 
     def _check(self, stages: Sequence[str], members: Mapping[str, Member]) -> None:
         known = self._stages()
