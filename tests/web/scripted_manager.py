@@ -108,6 +108,7 @@ class ScriptedManager:
         self.gauges: Mapping[str, planes.Gauges] = {}
         self.shown: Mapping[str, Any] = {}  #: The counts that `status` shows beside the count in flight.
         self.records: Sequence[RequestRecord] = ()
+        self.forgotten: set[str] = set()  #: Requests that were listed, and whose records are gone.
         self.stages: Sequence[StageNeed] = ()
 
     @property
@@ -157,6 +158,8 @@ class ScriptedManager:
         return True
 
     def record(self, request_id: str) -> RequestRecord | None:
+        if request_id in self.forgotten:
+            return None
         known = next((one for one in self.records if one.id == request_id), None)
         if known is not None:
             return known

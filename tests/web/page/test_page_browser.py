@@ -9,48 +9,22 @@ import base64
 import itertools
 import json
 import os
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 
 from stage_runtime.coordinator.events import ResultEvent
-from stage_runtime.web.exchanges.apikeys import ApiKeys
 from stage_runtime.wire.values import Audio, Text
-from tests.web.page.browser import Tab, chromium
-from tests.web.page.page_pipelines import LOADING, Edge, record, samples, status
-from tests.web.running import ALL, Running, start
-from tests.web.scripted_manager import Script, chunk, play
+from tests.web.page.opened import TALL, page
+from tests.web.page.page_pipelines import LOADING, Edge, record, status
+from tests.web.running import ALL
+from tests.web.scripted_manager import chunk, play
 
 pytestmark = [pytest.mark.browser, pytest.mark.debian("chromium"), pytest.mark.timeout(300)]
 
-KEYED = msgspec.structs.replace(ALL, api_keys=ApiKeys(("se&cret #1",)), local=True)
-HELLO = play(chunk(Text("hello ")), chunk(Text("<b>you</b>"), index=1), ResultEvent(stage="talk", data=Text("done")))
 MARKUP = "<img src=x onerror=\"document.title='taken'\">"
-TALL: dict[str, Any] = {"width": 1300, "height": 1600}
-
-
-@asynccontextmanager
-async def page(
-    folder: Path,
-    groups: dict[str, str],
-    edges: list[Edge],
-    *,
-    instances: int = 2,
-    settings: Any = KEYED,
-    script: Script = HELLO,
-) -> AsyncIterator[tuple[Running, Tab]]:
-    async with start(script, settings) as running, chromium(folder) as tab:
-        running.manager.shown = status(groups, edges, instances=instances, loading=1)
-        running.manager.samples = samples(groups)
-        await tab.look(**TALL)
-        yield running, tab
-        assert tab.problems == []
-        assert [url for url in tab.asked if not url.startswith((running.url, "data:", "blob:", "about:"))] == []
 
 
 async def test_the_page_shows_nothing_without_the_key_and_everything_with_it(tmp_path: Path) -> None:

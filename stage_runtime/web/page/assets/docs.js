@@ -1,7 +1,7 @@
 // `/openapi.json` for people: each route with what it takes and what it answers, without a script of another host.
 
 import {$, element} from "./drawing.js";
-import {forgetKey, json, keepKey, mustAsk, said, takeKeyOfAddress} from "./stream.js";
+import {Unauthorised, forgetKey, json, keepKey, mustAsk, said, takeKeyOfAddress} from "./stream.js";
 
 let all = null;
 
@@ -56,7 +56,11 @@ async function open() {
     said($("name"), `Routes of ${all.info.title}`);
     show();
     document.body.dataset.ready = "yes";
-  } catch (error) { lock(error.message); }
+  } catch (error) {
+    if (error instanceof Unauthorised) { lock(error.message); return; }
+    $("main").hidden = false; $("login").hidden = true;
+    said($("routes"), error.message);
+  }
 }
 
 function lock(why) {
@@ -68,5 +72,6 @@ function lock(why) {
 
 $("filter").oninput = show;
 $("login").onsubmit = event => { event.preventDefault(); keepKey($("key").value.trim()); $("key").value = ""; open(); };
+window.onhashchange = () => { if (takeKeyOfAddress()) open(); };
 takeKeyOfAddress();
 if (mustAsk()) lock(""); else open();

@@ -6,6 +6,7 @@ import {Unauthorised, ask, events, forgetKey, hasKey, json, keepKey, mustAsk, re
 import {EDGES, GROUPS, INSTANCES, Requests, STAGES, Table, groupRows, instanceRows, stageRows} from "./tables.js";
 
 const KEPT_S = 5;  // rates are those of the last seconds
+const SILENT_S = 20;  // without a word of the coordinator, which has one each second: the connection is gone
 const MOST_INSTANCES = 200;  // rows; of more, the filter finds the others
 const state = {facts: null, loads: [], instances: new Map(), requests: new Map()};
 const graph = new Graph($("graph"), stage => { $("instance-filter").value = state.facts.groups[stage]; showInstances(); $("instance-filter").focus(); });
@@ -13,6 +14,8 @@ const tables = {stages: new Table($("stages"), STAGES, "Stages"), edges: new Tab
   groups: new Table($("groups"), GROUPS, "Process groups"), instances: new Table($("instances"), INSTANCES, "Instances")};
 const requests = new Requests($("requests"), pick);
 let colour = colours([]), parts = null, waited_s = 1;
+let trying = new AbortController();  // ends what is tried
+let draw = () => {};  // draws the waterfall of the request that was picked
 
 function show(opened) {
   for (const id of ["main", "nav"]) $(id).hidden = !opened;
@@ -29,9 +32,15 @@ function clear() {
   state.instances.clear(); state.requests.clear();
   for (const table of Object.values(tables)) table.show([]);
   requests.show([], 0, colour); requests.picked = null;
-  for (const id of ["graph", "waterfall", "cards", "problem", "revisions", "request-facts", "request-error", "try", "profile"]) $(id).textContent = "";
+  for (const id of ["graph", "cards", "problem", "revisions", "profile"]) $(id).textContent = "";
   said($("name"), "OmniPipeline"); said($("waterfall-title"), "Waterfall"); document.title = "OmniPipeline";
+  clearWaterfall(); trying.abort();
   graph.known = ""; parts = null;
+}
+
+function clearWaterfall() {
+  draw = () => {};
+  for (const id of ["waterfall", "request-facts", "request-error"]) $(id).textContent = "";
 }
 
 const handlers = {
@@ -40,7 +49,7 @@ const handlers = {
     colour = colours(Object.keys(facts.groups || {}));
     said($("name"), facts.pipeline || facts.model); document.title = `${facts.pipeline || facts.model} · OmniPipeline`;
     said($("revisions"), `Pipeline revisions that are served, the newest last: ${(facts.revisions || []).join(", ") || "none"}. Coordinator ${facts.coordinator}, version ${facts.version}.`);
-    if (parts === null) { parts = facts; begin(facts); }
+    begin(facts);
   },
   load(load) {
     state.loads.push(load);
@@ -49,7 +58,10 @@ const handlers = {
     if (load.draining) pill("draining", "bad"); else pill(load.problem ? "cannot serve" : "live", load.problem ? "bad" : "good");
   },
   instances({changed, gone}) { update(state.instances, "incarnation", changed, gone); },
-  requests({changed, gone}) { update(state.requests, "id", changed, gone); },
+  requests({changed, gone}) {
+    update(state.requests, "id", changed, gone);
+    if (changed.some(one => one.id === requests.picked)) pick(requests.picked);
+  },
   error({message}) { pill(message, "bad"); },
 };
 
@@ -95,9 +107,11 @@ function transport(source, target, rows) {
 
 // --- showing -----------------------------------------------------------------------------------------------------
 
+// value: a text; an empty one hides the card
 function card(name, value) {
   const found = [...$("cards").children].find(one => one.dataset.name === name);
-  if (found) { said(found.querySelector("b"), value); return; }
+  if (found) { said(found.querySelector("b"), value); found.hidden = value === ""; return; }
+  if (value === "") return;
   const made = element($("cards"), "div", {class: "card", "data-name": name}, name);
   element(made, "b", {}, value);
 }
@@ -117,7 +131,7 @@ function showAll() {
   tables.stages.show(stageRows(stages));
   tables.edges.show(rows);
   card("requests", perSecond(done)); card("in flight", String(now.in_flight));
-  if (now.awaiting_instance) card("wait for an instance", String(now.awaiting_instance));
+  card("wait for an instance", now.awaiting_instance ? String(now.awaiting_instance) : "");
   card("completed", String(completed)); card("not completed", failing > 0 ? `${failed} (${perSecond(failing)})` : String(failed));
   card("stages", String(stages.size)); card("instances", `${[...state.instances.values()].filter(one => one.state === "ready").length} of ${state.instances.size} ready`);
   showInstances();
@@ -128,7 +142,7 @@ function showAll() {
 function showInstances() {
   const all = [...state.instances.values()];
   tables.groups.show(groupRows(state.facts.groups, all));
-  const [found, rows] = instanceRows(all, $("instance-filter").value, MOST_INSTANCES);
+  const [found, rows] = instanceRows(all, $("instance-filter").value, MOST_INSTANCES, Object.values(state.facts.groups || {}));
   tables.instances.show(rows);
   said($("instance-count"), found > rows.length ? `${rows.length} of ${found} are shown; those that are not ready come first` : `${found} of ${all.length}`);
 }
@@ -143,6 +157,7 @@ function showRequests() {
 }
 
 async function pick(id) {
+  if (requests.picked !== id) clearWaterfall();
   requests.picked = id;
   showRequests();
   said($("waterfall-title"), `Waterfall of ${id}`);
@@ -158,31 +173,37 @@ async function pick(id) {
     if (!lines.length) facts.push("no stage has reported yet");
     said($("request-facts"), facts.join(" · "));
     said($("request-error"), record.error ? `${record.error.code}${record.error.stage ? ` in ${record.error.stage}` : ""}: ${record.error.message}` : "");
-    drawWaterfall($("waterfall"), {rows: lines.slice(0, 400), count: lines.length, first: 0, duration: Math.max(duration, ...lines.map(line => line.end)), colour});
-  } catch (error) { refused(error, $("request-error")); }
+    draw = () => drawWaterfall($("waterfall"), {rows: lines.slice(0, 400), count: lines.length, first: 0, duration: Math.max(duration, ...lines.map(line => line.end)), colour});
+    draw();
+  } catch (error) {
+    if (requests.picked !== id) return;
+    if (error instanceof Unauthorised) { lock(error.message); return; }
+    said($("request-error"), error.message);
+  }
 }
 
-function refused(error, place) {
-  if (error instanceof Unauthorised) { lock(error.message); return; }
-  said(place, error.message);
-}
-
-// What is there once for each pipeline: the parts that are loaded when it is known.
+// What is there once for each pipeline: the parts that are loaded when it is known. Another one may follow at the same
+// address, such as the next `omni up`.
 async function begin(facts) {
+  const own = JSON.stringify([facts.model, facts.serves, facts.profiler]);
+  if (own === parts) return;
+  parts = own;
+  trying.abort();
+  const ended = (trying = new AbortController()).signal;
   $("profile-section").hidden = $("profile-link").hidden = !facts.profiler;
   const {Trying} = await import("./trying.js");
-  new Trying($("try"), facts, {locked: error => lock(error.message), shown: id => { pick(id); }});
+  if (!ended.aborted) new Trying($("try"), facts, {locked: error => lock(error.message), shown: id => { pick(id); }, ended});
   if (!facts.profiler) return;
   const {Profiles} = await import("./profiles.js");
-  new Profiles($("profile"), error => lock(error.message));
+  if (!ended.aborted) new Profiles($("profile"), error => lock(error.message));
 }
 
 // --- the stream ---------------------------------------------------------------------------------------------------
 
-let following = null;  // aborts the stream
+let following = null;  // {connection}: aborts the stream
 
 function lock(why) {
-  if (following) following.abort();
+  if (following) following.connection.abort();
   following = null;
   forgetKey(); clear(); show(false);
   pill("locked", "bad");
@@ -190,20 +211,31 @@ function lock(why) {
 }
 
 async function follow() {
-  const own = following = new AbortController();
+  if (following) following.connection.abort();
+  const own = following = {connection: null};
   while (following === own) {
+    const connection = own.connection = new AbortController();
+    let silence = 0;
+    const heard = () => {
+      clearTimeout(silence);
+      silence = setTimeout(() => connection.abort(new Error(`nothing has come for ${SILENT_S} s`)), SILENT_S * 1000);
+    };
     try {
-      const answer = await ask("/page/events", {signal: own.signal});
+      heard();
+      const answer = await ask("/page/events", {signal: connection.signal});
       if (!answer.ok) throw new Error(await reason(answer));
+      if (following !== own) return;
       show(true);
       Object.assign(state, {loads: []}); state.instances.clear(); state.requests.clear();
       for await (const event of events(answer)) {
+        heard();
         waited_s = 1;
         if (handlers[event.name]) handlers[event.name](JSON.parse(event.data));
         if (event.name !== "pipeline") schedule();
       }
       throw new Error("the coordinator has ended the stream");
     } catch (error) {
+      clearTimeout(silence);
       if (following !== own) return;
       if (error instanceof Unauthorised) { lock(error.message); return; }
       pill(`connecting again: ${error.message}`, "bad");
@@ -224,6 +256,7 @@ $("login").onsubmit = event => { event.preventDefault(); keepKey($("key").value.
 $("logout").onclick = () => lock("");
 $("instance-filter").oninput = showInstances;
 $("request-filter").onchange = showRequests;
-window.onresize = () => { schedule(); if (requests.picked) pick(requests.picked); };
+window.onresize = () => { schedule(); draw(); };
+window.onhashchange = () => { if (takeKeyOfAddress()) follow(); };
 takeKeyOfAddress();
 if (mustAsk()) lock(""); else follow();

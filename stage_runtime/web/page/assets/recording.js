@@ -6,18 +6,23 @@ const RATE = 16000;
 export class Recording {
   async start() {
     this.stream = await navigator.mediaDevices.getUserMedia({audio: true});
-    this.recorder = new MediaRecorder(this.stream);
-    this.pieces = [];
-    this.recorder.ondataavailable = event => this.pieces.push(event.data);
-    this.recorder.start();
+    try {
+      this.recorder = new MediaRecorder(this.stream);
+      this.pieces = [];
+      this.recorder.ondataavailable = event => this.pieces.push(event.data);
+      this.stopped = new Promise(done => { this.recorder.onstop = done; });  // also when the microphone is pulled out
+      this.recorder.start();
+    } catch (error) { this.release(); throw error; }
   }
+
+  // The microphone is let go of.
+  release() { for (const track of this.stream.getTracks()) track.stop(); }
 
   // The file; its microphone is let go of.
   async stop() {
-    const stopped = new Promise(done => { this.recorder.onstop = done; });
-    this.recorder.stop();
-    await stopped;
-    for (const track of this.stream.getTracks()) track.stop();
+    if (this.recorder.state !== "inactive") this.recorder.stop();
+    await this.stopped;
+    this.release();
     const context = new OfflineAudioContext(1, 1, RATE);
     const sound = await context.decodeAudioData(await new Blob(this.pieces).arrayBuffer());
     return wav(mixed(sound), sound.sampleRate);

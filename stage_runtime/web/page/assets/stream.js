@@ -5,10 +5,14 @@ const NAME = "omni.key";
 export class Unauthorised extends Error {}
 
 // `#key=…` is how `kubectl omni ui` hands the key over: a fragment is sent to no server. It leaves the address at once.
+// Returns whether there was one.
 export function takeKeyOfAddress() {
-  if (!location.hash.startsWith("#key=")) return;
-  sessionStorage.setItem(NAME, decodeURIComponent(location.hash.slice(5)));
+  if (!location.hash.startsWith("#key=")) return false;
+  let key = location.hash.slice(5);
   history.replaceState(null, "", location.pathname);
+  try { key = decodeURIComponent(key); } catch { /* somebody wrote it as it is */ }
+  sessionStorage.setItem(NAME, key);
+  return true;
 }
 export const mustAsk = () => document.documentElement.dataset.keyed === "yes" && !hasKey();
 export const hasKey = () => sessionStorage.getItem(NAME) !== null;
@@ -16,8 +20,8 @@ export const keepKey = key => sessionStorage.setItem(NAME, key);
 export const forgetKey = () => sessionStorage.removeItem(NAME);
 
 export async function ask(path, options = {}) {
-  const key = sessionStorage.getItem(NAME), headers = {...options.headers};
-  if (key !== null) headers.authorization = `Bearer ${key}`;
+  const key = sessionStorage.getItem(NAME), headers = new Headers(options.headers);
+  if (key !== null) try { headers.set("authorization", `Bearer ${key}`); } catch { throw new Unauthorised("This key has characters that no request can carry."); }
   const answer = await fetch(path, {...options, headers, credentials: "omit", cache: "no-store", redirect: "error"});
   if (answer.status === 401) throw new Unauthorised(await reason(answer));
   return answer;

@@ -69,11 +69,12 @@ export function groupRows(groups, instances) {
   });
 }
 
-export function instanceRows(instances, wanted, most) {
-  const words = wanted.toLowerCase().split(/\s+/).filter(Boolean);
+// groups: process groups; a word that is the name of one means that one, and not others with it in their names
+export function instanceRows(instances, wanted, most, groups) {
+  const words = wanted.toLowerCase().split(/\s+/).filter(Boolean), names = new Set(groups.map(name => name.toLowerCase()));
   const found = instances.filter(one => {
     const text = `${one.group} ${one.state} ${one.revision} ${one.endpoint} ${one.incarnation}`.toLowerCase();
-    return words.every(word => text.includes(word));
+    return words.every(word => names.has(word) ? one.group.toLowerCase() === word : text.includes(word));
   }).sort((a, b) => (a.state === "ready") - (b.state === "ready") || a.group.localeCompare(b.group) || a.incarnation.localeCompare(b.incarnation));
   return [found.length, found.slice(0, most).map(one => [one.incarnation, [one.group, [one.state + behind(one.loading), one.state], one.incarnation, one.revision, one.endpoint,
     one.waiting, one.running, one.bound, one.bound_total, one.reason || one.loading.map(inWords).join(", ")]])];

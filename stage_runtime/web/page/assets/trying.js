@@ -8,9 +8,9 @@ const TABS = [["chat", "Chat", Chat], ["speech", "Speech", Speech], ["transcript
 let made = 0;
 
 export class Trying {
-  // page: locked(error), shown(request id)
+  // page: locked(error), shown(request id), ended: the signal that all this is over
   constructor(place, facts, page) {
-    place.textContent = "";
+    page.ended.addEventListener("abort", () => forget(place));
     const tabs = element(place, "div", {class: "fields", role: "tablist", "aria-label": "What to try"});
     const offered = TABS.filter(([serves]) => !serves || facts.serves.includes(serves));
     const chosen = offered.map(([, name, Kind], index) => {
@@ -40,6 +40,11 @@ function field(place, text, name, attributes = {}) {
   element(row, "label", {for: id}, `${text} `);
   return element(row, name, {...attributes, id});
 }
+// What is inside goes, and the sounds that it could play.
+function forget(place) {
+  for (const audio of place.querySelectorAll("audio")) if (audio.src) URL.revokeObjectURL(audio.src);
+  place.textContent = "";
+}
 const button = (place, text) => element(place, "button", {type: "button"}, text);
 
 function picture(place, text, accept) {
@@ -47,20 +52,29 @@ function picture(place, text, accept) {
   return {file: () => input.files[0] || null, clear: () => { input.value = ""; }};
 }
 
-// A button that records while it is pressed down once, until it is pressed again.
-function microphone(place, failed) {
+// A button that records while it is pressed down once, until it is pressed again, or until the signal `ended`.
+function microphone(place, failed, ended) {
   const switched = button(place, "Record"), heard = element(place, "audio", {controls: ""});
   let recording = null, sound = null;
-  heard.hidden = true; switched.setAttribute("aria-pressed", "false");
+  const pressed = down => { said(switched, down ? "Stop recording" : "Record"); switched.setAttribute("aria-pressed", String(down)); };
+  heard.hidden = true; pressed(false);
   if (!navigator.mediaDevices) { switched.disabled = true; switched.title = "browsers give a microphone to https and localhost only"; }
+  ended.addEventListener("abort", () => { if (recording) recording.release(); });
   switched.onclick = async () => {
+    switched.disabled = true;  // a second press while the user is asked for the microphone would be one too many
     try {
-      if (recording === null) { recording = new Recording(); await recording.start(); said(switched, "Stop recording"); switched.setAttribute("aria-pressed", "true"); return; }
-      const own = recording;
-      recording = null; said(switched, "Record"); switched.setAttribute("aria-pressed", "false");
-      sound = await own.stop();
-      play(heard, sound);
-    } catch (error) { recording = null; said(switched, "Record"); switched.setAttribute("aria-pressed", "false"); failed(error); }
+      const own = recording || new Recording();
+      if (recording) {
+        recording = null; pressed(false);
+        sound = await own.stop();
+        play(heard, sound);
+      } else {
+        await own.start();
+        if (ended.aborted) { own.release(); return; }
+        recording = own; pressed(true);
+      }
+    } catch (error) { recording = null; pressed(false); failed(error); }
+    finally { switched.disabled = false; }
   };
   return {file: () => sound, clear: () => { sound = null; heard.hidden = true; }};
 }
@@ -79,20 +93,24 @@ function sender(place, page, send) {
   go.onclick = async () => {
     running = new AbortController(); go.disabled = true; stop.disabled = false; said(wrong, ""); said(note, "sent");
     const begun = performance.now(), facts = {first: null, id: null};
+    const head = answer => { if (answer.status < 400 || answer.status >= 500) facts.id = answer.headers.get("x-request-id"); };  // one that is refused has no waterfall
     try {
-      await send(running.signal, {head: answer => { facts.id = answer.headers.get("x-request-id"); }, first: () => { facts.first ??= performance.now() - begun; }});
+      await send(running.signal, {head, first: () => { facts.first ??= performance.now() - begun; }});
       said(note, `${facts.first === null ? "" : `first output after ${ms(facts.first)}, `}whole answer after ${ms(performance.now() - begun)}`);
     } catch (error) {
       said(note, "");
+      if (page.ended.aborted) return;
       if (error instanceof Unauthorised) page.locked(error);
       else said(wrong, error.name === "AbortError" ? "cancelled" : error.message);
     } finally {
       go.disabled = false; stop.disabled = true;
-      if (facts.id) page.shown(facts.id);
+      if (facts.id && !page.ended.aborted) page.shown(facts.id);
     }
   };
-  stop.onclick = () => running.abort();
-  return {row, failed: error => said(wrong, error.message), send: () => go.disabled || go.click()};
+  const cancel = () => { if (running) running.abort(); };
+  stop.onclick = cancel;
+  page.ended.addEventListener("abort", cancel);
+  return {row, cancel, failed: error => said(wrong, error.message), send: () => go.disabled || go.click()};
 }
 
 async function post(path, body, signal, note) {
@@ -110,7 +128,7 @@ const enter = (area, send) => area.addEventListener("keydown", event => { if (ev
 function Chat(place, facts, page) {
   const said_before = element(place, "div", {"aria-live": "polite"}), text = field(place, "Message", "textarea", {placeholder: "Ctrl+Enter sends"});
   const row = element(place, "div", {class: "fields"}), image = picture(row, "Picture", "image/*");
-  const failed = error => form.failed(error), sound = microphone(row, failed), upload = picture(row, "or a sound file", "audio/*");
+  const failed = error => form.failed(error), sound = microphone(row, failed, page.ended), upload = picture(row, "or a sound file", "audio/*");
   const stream = field(row, "stream", "input", {type: "checkbox", checked: ""}), aloud = field(row, "answer aloud", "input", {type: "checkbox"});
   const most = field(row, "max_tokens", "input", {type: "number", min: 1, placeholder: "unset"});
   let messages = [];
@@ -118,7 +136,7 @@ function Chat(place, facts, page) {
   async function parts() {
     const found = [], file = image.file(), heard = sound.file() || upload.file();
     if (file) found.push({type: "image_url", image_url: {url: `data:${file.type};base64,${await base64(file)}`}});
-    if (heard) found.push({type: "input_audio", input_audio: {data: await base64(heard), format: heard.type.includes("mpeg") ? "mp3" : "wav"}});
+    if (heard) found.push({type: "input_audio", input_audio: {data: await base64(heard), format: soundFormat(heard.type)}});
     if (text.value || !found.length) found.push({type: "text", text: text.value});
     return found;
   }
@@ -128,10 +146,14 @@ function Chat(place, facts, page) {
     const asked = {role: "user", content: plain}, whole = aloud.checked || !stream.checked;
     const body = {model: facts.model, messages: [...messages, asked], stream: !whole};
     if (most.value) body.max_tokens = Number(most.value);
-    if (aloud.checked) Object.assign(body, {modalities: ["text", "audio"], audio: {format: "wav", voice: "default"}});
+    if (aloud.checked) Object.assign(body, {modalities: ["text", "audio"], audio: {format: "wav"}});
     bubble(said_before, "user", content);
     const shown = element(said_before, "div", {class: "said assistant"}), thought = element(shown, "div", {class: "soft"}), words = element(shown, "div");
-    const answer = await post("/v1/chat/completions", body, signal, note);
+    const before = messages, written = text.value;
+    let answer;
+    text.value = "";  // the next message may be written while this one is answered
+    try { answer = await post("/v1/chat/completions", body, signal, note); } catch (error) { text.value ||= written; throw error; }
+    image.clear(); sound.clear(); upload.clear();
     let message = {role: "assistant", content: ""};
     if (whole) {
       message = (await answer.json()).choices[0].message;
@@ -152,11 +174,16 @@ function Chat(place, facts, page) {
         if (delta.tool_calls) element(shown, "pre", {}, JSON.stringify(delta.tool_calls, null, 2));
       }
     }
-    messages = [...messages, asked, {role: "assistant", content: message.content || words.textContent}];
-    text.value = ""; image.clear(); sound.clear(); upload.clear();
+    if (messages === before) messages = [...before, asked, {role: "assistant", content: message.content || words.textContent}];
   });
   enter(text, form.send);
-  button(form.row, "New conversation").onclick = () => { messages = []; said_before.textContent = ""; };
+  button(form.row, "New conversation").onclick = () => { form.cancel(); messages = []; forget(said_before); };
+}
+
+// The format of a sound as a chat names it, by the media type of its file.
+function soundFormat(type) {
+  const named = type.split(";")[0].trim().toLowerCase().replace(/^audio\/(x-)?/, "");
+  return {"": "wav", wave: "wav", "vnd.wave": "wav", mpeg: "mp3", mp4: "m4a"}[named] || named;
 }
 
 function bubble(place, role, content) {
@@ -195,7 +222,7 @@ function Speech(place, facts, page) {
 }
 
 function Transcription(place, facts, page) {
-  const row = element(place, "div", {class: "fields"}), sound = microphone(row, error => form.failed(error)), upload = picture(row, "or a sound file", "audio/*");
+  const row = element(place, "div", {class: "fields"}), sound = microphone(row, error => form.failed(error), page.ended), upload = picture(row, "or a sound file", "audio/*");
   const language = field(row, "Language", "input", {placeholder: "unset", size: 6}), shown = element(place, "pre", {"aria-live": "polite"});
   shown.hidden = true;
   const form = sender(place, page, async (signal, note) => {
@@ -230,7 +257,21 @@ function Raw(place, facts, page) {
       if (done) break;
       note.first(); shown.append(value);
     }
-    if (type.includes("json")) try { said(shown, JSON.stringify(JSON.parse(shown.textContent), null, 2)); } catch { /* as it came */ }
+    if (type.includes("json")) try { JSON.parse(shown.textContent); said(shown, indented(shown.textContent)); } catch { /* as it came */ }
   });
   enter(body, form.send);
+}
+
+// JSON in lines. Its numbers stay as they came: a parsed one is a float, which has other last digits.
+function indented(text) {
+  let lines = "", deep = "\n", before = "";
+  for (const [token] of text.matchAll(/"(?:[^"\\]+|\\.)*"|[^\s"{}[\],:]+|[{}[\],:]/g)) {
+    const opens = before === "{" || before === "[", closes = token === "}" || token === "]";
+    if (closes) deep = deep.slice(0, -2);
+    if ((opens && !closes) || before === "," || (closes && !opens)) lines += deep;
+    lines += token === ":" ? ": " : token;
+    if (token === "{" || token === "[") deep += "  ";
+    before = token;
+  }
+  return lines;
 }
