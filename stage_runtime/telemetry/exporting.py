@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
+from stage_runtime.errors import ConfigurationError
 from stage_runtime.telemetry import spans
 from stage_runtime.telemetry.settings import TelemetrySettings
 from stage_runtime.telemetry.spans import Span, Value
@@ -33,6 +34,7 @@ class Exporter:
     """The span exporter of one process. ``add`` from any thread."""
 
     def __init__(self, settings: TelemetrySettings, resource: Mapping[str, Value]) -> None:
+        """Raises: ConfigurationError: the machine has no thread left for it."""
         self.sent = 0  #: Requests whose spans a collector has taken.
         self.dropped = 0
         self._settings = settings
@@ -43,7 +45,10 @@ class Exporter:
         self._failing = False
         self._losing = False  #: Spans that cannot be made or encoded were logged; later ones are counted only.
         self._thread = threading.Thread(target=self._run, name="telemetry", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            raise ConfigurationError(str(error)) from error
 
     def add(self, make: Make) -> None:
         """The spans of one request, made when they are sent."""

@@ -10,12 +10,14 @@ from collections.abc import Sequence
 import msgspec
 import pytest
 
+from stage_runtime.errors import ConfigurationError
 from stage_runtime.telemetry import exporting
 from stage_runtime.telemetry.exporting import Exporter
 from stage_runtime.telemetry.settings import TelemetrySettings
 from stage_runtime.telemetry.spans import Span
 from tests.telemetry import collector
 
+STACK_TOO_LARGE = 1 << 47  # bytes: all that a process can address, so that no thread can start
 PATIENCE_S = 100.0  # how long a test waits before it fails, on a machine that others use
 
 pytest.importorskip("opentelemetry.proto.trace.v1.trace_pb2")
@@ -50,6 +52,16 @@ class Heard(logging.Handler):
 def exporter(url: str) -> Exporter:
     settings = TelemetrySettings(endpoint=f"{url}/v1/traces", headers={"tenant": "a"}, resource={"service.name": "own"})
     return Exporter(settings, {"service.name": "p", "service.instance.id": "i"})
+
+
+def test_without_a_thread_for_it_no_traces_are_sent_and_that_is_a_fault_of_the_configuration() -> None:
+    """Which processes log, and serve without."""
+    before = threading.stack_size(STACK_TOO_LARGE)
+    try:
+        with pytest.raises(ConfigurationError, match="can't start new thread"):
+            exporter("http://127.0.0.1:9")
+    finally:
+        threading.stack_size(before)
 
 
 def test_spans_arrive_as_they_were_made() -> None:
