@@ -45,22 +45,37 @@ class TcpRoute:
                 raise TransferError(f"the tcp relay cannot connect to {self.endpoint}: {error}") from error
         return self._socket
 
+    def send(self, header: bytes, body: memoryview | bytes) -> None:
+        """Have libzmq send a message later; the lock is held. Raises: TransferError: no socket can be opened.
+
+        libzmq lets go of a peer for good when the end at its address speaks another protocol, as that of another
+        pipeline does whose pod has the address now. A send would wait for ever then; a new socket connects again.
+        """
+        try:
+            self.socket().send(header, zmq.SNDMORE | zmq.NOBLOCK)
+        except zmq.Again:
+            self._close()
+            self.socket().send(header, zmq.SNDMORE | zmq.NOBLOCK)
+        self.socket().send(body, zmq.NOBLOCK, copy=False)
+
     def rest(self, idle_s: float, in_use: Callable[[], bool]) -> bool:
         """Close the socket if it was not used for so long and nothing that it sent is unreleased. True when it did."""
         with self.lock:
             if self._socket is None or time.monotonic() - self._used_at < idle_s or in_use():
                 return False
-            self._socket.close(linger=0)
-            self._socket = None
+            self._close()
             return True
 
     def close(self) -> None:
         """Closes the route for good."""
         with self.lock:
             self.closed = True
-            if self._socket is not None:
-                self._socket.close(linger=0)
-                self._socket = None
+            self._close()
+
+    def _close(self) -> None:
+        if self._socket is not None:
+            self._socket.close(linger=0)
+            self._socket = None
 
 
 def is_endpoint(endpoint: str) -> bool:
