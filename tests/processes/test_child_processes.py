@@ -80,13 +80,13 @@ async def test_a_process_has_ended_also_where_what_it_left_cannot_be_looked_for(
 
 async def test_a_process_of_which_nothing_can_be_seen_counts_as_busy(monkeypatch: pytest.MonkeyPatch) -> None:
     started = child("import time; time.sleep(600)")
-    watch = ProgressWatch([started])
+    watch = ProgressWatch([started], 1.0)
     with monkeypatch.context() as patched:
         patched.setattr(os, "listdir", no_descriptor)
-        ProgressWatch([started])
+        ProgressWatch([started], 1.0)
         started.last_sign = 0.0
-        assert watch.idlest() == (started, 0.0)
-        assert watch.idlest() == (started, 0.0)
-    assert watch.idlest() == (started, 0.0)  # nothing to compare with
+        assert watch.idlest(2.0) == (started, 0.0)
+        assert watch.idlest(3.0) == (started, 0.0)
+    assert watch.idlest(4.0) == (started, 0.0)  # nothing to compare with
     started.kill()
     await started.exited

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import threading
 from collections.abc import AsyncIterator, Iterator
@@ -185,6 +186,23 @@ async def test_an_aborted_request_s_transfers_are_dropped_and_its_waiters_fail(b
     assert both.b.stats()["tcp_unclaimed_bytes"] == 100
 
 
+async def test_senders_that_are_never_introduced_are_forgotten_and_the_others_are_not() -> None:
+    """Processes that have ended before their introduction came: in months, many."""
+    with pair("tcp", settings=msgspec.structs.replace(SMALL, unclaimed_s=0.1)) as both:
+        relay = both.b._relays["tcp"]
+        forger = Forger(both)
+        try:
+            await both.carry(np.ones(9000))
+            for number in range(50):
+                forger.send(forger.header(sender=f"s{number}"), b"x" * 100)
+            await both.until(lambda: both.b.stats()["tcp_received_transfers"] == 51)
+            await both.until(lambda: len(relay._movement) == 1)  # type: ignore[attr-defined]
+            assert both.b.stats()["tcp_unclaimed_bytes"] == 0
+            assert (await both.carry(np.arange(1000))).sum() == 499500
+        finally:
+            forger.close()
+
+
 async def test_pieces_of_the_forgotten_are_garbage(both: Pair, forger: Forger) -> None:
     forger.send(forger.header(nbytes=300), b"x" * 100)
     await both.until(lambda: both.b.stats()["tcp_unclaimed_bytes"] == 300)
@@ -206,8 +224,9 @@ async def test_with_curve_only_members_are_heard(theirs: Any) -> None:
         if theirs is not None:
             CurveSecurity(theirs).client(one.socket)
         one.socket.connect(facts["endpoint"])
-        one.send(one.header(), b"x" * 100)
         try:
+            with contextlib.suppress(zmq.Again):  # without a key it may be refused, and for good, before it sends
+                one.socket.send_multipart([one.header(), b"x" * 100], zmq.NOBLOCK)
             fetching = both.b.get(METADATA, request_id="r", peer="a")
             if theirs == b"k" * 32:
                 assert bytes(await fetching.wait_for_completion(PATIENCE_S)) == b"x" * 100
@@ -216,6 +235,38 @@ async def test_with_curve_only_members_are_heard(theirs: Any) -> None:
                     await fetching.wait_for_completion(0.3)
         finally:
             one.close()
+
+
+#: The first bytes of an end with CURVE: signature, version 3.0, mechanism, filler.
+OF_ANOTHER_PIPELINE = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"CURVE".ljust(20, b"\0") + bytes(32)
+
+
+async def test_a_put_to_an_address_that_another_pipeline_has_taken_blocks_no_thread() -> None:
+    """A peer's address may be another pod's before its death is known. libzmq never connects again to an end that
+    speaks another protocol, and would wait for ever to send.
+    """
+    given_up = asyncio.Event()
+
+    async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(OF_ANOTHER_PIPELINE)
+        await reader.read()  # until the other end closes the connection
+        given_up.set()
+        writer.close()
+
+    taken = await asyncio.start_server(greet, "127.0.0.1", 0)
+    endpoint = f"tcp://127.0.0.1:{taken.sockets[0].getsockname()[1]}"
+    with pair("tcp") as both:
+        both.a.forget("b")
+        both.a.open("b", {"tcp": {**both.b.facts()["tcp"], "endpoint": endpoint}})
+        both.put(np.ones(9000))
+        await asyncio.wait_for(given_up.wait(), PATIENCE_S)
+        for _ in range(20):  # libzmq's thread lets go of it at one of them
+            await asyncio.wait_for(asyncio.to_thread(both.put, np.ones(9000)), PATIENCE_S)
+            await asyncio.sleep(0.005)
+        both.a.forget("b")
+        both.a.open("b", both.b.facts())
+        assert (await both.carry(np.arange(9000))).sum() == 40495500
+    taken.close()
 
 
 async def test_an_address_that_is_taken_is_a_fault_of_the_configuration(both: Pair) -> None:

@@ -189,7 +189,7 @@ class SupervisedInstance:
         stopping = asyncio.ensure_future(self._stopping.wait())
         try:
             self._start_children()
-            watch = ProgressWatch(self.children)
+            watch = ProgressWatch(self.children, time.monotonic())
             while True:
                 ends: list[asyncio.Future[Any]] = [*(child.exited for child in self.children), stopping]
                 look_s = ticks.next_s(time.time(), WATCH_S)  # all instances in one wake-up
@@ -210,7 +210,7 @@ class SupervisedInstance:
                 if self._death is not None:
                     break
                 if ready_since is None:
-                    self._death = await self._without_progress(watch)
+                    self._death = await self._without_progress(watch, now)
                     if self._death is not None:
                         break
         except (OSError, subprocess.SubprocessError) as error:
@@ -241,9 +241,9 @@ class SupervisedInstance:
         late = (child for child in self.children if now - child.failed_at >= self.policy.exit_s)
         return next(map(startup_failures.failure_of, late), None)
 
-    async def _without_progress(self, watch: ProgressWatch) -> StartupFailed | None:
+    async def _without_progress(self, watch: ProgressWatch, now: float) -> StartupFailed | None:
         """The failure of a process that has done nothing for too long while it loads; it is ended."""
-        idle = watch.idlest()
+        idle = watch.idlest(now)
         if idle is None or idle[1] < self.policy.startup_s:
             return None
         child, idle_s = idle

@@ -4,7 +4,6 @@ that they report as done. Called by `instances`, and by what shows it.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import Final
 
@@ -12,29 +11,33 @@ import msgspec
 
 from stage_runtime.processes.supervision import activity
 from stage_runtime.processes.supervision.children import Child
+from stage_runtime.rules.flow.watched_time import WatchedTime
 
+LOOK_MOST_S: Final = 1.5  # between two looks (`instances.WATCH_S`, to a tick)
 BYTES: Final = "B"
 
 
 class ProgressWatch:
-    """When each loading process last did something."""
+    """For how long each loading process has done nothing. Times are of `time.monotonic`."""
 
-    def __init__(self, children: Sequence[Child]) -> None:
-        now = time.monotonic()
-        self._seen = {child: (activity.of_session(child.pid), now, now) for child in children}
+    def __init__(self, children: Sequence[Child], now: float) -> None:
+        self._watched = WatchedTime(now, LOOK_MOST_S)
+        self._seen = {child: (activity.of_session(child.pid), now, 0.0) for child in children}
 
-    def idlest(self) -> tuple[Child, float] | None:
-        """The unready process that has done nothing for longest, and for how many seconds."""
-        now = time.monotonic()
+    def idlest(self, now: float) -> tuple[Child, float] | None:
+        """The unready process that has done nothing for longest, and for how many seconds in which this one ran: a
+        container that is paused stops both.
+        """
+        passed_s = self._watched.look(now)
         idle: dict[Child, float] = {}
-        for child, (before, looked, moved) in self._seen.items():
+        for child, (before, looked, idle_s) in self._seen.items():
             if child.ready:
                 continue
             done = activity.of_session(child.pid)
             busy = done is None or before is None or done.goes_on(before, now - looked)
-            moved = max(now if busy else moved, child.last_sign)
-            self._seen[child] = (done, now, moved)
-            idle[child] = now - moved
+            idle_s = 0.0 if busy else max(min(idle_s + passed_s, now - child.last_sign), 0.0)
+            self._seen[child] = (done, now, idle_s)
+            idle[child] = idle_s
         return max(idle.items(), key=lambda item: item[1], default=None)
 
 

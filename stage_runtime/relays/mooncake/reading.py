@@ -30,6 +30,7 @@ from stage_runtime.relays.mooncake.turns import STALL_S, Turns
 from stage_runtime.relays.moving.gets import Get, Gets
 from stage_runtime.relays.moving.pace import Pace
 from stage_runtime.relays.moving.pending_transfers import GetOperation
+from stage_runtime.rules.flow.watched_time import WatchedTime
 
 THREADS: Final = 2  # each reads one piece
 MOST_NBYTES: Final = 16 << 20  # of a piece, at whose end an abort is heeded; with 4 MiB, 256 MiB took a third longer
@@ -86,8 +87,10 @@ class MooncakeReader:
         on_release: OnRelease,
         *,
         listens: Callable[[str], bool] | None = None,
+        late_s: float = LATE_S,
     ) -> None:
         """listens: whether some process listens at a session's address; called in a thread, for a second at most."""
+        self._late_s = late_s
         self._loop = loop
         self._listens = listens or _listens
         self._engine = engine
@@ -204,10 +207,11 @@ class MooncakeReader:
         read = self._engine.begin(route.facts.session, ours, theirs, nbytes)
         if read is None:
             return _ReadFailure(not_reached, broken=True)
-        begun = time.monotonic()
+        begun, past = time.monotonic(), 0.0
+        watched = WatchedTime(begun, LONG_PAUSE_S)
         while (state := self._engine.state(read)) is ReadState.MOVES:
-            past = time.monotonic() - begun
-            if past > LATE_S:
+            past += watched.look(time.monotonic())
+            if past > self._late_s:
                 route.pace.gave_up()
                 return _ReadFailure(not_reached, moves=True, late=read, broken=True)
             time.sleep(0 if past < QUICK_S else min(past / LOOKS, LONG_PAUSE_S))

@@ -16,6 +16,7 @@ from stage_runtime.errors import RelayFailed, TransferError
 from stage_runtime.payloads.pack import Arrived
 from stage_runtime.relays.base import Peer, TransferId
 from stage_runtime.relays.memory.filling import Filling
+from stage_runtime.rules.flow.watched_time import LOOKS, WatchedTime
 
 NOTHING: Final = memoryview(b"")
 
@@ -52,19 +53,22 @@ class TransferCompletion(msgspec.Struct, eq=False):
     async def wait(self, timeout: float | None, what: str, moved: Callable[[], float] = _never) -> None:
         """moved: when something last moved, on `time.monotonic`.
 
-        Raises: TransferError: as it ended. RelayFailed: nothing of ``what`` moved for ``timeout`` seconds.
+        Raises: TransferError: as it ended. RelayFailed: nothing of ``what`` moved for ``timeout`` seconds, in which
+            this loop ran.
         """
         if not self._over:
             if self._future is None:
                 self._future = self._loop.create_future()
-            begun, last = time.monotonic(), moved()
+            look_s = None if timeout is None else timeout / LOOKS
+            begun, _, silent_s = time.monotonic(), moved(), 0.0
+            watched = WatchedTime(begun, look_s or 0.0)
             while not self._over:
-                left = None if timeout is None else max(begun, last) + timeout - time.monotonic()
-                if left is not None and left <= 0:
+                if timeout is not None and silent_s >= timeout:
                     raise RelayFailed(f"{what}: not complete after {timeout:.3g} s without progress")
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(asyncio.shield(self._future), left)
-                last = moved()
+                    await asyncio.wait_for(asyncio.shield(self._future), look_s)
+                now, last = time.monotonic(), moved()
+                silent_s = min(silent_s + watched.look(now), now - max(begun, last))
         self.check()
 
     def check(self) -> None:

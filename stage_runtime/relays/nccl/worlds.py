@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, Literal
 
 from stage_runtime.errors import ConfigurationError
+from stage_runtime.rules.flow.watched_time import WatchedTime
 
 RECEIVER: Final = 0
 SENDER: Final = 1
@@ -337,9 +338,10 @@ class World:
 
     def _poll(self, work: Any) -> None:
         """Poll a work of NCCL, whose `wait` makes a stream wait, not this thread."""
-        end = time.monotonic() + self._stall_s
+        watched, past = WatchedTime(time.monotonic(), POLL_S), 0.0
         while not work.is_completed():
-            if time.monotonic() > end or self._is_over:
+            past += watched.look(time.monotonic())
+            if past > self._stall_s or self._is_over:
                 raise RuntimeError("it does not move")
             time.sleep(POLL_S)
         work.wait()

@@ -193,7 +193,8 @@ class Arrivals:
             self._context.on_release(*key)
 
     def expire(self, now: float) -> None:
-        """Drop what was not claimed in time: its announcement was lost, or its request is long over.
+        """Drop what was not claimed in time: its announcement was lost, or its request is long over. Forget the
+        senders that were never introduced.
 
         now: of `time.monotonic`.
         """
@@ -202,6 +203,9 @@ class Arrivals:
             for key in self._of(lambda key, transfer: key not in self._claims and transfer.since < oldest):
                 self._drop(key, "it was not claimed in time")
                 self._counts["dropped_transfers"] += 1
+            self._broke_at = {peer: at for peer, at in self._broke_at.items() if now - at <= BROKEN_S}
+            unclaimed = {key[0] for table in (self._in_progress, self._here) for key in table}
+            self._movement.keep(self._peers | unclaimed)
 
     def forget(self, peer: Peer) -> None:
         """That peer is gone: nothing more comes."""

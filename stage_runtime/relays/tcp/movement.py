@@ -11,6 +11,7 @@ import contextlib
 import socket
 import struct
 import time
+from collections.abc import Collection
 from typing import Final
 
 from stage_runtime.relays.base import Peer
@@ -52,6 +53,14 @@ class Movement:
     def forget(self, peer: Peer) -> None:
         for table in (self._of, self._messages, self._seen):
             table.pop(peer, None)
+
+    def keep(self, peers: Collection[Peer]) -> None:
+        """Forget all others: they have sent something, and were never introduced."""
+        for peer in [peer for peer in list(self._of) if peer not in peers]:
+            self.forget(peer)
+
+    def __len__(self) -> int:
+        return len(self._of)
 
     def _count(self, peer: Peer) -> int:
         known = self._of.get(peer)

@@ -31,6 +31,7 @@ from stage_runtime.relays.moving.pending_transfers import GetOperation, PutOpera
 from stage_runtime.relays.tcp.arrivals import Arrivals, FrameHeader
 from stage_runtime.relays.tcp.movement import Movement
 from stage_runtime.relays.tcp.routes import TcpRoute, is_endpoint
+from stage_runtime.rules.flow.watched_time import WatchedTime
 
 log = logging.getLogger(__name__)
 
@@ -100,7 +101,9 @@ class TcpRelay(AbstractRelay[TcpRoute, TcpMetadata]):
                 self._guard.stop()
             self._zmq.destroy(linger=0)  # the collector would wait for sockets of a context that nobody has any more
             raise ConfigurationError(f"tcp relay: {error}") from error
-        self._expiring = self._loop.call_later(self._settings.unclaimed_s, self._expire)
+        expire_s = self._settings.unclaimed_s / 2
+        self._expired = WatchedTime(time.monotonic(), expire_s)
+        self._expiring = self._loop.call_later(expire_s, self._expire)
 
     def facts(self) -> dict[str, Any]:
         return msgspec.to_builtins(TcpFacts(self._endpoint, self._token.hex()))  # type: ignore[no-any-return]
@@ -275,7 +278,6 @@ class TcpRelay(AbstractRelay[TcpRoute, TcpMetadata]):
         with route.lock:
             if route.closed:
                 return  # `forget` has ended the put, or is about to
-            socket = route.socket()
             for offset, body in _frames(pack, self._settings, lambda part: self._kept(part, put)):
                 header = FrameHeader(
                     token=route.token,
@@ -285,8 +287,7 @@ class TcpRelay(AbstractRelay[TcpRoute, TcpMetadata]):
                     nbytes=pack.nbytes,
                     offset=offset,
                 )
-                socket.send(self._encode(header), zmq.SNDMORE)
-                socket.send(body, copy=False)
+                route.send(self._encode(header), body)
 
     def _kept(self, part: memoryview, put: PutOperation) -> memoryview:
         """The same bytes, which are not written to any more; those of an author's tensor in the arena stay in place."""
@@ -311,10 +312,17 @@ class TcpRelay(AbstractRelay[TcpRoute, TcpMetadata]):
     def _expire(self) -> None:
         # Armed first: a check that raises does not stop the later ones.
         self._expiring = self._loop.call_later(self._settings.unclaimed_s / 2, self._expire)
-        self._arrivals.expire(time.monotonic())
+        self.drop_unclaimed(time.monotonic())
         for peer, route in self._connections.items():
             if route.is_open:
                 route.rest(IDLE_S, lambda peer=peer: self._ledger.holds(peer))  # type: ignore[misc]
+
+    def drop_unclaimed(self, now: float) -> None:
+        """Drop what was not claimed in time. Not after this loop was stopped: it may not have read the announcements
+        yet. now: of `time.monotonic`.
+        """
+        if self._expired.look(now):
+            self._arrivals.expire(now)
 
     def _on_socket_event(self, announced: Mapping[str, Any]) -> None:
         event, descriptor = zmq.Event(announced["event"]), int(announced["value"])
