@@ -1,7 +1,7 @@
 """A process that was stopped for a while does not blame its peers for that time.
 
-The stop is a call that blocks the loop, or the thread that observes. What a peer did meanwhile is there a turn later,
-as it is when the threads of a library go on beside the loop.
+The stop is a call that blocks the loop, or the thread that observes. The bytes that came meanwhile are there a turn
+later, as they are when the threads of a library go on beside the loop.
 """
 
 from __future__ import annotations

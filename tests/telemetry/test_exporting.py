@@ -55,7 +55,7 @@ def exporter(url: str) -> Exporter:
 
 
 def test_without_a_thread_for_it_no_traces_are_sent_and_that_is_a_fault_of_the_configuration() -> None:
-    """Which processes log, and serve without."""
+    """Processes log it, and serve without."""
     before = threading.stack_size(STACK_TOO_LARGE)
     try:
         with pytest.raises(ConfigurationError, match="can't start new thread"):

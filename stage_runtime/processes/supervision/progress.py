@@ -18,7 +18,7 @@ BYTES: Final = "B"
 
 
 class ProgressWatch:
-    """For how long each loading process has done nothing. Times are of `time.monotonic`."""
+    """The time for which each loading process has done nothing. Times are of `time.monotonic`."""
 
     def __init__(self, children: Sequence[Child], now: float) -> None:
         self._watched = WatchedTime(now, LOOK_MOST_S)

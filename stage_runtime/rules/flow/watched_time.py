@@ -26,7 +26,7 @@ class WatchedTime:
     def look(self, now: float) -> float:
         """How many of the seconds since the last look count: all, or 0 when this look is late.
 
-        After a late look, a second one counts: else an observer that is always late would never find anything.
+        A late look after a late one counts: else an observer that is always late would never find anything.
         """
         passed_s, self._looked_at = now - self._looked_at, now
         was_late, self._was_late = self._was_late, passed_s > self._look_s + LATE_S
