@@ -247,13 +247,17 @@ def _quote(report: tracebacks.TracebackException | None, quoted: Callable[[str],
 
 def _drop_runtime_frames(report: tracebacks.TracebackException | None) -> None:
     """Drop the frames that lead to the author's code, in every exception of the chain. An exception that has none keeps
-    all.
+    all, unless it names a place in a file of theirs itself.
     """
     if report is None:
         return
     foreign = [at for at, frame in enumerate(report.stack) if not is_ours(frame.filename)]
     if foreign:
         del report.stack[: foreign[0]]
+    else:
+        named = vars(report).get("filename")  # a SyntaxError's: the place of the fault, which has no frame
+        if named and os.path.isabs(named) and not is_ours(named):
+            report.stack.clear()
     for other in (report.__cause__, report.__context__, *(report.exceptions or ())):
         _drop_runtime_frames(other)
 

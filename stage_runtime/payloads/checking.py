@@ -192,7 +192,8 @@ def _shown(step: str | int) -> str:
 
 def check_int(_: ValueWalk, value: int) -> int:
     if not INT_RANGE[0] <= value <= INT_RANGE[1]:
-        raise CheckFailed(f"int of {value.bit_length()} bits: use at most 64, or a str")
+        signed = " with its sign" if value < 0 else ""
+        raise CheckFailed(f"int of {value.bit_length() + (value < 0)} bits{signed}: use at most 64, or a str")
     return value
 
 
@@ -218,6 +219,8 @@ def _problem(value: Any) -> str:
         return f"{kind.__name__}: {CURES[kind]}"
     if isinstance(value, np.generic):
         return f"numpy scalar {kind.__name__}: use .item()"
+    if isinstance(value, values.StagePayload):
+        return "the payload itself: use its .data"
     if isinstance(value, msgspec.Struct):
         return f"Struct {kind.__name__}: register its type with @omni.message"
     for base in (bool, int, float, str, bytes, list, dict, tuple):

@@ -67,6 +67,8 @@ def tensor_problem(tensor: Any) -> str | None:
     torch = sys.modules["torch"]
     if type(tensor) is not torch.Tensor and type(tensor) not in _plain_subclasses():
         return f"tensor subclass {type(tensor).__name__}: send a plain tensor"
+    if tensor.is_nested:
+        return "nested tensor: send a list of .unbind(), or .to_padded_tensor(...)"
     if tensor.layout != torch.strided:
         return "sparse tensor: send .to_dense()"
     if tensor.is_quantized:

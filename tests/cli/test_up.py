@@ -245,7 +245,7 @@ def test_a_factory_that_raises_is_shown_with_its_traceback_and_exit_code_1(base:
     raising = ("--set", "stages.shout.factory=json:loads", "--set", "stages.shout.factoryArgs={s: '{'}")
     with up(base, *raising) as run:
         assert run.program.wait(PATIENCE_S) == 1
-        assert run.text.count("voice | Traceback (most recent call last):") == 1
+        assert run.text.count("Traceback (most recent call last):") == 1
         assert "stage_runtime/" not in run.text.partition("Traceback")[2]
         last = run.text.splitlines()[-1]
         assert last.startswith("voice (stage shout) did not start: JSONDecodeError: ")

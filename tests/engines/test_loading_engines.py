@@ -80,7 +80,7 @@ def test_a_factory_with_keywords_gets_everything_that_was_set_and_nothing_offere
         ("factories.inner:plain", "no module named 'factories.inner'"),
         ("factories:absent", "'factories' has no 'absent'"),
         ("factories:Maker.absent", "has no 'Maker.absent'"),
-        ("factories:NUMBER", "is a int, no function"),
+        ("factories:NUMBER", "is not a function: it is of type int"),
         ("factoreis:plain", "no module named 'factoreis' (in 'factoreis:plain'); did you mean factories?"),
         ("json.decodr:x", "no module named 'json.decodr' (in 'json.decodr:x'); did you mean json.decoder?"),
         ("factories:plane", "'factories' has no 'plane'; did you mean plain?"),

@@ -382,6 +382,11 @@ def test_fields_that_our_version_lacks_are_left_out(monkeypatch: pytest.MonkeyPa
     assert encoding.restore(extracted.value_bytes, [], None) == Shrunk(1)
 
 
+def nested() -> Any:
+    with warnings.catch_warnings(action="ignore"):  # torch calls it a prototype
+        return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+
+
 def freed() -> Any:
     """A weight that a sharding library has taken away."""
     tensor = torch.zeros(100_000)
@@ -404,7 +409,7 @@ class Unprintable:
         ({"a": Box(1)}, "payload.data['a']: dataclass Box: use a dict, or a msgspec.Struct with @omni.message"),
         (object(), "payload.data: object of type object: use plain values"),
         ({"n": 2**64}, "payload.data['n']: int of 65 bits: use at most 64, or a str"),
-        ({"n": [-(2**63) - 1]}, "payload.data['n'][0]: int of 64 bits"),
+        ({"n": [-(2**63) - 1]}, "payload.data['n'][0]: int of 65 bits with its sign: use at most 64, or a str"),
         ({"s": "\ud800"}, "payload.data['s']: str with a lone surrogate"),
         ({"\ud800": 1}, "payload.data: str with a lone surrogate"),
         ({"x": np.float64(1)}, "payload.data['x']: numpy scalar float64: use .item()"),
@@ -418,6 +423,11 @@ class Unprintable:
         (Turn("x", hidden=2**70), "payload.data.hidden: int of 71 bits"),
         ({"x": torch.empty(2, device="meta")}, "payload.data['x']: meta tensor: it has no data"),
         ({"x": torch.eye(2).to_sparse()}, "payload.data['x']: sparse tensor: send .to_dense()"),
+        ({"x": nested()}, "payload.data['x']: nested tensor: send a"),
+        (
+            {"x": values.StagePayload(request=values.OmniRequest(id="r"))},
+            "payload.data['x']: the payload itself: use its .data",
+        ),
         ({"x": torch.float32}, "object of type dtype"),
         (
             {"x": torch.zeros(1).expand(2**40)},

@@ -1,6 +1,7 @@
 """A child process that does what its arguments say, in order; the supervisor's tests start it.
 
-``loading`` | ``ready`` | ``fail`` | ``print TEXT`` | ``exit CODE`` | ``kill`` (itself) | ``spin SECONDS`` | ``sleep`` |
+``loading`` | ``registered`` | ``ready`` | ``fail`` | ``print TEXT`` | ``exit CODE`` | ``kill`` (itself) |
+``spin SECONDS`` | ``sleep`` |
 ``deaf`` (ignores SIGTERM) | ``polite`` (drains on SIGTERM for 0.3 s, ends with 0) | ``spawn FILE`` (a grandchild; its
 pid goes to FILE) | ``drains FILE`` (drains on SIGTERM until FILE is there, ends with 0; a second one kills it) |
 ``stamp FILE`` (adds a line with the time and pid) |
@@ -51,6 +52,8 @@ def main(script: list[str]) -> None:
         match script.pop(0):
             case "loading":
                 statuspipe.report(FD, statuspipe.Loading(stage="s", message="weights 1/2"))
+            case "registered":
+                statuspipe.report(FD, statuspipe.Registered())
             case "ready":
                 statuspipe.report(FD, statuspipe.Loaded())
             case "fail":

@@ -222,6 +222,13 @@ async def test_a_ready_sibling_that_dies_while_others_load_fails_the_start() -> 
             await up(supervisor)
 
 
+async def test_a_process_that_registers_while_it_loads_is_shown_as_loading() -> None:
+    async with supervised() as supervisor:
+        supervisor.add(instance("voice", "loading", "registered", "ready", "sleep"), POLICY)
+        await up(supervisor)
+        assert [view.state for view in supervisor.changes] == ["starting", "loading", "ready"]
+
+
 async def test_a_loader_that_does_nothing_is_ended_and_shows_where_it_hangs() -> None:
     async with supervised() as supervisor:
         supervisor.add(instance("voice", "trace", "loading", "sleep"), IMPATIENT)

@@ -15,6 +15,7 @@ import pytest
 
 import stage_runtime as omni
 from stage_runtime.engines import events
+from stage_runtime.engines.making import resolving
 from stage_runtime.errors import (
     CODES,
     HookError,
@@ -229,6 +230,23 @@ def test_a_refused_value_is_logged_in_one_line_and_an_authors_exception_with_its
     refused, failed = caplog.messages
     assert refused == "request r failed in a.run: payload.data['x']: set: use a list"
     assert failed.startswith("request r failed in a.run: KeyError: 'x'\nTraceback")
+
+
+def test_a_module_with_a_syntax_error_is_shown_without_the_frames_that_import_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "broken_stage.py"
+    file.write_text("def (\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(SyntaxError) as caught:
+        resolving.resolve("broken_stage:create", field="stages.a.factory")
+    caught.value.__traceback__ = caught.tb.tb_next  # called by the runtime, not by this test
+    assert format_traceback(caught.value).removeprefix("Traceback (most recent call last):\n").splitlines() == [
+        f'  File "{file}", line 1',
+        "    def (",
+        "        ^",
+        "SyntaxError: invalid syntax",
+    ]
 
 
 def test_an_error_keeps_what_of_it_can_be_printed() -> None:

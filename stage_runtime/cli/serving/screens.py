@@ -124,7 +124,8 @@ class LineScreen:
     def _explain(self, failure: StartupFailed) -> None:
         """The traceback, unless the process has logged it as well: then it was printed above."""
         lines = failure.traceback.splitlines()
-        if not lines or lines[-1] not in failure.tail:
+        logged = {line.strip() for line in failure.tail}  # what a log record quotes is indented
+        if not lines or lines[-1].strip() not in logged:
             self._quote(failure.process, lines)
 
     def _quote(self, process: str, lines: Sequence[str]) -> None:

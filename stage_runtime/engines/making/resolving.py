@@ -57,7 +57,7 @@ def resolve(name: str, *, field: str) -> Callable[..., Any]:
         holder += f"{part}."
         found = getattr(found, part)
     if not callable(found):
-        raise ConfigurationError(f"{field}: {name!r} is a {type(found).__name__}, no function")
+        raise ConfigurationError(f"{field}: {name!r} is not a function: it is of type {type(found).__name__}")
     return found  # type: ignore[no-any-return]
 
 

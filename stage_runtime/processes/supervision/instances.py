@@ -174,7 +174,11 @@ class SupervisedInstance:
             return "ending", ""
         if child.ready:
             return "ready", next((event.url for event in child.events if isinstance(event, statuspipe.Serving)), "")
-        match next((event for event in reversed(child.events) if not isinstance(event, statuspipe.StartFailed)), None):
+        # A process registers while it loads, and may be taken before it has loaded.
+        phases = (
+            event for event in reversed(child.events) if isinstance(event, statuspipe.Loading | statuspipe.Loaded)
+        )
+        match next(phases, None):
             case statuspipe.Loading(stage=stage, message=text):
                 return "loading", f"{stage}: {text}" if text else stage
             case statuspipe.Loaded():
