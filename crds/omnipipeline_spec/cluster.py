@@ -549,7 +549,10 @@ class NetworkPolicy(Spec, frozen=True, kw_only=True):
 
     enabled: Annotated[bool, doc("Allow others HTTP only; false creates no policy.")] = True
     ingress_from: Annotated[FreeObjects, doc("NetworkPolicy peers that may reach HTTP; empty allows all.")] = ()
-    extra_egress: Annotated[FreeObjects, doc("NetworkPolicy egress rules in addition to the pipeline's own.")] = ()
+    extra_egress: Annotated[
+        FreeObjects | None,
+        doc("NetworkPolicy egress rules in addition to the pipeline's own, which [] leaves alone; unset allows all."),
+    ] = None
 
 
 class Tracing(Spec, frozen=True, kw_only=True):

@@ -69,6 +69,9 @@ CONTAINERD = (
         ),
         (terminated("", exitCode=137), "CrashLoopBackOff", "ended with exit code 137 and no output"),
         (terminated("bye", reason="Completed", exitCode=0), "CrashLoopBackOff", "bye"),
+        (COMPLETED, "CrashLoopBackOff", "no output; if a probe failed, the pod's Events say so"),
+        (terminated("", exitCode=137), "CrashLoopBackOff", "no output; if a probe failed, the pod's Events say so"),
+        (terminated("", exitCode=2), "CrashLoopBackOff", "container stage: ended with exit code 2 and no output"),
         (terminated("loading", reason="OOMKilled", exitCode=137), "OOMKilled", "resources.limits.memory"),
         (
             terminated("a: no progress for 60 s\n---\n", exitCode=crashes.EXIT_HUNG),
@@ -116,7 +119,7 @@ def test_an_init_container_that_has_completed_is_no_crash(init: dict[str, Any], 
         ),
         (
             {"state": {"waiting": {"reason": "CrashLoopBackOff"}}, "lastState": {"terminated": COMPLETED}},
-            "ended with exit code 0 and no output",
+            "ended with exit code 0 and no output; if a probe failed, the pod's Events say so",
         ),
     ],
     ids=["failed", "failed and waits", "a sidecar that does not stay"],

@@ -188,6 +188,25 @@ def test_the_worst_diagnostic_names_its_pod_and_cause() -> None:
     assert [each.get("reason") for each in made["units"]] == ["ImagePullBackOff", "Unschedulable", None]
 
 
+def test_a_failure_of_a_template_that_was_edited_by_hand_names_the_edit_and_keeps_its_message() -> None:
+    first, last = PLAN.units
+    edited = "Deployment duo-first-{} was edited by hand (`kubectl omni restart` makes a new one): pod p: no image {}"
+
+    def reported(number: str, before: dict[str, Any]) -> tuple[dict[str, Any], str]:
+        broken = pod(reason="ImagePullBackOff", message=f"no image {number}")
+        drifted = workload("first", first.revision, broken, drifted=True)
+        given = inputs(drifted, workload("last", last.revision, READY), coordinator(READY))
+        made, found = status.summarise(given, before, generation=1, now=NOW)
+        return made, next(each.message for each in found if each.type == "Ready")
+
+    made, ready = reported("0x1", {})
+    assert (made["units"][0]["reason"], ready) == (
+        "ImagePullBackOff",
+        "unit first: " + edited.format(first.revision, "0x1"),
+    )
+    assert reported("0x2", made) == (made, ready)
+
+
 def test_a_pod_that_loads_for_too_long_is_reported() -> None:
     slow = ObservedPod(name="slow", created_at=NOW - PLAN.units[0].startup_deadline_s - 1)
     assert conditions_of(inputs(*all_of(PLAN, slow), coordinator(READY)))["Ready"][1] == "StartupDeadlineExceeded"

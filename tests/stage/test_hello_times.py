@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
+from types import SimpleNamespace
+from typing import cast
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stage_runtime.stage.control.registration import HELLO_MOST_S, REFUSED_S, HelloTimes
+from stage_runtime.sockets.channels import Channels
+from stage_runtime.stage.control.registration import HELLO_MOST_S, REFUSED_S, HelloTimes, Registration, Unanswered
+from tests.patience import patience
 
 
 def sent(times: HelloTimes, until_s: float, step_s: float = 0.01) -> list[float]:
@@ -40,3 +46,42 @@ def test_the_first_comes_within_the_spread_whatever_is_drawn(drawn: list[float])
     times = HelloTimes(0.0, spread_s=4.0, random=lambda low, high: low + (high - low) * next(values, 0.5))
     found = sent(times, 10.0)
     assert found[0] <= 4.01
+
+
+def test_that_no_coordinator_answers_is_logged_late_and_ever_less_often_until_one_does() -> None:
+    unanswered = Unanswered(0.0, patience_s=15.0)
+    logged = [now for now in range(2000) if unanswered.due(now, answered=False) is not None]
+    assert logged == [15, 45, 105, 225, 465, 765, 1065, 1365, 1665, 1965]
+    assert unanswered.due(2000, answered=True) is None
+    assert [unanswered.due(now, answered=False) for now in (2001, 2014, 2015, 2016)] == [None, None, 15.0, None]
+
+
+@pytest.mark.parametrize(
+    "addresses, asked",
+    [
+        (["tcp://10.0.0.1:5550", "tcp://10.0.0.2:5550"], "(asked tcp://10.0.0.1:5550, tcp://10.0.0.2:5550)"),
+        ([], "(tcp://duo-peers:5550: the name has no address)"),
+    ],
+)
+async def test_a_process_that_no_coordinator_answers_logs_whom_it_asked(
+    addresses: list[str], asked: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def resolve(endpoint: str) -> list[str]:
+        return addresses
+
+    silent = SimpleNamespace(connect=lambda peer, endpoint: SimpleNamespace(connected=False))
+    registration = Registration(
+        cast(Channels, silent),
+        endpoints=["tcp://duo-peers:5550"],
+        resolve=resolve,
+        hello=lambda endpoint: pytest.fail("nobody is connected"),
+        welcomed=lambda: None,
+        patience_s=0.0,
+    )
+    runs = asyncio.ensure_future(registration.run())
+    async with asyncio.timeout(patience(20)):
+        while not caplog.records:
+            await asyncio.sleep(0.01)
+    runs.cancel()
+    assert caplog.messages[0].startswith("no coordinator has answered for 0 s, so this process gets no request")
+    assert asked in caplog.messages[0]

@@ -295,6 +295,7 @@ _UNMADE: Final = ("ContainerCreating", "PodInitializing")
 _PASSING: Final = (*_UNMADE, "CrashLoopBackOff", "RunContainerError")
 _CRASHED: Final = "CrashLoopBackOff"
 _OUT_OF_MEMORY: Final = "needs more memory than resources.limits.memory; shared memory counts towards it"
+_TOLD: Final = (0, 137, 143)  #: Exit codes of a process that was told to end, or killed: mostly by a failed probe.
 _UNSTARTABLE: Final = ("StartError", "ContainerCannotRun")  # of containerd and of other runtimes
 #: The kubelet alternates between the two; only the first is sure to have the cause.
 _UNPULLED: Final = ("ErrImagePull", "ImagePullBackOff")
@@ -396,4 +397,5 @@ def _crash(ended: Mapping[str, Any]) -> _PodDiagnostic:
         return _PodDiagnostic(reason=_UNSTARTABLE[0], message=cause or "cannot be started")
     if code == crashes.EXIT_HUNG and cause:
         return _PodDiagnostic(reason="StartupDeadlineExceeded", message=cause)
-    return _PodDiagnostic(reason=_CRASHED, message=cause or f"ended with exit code {code} and no output")
+    told = "; if a probe failed, the pod's Events say so" if code in _TOLD else ""
+    return _PodDiagnostic(reason=_CRASHED, message=cause or f"ended with exit code {code} and no output{told}")

@@ -23,6 +23,8 @@ HELLO_FACTOR: Final = 1.5
 HELLO_MOST_S: Final = 2.0
 REFUSED_S: Final = 5.0  # until a coordinator that refused is asked again; meanwhile it has no connection to hold
 SPREAD_MOST_S: Final = 8.0  # over which the processes of a pipeline send Hello to a coordinator that comes back
+UNANSWERED_S: Final = 15.0  # without a coordinator until that is logged: pods that start together take less
+UNANSWERED_MOST_S: Final = 300.0  # between two such lines, each after twice the time of the one before
 RESOLVE_EVERY_S: Final = 2.0  # how often a name is resolved for more coordinators: a roll brings a second one
 
 Resolve = Callable[[str], Awaitable[list[str]]]
@@ -61,6 +63,27 @@ class HelloTimes:
         return True
 
 
+class Unanswered:
+    """When to log that no coordinator answers. Pure."""
+
+    def __init__(self, now: float, *, patience_s: float) -> None:
+        self._since = now
+        self._patience_s = self._delay_s = patience_s
+        self._next = now + patience_s
+
+    def due(self, now: float, *, answered: bool) -> float | None:
+        """The seconds since the last answer, if they are to be logged now. answered: a coordinator is registered."""
+        if answered:
+            self._since, self._delay_s = now, self._patience_s
+            self._next = now + self._patience_s
+            return None
+        if now < self._next:
+            return None
+        self._delay_s = min(2 * self._delay_s, UNANSWERED_MOST_S)
+        self._next = now + self._delay_s
+        return now - self._since
+
+
 class Registration:
     """The coordinators that one process is registered with. It runs on the I/O thread."""
 
@@ -72,13 +95,16 @@ class Registration:
         resolve: Resolve,
         hello: Callable[[str], Hello],
         welcomed: Callable[[], None],
+        patience_s: float = UNANSWERED_S,
     ) -> None:
+        """patience_s: how long no coordinator may answer until that is logged."""
         self.coordinators: dict[str, Member] = {}  #: Those that sent Welcome, by incarnation.
         self._channels = channels
         self._endpoints = endpoints
         self._resolve = resolve
         self._hello = hello
         self._on_welcome = welcomed
+        self._patience_s = patience_s
         self._beats: dict[str, float] = {}  #: The shortest time between two beats that each of them asks for.
         self._known: dict[str, str] = {}  #: endpoint -> incarnation of the coordinator behind it
         self._publishers: dict[str, str] = {}
@@ -92,6 +118,7 @@ class Registration:
         targets: list[str] = []
         next_resolve = 0.0
         loop = asyncio.get_running_loop()
+        unanswered = Unanswered(loop.time(), patience_s=self._patience_s)
         while True:
             if loop.time() >= next_resolve:
                 next_resolve = loop.time() + 0.75 * RESOLVE_EVERY_S  # at every second tick of `_rest`
@@ -101,10 +128,23 @@ class Registration:
                 targets = found
             for endpoint in targets:
                 self._ask(endpoint, loop.time())
+            silent_s = unanswered.due(loop.time(), answered=bool(self.coordinators))
+            if silent_s is not None:
+                self._log_silence(silent_s, targets)
             if len(self._known) < len(targets):
                 await asyncio.sleep(HELLO_EVERY_S)
             else:
                 await self._rest(ticks.next_s(time.time(), RESOLVE_EVERY_S / 2))
+
+    def _log_silence(self, silent_s: float, targets: Sequence[str]) -> None:
+        """The only sign of a network that lets nothing through: the process has loaded, and is not ready."""
+        asked = f"asked {', '.join(targets)}" if targets else f"{', '.join(self._endpoints)}: the name has no address"
+        log.warning(
+            "no coordinator has answered for %.0f s, so this process gets no request (%s); does one run, and does a "
+            "NetworkPolicy keep the pods of the pipeline from each other or from DNS?",
+            silent_s,
+            asked,
+        )
 
     async def _rest(self, most_s: float) -> None:
         """Wait until a coordinator is lost, for ``most_s`` at most."""

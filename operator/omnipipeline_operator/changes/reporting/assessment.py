@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
+import msgspec
+
 from omnipipeline_operator.changes.conditions import ObservedCondition, condition
 from omnipipeline_operator.changes.deciding import canary, gangs
 from omnipipeline_operator.changes.reporting import diagnostics
@@ -241,8 +243,16 @@ def diagnostics_of(inputs: StatusInputs, before: Mapping[str, Any], now: float) 
         worst = diagnostics.worst(each for each in given if each.unit == unit)
         assert worst is not None
         was = previous.get(unit, {})
-        found[unit] = diagnostics.stabilized(worst, was.get("reason"), was.get("message"))
+        edited, said = _edited(inputs, unit), was.get("message")
+        steady = diagnostics.stabilized(worst, was.get("reason"), said and said.removeprefix(edited))
+        found[unit] = msgspec.structs.replace(steady, message=f"{edited}{steady.message}")
     return found
+
+
+def _edited(inputs: StatusInputs, unit: str) -> str:
+    """The beginning of the diagnostic of a unit whose template is not the spec's: the spec does not show the cause."""
+    names = [each.name for each, _ in desired_workloads(inputs) if each.unit == unit and each.drifted]
+    return f"Deployment {names[0]} was edited by hand (`kubectl omni restart` makes a new one): " if names else ""
 
 
 def _waiting_for(inputs: StatusInputs) -> str:
