@@ -550,9 +550,8 @@ class NetworkPolicy(Spec, frozen=True, kw_only=True):
     enabled: Annotated[bool, doc("Allow others HTTP only; false creates no policy.")] = True
     ingress_from: Annotated[FreeObjects, doc("NetworkPolicy peers that may reach HTTP; empty allows all.")] = ()
     extra_egress: Annotated[
-        FreeObjects | None,
-        doc("NetworkPolicy egress rules in addition to the pipeline's own, which [] leaves alone; unset allows all."),
-    ] = None
+        FreeObjects, doc("NetworkPolicy egress rules in addition to the pipeline's own; empty allows all egress.")
+    ] = ()
 
 
 class Tracing(Spec, frozen=True, kw_only=True):

@@ -494,14 +494,16 @@ def test_only_services_policies_and_the_budget_of_several_coordinators_are_made_
     assert len(off.applied) == 2
 
 
-@pytest.mark.parametrize("extra", [None, [], [{"ports": [{"port": 443}]}]])
-def test_egress_that_is_set_opens_the_pipelines_own_pods_and_dns_also_where_it_is_empty(extra: Any) -> None:
+@pytest.mark.parametrize("extra", [[], [{"ports": [{"port": 443}]}]])
+def test_egress_that_is_listed_opens_the_pipelines_own_pods_and_dns_too_and_an_empty_list_restricts_nothing(
+    extra: Any,
+) -> None:
     policies = {
         each["metadata"]["name"]: each["spec"] for each in desired(networkPolicy={"extraEgress": extra}).applied
     }
     own = {"podSelector": {"matchLabels": naming.selector("demo")}}
     dns = {"ports": [{"port": 53, "protocol": "UDP"}, {"port": 53, "protocol": "TCP"}]}
-    expected = (["Ingress"], None) if extra is None else (["Ingress", "Egress"], [{"to": [own]}, dns, *extra])
+    expected = (["Ingress", "Egress"], [{"to": [own]}, dns, *extra]) if extra else (["Ingress"], None)
     assert (policies["demo-pods"]["policyTypes"], policies["demo-pods"].get("egress")) == expected
 
 

@@ -43,15 +43,14 @@ def budgets(spec: PipelineConfig, plan: PipelinePlan, owner: Owner, *, coordinat
     return [_budget(name, owner, settings.max_unavailable) for name in names]
 
 
-def _pods(extra_egress: Sequence[Any] | None, owner: Owner, scrapers: Sequence[Mapping[str, Any]]) -> Manifest:
+def _pods(extra_egress: Sequence[Any], owner: Owner, scrapers: Sequence[Mapping[str, Any]]) -> Manifest:
     own = {"podSelector": {"matchLabels": naming.selector(owner.name)}}
     ingress: list[Manifest] = [{"from": [own]}]
     if scrapers:
         ingress.append({"from": [dict(peer) for peer in scrapers], "ports": [_port(PROBE_PORT)]})
     spec: Manifest = {"podSelector": own["podSelector"], "policyTypes": ["Ingress"], "ingress": ingress}
-    if extra_egress is not None:
-        # Egress is restricted only when the author says so: a stage that downloads its model needs the internet.
-        # A namespace whose own policy denies all egress needs this one, if only for the pipeline's own pods.
+    if extra_egress:
+        # Egress is restricted only when the author lists targets: a stage that downloads its model needs the internet.
         names = {"ports": [_port(53, "UDP"), _port(53)]}
         spec |= {"policyTypes": ["Ingress", "Egress"], "egress": [{"to": [own]}, names, *extra_egress]}
     return _policy(naming.pods_policy(owner.name), owner, spec)
