@@ -17,7 +17,7 @@ from typing import Final, Protocol, TypeAlias
 import msgspec
 
 from omnipipeline_spec.types.plan import RelayPlan
-from stage_runtime.errors import NoConnection, RelayRefused, TransferError
+from stage_runtime.errors import NoConnection, RelayFailed, RelayRefused, TransferError
 from stage_runtime.payloads.pack import Extracted
 from stage_runtime.profiler.recording.recorder import recorder
 from stage_runtime.relays.dispatch import Relays
@@ -310,7 +310,7 @@ class SendQueues:
                 try:
                     if not pending.work.aborted and not self._start(queue, pending):
                         break
-                except RelayRefused as error:
+                except (RelayRefused, RelayFailed) as error:  # the peer is alive: nobody else would end the request
                     lost.append((pending, error))
                 except TransferError:
                     log.info(

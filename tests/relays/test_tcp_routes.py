@@ -7,7 +7,7 @@ import errno
 import pytest
 import zmq
 
-from stage_runtime.errors import TransferError
+from stage_runtime.errors import RelayFailed
 from stage_runtime.relays.tcp.routes import TcpRoute, is_endpoint
 
 
@@ -40,7 +40,7 @@ def test_a_process_without_room_for_a_socket_fails_the_transfer_alone() -> None:
         raise zmq.ZMQError(errno.EMFILE)
 
     route = TcpRoute("tcp://127.0.0.1:1", b"token", make)
-    with route.lock, pytest.raises(TransferError, match="Too many open files"):
+    with route.lock, pytest.raises(RelayFailed, match="Too many open files"):
         route.socket()
 
 

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from stage_runtime.errors import NoConnection, TransferError, ValueRefused
+from stage_runtime.errors import NoConnection, RelayFailed, TransferError, ValueRefused
 from stage_runtime.payloads import encoding, pack
 from stage_runtime.profiler.recording.recorder import recorder
 from stage_runtime.transfers.sending import PendingSend, SendQueues
@@ -258,6 +258,23 @@ def test_a_message_over_the_limit_is_refused_before_it_waits(waits: bool) -> Non
 
 
 FAULTS = [ValueRefused("Submit", "too large"), MemoryError(), OSError(28, "no space"), SystemExit(1), KeyError("x")]
+
+
+@pytest.mark.proves("unsendable-at-its-turn")
+def test_what_waited_for_a_relay_that_then_has_no_socket_left_fails_its_request() -> None:
+    """Its receiver is alive: nothing else would end the request before its deadline."""
+    made, error = Made(), RelayFailed("the tcp relay cannot connect to tcp://10.0.0.7:1: Too many open files")
+    for request_id in ("first", "bad", "next"):
+        made.ship(request_id)
+
+    def no_socket(request_id: str) -> None:
+        if request_id == "bad":
+            raise error
+
+    made.relays.before = no_socket
+    made.send_queues.released("peer", (1,))
+    assert made.sent == ["first", "next"]
+    assert made.lost == {"bad": error}
 
 
 @pytest.mark.proves("unsendable-at-its-turn")

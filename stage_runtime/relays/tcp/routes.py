@@ -13,7 +13,7 @@ from typing import Final
 
 import zmq
 
-from stage_runtime.errors import TransferError
+from stage_runtime.errors import RelayFailed
 
 PORT: Final = re.compile("[0-9]{1,5}")  # Python makes no number of thousands of digits, and libzmq of foreign ones
 
@@ -36,17 +36,17 @@ class TcpRoute:
         return self._socket is not None
 
     def socket(self) -> zmq.Socket[bytes]:
-        """The socket, opened if need be; the lock is held. Raises: TransferError: no socket can be opened."""
+        """The socket, opened if need be; the lock is held. Raises: RelayFailed: no socket can be opened."""
         self._used_at = time.monotonic()
         if self._socket is None:
             try:
                 self._socket = self._make(self.endpoint)
             except zmq.ZMQError as error:
-                raise TransferError(f"the tcp relay cannot connect to {self.endpoint}: {error}") from error
+                raise RelayFailed(f"the tcp relay cannot connect to {self.endpoint}: {error}") from error
         return self._socket
 
     def send(self, header: bytes, body: memoryview | bytes) -> None:
-        """Have libzmq send a message later; the lock is held. Raises: TransferError: no socket can be opened.
+        """Have libzmq send a message later; the lock is held. Raises: RelayFailed: no socket can be opened.
 
         libzmq lets go of a peer for good when the end at its address speaks another protocol, as that of another
         pipeline does whose pod has the address now. A send would wait for ever then; a new socket connects again.
