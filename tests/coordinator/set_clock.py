@@ -29,6 +29,10 @@ class SetClock:
         heapq.heappush(self._timers, timer)
         return timer
 
+    def stop(self, seconds: float) -> None:
+        """The process is stopped for so long: timers of that time run late, at the next `advance`."""
+        self._now += seconds
+
     def advance(self, seconds: float) -> None:
         """Let so much time pass. The timers of that time run in their order, those that they start with them."""
         end = self._now + seconds

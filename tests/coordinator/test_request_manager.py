@@ -717,6 +717,26 @@ async def test_who_holds_the_room_that_others_need_and_does_not_read_ends(comple
         assert [handle.early for handle in handles] == [0, half, STREAM_WINDOW]
 
 
+async def test_a_coordinator_that_was_stopped_does_not_end_a_request_whose_client_it_could_not_write_to() -> None:
+    clock = SetClock()
+    async with coordinator_harness(terminal_stages=lambda request: ["shout"], clock=clock) as made:
+        handles = [made.manager.admit(new_request(name, stream=True)) for name in ("r1", "r2", "r3")]
+        sents = made.submitted("f1")
+        made.coordinator.received("v1", StreamStalled("shout", "coordinator", True))
+        for sent in sents[:2]:
+            for index in range(ROOM // 2):
+                made.chunk(sent, "shout", index, index)
+        clock.advance(2 * LOOK_EVERY_S)
+        for index in range(STREAM_WINDOW):
+            made.chunk(sents[2], "shout", index, index)
+        clock.stop(60.0)
+        clock.advance(0.0)
+        assert made.aborted("v1") == [] and [handle.early for handle in handles] == [ROOM // 2, ROOM // 2, 0]
+        clock.advance(2 * LOOK_EVERY_S)
+        error = await error_of(handles[0])
+        assert (error.code, error.message) == ("cancelled", "its client does not read")
+
+
 async def test_an_answer_that_is_given_as_a_whole_has_no_slow_reader() -> None:
     clock = SetClock()
     async with coordinator_harness(terminal_stages=lambda request: ["shout"], clock=clock) as made:

@@ -12,6 +12,7 @@ from stage_runtime.coordinator.answering.request_handles import RequestHandle
 from stage_runtime.coordinator.binding.bindings import Bindings
 from stage_runtime.coordinator.following import Following
 from stage_runtime.rules.flow.streams import STREAM_WINDOW
+from stage_runtime.rules.flow.watched_time import WatchedTime
 from stage_runtime.rules.requests.readers import Reader, TakeUnread, decide
 
 LOOK_EVERY_S: Final = 0.05
@@ -30,6 +31,7 @@ class Readers:
             WeakSet()
         )  #: Chunks of these were taken early; they may have ended since.
         self._timer: asyncio.TimerHandle | None = None
+        self._watched = WatchedTime(loop.time(), LOOK_EVERY_S)
 
     def stalled(self, instance: str, stage: str, stalled: bool) -> None:
         if not stalled:
@@ -50,10 +52,12 @@ class Readers:
     def _look(self) -> None:
         # Armed first: a check that raises does not stop the later ones.
         self._timer = self._loop.call_later(LOOK_EVERY_S, self._look) if self._stalled else None
+        # A loop that was stopped has not written yet to the clients that read.
+        was_stopped = not self._watched.look(self._loop.time())
         for instance, stage in sorted(self._stalled):
-            self._make_way(instance, stage)
+            self._make_way(instance, stage, was_stopped=was_stopped)
 
-    def _make_way(self, instance: str, stage: str) -> None:
+    def _make_way(self, instance: str, stage: str, *, was_stopped: bool) -> None:
         waited_for = {handle for handle in self._bindings.on(instance) if stage in handle.tracked.waiting}
         found = []
         for handle in waited_for | set(self._holders):
@@ -67,5 +71,5 @@ class Readers:
             if isinstance(step, TakeUnread):
                 step.request.take_early(stage)
                 self._holders.add(step.request)
-            else:
+            elif not was_stopped:
                 self._following.end_unread(step.request)
