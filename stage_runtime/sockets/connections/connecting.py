@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Final, NamedTuple
 
+from stage_runtime.rules.flow.watched_time import LATE_S
 from stage_runtime.sockets.connections.dialing import Connection, Dialers
 from stage_runtime.sockets.connections.links import Link
 from stage_runtime.sockets.endpoints.refusals import Refusals
@@ -67,7 +68,7 @@ class Connecting:
         if connection.connected:
             self._events.flush(link)
         else:
-            self._loop.call_later(self._dead_after_s, self._must_be_connected, link, connection, connection.breaks)
+            self._check_later(self._dead_after_s, link, connection, connection.breaks)
 
     def leave(self, link: Link) -> None:
         """The link is closed."""
@@ -98,7 +99,7 @@ class Connecting:
             return
         self.interrupted.add(link.peer)
         self._counters["disconnected"] += 1
-        self._loop.call_later(self._reconnect_grace_s, self._must_be_connected, link, connection, connection.breaks)
+        self._check_later(self._reconnect_grace_s, link, connection, connection.breaks)
         if not link.keep_awake:  # a coordinator counts connections that end at once as those of another protocol
             for after_s in ASK_AFTER_S:
                 self._loop.call_later(after_s, self._ask, link, connection, connection.breaks)
@@ -112,16 +113,21 @@ class Connecting:
             self._counters["refused"] += 1
             self._events.gone(link)
 
-    def _must_be_connected(self, link: Link, connection: Connection, since: int, again: bool = True) -> None:
-        """since: the break that this is the grace of; one after it has a grace of its own.
+    def _check_later(self, after_s: float, link: Link, connection: Connection, since: int, again: bool = True) -> None:
+        due = self._loop.time() + after_s
+        self._loop.call_at(due, self._must_be_connected, link, connection, since, due, again)
+
+    def _must_be_connected(self, link: Link, connection: Connection, since: int, due: float, again: bool) -> None:
+        """since: the break that this is the grace of; one after it has a grace of its own. due: its end.
 
         again: an end that accepts connections may only be slow to shake hands, and gets a second grace. No more: a
-        frozen one accepts them, too.
+        frozen one accepts them, too. So does every end when this process was stopped meanwhile, and with it libzmq's
+        thread, which connects.
         """
         if not self._is_down(link, connection, since):
             return
-        if connection.reached and again:
-            self._loop.call_later(self._reconnect_grace_s, self._must_be_connected, link, connection, since, False)
+        if again and (connection.reached or self._loop.time() > due + LATE_S):
+            self._check_later(self._reconnect_grace_s, link, connection, since, again=False)
             return
         self._events.gone(link)
 
