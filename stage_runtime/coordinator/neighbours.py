@@ -13,6 +13,7 @@ from typing import Final
 
 from omnipipeline_spec.types.plan import PipelineRevision
 from stage_runtime.rules.binding.membership_state import MembershipState
+from stage_runtime.rules.flow.watched_time import LATE_S
 from stage_runtime.rules.members.introductions import Introductions
 from stage_runtime.wire.messages import Members, Message
 from stage_runtime.wire.parts import Member
@@ -98,9 +99,17 @@ class Neighbours:
         for one in later:
             self._introductions.adopt(sender, one)
         if later:
-            self._loop.call_later(self._registered_by_s, self._report_unknown, later)
+            self._report_later(later)
 
-    def _report_unknown(self, peers: Sequence[str]) -> None:
+    def _report_later(self, peers: Sequence[str], again: bool = True) -> None:
+        due = self._loop.time() + self._registered_by_s
+        self._loop.call_at(due, self._report_unknown, peers, due, again)
+
+    def _report_unknown(self, peers: Sequence[str], due: float, again: bool) -> None:
+        """again: a coordinator that was stopped meanwhile has not read their messages yet, and waits once more."""
+        if again and self._loop.time() > due + LATE_S:
+            self._report_later(peers, again=False)
+            return
         for peer in peers:
             if peer not in self._state.instances:
                 self._note_gone(peer)

@@ -108,6 +108,22 @@ async def test_who_is_no_member_is_reported_gone_when_it_has_not_registered_in_t
         await came(lambda: sent(made, "f1", Members)[1:] == [Members(gone=("v2",))])
 
 
+@pytest.mark.parametrize("registers", [True, False])
+async def test_who_could_not_register_because_this_coordinator_was_stopped_is_not_reported_gone(
+    registers: bool,
+) -> None:
+    clock = SetClock()
+    async with coordinator_harness(clock=clock) as made:
+        made.coordinator.received("f1", PeerUnreachable("v2"))
+        clock.stop(600.0)
+        clock.advance(1.0)
+        assert sent(made, "f1", Members) == []
+        if registers:
+            made.join("v2", "voice")
+        clock.advance(membership.REGISTERED_BY_S)
+        assert sent(made, "f1", Members) == ([] if registers else [Members(gone=("v2",))])
+
+
 async def test_what_a_coordinator_that_is_gone_has_introduced_is_reported_by_the_next_one() -> None:
     async with coordinator_harness() as made:
         made.join("v0", "voice")

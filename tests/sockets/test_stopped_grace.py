@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from stage_runtime.sockets.connections.connecting import ConnectionEvents, Connecting
+from stage_runtime.sockets.connections.connecting import Connecting, ConnectionEvents
 from tests.coordinator.set_clock import SetClock
 
 GRACE_S = 0.25

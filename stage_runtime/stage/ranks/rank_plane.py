@@ -18,6 +18,7 @@ import msgspec
 
 from stage_runtime.errors import ProtocolError
 from stage_runtime.relays.dispatch import Relays
+from stage_runtime.rules.flow.watched_time import LATE_S
 from stage_runtime.sockets.channels import Channels
 from stage_runtime.stage.ranks.tensor_parallel import Leader
 from stage_runtime.stage.stage import Stage
@@ -120,7 +121,7 @@ class RankPlane:
                 self._leader.ready.add(sender)
                 self._on_ready()
             case RankFailed():
-                self._loop.call_later(RANKS_AGREE_S, self._check_agreement, message)
+                self._check_later(message)
             case RankAnswer():
                 self._answer(message.asker, message.answer)
             case Beat():
@@ -139,11 +140,19 @@ class RankPlane:
     def release(self, peer: str, transfer: int) -> None:
         """Followers send nothing by relay."""
 
-    def _check_agreement(self, message: RankFailed) -> None:
+    def _check_later(self, message: RankFailed, again: bool = True) -> None:
+        due = self._loop.time() + RANKS_AGREE_S
+        self._loop.call_at(due, self._check_agreement, message, due, again)
+
+    def _check_agreement(self, message: RankFailed, due: float, again: bool) -> None:
         """Computing failed on one rank.
 
-        If all ranks failed, rank 0 reports it; if only this one, the ranks have diverged.
+        If all ranks failed, rank 0 reports it; if only this one, the ranks have diverged. again: this process was
+        stopped meanwhile, and rank 0 with it, so it waits once more.
         """
+        if again and self._loop.time() > due + LATE_S:
+            self._check_later(message, again=False)
+            return
         work = self._stage.input.find(message.owner, message.request_id, message.attempt)
         if work is not None and not work.over:
             self._on_apart(
