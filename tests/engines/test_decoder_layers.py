@@ -134,8 +134,9 @@ def test_joined_layers_in_bf16_are_as_near_to_f32_as_the_layers_one_by_one(kind:
     assert isinstance(joined.model.model.model.layers[0], decoder_layers.DecoderLayers)
     with torch.inference_mode():
         expected, *others = (
-            torch.cat([one.compute(step(rows)).logits.float() for rows in steps]) for one in (exact, apart, joined)
+            torch.cat([one.compute(step(rows)).logits for rows in steps]) for one in (exact, apart, joined)
         )
+    assert others[1].dtype is torch.float32  # sampling and log probabilities in bf16 would have two digits
     theirs, ours = (float((one - expected).norm()) for one in others)
     assert 0 < ours <= 1.2 * theirs
 

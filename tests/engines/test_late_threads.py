@@ -21,7 +21,7 @@ from stage_runtime.engines.autoregressive.core.preprocessing import ModelFacts
 from stage_runtime.engines.autoregressive.model.adapted import AdapterFacts, AdapterRead, AdapterReads, AdapterRefused
 from stage_runtime.engines.autoregressive.sampling.model_output import ModelOutput
 from stage_runtime.engines.autoregressive.sampling.parameters import SamplingParams
-from stage_runtime.engines.autoregressive.stage.answers import LONG
+from stage_runtime.engines.autoregressive.text.prompts.prompting import LONG
 from stage_runtime.engines.autoregressive.text.structured_output.grammar_texts import Grammar
 from stage_runtime.rules.autoregressive.blocks import BlockPool
 from stage_runtime.rules.autoregressive.requests import FinishReason

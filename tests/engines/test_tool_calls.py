@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from stage_runtime.engines.autoregressive.sampling import parameters
 from stage_runtime.engines.autoregressive.sampling.parameters import SamplingParams
-from stage_runtime.engines.autoregressive.stage.answers import LONG
 from stage_runtime.engines.autoregressive.text.prompts import prompting
 from stage_runtime.engines.autoregressive.text.prompts.controls import TextEncoder
+from stage_runtime.engines.autoregressive.text.prompts.prompting import LONG
 from stage_runtime.engines.autoregressive.text.structured_output.grammar_texts import Grammar
 from stage_runtime.engines.autoregressive.text.tool_calls import tools
 from stage_runtime.engines.autoregressive.text.tool_calls.calls import Call

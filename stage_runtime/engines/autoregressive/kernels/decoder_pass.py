@@ -38,7 +38,7 @@ class DecoderPass:
         return cosines[0].contiguous(), sines[0].contiguous()
 
     def run(self, batch: models.FlatBatch) -> Tensor | None:
-        """Logits, within a pass of `models.PagedModel`. None: the layers have no program for this step."""
+        """Logits in f32, within a pass of `models.PagedModel`. None: the layers have no program for this step."""
         ids, positions = batch.ids, batch.positions
         backend, plan = models.current()
         if not self._layers.computes(len(ids), backend, plan):
@@ -53,7 +53,7 @@ class DecoderPass:
         sums = self._layers.run(hidden, [one.index_select(0, positions) for one in turns], backend, plan)
         # It has one more dimension, as transformers calls its head: `PagedModel.forward` reads it there.
         logits: Tensor = self._head(self._norm(sums.index_select(0, batch.rows))[None])
-        return logits[0]
+        return logits[0].float()
 
 
 def of(model: Any) -> DecoderPass | None:

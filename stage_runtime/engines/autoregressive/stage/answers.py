@@ -17,7 +17,7 @@ import msgspec
 from stage_runtime.api import Autoregressive, Generation, Prompt, StageContext
 from stage_runtime.engines.autoregressive.core.engine_requests import EngineCoreOutput, EngineCoreRequest
 from stage_runtime.engines.autoregressive.core.output.choices import Choice, Echo
-from stage_runtime.engines.autoregressive.core.output.output_processor import OutputProcessor, RequestOutput
+from stage_runtime.engines.autoregressive.core.output.output_processor import OutputProcessor
 from stage_runtime.engines.autoregressive.lora import settings as lora_settings
 from stage_runtime.engines.autoregressive.sampling import parameters
 from stage_runtime.engines.autoregressive.stage.client_reports import ClientReport
@@ -32,14 +32,12 @@ from stage_runtime.engines.autoregressive.text.tool_calls import call_forms
 from stage_runtime.engines.base import Gate, Outbox, Work
 from stage_runtime.engines.custom import RequestIds
 from stage_runtime.engines.running import Yields
-from stage_runtime.errors import InvalidRequest, RequestError, refusal
+from stage_runtime.errors import refusal
 from stage_runtime.profiler import events as profile
 from stage_runtime.rules.autoregressive.requests import FinishReason, Request
 from stage_runtime.wire.values import Note, StagePayload, Text
 
-LONG: Final = 8_000  # characters of a prompt that is encoded apart: more would take milliseconds of a step
 THINKING: Final = 16  # tokens at the end of a prompt that may begin the model's thinking
-LONG_GRAMMAR: Final = 2_000  # as `LONG`: characters that are compiled, for each of ``n`` answers
 
 #: A request for the engine, and what its check has made of it.
 Entered: TypeAlias = tuple[EngineCoreRequest, Request | None]
@@ -56,17 +54,6 @@ class _Pending(NamedTuple):
     prompt: Prompt
     params: parameters.SamplingParams
     open: bool = False
-
-
-def _is_long(prompt: Prompt, params: parameters.SamplingParams) -> bool:
-    grammar = 0 if params.grammar is None else params.grammar.size
-    return prompting.size(prompt) > LONG or grammar * params.n > LONG_GRAMMAR
-
-
-def _failure(output: RequestOutput) -> RequestError:
-    if output.refused is not None:
-        return InvalidRequest(str(output.reason), param=output.refused)
-    return RequestError("stage_failed", str(output.reason))
 
 
 class _Answer:
@@ -130,6 +117,8 @@ class GenerationAnswers:
         self._of: dict[str, _Answer] = {}  #: Answers by the engine's names: one for each of ``n`` answers.
         self._names: dict[Work, tuple[str, ...]] = {}  #: The names by which the engine knows them. Read in any thread.
         self._opened: SimpleQueue[_Answer] = SimpleQueue()  #: Requests whose gates are done.
+        #: Answers that begin with a long prompt's log probabilities, by the engine's names; some are made in a turn.
+        self._echoing: dict[str, _Answer] = {}
 
     def __len__(self) -> int:
         return len(self._answers) + len(self._encoding)
@@ -157,7 +146,7 @@ class GenerationAnswers:
             prompt = Prompt(text="") if asks_for_tokens and not payload.request.messages() else self._prompt(payload)
             params = self._params(prompt)
             pending = _Pending(name, work, payload.detach(), prompt, params, open)
-            if asks_for_tokens or (_is_long(prompt, params) and not open):
+            if asks_for_tokens or (prompting.is_long(prompt, params.grammar, params.n) and not open):
                 self._encoding[name] = work
                 self._names[work] = (name,)
                 self._encoder.submit(self._encode_apart, pending)
@@ -351,13 +340,15 @@ class GenerationAnswers:
         with self.outbox.together():
             for name in processed.ready:
                 answer = self._of.get(name)
-                if answer is not None:
+                if answer is not None and name not in self._echoing:
                     self._flush(answer, name)
         self.outbox.settle()
         return processed.reqs_to_abort
 
     def flush_opened(self) -> None:
-        """Deliver what was held for readers that have caught up."""
+        """Deliver what was held for readers that have caught up, and make some of a long echo."""
+        for name in list(self._echoing)[:1]:
+            self._flush(self._echoing.pop(name), name)
         while True:
             try:
                 answer = self._opened.get_nowait()
@@ -365,7 +356,7 @@ class GenerationAnswers:
                 return
             if self._answers.get(answer.name) is answer and answer.gate is not None and answer.gate.done():
                 answer.gate = None
-                for name in list(answer.choices):
+                for name in [one for one in answer.choices if one not in self._echoing]:
                     self._flush(answer, name)
 
     def fail(self, name: str, error: BaseException) -> None:
@@ -396,10 +387,15 @@ class GenerationAnswers:
         if output is None:
             return
         if output.finish is FinishReason.ERROR:
-            self.fail(name, _failure(output))
+            self.fail(name, output.error)
             return
         last = all(one.over for one in answer.choices.values() if one is not choice)
         try:
+            if choice.echoes(output):
+                choice.collector.put(output)
+                self._echoing[name] = answer
+                self._wake()
+                return
             goes_on = self._give(answer, choice.part(output, last=last))
         except Exception as error:  # a tokenizer's, which lacks one of the likeliest tokens
             self.fail(name, error)
@@ -444,6 +440,7 @@ class GenerationAnswers:
             self._processor.abort_requests(answer.choices)
             for one in answer.choices:
                 self._of.pop(one, None)
+                self._echoing.pop(one, None)
 
     def _emit(self, event: str, work: Work, **metadata: Any) -> None:
         if self._context is not None:

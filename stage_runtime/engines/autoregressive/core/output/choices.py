@@ -6,16 +6,17 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from stage_runtime.api import Generation
 from stage_runtime.engines.autoregressive.core.output.answer_text import ShownToken
 from stage_runtime.engines.autoregressive.core.output.output_processor import RequestOutput, RequestOutputCollector
 from stage_runtime.engines.autoregressive.sampling import parameters
-from stage_runtime.engines.autoregressive.sampling.model_output import TokenLogprobs
 from stage_runtime.engines.autoregressive.text.detokenizer import Spelling
 from stage_runtime.engines.autoregressive.text.tool_calls.calls import Call
 from stage_runtime.wire.values import Text, ToolCall
+
+PIECE: Final = 4096  # entries of tokens that are made at once: more would take several milliseconds of a step
 
 
 def _stacked(rows: Sequence[Any]) -> Any:
@@ -55,9 +56,26 @@ class Choice:
         self._calls = 0
         self._spelling = spelling
         self._shows = params.logprobs is not None
+        self._entries: list[Any] = []  #: Entries of the echo's tokens, as far as they are made.
+
+    def echoes(self, output: RequestOutput) -> bool:
+        """Make some of the entries that the echo has in ``output``. Returns: whether there are more, before `part`."""
+        if self._echo is None or not self._shows:
+            return False
+        made, tokens, found = self._entries, self._echo.tokens, output.prompt_logprobs
+        if not made:  # nothing predicts its first token
+            first = _one(self._spelling.bytes_of(tokens[0], first=True), 0.0)
+            made.append({**first, "logprob": None, "top_logprobs": []})
+        count = min(len(tokens), len(found) + 1)
+        some = max(PIECE // (len(found[0].top) + 1), 1) if found else 0
+        for at in range(len(made), min(len(made) + some, count)):
+            made.append(self._entry(ShownToken(tokens[at], self._spelling.bytes_of(tokens[at]), found[at - 1], False)))
+        return len(made) < count
 
     def part(self, output: RequestOutput, *, last: bool) -> Generation:
         """last: the request's other answers are over."""
+        while self.echoes(output):
+            pass
         echo, self._echo = self._echo, None
         prompt, self._prompt = self._prompt, ()
         self._text += output.text
@@ -83,7 +101,7 @@ class Choice:
             logprobs=tuple((one.logprob, one.top) for one in output.logprobs),
             shown_logprobs=self._shown(output) if self._shows else None,
             prompt_logprobs=tuple((one.logprob, one.top) for one in output.prompt_logprobs),
-            echo=None if echo is None else self._echoed(echo, output.prompt_logprobs),
+            echo=None if echo is None else self._echoed(echo),
             prompt_token_ids=prompt,
             hidden_rows=_stacked(output.hidden_rows),
             rows={} if given is None else {name: _stacked(rows) for name, rows in given.kept.items()},
@@ -95,16 +113,10 @@ class Choice:
         self._calls += 1
         return ToolCall(f"call_{secrets.token_hex(12)}", call.name, call.arguments, self._calls - 1, self.index)
 
-    def _echoed(self, echo: Echo, logprobs: Sequence[TokenLogprobs]) -> Text:
-        """The prompt as text of this choice. Nothing predicts its first token."""
-        if not self._shows:
-            return Text(echo.text, self.index)
-        first: list[Any] = [{**_one(self._spelling.bytes_of(echo.tokens[0], first=True), 0.0), "logprob": None}]
-        others = [
-            self._entry(ShownToken(token, self._spelling.bytes_of(token), found, False))
-            for token, found in zip(echo.tokens[1:], logprobs, strict=False)
-        ]
-        return Text(echo.text, self.index, [{**first[0], "top_logprobs": []}, *others])
+    def _echoed(self, echo: Echo) -> Text:
+        """The prompt as text of this choice."""
+        entries, self._entries = self._entries, []
+        return Text(echo.text, self.index, entries) if self._shows else Text(echo.text, self.index)
 
     def _shown(self, output: RequestOutput) -> list[Any]:
         """Entries of the tokens that the text is made of, in the form of OpenAI's ``logprobs.content``."""

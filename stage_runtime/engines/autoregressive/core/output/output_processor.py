@@ -20,7 +20,7 @@ from stage_runtime.engines.autoregressive.text.detokenizer import Spelling
 from stage_runtime.engines.autoregressive.text.reasoning import ThoughtSplitter
 from stage_runtime.engines.autoregressive.text.tool_calls.call_parsers import Parser
 from stage_runtime.engines.autoregressive.text.tool_calls.calls import Call
-from stage_runtime.errors import describe
+from stage_runtime.errors import InvalidRequest, RequestError, describe
 from stage_runtime.rules.autoregressive.requests import FinishReason, Reason
 
 
@@ -48,6 +48,13 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     hidden_rows: tuple[Any, ...] = ()
     rows: GivenRows | None = None
+
+    @property
+    def error(self) -> RequestError:
+        """The client's, where the answer ends with one."""
+        if self.refused is not None:
+            return InvalidRequest(str(self.reason), param=self.refused)
+        return RequestError("stage_failed", str(self.reason))
 
     def joined(self, later: RequestOutput) -> RequestOutput:
         """This and a later delta as one."""

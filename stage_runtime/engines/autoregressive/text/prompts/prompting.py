@@ -9,12 +9,15 @@ from stage_runtime.api import Generation, Prompt
 from stage_runtime.engines.autoregressive.text.prompts import template_messages
 from stage_runtime.engines.autoregressive.text.prompts.controls import TextEncoder
 from stage_runtime.engines.autoregressive.text.prompts.prompt_rows import ROW
+from stage_runtime.engines.autoregressive.text.structured_output.grammar_texts import Grammar
 from stage_runtime.engines.autoregressive.text.tool_calls import tools
 from stage_runtime.engines.autoregressive.text.tool_calls.call_forms import FORMS, CallForm
 from stage_runtime.errors import InvalidRequest, RequestError
 from stage_runtime.wire.outputs import PROMPT_TOKEN_IDS, TOKEN_IDS
 from stage_runtime.wire.values import Chunk, Finish, Note, Reasoning, Result, StagePayload, Text, Usage
 
+LONG: Final = 8_000  # characters of a prompt that is encoded apart: more would take milliseconds of a step
+LONG_GRAMMAR: Final = 2_000  # as `LONG`: characters that are compiled, for each of ``n`` answers
 _ALWAYS: Final[dict[str, Any]] = {"add_generation_prompt": True}
 #: Arguments of transformers' method that are not the template's.
 _OURS: Final = frozenset(
@@ -154,6 +157,11 @@ def _token_ids(payload: StagePayload, generation: Generation) -> Iterator[Note]:
 def _shown(one: tuple[float, tuple[tuple[int, float], ...]]) -> dict[str, Any]:
     logprob, top = one
     return {"logprob": logprob, "top_logprobs": [{"token_id": token, "logprob": other} for token, other in top]}
+
+
+def is_long(prompt: Prompt, grammar: Grammar | None, count: int) -> bool:
+    """Whether encoding it, or compiling the grammar of ``count`` answers, would take milliseconds of a step."""
+    return size(prompt) > LONG or (grammar is not None and grammar.size * count > LONG_GRAMMAR)
 
 
 def size(prompt: Prompt) -> int:
