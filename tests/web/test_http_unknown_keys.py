@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 
-from stage_runtime.wire.values import Text
+from stage_runtime.coordinator.events import ResultEvent
+from stage_runtime.wire.values import Text, Vectors
 from tests.web.running import PATIENCE_S, start
 from tests.web.scripted_manager import chunk, play
 
@@ -30,6 +32,8 @@ async def answered(body: dict[str, Any], path: str = "/v1/chat/completions") -> 
         {"stream_options": {"include_usage": True, "continuous_usage_stats": True}},
         {"stream_options": {"nobody_knows": None}},
         {"audio": {"nobody_knows": None}},
+        {"separate_reasoning": True, "stream_reasoning": True, "no_stop_trim": False, "return_hidden_states": False},
+        {"add_special_tokens": False},
     ],
 )
 async def test_what_asks_for_nothing_is_accepted(more: dict[str, Any]) -> None:
@@ -42,6 +46,16 @@ async def test_what_asks_for_nothing_is_accepted(more: dict[str, Any]) -> None:
     [
         ({"echo": True}, "echo", "echo: unknown parameter"),
         ({"echo": 0}, "echo", "echo: unknown parameter"),
+        (
+            {"no_stop_trim": True},
+            "no_stop_trim",
+            "no_stop_trim: unknown parameter; here it is include_stop_str_in_output",
+        ),
+        (
+            {"regex": "[0-9]+"},
+            "regex",
+            "regex: unknown parameter; here it is structured_outputs.regex",
+        ),
         (
             {"guided_json": {}},
             "guided_json",
@@ -95,3 +109,14 @@ async def test_so_many_unknown_keys_are_dropped_and_no_more() -> None:
     taken, refused = [await answered(body) for body in asked]
     error = refused.json()["error"]
     assert (taken.status_code, refused.status_code, error["message"]) == (200, 400, "key_64: unknown parameter")
+
+
+@pytest.mark.parametrize(("path", "body"), [("/v1/completions", {"prompt": "hi"}), ("/v1/embeddings", {"input": "hi"})])
+async def test_the_special_tokens_of_a_text_are_not_left_out_in_silence(path: str, body: dict[str, Any]) -> None:
+    script = play(ResultEvent(stage="talk", data=[Text("ok"), Vectors(np.ones((1, 2), np.float32))]))
+    async with start(script) as running, httpx.AsyncClient(timeout=PATIENCE_S) as client:
+        taken = await client.post(running.url + path, json={**body, "add_special_tokens": True})
+        refused = await client.post(running.url + path, json={**body, "add_special_tokens": False})
+    assert taken.status_code == 200, taken.text
+    problem = "add_special_tokens: unknown parameter; here it is a list of token ids"
+    assert (refused.status_code, refused.json()["error"]["message"]) == (400, problem)

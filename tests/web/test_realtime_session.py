@@ -350,6 +350,37 @@ def test_items_are_put_where_they_belong_and_found_again() -> None:
     assert one.events[-1]["error"]["code"] == "item_already_exists"
 
 
+def test_an_answer_stands_behind_the_same_item_when_it_begins_and_when_it_is_done() -> None:
+    one = Driven()
+    said = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "b"}]}
+    one.tell("conversation.item.create", item={**said, "id": "asked"})
+    one.tell("response.create")
+    one.take(one.session.text(one.key, "so"))
+    one.take(one.session.called(one.key, ToolCall(id="c", name="weather", arguments="{}")))
+    one.take(one.session.completed(one.key, Usage(), "stop"))
+    places = {name: [event["previous_item_id"] for event in one.events if event["type"] == name] for name in ITEM}
+    answer = one.last("response.done")["response"]["output"][0]["id"]
+    assert places == dict.fromkeys(ITEM, [None, "asked", answer])
+
+
+def test_what_an_answer_said_and_called_is_one_message_of_the_next_request() -> None:
+    one = Driven()
+    one.tell("response.create")
+    one.take(one.session.text(one.key, "I look."))
+    for id in ("c", "d"):
+        one.take(one.session.called(one.key, ToolCall(id=id, name="weather", arguments="{}")))
+    one.take(one.session.completed(one.key, Usage(), "tool_calls"))
+    for id in ("c", "d"):
+        one.tell("conversation.item.create", item={"type": "function_call_output", "call_id": id, "output": "sun"})
+    one.tell("response.create")
+    messages = one.answers[one.key].request.inputs["messages"]
+    assert [one["role"] for one in messages] == ["assistant", "tool", "tool"]
+    assert (messages[0]["content"], [call["id"] for call in messages[0]["tool_calls"]]) == (
+        [{"type": "text", "text": "I look."}],
+        ["c", "d"],
+    )
+
+
 def test_a_response_apart_is_no_part_of_the_conversation() -> None:
     one = Driven()
     given = [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Sum it up."}]}]

@@ -206,6 +206,13 @@ async def test_what_cannot_be_had_is_refused_by_its_name(body: dict[str, Any], p
     assert (caught.value.code, caught.value.param) == ("invalid_request", param)
 
 
+async def test_hints_for_caches_and_bills_are_taken() -> None:
+    hints: dict[str, Any] = {"prompt_cache_options": {"mode": "explicit"}, "prompt_cache_key": "k", "user": "u"}
+    async with start(SAID, SERVING) as running, client_of(running) as client:
+        answer = await client.responses.create(model="m", input="hi", safety_identifier="s", **hints)
+    assert answer.status == "completed"
+
+
 async def test_tools_and_forms_need_a_pipeline_that_has_them() -> None:
     async with start(SAID, msgspec.structs.replace(ALL, accepts=frozenset())) as running, client_of(running) as client:
         wrong: list[tuple[dict[str, Any], str]] = [

@@ -111,6 +111,7 @@ class ResponsesBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     safety_identifier: str | None = None
     service_tier: str | None = None
     prompt_cache_key: str | None = None
+    prompt_cache_options: Any = None
     prompt_cache_retention: str | None = None
     # accepted only with default values: see `translating.generation.responses.REFUSED`
     store: bool | None = None

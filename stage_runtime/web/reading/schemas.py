@@ -297,7 +297,7 @@ def decode(raw: bytes, body: type[Body], decoder: msgspec.json.Decoder[Body]) ->
 
 def _without_idle_keys(given: Any, body: type[Body]) -> Body:
     """The body, once its unknown keys are dropped. Each is found by reading the body from its begin."""
-    dropped = 0
+    dropped, of_chat = 0, "messages" in body.__struct_fields__
     while True:
         try:
             return msgspec.convert(given, body)
@@ -306,7 +306,7 @@ def _without_idle_keys(given: Any, body: type[Body]) -> Body:
             field = None if found is None else _FIELD.match(found["what"])
             place = _object_at(given, found["path"] or "") if found is not None else None
             name = "" if field is None or field["fault"] != "contains unknown" else field["name"]
-            idle = place is not None and name in place and leniency.asks_for_nothing(name, place[name])
+            idle = place is not None and name in place and leniency.asks_for_nothing(name, place[name], of_chat=of_chat)
             if place is None or not idle or dropped == _IDLE_KEYS:
                 raise refusal(str(error), body) from None
             del place[name]

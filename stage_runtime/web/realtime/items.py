@@ -230,10 +230,11 @@ def messages(items: Iterable[Item], instructions: str) -> list[dict[str, Any]]:
             case "function_call":
                 function = {"name": item.name, "arguments": item.arguments}
                 call = {"id": item.call_id, "type": "function", "function": function}
-                if made and "tool_calls" in made[-1]:
-                    made[-1]["tool_calls"].append(call)
-                else:
-                    made.append({"role": "assistant", "content": [], "tool_calls": [call]})
+                if (
+                    not made or made[-1]["role"] != "assistant"
+                ):  # what it said before its calls is one message with them
+                    made.append({"role": "assistant", "content": []})
+                made[-1].setdefault("tool_calls", []).append(call)
             case "function_call_output":
                 content = [{"type": "text", "text": item.output}]
                 made.append({"role": "tool", "tool_call_id": item.call_id, "content": content})

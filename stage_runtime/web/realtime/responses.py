@@ -49,6 +49,7 @@ class Response:
         self._added = added
         self._beta = beta
         self._items: list[Item] = []
+        self._before: dict[str, str | None] = {}  #: Ids of the items before, by item of the conversation.
         self._message: Item | None = None  #: The one that is open.
         self.whole = False  #: All of its sound has come.
 
@@ -153,7 +154,7 @@ class Response:
         place = {"response_id": self.id, "output_index": len(self._items) - 1}
         yield {"type": "response.output_item.added", **place, "item": items.shown(item, beta=self._beta)}
         if self.in_conversation:
-            before = self._added(item)
+            before = self._before[item.id] = self._added(item)
             shown = items.shown(item, beta=self._beta)
             yield {"type": "conversation.item.added", "previous_item_id": before, "item": shown}
 
@@ -163,7 +164,7 @@ class Response:
         place = {"response_id": self.id, "output_index": self._items.index(item)}
         yield {"type": "response.output_item.done", **place, "item": shown}
         if self.in_conversation:
-            yield {"type": "conversation.item.done", "previous_item_id": None, "item": shown}
+            yield {"type": "conversation.item.done", "previous_item_id": self._before[item.id], "item": shown}
 
     def _of_part(self, type: str, **fields: Any) -> Event:
         assert self._message is not None
