@@ -360,7 +360,7 @@ def test_an_answer_stands_behind_the_same_item_when_it_begins_and_when_it_is_don
     one.take(one.session.completed(one.key, Usage(), "stop"))
     places = {name: [event["previous_item_id"] for event in one.events if event["type"] == name] for name in ITEM}
     answer = one.last("response.done")["response"]["output"][0]["id"]
-    assert places == dict.fromkeys(ITEM, [None, "asked", answer])
+    assert places == {name: [None, "asked", answer] for name in ITEM}
 
 
 def test_what_an_answer_said_and_called_is_one_message_of_the_next_request() -> None:

@@ -297,7 +297,7 @@ def decode(raw: bytes, body: type[Body], decoder: msgspec.json.Decoder[Body]) ->
 
 def _without_idle_keys(given: Any, body: type[Body]) -> Body:
     """The body, once its unknown keys are dropped. Each is found by reading the body from its begin."""
-    dropped, of_chat = 0, "messages" in body.__struct_fields__
+    dropped, of_chat = 0, issubclass(body, ChatFields)
     while True:
         try:
             return msgspec.convert(given, body)
