@@ -139,6 +139,7 @@ class Coordinator:
                 last_attempt=lambda: self.manager.live.last_attempt,
             ),
             hold_s=self._plan.hold_s,
+            dead_after_s=self._plan.dead_after_s,
             times=times,
         )
         clocks = Clocks()

@@ -19,6 +19,7 @@ from stage_runtime.coordinator.neighbours import Neighbours
 from stage_runtime.coordinator.plane_ends import PlaneEnds
 from stage_runtime.errors import LimitReached
 from stage_runtime.metrics import planes
+from stage_runtime.rules.binding.instances import Instance
 from stage_runtime.rules.binding.membership_state import MembershipState
 from stage_runtime.rules.graph import kvpairs
 from stage_runtime.rules.members import beats
@@ -85,9 +86,12 @@ class Membership:
         *,
         requests: BoundRequests,
         hold_s: float,
+        dead_after_s: float,
         times: MembershipTimes = DEFAULT_TIMES,
     ) -> None:
-        """hold_s: for how long an instance is expected after the last one of its group has left."""
+        """hold_s: for how long an instance is expected after the last one of its group has left.
+        dead_after_s: beats come more often, unless this coordinator asks for fewer.
+        """
         self.incarnation = me.incarnation
         self.state = MembershipState(revisions)
         self.beats: dict[str, Beat] = {}  #: The last beat of each instance.
@@ -111,7 +115,8 @@ class Membership:
         self._rests = _rests(revisions)
         self._absences = Absences(hold_s)
         self.groups_seen: set[str] = set()  #: Groups that had an instance which took requests.
-        self.standing = Standing(max(hold_s, STANDS_LEAST_S))
+        self._longest_beat_s = dead_after_s
+        self._standing = Standing(max(hold_s, STANDS_LEAST_S))
         self._note_absences()
 
     # --- events from processes ------------------------------------------------------------------------------------
@@ -178,7 +183,7 @@ class Membership:
         instance = self.state.instances.get(sender)
         if instance is None:
             return  # refused, and not gone yet
-        self.standing.beat(sender, message.waiting, message.progress, self._loop.time())
+        self._standing.beat(sender, message.waiting, message.progress, self._loop.time())
         if self.beats.get(sender) is message and instance.at_rest:
             return  # nothing has changed, as for most members of a large fleet
         self.beats[sender] = message
@@ -213,7 +218,7 @@ class Membership:
         if len(self._fenced) > FENCED_KEPT:
             del self._fenced[next(iter(self._fenced))]
         self.beats.pop(incarnation, None)
-        self.standing.leave(incarnation)
+        self._standing.leave(incarnation)
         self._welcomes.forget(incarnation)
         self._channels.drop(incarnation)
         self.neighbours.leave(incarnation)
@@ -247,6 +252,11 @@ class Membership:
 
     def _prospect(self, missing: Iterable[UnitKind]) -> Prospect:
         return self._absences.prospect(missing, self._loop.time(), self.state.loading)
+
+    def stands(self, instance: Instance) -> bool:
+        """Whether work waits there, and none of it is begun for a while."""
+        beat_s = max(self._longest_beat_s, self._beat_s)
+        return self._standing.stands(instance.incarnation, instance.bound, self._loop.time(), beat_s=beat_s)
 
     def leaves_rest(self, revision: str) -> bool:
         """Whether a request of ``revision`` may be complete while some stage still holds something of it."""

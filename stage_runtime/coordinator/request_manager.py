@@ -57,7 +57,7 @@ class RequestManager:
         self._plan = plan
         self._membership = membership
         self._loop = ends.loop
-        self._health = ServiceHealth(membership, ends.loop, chosen=terminal_stages is not None)
+        self._health = ServiceHealth(membership, chosen=terminal_stages is not None)
         self._admission = Admission(plan, terminal_stages)
         self._terminal_stages_caller = TerminalStagesCaller(terminal_stages) if terminal_stages is not None else None
         self._draining = False

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 
 from stage_runtime.rules.graph import edges
 from stage_runtime.wire.messages import Beat
 from stage_runtime.wire.values import OmniRequest
 from tests.coordinator.manager_kit import came, coordinator_harness, new_request
+from tests.coordinator.set_clock import SetClock
 from tests.coordinator.test_request_manager import BRANCHES
 
 
@@ -59,12 +58,28 @@ async def test_a_stage_that_only_some_requests_need_is_not_what_a_balancer_must_
 
 @pytest.mark.proves("needed-stage-gone")
 async def test_a_queue_that_stands_at_all_instances_of_a_group_is_a_problem() -> None:
-    async with coordinator_harness() as made:
+    clock = SetClock()
+    async with coordinator_harness(clock=clock, hold_s=60.0) as made:
         made.join("v2", "voice")
         made.manager.admit(new_request())
-        now = asyncio.get_running_loop().time()
         for instance in ("v1", "v2"):
-            made.membership.standing.beat(instance, {"shout": 2}, {"shout": 7}, now - 100)
+            made.coordinator.received(instance, Beat({"shout": 2}, {"shout": 1}, {"shout": 7}))
+        clock.advance(59.0)
+        assert made.manager.problem() is None
+        clock.advance(2.0)
         assert made.manager.problem() == "the queue of voice stands"
         made.coordinator.received("v2", Beat({"shout": 2}, {"shout": 1}, {"shout": 8}))
         assert made.manager.problem() is None
+
+
+@pytest.mark.proves("needed-stage-gone")
+async def test_instances_that_beat_rarely_do_not_stand_between_two_beats() -> None:
+    """`control.heartbeatSeconds` may be anything below `deadAfterSeconds`."""
+    clock = SetClock()
+    async with coordinator_harness(clock=clock, hold_s=0.0, dead_after_s=40.0) as made:
+        made.manager.admit(new_request())
+        made.coordinator.received("v1", Beat({"shout": 2}, {"shout": 1}, {"shout": 7}))
+        clock.advance(39.0)
+        assert made.manager.problem() is None
+        clock.advance(60.0)
+        assert made.manager.problem() == "the queue of voice stands"

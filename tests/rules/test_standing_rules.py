@@ -23,6 +23,14 @@ def test_one_stage_of_a_process_that_stands_is_enough() -> None:
     assert known.stands("v1", 2, 19.0)
 
 
+def test_an_instance_whose_beats_are_rare_does_not_stand_between_two_of_them() -> None:
+    """Members of a large fleet beat every 16 s, others as rarely as their author has asked for."""
+    known = Standing(10.0)
+    known.beat("v1", {"shout": 3}, {"shout": 5}, 0.0)
+    assert not known.stands("v1", 4, 31.9, beat_s=16.0)
+    assert known.stands("v1", 4, 32.0, beat_s=16.0)
+
+
 def test_without_work_nothing_stands_however_long() -> None:
     known = Standing(10.0)
     known.beat("v1", {"shout": 0}, {"shout": 5}, 0.0)

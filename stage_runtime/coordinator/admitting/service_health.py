@@ -6,8 +6,6 @@ stages answers with the reason, and another one would not do better.
 
 from __future__ import annotations
 
-import asyncio
-
 from omnipipeline_spec.types.plan import PipelineRevision
 from stage_runtime.coordinator.events import StageNeed
 from stage_runtime.coordinator.membership import Membership
@@ -18,10 +16,9 @@ from stage_runtime.rules.members.absences import Outlook
 class ServiceHealth:
     """Looks at the stages that every request needs. One that is expected back is not a reason to send clients away."""
 
-    def __init__(self, membership: Membership, loop: asyncio.AbstractEventLoop, *, chosen: bool) -> None:
+    def __init__(self, membership: Membership, *, chosen: bool) -> None:
         """chosen: a hook chooses the terminals of each request."""
         self._membership = membership
-        self._loop = loop
         self._chosen = chosen
         self._known: PipelineRevision | None = None  #: The pipeline revision of which ``_certain`` is.
         self._certain: frozenset[str] = frozenset()
@@ -48,7 +45,7 @@ class ServiceHealth:
         ]
 
     def _problem_of(self, revision: PipelineRevision) -> str | None:
-        membership, now = self._membership, self._loop.time()
+        membership = self._membership
         needed = self._needed(revision)
         stages = [stage for stage in revision.stages if stage in needed]
         prospect = membership.prospect_of(revision, stages)
@@ -60,7 +57,7 @@ class ServiceHealth:
             return f"no instance of {names} is left, and none is expected"
         for group in dict.fromkeys(revision.stages[stage] for stage in stages):
             there = membership.state.serving(revision, group)
-            if there and all(membership.standing.stands(one.incarnation, one.bound, now) for one in there):
+            if there and all(map(membership.stands, there)):
                 return f"the queue of {group} stands"
         return None
 

@@ -7,8 +7,11 @@ requests bound to it, stands too: its connection lives, and its Python does not.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Final
 
 import msgspec
+
+BEATS: Final = 2.0  # times between two beats, in which nothing is heard of what was begun meanwhile
 
 
 class _Seen(msgspec.Struct):
@@ -38,11 +41,12 @@ class Standing:
     def leave(self, incarnation: str) -> None:
         self._seen.pop(incarnation, None)
 
-    def stands(self, incarnation: str, bound: int, now: float) -> bool:
-        """bound: requests that are bound to it."""
+    def stands(self, incarnation: str, bound: int, now: float, *, beat_s: float = 0.0) -> bool:
+        """bound: requests that are bound to it. beat_s: the longest time between two of its beats."""
+        stands_s = max(self._stands_s, BEATS * beat_s)
         seen = self._seen.get(incarnation)
         if seen is None:
             return False
-        if bound and now - seen.beat_at >= self._stands_s:
+        if bound and now - seen.beat_at >= stands_s:
             return True
-        return any(count and now - seen.moved_at[stage] >= self._stands_s for stage, count in seen.waiting.items())
+        return any(count and now - seen.moved_at[stage] >= stands_s for stage, count in seen.waiting.items())
