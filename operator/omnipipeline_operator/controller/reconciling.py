@@ -28,6 +28,7 @@ from omnipipeline_operator.controller import adopting, findings, reporting
 from omnipipeline_operator.controller.event_recorder import EventRecorder
 from omnipipeline_operator.controller.findings import Findings
 from omnipipeline_operator.controller.observing import coordinators, model_cache
+from omnipipeline_operator.controller.observing.contests import Contests
 from omnipipeline_operator.controller.observing.gpu_rivals import GpuRivals
 from omnipipeline_operator.controller.observing.missing import MissingReferences, ReferenceChecker, retry_at
 from omnipipeline_operator.controller.observing.snapshots import Snapshot
@@ -86,6 +87,7 @@ class Reconciler:
         self._reporter = StatusReporter(recorder, clock=clock)
         patience_s, taking_s = settings.gpu_patience_s, settings.gpu_taking_s
         self._gpu_rivals = GpuRivals(store, patience_s=patience_s, taking_s=taking_s, clock=clock, wake=wake)
+        self._contests = Contests(clock)
         #: Replicas lately wanted of each unit, for delays, which begin anew after a restart of the operator.
         self._seen: dict[PipelineKey, Mapping[str, Seen]] = {}
         #: Pipelines that wait for missing references: the more there are, the less often each is checked.
@@ -102,6 +104,7 @@ class Reconciler:
             self._plan_cache.forget(key)
             self._manifests.forget(key)
             self._seen.pop(key, None)
+            self._contests.forget(key)
             self._with_missing_references.discard(key)
             return None
         owner = Owner(namespace=key[0], name=key[1], uid=resource["metadata"]["uid"])
@@ -173,7 +176,7 @@ class Reconciler:
 
     async def _apply(self, resource: Manifest, planned: Planned, snapshot: Snapshot, applier: Applier) -> float | None:
         """Restart all units, if that is due; else write what differs, and report."""
-        writer = ChildWriter(snapshot, applier, lambda: self._ensure_exists(snapshot.owner))
+        writer = ChildWriter(snapshot, applier, lambda: self._ensure_exists(snapshot.owner), self._contests)
         before = conditions.reported(resource.get("status", {}))
         key = await restarts.key_change(resource, planned, snapshot, before, applier, now=self._clock())
         restart = restarts.due(planned, snapshot, key)
@@ -224,6 +227,7 @@ class Reconciler:
         Raises:  errors.ClusterError: a child was refused; its status is written.
         """
         planned, after = found.planned, self._snapshot(found.snapshot.owner)
+        pipeline = (after.owner.namespace, after.owner.name)
         fetches, fetched = await model_cache.progress(self._status_client, after, planned.desired.created)
         inputs = reporting.inputs(
             found,
@@ -231,6 +235,7 @@ class Reconciler:
             refusal=_refusal(writer.refused),
             claim_refusal=writer.claim_refusal,
             kept_key=key.kept,
+            contested=self._contests.remark(pipeline),
             fetched=fetched,
         )
         reported, counts_again_s = await self._reporter.summarise(resource, inputs, applier)
@@ -248,6 +253,7 @@ class Reconciler:
             FETCHING_S if fetches else None,
             found.missing.again_s,
             found.gpus.again_s,
+            self._contests.again_s(pipeline),
             *(max(each - now, SOON_S) for each in times),
         )
 

@@ -35,6 +35,7 @@ def inputs(
     claim_refusal: str | None,
     kept_key: str | None = None,
     fetched: tuple[int, int] | None = None,
+    contested: str | None = None,
 ) -> StatusInputs:
     """The inputs that the status is made of.
 
@@ -42,6 +43,7 @@ def inputs(
     claim_refusal: why the model cache's claim cannot grow.
     kept_key:      why the key is not replaced though that was asked for, or though its Secret is missing.
     fetched:       (bytes of the model that the prefetch Job has fetched, all of its bytes), if known.
+    contested:     the children that another writer changes back, in words.
     """
     planned, missing, gpus = found.planned, found.missing, found.gpus
     observed = [
@@ -58,6 +60,7 @@ def inputs(
         gpus.note,
         planned.note,
         kept_key,
+        contested,
     ]
     return StatusInputs(
         plan=planned.plan,

@@ -19,6 +19,7 @@ from omnipipeline_operator.changes.deciding.rollout import Decision, UnitRevisio
 from omnipipeline_operator.changes.workloads import Workload
 from omnipipeline_operator.cluster.applying import Applier, NameTaken
 from omnipipeline_operator.controller.observing import model_cache
+from omnipipeline_operator.controller.observing.contests import Contests
 from omnipipeline_operator.controller.observing.snapshots import Snapshot
 from omnipipeline_operator.controller.revisions.pinning import PinnedChoices
 from omnipipeline_operator.desired import children, config, naming
@@ -61,8 +62,15 @@ class DesiredState(msgspec.Struct, frozen=True, kw_only=True):
 class ChildWriter:
     """Writes for one pipeline, decided from one snapshot."""
 
-    def __init__(self, snapshot: Snapshot, applier: Applier, ensure_exists: Callable[[], Awaitable[None]]) -> None:
+    def __init__(
+        self,
+        snapshot: Snapshot,
+        applier: Applier,
+        ensure_exists: Callable[[], Awaitable[None]],
+        contests: Contests,
+    ) -> None:
         self._snapshot = snapshot
+        self._contests = contests
         self._apply = applier
         self.claim_refusal: str | None = None  #: Why the model cache's claim cannot grow.
         self.refused: list[ChildError] = []  #: Errors of children that were not written; all others were.
@@ -172,7 +180,13 @@ class ChildWriter:
         live = self._snapshot.child(kinds.of(manifest), manifest["metadata"]["name"])
         if live is None:
             return await self._create(manifest)
-        return live if comparing.matches(manifest, live) else await self._apply.update(manifest, live)
+        owner = self._snapshot.owner
+        pipeline = (owner.namespace, owner.name)
+        if comparing.matches(manifest, live) or not self._contests.may_correct(pipeline, manifest):
+            return live
+        updated = await self._apply.update(manifest, live)
+        self._contests.corrected(pipeline, manifest)
+        return updated
 
     # --- Deployments --------------------------------------------------------------------------------------------
 
