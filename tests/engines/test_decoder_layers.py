@@ -18,6 +18,7 @@ from stage_runtime.engines.autoregressive.kernels import fusing, linears
 from stage_runtime.engines.autoregressive.model.model_runner import ModelRunner
 from stage_runtime.engines.autoregressive.model.models import PagedModel
 from stage_runtime.engines.autoregressive.model.rows.input_batch import Pass
+from stage_runtime.engines.autoregressive.text.prompts.prompt_rows import AddedRows
 from tests.engines import generation_kit
 from tests.engines.generation_kit import VOCABULARY, Answers, alone_with, core, tiny_model
 from tests.thoroughness import crossed
@@ -204,6 +205,31 @@ def test_the_program_computes_the_steps_that_it_can() -> None:
         assert not layers.programs
         narrow.compute(step([(3, 1)]))
         assert len(layers.programs) == 1
+
+
+@pytest.mark.parametrize("kind", KNOWN)
+def test_rows_of_joined_layers_are_kept_and_added_as_of_the_layers_one_by_one(kind: str) -> None:
+    """The program has no place for either: such a pass goes through the layers."""
+    prompt, found = list(range(5, 20)), []
+    torch.manual_seed(5)
+    added = [AddedRows(0, [12, 13], torch.randn(2, 32) * 4)]
+    for form in ({"backend": "gather"}, {"backend": "pages", "fused": True, "linear": "numba", "joined": True}):
+        answers = Answers(core(model=wide_model(kind), keep_rows={"rows": (1, "all")}, **form))
+        answers.ask("kept", prompt)
+        answers.run()
+        plain = Answers(core(model=wide_model(kind), **form))
+        plain.ask("added", prompt, added_rows=added)
+        plain.run()
+        given = answers.rows["kept"]
+        found.append((answers.tokens, plain.tokens, torch.cat([given.prompt["rows"], torch.stack(given.kept["rows"])])))
+    (tokens, changed, rows), (same_tokens, same_changed, same_rows) = found
+    assert (same_tokens, same_changed) == (tokens, changed) and tokens["kept"] != changed["added"]
+    torch.testing.assert_close(same_rows, rows, rtol=1e-4, atol=1e-4)
+
+
+def test_a_decoder_that_is_joined_already_has_its_layers_when_it_is_loaded_again() -> None:
+    found = runner("llama", joined=True)
+    assert list(PagedModel(found.model.model).decoder_layers) == list(found.model.decoder_layers)
 
 
 def answer(engine: ModelRunner, index: int) -> list[torch.Tensor]:

@@ -113,7 +113,7 @@ class DecoderLayers(nn.Module):
 
     def forward(self, hidden_states: Tensor, **given: Any) -> Tensor:
         backend, plan = models.current()
-        apart = hidden_states.shape[0] != 1 or adapted.current() is not None
+        apart = hidden_states.shape[0] != 1 or adapted.current() is not None or models.hooked()
         if apart or not self.computes(hidden_states.shape[1], backend, plan):
             for layer in self.layers:
                 hidden_states = layer(hidden_states, **given)

@@ -69,6 +69,7 @@ class _Pass(threading.local):
     sinks: bool = False  #: A layer that was probed has them.
     states: states.StatePass | None = None
     within: bool = False  #: A layer with state, called for some of the rows.
+    hooked: bool = False  #: Outputs of layers are kept, or added to.
 
 
 _pass = _Pass()
@@ -100,6 +101,11 @@ def _attention(
 def current() -> tuple[AttentionBackend | None, Any]:
     """The backend of the pass that this thread is in, and its plan."""
     return _pass.backend, _pass.plan
+
+
+def hooked() -> bool:
+    """Whether outputs of single layers are kept or added to in the pass that this thread is in."""
+    return _pass.hooked
 
 
 def attend(call: LayerCall) -> Tensor:
@@ -311,7 +317,7 @@ class PagedModel:
         """One pass; the cache is written. rows: their states, of a model with ``state_layers``."""
         kept: dict[int, Tensor] = {}
         heads: list[Tensor] = []
-        with _within(backend, plan, rows), contextlib.ExitStack() as hooks:
+        with _within(backend, plan, rows, bool(batch.keep or batch.added)), contextlib.ExitStack() as hooks:
             if batch.adapters:
                 assert self.adapters is not None, "a request has an adapter, and the model takes none"
                 hooks.enter_context(self.adapters.applied(batch.adapters, len(batch.ids)))
@@ -343,7 +349,7 @@ class PagedModel:
         options: dict[str, Any] = {"logits_to_keep": batch.rows} if self._keeps_rows else {}
         positions = batch.positions
         with torch.inference_mode():
-            plain = not batch.keep and not batch.added and adapted.current() is None
+            plain = not _pass.hooked and adapted.current() is None
             if plain and (found := self.shorter(batch)) is not None:
                 return found
             out = self.model(
@@ -373,12 +379,12 @@ def _hook(layer: int, batch: FlatBatch, kept: dict[int, Tensor]) -> Callable[[An
 
 
 @contextlib.contextmanager
-def _within(backend: AttentionBackend, plan: Any, rows: states.StatePass | None) -> Iterator[None]:
-    _pass.backend, _pass.plan, _pass.states = backend, plan, rows
+def _within(backend: AttentionBackend, plan: Any, rows: states.StatePass | None, hooked: bool) -> Iterator[None]:
+    _pass.backend, _pass.plan, _pass.states, _pass.hooked = backend, plan, rows, hooked
     try:
         yield
     finally:
-        _pass.backend, _pass.plan, _pass.states = None, None, None
+        _pass.backend, _pass.plan, _pass.states, _pass.hooked = None, None, None, False
 
 
 def _by_row(one: states.StateLayer) -> Callable[..., Any]:
@@ -401,6 +407,8 @@ def _by_row(one: states.StateLayer) -> Callable[..., Any]:
 def _decoder_layers(model: Any, expected: int) -> Sequence[Any]:
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else getattr(model, "model", None)
     layers = getattr(decoder, "layers", None)
+    if layers is not None and len(layers) == 1 and type(layers[0]).__name__ == "DecoderLayers":
+        layers = layers[0].layers  # of `kernels.decoder_layers`, which has joined them
     return layers if layers is not None and len(layers) == expected else ()
 
 
