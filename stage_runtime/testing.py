@@ -41,7 +41,7 @@ Factory = Callable[..., Any]
 
 def __getattr__(name: str) -> Any:
     """The functions that need the processes of a pipeline, made when they are asked for."""
-    if name in ("run_pipeline", "chat", "RunningPipeline", "Answer"):
+    if name in ("run_pipeline", "chat", "RunningPipeline", "Answer", "StartupFailed"):
         return getattr(importlib.import_module("stage_runtime.whole_pipelines"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -17,6 +17,7 @@ import msgspec
 
 from stage_runtime.errors import RequestError
 from stage_runtime.processes.one_machine.local import LocalOptions, LocalPipeline
+from stage_runtime.processes.supervision.startup_failures import StartupFailed
 
 PATIENCE_S: Final = 300.0  # of a request
 
@@ -39,14 +40,19 @@ class RunningPipeline:
         self.logs = logs  #: Lines that its processes have written so far: ``process | line``.
 
     def post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """A JSON body to a route. Raises: RequestError: it was refused, or failed; as a client is told."""
+        """A JSON body to a route that answers with JSON.
+
+        Raises: RequestError: it was refused, or failed; as a client is told. TypeError: it answers with something else.
+        """
         import httpx
 
         answer = httpx.post(f"{self.url}{path}", json=dict(body), timeout=PATIENCE_S, trust_env=False)
+        form = answer.headers.get("content-type", "")
+        if not form.startswith("application/json"):
+            raise TypeError(f"POST {path} answers with {form or 'nothing'}: send it to {self.url} by an HTTP client")
         found: dict[str, Any] = answer.json()
         if answer.status_code != 200:
-            error = found.get("error", {})
-            raise RequestError(str(error.get("code")), str(error.get("message")), stage=error.get("stage"))
+            raise _as_raised(found.get("error", {}), answer.headers.get("retry-after"))
         return found
 
     def chat(self, messages: str | Sequence[Mapping[str, Any]], **parameters: Any) -> Answer:
@@ -65,6 +71,19 @@ class RunningPipeline:
         return results
 
 
+def _as_raised(error: Mapping[str, Any], retry_after: str | None) -> RequestError:
+    """The error that a client was told."""
+    return RequestError(
+        str(error.get("code")),
+        str(error.get("message")),
+        stage=error.get("stage"),
+        hook=error.get("hook"),
+        request_id=error.get("request_id"),
+        param=error.get("param"),
+        retry_after_s=None if retry_after is None else float(retry_after),
+    )
+
+
 @contextmanager
 def run_pipeline(
     file: str | os.PathLike[str], *, overrides: Sequence[str] = (), cpu: bool = True
@@ -72,15 +91,22 @@ def run_pipeline(
     """Run a pipeline, at a free port, as long as the block lasts.
 
     file: as of ``omni up -f``. overrides: as of ``--set``. cpu: ignore GPU ids.
-    Raises: SpecError, ConfigurationError: it is wrong. StartupFailed: a process did not get ready.
+    Raises: SpecError, ConfigurationError: it is wrong. StartupFailed: a process did not get ready; a note has the
+        traceback, or the end of its output.
     """
     logs: list[str] = []
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, name="pipeline", daemon=True)
     thread.start()
 
-    def wait(awaitable: Any) -> Any:
-        return asyncio.run_coroutine_threadsafe(awaitable, loop).result()
+    def wait(coroutine: Coroutine[Any, Any, Any]) -> Any:
+        future = asyncio.run_coroutine_threadsafe(coroutine, loop)
+        try:
+            return future.result()
+        except KeyboardInterrupt:
+            future.cancel()
+            asyncio.run_coroutine_threadsafe(_all_ended(), loop).result()
+            raise
 
     async def made() -> LocalPipeline:
         options = LocalOptions(port=0, cpu=cpu, no_auth=True)
@@ -93,12 +119,24 @@ def run_pipeline(
         wait(pipeline.start())
         try:
             yield RunningPipeline(pipeline.url, logs)
-        finally:
-            wait(pipeline.stop())
+        except BaseException as error:
+            wait(pipeline.__aexit__(type(error), error, error.__traceback__))
+            raise
+        wait(pipeline.stop())
+    except StartupFailed as failure:
+        failure.add_note(failure.details)
+        raise
     finally:
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
         loop.close()
+
+
+async def _all_ended() -> None:
+    """Wait for all other tasks of this event loop, which were cancelled or end with those."""
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    if others:
+        await asyncio.wait(others)
 
 
 def chat(file: str | os.PathLike[str], messages: str | Sequence[Mapping[str, Any]], **parameters: Any) -> Answer:
