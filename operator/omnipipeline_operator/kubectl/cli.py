@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import click
+import msgspec
 from rich.console import Console
 from rich.table import Table
 
@@ -42,15 +43,39 @@ def file_options(function: Function) -> Function:
     return file(chosen(function))
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("-n", "--namespace", help="Namespace; unset is kubectl's own.")
-@click.option("--context", "kube_context", help="Context of the kubeconfig.")
-@click.option("--kubeconfig", help="The kubeconfig's path.")
+def _flags() -> list[click.Parameter]:
+    """kubectl's flags, which stand anywhere on its command lines; the later one of two wins."""
+    chosen = [
+        (("-n", "--namespace"), "Namespace; unset is kubectl's own."),
+        (("--context",), "Context of the kubeconfig."),
+        (("--kubeconfig",), "The kubeconfig's path."),
+    ]
+    return [click.Option(names, help=text, expose_value=False, callback=_chosen) for names, text in chosen]
+
+
+def _chosen(context: click.Context, flag: click.Parameter, value: str | None) -> None:
+    if value is not None:
+        context.obj = msgspec.structs.replace(context.obj or Kubectl(), **{str(flag.name): value})
+
+
+class _Command(click.Command):
+    """A command that takes these flags after its name, too."""
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self.params += _flags()
+
+
+class _Commands(click.Group):
+    command_class = _Command
+
+
+@click.group(cls=_Commands, params=_flags(), context_settings={"help_option_names": ["-h", "--help"]})
 @click.pass_context
-def main(context: click.Context, namespace: str | None, kube_context: str | None, kubeconfig: str | None) -> None:
+def main(context: click.Context) -> None:
     """Pipelines on Kubernetes: their status and why, the plan of a file, restart, drain, history."""
     terminal.accept_any_text()
-    context.obj = Kubectl(namespace=namespace, context=kube_context, kubeconfig=kubeconfig)
+    context.obj = context.obj or Kubectl()
 
 
 @main.command()

@@ -127,6 +127,26 @@ def test_a_kubectl_that_is_not_there_or_no_program_is_said_in_one_line(
     assert (done.exit_code, done.stderr) == (1, "error: kubectl cannot be started: Exec format error\n")
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("-n", "team", "--context=far", "status", "hello"),
+        ("status", "hello", "-n", "team", "--context=far"),
+        ("status", "--namespace=team", "hello", "--context", "far"),
+        ("-n", "other", "--context=far", "status", "hello", "-n", "team"),
+    ],
+)
+def test_kubectls_flags_stand_before_and_after_a_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...]
+) -> None:
+    program = tmp_path / "kubectl"
+    program.write_text('#!/bin/sh\necho "$@" >&2\nexit 1\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    done = CliRunner().invoke(cli.main, arguments)
+    assert (done.exit_code, done.stderr.endswith(" --namespace=team --context=far\n")) == (1, True), done.stderr
+
+
 def test_a_pod_that_ends_before_it_is_evicted_is_drained(omni: Callable[..., Result], tmp_path: Path) -> None:
     left, other = pod("left", **READY), pod("other", **READY)
     for each in (left, other):
