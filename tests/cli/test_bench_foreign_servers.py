@@ -58,6 +58,23 @@ async def test_thinking_is_timed_by_whichever_name_a_server_gives_it() -> None:
         assert (outcome.error, len(outcome.gaps)) == ("", 1), name
 
 
+@pytest.mark.parametrize("letter", ["\u0085", "\u2028", "\u2029"])
+async def test_no_letter_of_an_answer_ends_its_line(letter: str) -> None:
+    async with client(TOKEN.replace('"a"', f'"a{letter}b"')) as http:
+        outcome = await clients.ask(http, LOAD, Prompt("x", 1))
+    assert (outcome.error, outcome.text) == ("", f"a{letter}b")
+
+
+@pytest.mark.parametrize("lines", ["data:{}\n\ndata:[DONE]\n\n", "data: {}\r\n\r\ndata: [DONE]\r\n\r\n", "data: {}"])
+async def test_each_form_of_an_event_is_read(lines: str) -> None:
+    def handle(request: httpx.Request) -> httpx.Response:
+        return httpx.Response(200, headers={"content-type": "text/event-stream"}, text=lines.replace("{}", TOKEN))
+
+    async with httpx.AsyncClient(transport=httpx.MockTransport(handle), base_url="http://server") as http:
+        outcome = await clients.ask(http, LOAD, Prompt("x", 1))
+    assert (outcome.error, outcome.text) == ("", "a")
+
+
 def test_a_benchmark_names_no_voice_that_a_pipeline_may_not_have() -> None:
     speech = Load(endpoint="/v1/audio/speech", model="m").fields(Prompt("x", 1))
     assert speech == {"model": "m", "input": "x", "response_format": "pcm"}

@@ -14,6 +14,7 @@ import msgspec
 from stage_runtime.cli.running.measuring.prompts import Prompt
 from stage_runtime.cli.running.measuring.statistics import Outcome
 
+_DATA: Final = b"data:"  # what begins the line of an event's data; a space may follow
 #: Fields of a delta that tokens become, beside the text; a server names what the model thinks by either of two names.
 _UNSHOWN: Final = ("reasoning_content", "reasoning", "tool_calls")
 
@@ -82,13 +83,23 @@ async def ask(http: httpx.AsyncClient, load: Load, prompt: Prompt, *, index: int
                 error = f"{answer.status_code}: {content}"
                 return Outcome(begun=begun, latency=time.perf_counter() - begun, error=error)
             if answer.headers.get("content-type", "").startswith("text/event-stream"):
-                await seen.events(answer.aiter_lines())
+                await seen.events(_lines(answer.aiter_bytes()))
             else:
                 async for piece in answer.aiter_bytes():
                     seen.sound(bool(piece))
     except (httpx.HTTPError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         seen.error = f"{type(error).__name__}: {error}"
     return seen.outcome(time.perf_counter())
+
+
+async def _lines(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """The lines of events. They end at line feeds: httpx breaks at U+0085 and U+2028, too, which JSON may hold."""
+    rest = b""
+    async for piece in pieces:
+        *whole, rest = (rest + piece).split(b"\n")
+        for line in whole:
+            yield line.removesuffix(b"\r")
+    yield rest
 
 
 class _Seen:
@@ -103,11 +114,12 @@ class _Seen:
         self._text: list[str] = []
         self.error = ""
 
-    async def events(self, lines: AsyncIterator[str]) -> None:
+    async def events(self, lines: AsyncIterator[bytes]) -> None:
         async for line in lines:
-            if not line.startswith("data: ") or line == "data: [DONE]":
+            data = line.removeprefix(_DATA)
+            if data == line or data.strip() in (b"", b"[DONE]"):
                 continue
-            event = msgspec.json.decode(line[len("data: ") :])
+            event = msgspec.json.decode(data)
             if "error" in event:
                 self.error = str(event["error"].get("message"))
                 return

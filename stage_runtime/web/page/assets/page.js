@@ -6,6 +6,7 @@ import {Unauthorised, ask, events, forgetKey, hasKey, json, keepKey, mustAsk, re
 import {EDGES, GROUPS, INSTANCES, Requests, STAGES, Table, groupRows, instanceRows, stageRows} from "./tables.js";
 
 const KEPT_S = 5;  // rates are those of the last seconds
+const HIDDEN_S = 60;  // then a tab that nobody sees lets go of its stream: a coordinator has a few of them
 const SILENT_S = 20;  // without a word of the coordinator, which has one each second: the connection is gone
 const MOST_INSTANCES = 200;  // rows; of more, the filter finds the others
 const state = {facts: null, loads: [], instances: new Map(), requests: new Map()};
@@ -210,10 +211,21 @@ function lock(why) {
   said($("login-why"), why || "This pipeline is behind an API key. It stays in this tab.");
 }
 
+const seen = () => new Promise(done => {
+  if (document.hidden) document.addEventListener("visibilitychange", () => done(seen()), {once: true}); else done();
+});
+let unseen = 0;
+document.onvisibilitychange = () => {
+  clearTimeout(unseen);
+  if (document.hidden) unseen = setTimeout(() => { if (following) following.connection.abort(new Error("the tab was hidden")); }, HIDDEN_S * 1000);
+};
+
 async function follow() {
   if (following) following.connection.abort();
-  const own = following = {connection: null};
-  while (following === own) {
+  const own = following = {connection: new AbortController()};
+  for (;;) {
+    await seen();
+    if (following !== own) return;
     const connection = own.connection = new AbortController();
     let silence = 0;
     const heard = () => {
