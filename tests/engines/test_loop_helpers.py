@@ -75,6 +75,31 @@ def test_a_closed_team_s_loops_are_whole_without_help() -> None:
     assert torch.allclose(out, expected(rows), atol=1e-5)
 
 
+@pytest.mark.parametrize("started", [0, 1])
+def test_a_team_has_the_helpers_that_could_start(started: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A helper that runs reads the memory of its team, which must be there."""
+    from stage_runtime.engines.autoregressive.kernels import helpers, loops
+
+    start, left = threading.Thread.start, [True] * started
+
+    def limited(thread: threading.Thread) -> None:
+        if thread.name.startswith("loop helper") and not (left and left.pop()):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    team = helpers.Team(2)
+    rows = torch.randn(ROWS, 2 * DIM)
+    out = rows.new_zeros(ROWS, DIM)
+    loop = loops.silu_multiply(False)
+    for _ in range(100):
+        data = torch.tensor([0, ROWS, rows.data_ptr(), out.data_ptr(), ROWS, DIM])
+        assert team.run(loop.address, data.data_ptr())
+    assert torch.allclose(out, expected(rows), atol=1e-5)
+    assert len(team._threads) == started
+    team.close()
+
+
 #: A process that used helpers, a fork of it that uses them again, and the end of both.
 FORKING = """
 import os, torch

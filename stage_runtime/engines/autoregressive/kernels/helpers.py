@@ -16,6 +16,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import functools
+import logging
 import os
 import platform
 import sys
@@ -29,6 +30,8 @@ from numba import cfunc, njit, types
 from numba.extending import intrinsic
 
 from stage_runtime.engines.autoregressive.kernels import loop_cache
+
+log = logging.getLogger(__name__)
 
 
 class _Machine(NamedTuple):
@@ -241,7 +244,7 @@ class Team:
     """Helpers of one caller at a time."""
 
     def __init__(self, helpers: int) -> None:
-        self._helpers = min(helpers, MOST_HELPERS)
+        """It has fewer helpers, or none, where no more threads can start: a loop needs none of them."""
         self._memory = ctypes.create_string_buffer(END + 64)
         self._state = -(-ctypes.addressof(self._memory) // 64) * 64
         syscall = ctypes.cast(ctypes.CDLL(None).syscall, ctypes.c_void_p).value
@@ -249,12 +252,16 @@ class Team:
         self._lead, self._lead_all = _compiled(lead, 4), _compiled(lead_all, 4)
         self._stop, helping = _compiled(stop, 1), _compiled(help_, 1)
         self._free = threading.Lock()
-        self._threads = [
-            threading.Thread(target=helping, args=(self._state,), name=f"loop helper {index}", daemon=True)
-            for index in range(self._helpers)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._threads: list[threading.Thread] = []
+        for index in range(min(helpers, MOST_HELPERS)):
+            thread = threading.Thread(target=helping, args=(self._state,), name=f"loop helper {index}", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:  # the limit of threads; those that run read this team's memory
+                log.warning("%d of %d threads help with compiled loops: %s", index, helpers, error)
+                break
+            self._threads.append(thread)
+        self._helpers = len(self._threads)
         atexit.register(self.close)
 
     def run(self, loop: int, data: int) -> bool:
