@@ -68,6 +68,20 @@ def test_the_page_draws_requests_waterfall_and_tables(chromium: str, page: Path)
     assert drawn.count("<tr>") > 10
 
 
+def test_a_long_name_of_a_stage_does_not_lie_over_its_bars(chromium: str, tmp_path: Path) -> None:
+    name = "s" * 200
+    write(tmp_path / "run" / "events.jsonl", *(event for _, event in chain("r", [name], 3)))
+    page = tmp_path / "page.html"
+    page.write_text(html.page(event_files.read(tmp_path / "run")))
+    drawn = _chromium(chromium, page, "--dump-dom")
+    utilisation = re.search(r'<svg id="utilisation".*?</svg>', drawn, re.DOTALL)
+    assert utilisation is not None
+    texts = re.findall(r"<text [^>]*>([^<]*)", utilisation[0])
+    assert f"<title>{name}</title>" in utilisation[0]
+    assert any(text.startswith("sss") and text.endswith("…") and len(text) < 100 for text in texts)
+    assert name not in texts
+
+
 @pytest.mark.long
 def test_the_page_of_a_request_with_very_many_events_is_drawn_to_its_end(chromium: str, tmp_path: Path) -> None:
     """More than a call of a function takes arguments: about 120,000."""

@@ -31,15 +31,22 @@ export function axis(svg, left, width, height, total, unit) {
   }
 }
 
+const LETTER = 6.2;  // pixels of one, at most nearly
+// Room for names at the left of a picture: its pixels, with 8 on both sides, and the letters that fit.
+export function names(texts, total) {
+  const longest = texts.reduce((most, text) => Math.max(most, text.length), 12), left = Math.min(16 + LETTER * longest, total * 0.4);
+  return {left, letters: Math.floor((left - 16) / LETTER)};
+}
+// By characters: half of a surrogate pair is none.
+export const cut = (text, most) => text.length > most ? [...text].slice(0, most - 1).join("") + "…" : text;
+
 const looks = {queue: {height: 11, opacity: 0.35}, function: {height: 11, opacity: 0.95}, hop: {height: 5, opacity: 0.55}};
 
 // rows: {label, stage, start, end, parts: [[part, took]]}; count: rows with those that are not given;
 // first, duration: of the request, in milliseconds; colour: of a stage
 export function drawWaterfall(svg, {rows, count, first, duration, colour}) {
   svg.textContent = "";
-  const longest = rows.reduce((most, row) => Math.max(most, row.label.length), 12), letter = 6.2, numbers = 66;
-  const total = wide(svg), left = Math.min(16 + letter * longest, total * 0.4), width = total - left - numbers, high = 18;
-  const letters = Math.floor((left - 16) / letter);
+  const total = wide(svg), numbers = 66, {left, letters} = names(rows.map(row => row.label), total), width = total - left - numbers, high = 18;
   const from = Math.min(first, ...rows.slice(0, 1).map(row => row.start));
   const span = Math.max(duration - from, 0.001), height = 24 + high * (rows.length + 1);
   const place = t => left + width * Math.min(Math.max((t - from) / span, 0), 1);
@@ -48,7 +55,7 @@ export function drawWaterfall(svg, {rows, count, first, duration, colour}) {
   rows.forEach((row, index) => {
     const y = 24 + index * high, group = element(svg, "g"), label = row.label;
     element(group, "title", {}, `${label}\nfrom ${ms(row.start)} for ${ms(row.end - row.start)}`);
-    element(group, "text", {x: 8, y: y + 11}, label.length > letters ? label.slice(0, letters - 1) + "…" : label);
+    element(group, "text", {x: 8, y: y + 11}, cut(label, letters));
     let at = row.start;
     for (const [part, took] of row.parts) {
       const look = looks[part], begin = place(at);

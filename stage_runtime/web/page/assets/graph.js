@@ -1,7 +1,7 @@
 // The graph of stages: placed when it changes, its numbers written each second. It goes from left to right where that
 // fits, else from top to bottom, in as many columns as there is room for.
 
-import {element} from "./drawing.js";
+import {cut, element} from "./drawing.js";
 import {said} from "./stream.js";
 
 const COORDINATOR = "coordinator";
@@ -88,7 +88,6 @@ function fits([x, y], taken) {
   return true;
 }
 
-const cut = (text, most) => text.length > most ? text.slice(0, most - 1) + "…" : text;
 const number = value => value >= 100 ? value.toFixed(0) : value >= 10 ? value.toFixed(1) : value.toFixed(2).replace(/\.?0+$/, "") || "0";
 export const perSecond = value => number(value) + "/s";
 export function bytes(value) {
