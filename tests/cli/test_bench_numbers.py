@@ -90,6 +90,13 @@ def test_a_request_is_good_only_if_it_kept_every_bound() -> None:
     assert not FAILED.is_good({"e2el": 1000})
 
 
+def test_an_answer_of_one_token_keeps_every_bound_of_what_follows_the_first() -> None:
+    one = Outcome(latency=0.3, first_token=0.2, output_tokens=1)
+    assert one.is_good({"tpot": 1, "itl": 1, "ttft": 200}) and not one.is_good({"tpot": 1, "ttft": 199})
+    assert not Outcome(latency=0.3, first_token=0.2).is_good({"tpot": 1})  # the server did not count its tokens
+    assert not SPOKEN.is_good({"itl": 1000})
+
+
 def test_conversations_give_their_first_turn_and_the_length_of_the_answer(tmp_path: Path) -> None:
     file = tmp_path / "a.json"
     turns = [{"from": "human", "value": "who is it there"}, {"from": "gpt", "value": "it is me of course"}]
