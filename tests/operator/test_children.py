@@ -819,6 +819,20 @@ def test_a_hubs_model_on_a_node_is_read_where_it_was_fetched_and_the_hub_is_not_
     assert fetch["command"][:2] == ["python3", "-c"]
 
 
+@pytest.mark.parametrize("home", [{"name": "HF_HOME", "value": "/elsewhere"}, {"name": "OTHER", "value": "1"}])
+def test_a_variable_of_the_container_that_fetches_a_model_is_given_once(home: dict[str, str]) -> None:
+    node = {"type": "Node", "prefetch": {"enabled": True}}
+    facts = msgspec.structs.replace(FACTS, node_models=NodeModels(path="/var/models"))
+    made = desired(facts, modelPath="some/model", modelCache=node, env=[home])
+    [fetches] = [one for one in pod_of(made, "mouth")["initContainers"] if one["name"] == "prefetch"]
+    claim = {"type": "PersistentVolumeClaim", "size": "1Gi", "prefetch": {"enabled": True}}
+    job = job_of(desired(modelPath="some/model", modelCache=claim))["containers"][0]
+    for container in (fetches, job):
+        names = [each["name"] for each in container["env"]]
+        assert len(names) == len(set(names)), names
+        assert {each["name"]: each.get("value") for each in container["env"]}["HF_HOME"] == "/models/huggingface"
+
+
 def test_models_on_nodes_need_the_operators_leave() -> None:
     with pytest.raises(NotAllowed, match=r"modelCache\.type: Node: this operator has no directory on nodes"):
         desired(modelPath="some/model", modelCache=NODE)

@@ -82,7 +82,7 @@ def container(
     made |= {
         "name": NAME,
         "command": ["python3", "-m", "stage_runtime", "prefetch", *options] if is_stored else ["python3", "-c", FETCH],
-        "env": [*(each for each in like["env"] if not each["name"].startswith("OMNI_")), *model],
+        "env": [*(each for each in like["env"] if not _is_ours(each["name"], model)), *model],
         "resources": resources,
         "volumeMounts": [
             volumes.mount("tmp", "/tmp", read_only=False),
@@ -93,3 +93,7 @@ def container(
     if secret:
         made["envFrom"] = [*made.get("envFrom", ()), {"secretRef": {"name": secret}}]
     return made
+
+
+def _is_ours(name: str, model: Sequence[Manifest]) -> bool:
+    return name.startswith("OMNI_") or any(each["name"] == name for each in model)
