@@ -108,6 +108,29 @@ def test_conversations_give_their_first_turn_and_the_length_of_the_answer(tmp_pa
 
 
 @pytest.mark.parametrize(
+    ("asked", "answered", "output_len", "taken"),
+    [
+        (1024, 1024, None, True),
+        (1025, 10, None, False),
+        (1000, 1049, None, False),
+        (1000, 5000, 100, True),
+        (4, 3, None, False),
+        (4, 3, 100, True),
+        (3, 100, 100, False),
+    ],
+)
+def test_conversations_of_unusual_length_are_left_out(
+    tmp_path: Path, asked: int, answered: int, output_len: int | None, taken: bool
+) -> None:
+    turns = [{"value": "a " * asked}, {"value": "b " * answered}]
+    usual = [{"value": "c " * 5}, {"value": "d " * 5}]
+    file = tmp_path / "a.json"
+    file.write_bytes(msgspec.json.encode([{"conversations": turns}, {"conversations": usual}]))
+    found = prompts.of_file(file, "sharegpt", 2, output_len=output_len, random=None)
+    assert (found[0].text[0] == "a") is taken
+
+
+@pytest.mark.parametrize(
     ("dataset", "content", "problem"),
     [
         ("sharegpt", "{", "expected JSON in ShareGPT's form"),

@@ -12,7 +12,11 @@ import msgspec
 from stage_runtime.errors import UNDECODABLE, ConfigurationError
 
 DATASETS: Final = ("random", "sharegpt", "custom", "prefix_repetition")
-LEAST: Final = 4  # tokens of a conversation's prompt or answer; shorter ones say little (as `vllm bench serve` has it)
+#: Words of a conversation's prompt or answer, of its prompt, of both together: other ones are left out, as
+#: `vllm bench serve` does by tokens. A model of a short context would refuse the longest.
+LEAST: Final = 4
+MOST_OF_PROMPT: Final = 1024
+MOST: Final = 2048
 _WORDS: Final = (
     "time year people way day man thing woman life child world school state family student group country problem hand "
     "part place case week company system program question work government number night point home water room mother "
@@ -67,7 +71,7 @@ def of_file(
     Raises: ConfigurationError: names the place of what is not in the dataset's form.
     """
     content = path.read_bytes()
-    found = _conversations(path, content) if dataset == "sharegpt" else _lines(path, content)
+    found = _conversations(path, content, output_len) if dataset == "sharegpt" else _lines(path, content)
     if not found:
         raise ConfigurationError(f"{path}: expected prompts of the dataset {dataset}, got none")
     if random is not None:
@@ -76,8 +80,10 @@ def of_file(
     return [one if output_len is None else Prompt(one.text, output_len) for one in chosen]
 
 
-def _conversations(path: Path, content: bytes) -> list[Prompt]:
-    """ShareGPT: the first two turns of each; the length of the second one, in words, is that of the answer."""
+def _conversations(path: Path, content: bytes, output_len: int | None) -> list[Prompt]:
+    """ShareGPT: the first two turns of each; the length of the second one, in words, is that of the answer unless
+    ``output_len`` is.
+    """
     try:
         given = msgspec.json.decode(content)
     except UNDECODABLE as error:
@@ -93,9 +99,14 @@ def _conversations(path: Path, content: bytes) -> list[Prompt]:
         if not all(isinstance(text, str) for text in texts):
             raise ConfigurationError(f"{path}: [{index}].conversations: expected turns with a text as value")
         lengths = [len(str(text).split()) for text in texts]
-        if len(texts) == 2 and min(lengths) >= LEAST:
+        if len(texts) == 2 and _is_typical(lengths[0], lengths[1], output_len):
             found.append(Prompt(str(texts[0]), lengths[1]))
     return found
+
+
+def _is_typical(asked: int, answered: int, output_len: int | None) -> bool:
+    long_enough = asked >= LEAST and (answered >= LEAST or output_len is not None)
+    return long_enough and asked <= MOST_OF_PROMPT and asked + (output_len or answered) <= MOST
 
 
 def _lines(path: Path, content: bytes) -> list[Prompt]:
