@@ -82,7 +82,7 @@ def test_a_folder_that_may_not_be_read_hides_no_other_file() -> None:
 
 def test_other_arguments_concern_their_unit_alone() -> None:
     found = updating.change(planned(), planned(factory_args={"x": 1}), set(), None)
-    assert (found.begin, found.end, found.limits, found.coordinator) == (("b",), ("b",), (), False)
+    assert (found.begin, found.end, found.limits, found.at_start) == (("b",), ("b",), (), False)
     assert found.told({}) == "restarted b"
     same = updating.change(planned(), planned(), set(), None)
     assert (same.begin, same.end, same.told({"b": 3})) == ((), (), "b has 3 instances")
@@ -163,3 +163,10 @@ async def test_only_what_changed_restarts_and_a_mistake_changes_nothing() -> Non
             assert await running.update({file}) == "nothing that runs has changed"
             (notice,) = running.notices
             assert "factoryArgs.odd: null sets nothing here" in notice
+
+            file.write_text((YAML % "4").replace("watched", "renamed"))
+            told = await running.update({file})
+            assert told.startswith("restarted b; the name, serves, accepts and coordinator are read when")
+            assert await ask("x") == "X4"
+            file.write_text((YAML % "5").replace("watched", "renamed"))
+            assert await running.update({file}) == "restarted b"

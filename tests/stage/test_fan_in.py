@@ -170,7 +170,7 @@ async def test_a_source_outside_what_was_resolved_fails_its_request_alone() -> N
         ask(made, "r2", "ab", wait="ab")
         await made.until(lambda: "r1" in made.failed() and "r2" in made.results())
         failure = made.failed()["r1"]
-        assert (failure.code, failure.stage, failure.hook) == ("stage_failed", "join", "wait_for")
+        assert (failure.code, failure.stage, failure.hook) == ("stage_failed", "join", "waitFor")
 
 
 async def test_a_payload_that_cannot_be_fetched_fails_its_request_alone() -> None:

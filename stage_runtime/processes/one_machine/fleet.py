@@ -134,7 +134,8 @@ class Fleet:
         Instances that ran go on.
         """
         fresh = self.prepared.again()
-        wanted = updating.change(self.prepared.plan, fresh.plan, changed, self.prepared.author_folder)
+        renamed = fresh.given_name != self.prepared.given_name
+        wanted = updating.change(self.prepared.plan, fresh.plan, changed, self.prepared.author_folder, renamed=renamed)
         async with self._change():
             self._refuse_when_stopping()
             # Requests for a group that may have no instance before or after the change wait throughout.

@@ -28,7 +28,7 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
     begin: tuple[str, ...]  #: They get new instances: other ones, or other code.
     end: tuple[str, ...]  #: They are not in the next plan, or other ones.
     limits: tuple[str, ...]  #: Their replicas follow the load, by other limits than before or for the first time.
-    coordinator: bool  #: Something differs that is read at a start only.
+    at_start: bool  #: Something differs that is read at a start only.
 
     def told(self, scaled: Mapping[str, int]) -> str:
         """A sentence for people about what was done. scaled: groups with another number of instances."""
@@ -37,13 +37,15 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
         parts += [f"ended {', '.join(gone)}"] if gone else []
         parts += [f"{name} has {count} instances" for name, count in scaled.items()]
         parts += [f"{name} follows its load" for name in self.limits]
-        if self.coordinator:
-            parts.append("serves, accepts and coordinator are read when `omni up` starts: start it again")
+        if self.at_start:
+            parts.append("the name, serves, accepts and coordinator are read when `omni up` starts: start it again")
         return "; ".join(parts) or "nothing that runs has changed"
 
 
-def change(old: PipelinePlan, new: PipelinePlan, changed: set[Path], folder: Path | None) -> Change:
-    """changed: files of ``folder``, which is that of the pipeline's file."""
+def change(
+    old: PipelinePlan, new: PipelinePlan, changed: set[Path], folder: Path | None, *, renamed: bool = False
+) -> Change:
+    """changed: files of ``folder``, which is that of the pipeline's file. renamed: it has another name than before."""
     before = {unit.name: unit.revision for unit in old.units}
     after = {unit.name: unit.revision for unit in new.units}
     concerned = set() if folder is None else imports_beside.concerned(new.units, folder, changed)
@@ -51,7 +53,10 @@ def change(old: PipelinePlan, new: PipelinePlan, changed: set[Path], folder: Pat
     end = [name for name in before if name in begin or name not in after]
     limits = [name for name, one in new.autoscaling.items() if old.autoscaling.get(name) != one]
     return Change(
-        begin=tuple(begin), end=tuple(end), limits=tuple(limits), coordinator=_at_start(old) != _at_start(new)
+        begin=tuple(begin),
+        end=tuple(end),
+        limits=tuple(limits),
+        at_start=renamed or _at_start(old) != _at_start(new),
     )
 
 

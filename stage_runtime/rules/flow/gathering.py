@@ -25,9 +25,9 @@ class Gathering:
             nothing would ever look at it. The request is wrong.
         """
         if source not in self._wait_for:
-            raise HookError(self._stage, "wait_for", f"payload from {source!r}, not in {sorted(self._wait_for)}")
+            raise HookError(self._stage, "waitFor", f"payload from {source!r}, not in {sorted(self._wait_for)}")
         if source in self._arrived:
-            raise HookError(self._stage, "wait_for", f"a second payload from {source!r}")
+            raise HookError(self._stage, "waitFor", f"a second payload from {source!r}")
         if self._active is not None and source not in self._active:
             raise self._outside([source])
         self._arrived[source] = payload
@@ -78,7 +78,7 @@ class Gathering:
             )
         unknown = sorted(set(names) - set(self._wait_for))
         if not names or unknown:
-            problem = f"names {unknown}, not in wait_for" if unknown else "gave an empty list"
+            problem = f"names {unknown}, which it must not" if unknown else "gave an empty list"
             raise HookError(self._stage, "waitForFn", f"{problem}; waitFor is {sorted(self._wait_for)}")
         self._active = frozenset(names)
         outside = sorted(set(self._arrived) - self._active)
@@ -111,7 +111,7 @@ class Gathering:
             raise HookError(self._stage, "waitForFn", problem)
 
     def _outside(self, sources: Sequence[str]) -> HookError:
-        return HookError(self._stage, "wait_for", f"payload from {list(sources)}, outside the set that was resolved")
+        return HookError(self._stage, "waitFor", f"payload from {list(sources)}, outside the set that was resolved")
 
 
 def names_of(returned: object) -> list[str] | None:

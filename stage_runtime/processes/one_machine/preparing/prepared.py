@@ -49,15 +49,18 @@ class Prepared:
         overrides: Sequence[str] = (),
         options: LocalOptions | None = None,
         environ: Mapping[str, str] | None = None,
+        name: str | None = None,
     ) -> None:
         """source: a file that `loading` reads, or a spec. environ: instead of this process's own.
+        name: the pipeline's, instead of the source's.
 
         Raises: SpecError, ConfigurationError.
         """
         self.options = options = options or LocalOptions()
         self._given = (source, tuple(overrides), environ)
         loaded, self.author_folder = read(source, overrides)
-        self.spec, self.plan = loaded.spec, planning.plan(loaded.spec, name=loaded.name)
+        self.given_name = loaded.name  #: The name that the source has.
+        self.spec, self.plan = loaded.spec, planning.plan(loaded.spec, name=name or loaded.name)
         if options.cpu:
             self.plan = planning.without_gpus(self.plan)
         environ = os.environ if environ is None else environ
@@ -87,12 +90,12 @@ class Prepared:
         )
 
     def again(self) -> Prepared:
-        """The same source, read again.
+        """The same source, read again. The pipeline keeps its name: coordinators take instances of their own alone.
 
         Raises: SpecError, ConfigurationError: the file is wrong, or asks for GPUs that are not there.
         """
         source, overrides, environ = self._given
-        fresh = Prepared(source, overrides=overrides, options=self.options, environ=environ)
+        fresh = Prepared(source, overrides=overrides, options=self.options, environ=environ, name=self.plan.pipeline)
         preflight.check_gpus(fresh.plan, fresh.shown_gpus)
         return fresh
 
