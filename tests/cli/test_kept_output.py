@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,7 @@ def test_lines_are_kept_again_once_their_file_can_be_made(tmp_path: Path) -> Non
 
 def test_a_run_shows_its_lines_and_is_asked_in_a_test() -> None:
     """One start of examples/hello for all of it."""
+    this = ("--pid", str(os.getpid()))  # another one may run here
     testing: Any = omni.testing
     with testing.run_pipeline(HELLO) as running:
         answer = running.chat("hello there")
@@ -86,13 +88,16 @@ def test_a_run_shows_its_lines_and_is_asked_in_a_test() -> None:
         assert list(running.ask({"text": "a b"})) == ["shout"]
         with pytest.raises(RequestError, match="messages"):
             running.chat([])
-        whole = CliRunner().invoke(logs.command, ["--pipeline", "hello"])
+        whole = CliRunner().invoke(logs.command, [*this])
         assert whole.exit_code == 0, whole.output
         lines = whole.output.splitlines()
         assert any(line.startswith("coordinator | ") for line in lines)
-        some = CliRunner().invoke(logs.command, ["--pipeline", "hello", "--tail", "1", "coordinator"])
+        some = CliRunner().invoke(logs.command, [*this, "--tail", "1", "coordinator"])
         assert len(some.output.splitlines()) == 1 and some.output.startswith("coordinator | ")
-        many = CliRunner().invoke(logs.command, ["--pipeline", "hello", "--tail", str(10**20)])
+        typo = CliRunner().invoke(logs.command, [*this, "voice", "vioce"])
+        assert typo.exit_code == 1 and "\nvoice | " in f"\n{typo.stdout}"
+        assert typo.stderr == ("error: nothing is kept of vioce; these have written: coordinator, front, voice\n")
+        many = CliRunner().invoke(logs.command, [*this, "--tail", str(10**20)])
         assert set(lines) <= set(many.output.splitlines())
         assert set(lines) <= set(running.logs)
-    assert CliRunner().invoke(logs.command, ["--pipeline", "hello"]).exit_code == 1
+    assert CliRunner().invoke(logs.command, [*this]).exit_code == 1

@@ -34,11 +34,13 @@ def command(processes: tuple[str, ...], follow: bool, tail: int | None, **which:
     """
     with options.errors_as_messages():
         reader = Reader(runs.find(**which))
+        written: set[str] = set()
         try:
-            _show(_meant(reader.all(), processes), tail)
+            _show(_meant(reader.all(), processes, written), tail)
+            _check(processes, written, follow)
             while follow:
                 time.sleep(LOOK_S)
-                _show(_meant(reader.new(), processes), None)
+                _show(_meant(reader.new(), processes, written), None)
         except FileNotFoundError:
             if not follow:
                 raise ConfigurationError("the run has ended") from None
@@ -46,10 +48,24 @@ def command(processes: tuple[str, ...], follow: bool, tail: int | None, **which:
             reader.close()
 
 
-def _meant(lines: Lines, processes: tuple[str, ...]) -> Iterator[tuple[str, str]]:
+def _meant(lines: Lines, processes: tuple[str, ...], written: set[str]) -> Iterator[tuple[str, str]]:
+    """written: gets the names of all processes and groups that have lines."""
     for process, line in lines:
-        if not processes or any(process == one or process.partition(".")[0] == one for one in processes):
+        names = {process, process.partition(".")[0]}
+        written |= names
+        if not processes or not names.isdisjoint(processes):
             yield process, line
+
+
+def _check(processes: tuple[str, ...], written: set[str], follow: bool) -> None:
+    """Raises: ConfigurationError: a name without a line. Only a note is shown where it may still get some."""
+    unknown = sorted(set(processes) - written)
+    if not unknown:
+        return
+    problem = f"nothing is kept of {', '.join(unknown)}; these have written: {', '.join(sorted(written))}"
+    if not follow:
+        raise ConfigurationError(problem)
+    terminal.echo(f"note: {problem}", err=True)
 
 
 def _show(lines: Lines, tail: int | None) -> None:
