@@ -6,6 +6,7 @@ import copy
 import functools
 import gc
 import random
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -16,11 +17,13 @@ import torch
 
 from stage_runtime.engines.autoregressive.kernels import fusing, linears
 from stage_runtime.engines.autoregressive.model.model_runner import ModelRunner
-from stage_runtime.engines.autoregressive.model.models import PagedModel
+from stage_runtime.engines.autoregressive.model.models import Computed, PagedModel
 from stage_runtime.engines.autoregressive.model.rows.input_batch import Pass
+from stage_runtime.engines.autoregressive.model.rows.kept_rows import KeptRows
 from stage_runtime.engines.autoregressive.text.prompts.prompt_rows import AddedRows
 from tests.engines import generation_kit
 from tests.engines.generation_kit import VOCABULARY, Answers, alone_with, core, tiny_model
+from tests.patience import patience
 from tests.thoroughness import crossed
 
 pytest.importorskip("numba")
@@ -30,6 +33,7 @@ from stage_runtime.engines.autoregressive.kernels.attention_pages import PageAtt
 
 KNOWN = ["llama", "mistral", "qwen2", "qwen3"]
 BLOCK = 4
+PATIENCE_S = patience(100.0)
 
 
 @functools.cache
@@ -258,6 +262,41 @@ def test_engines_that_share_a_decoder_compute_at_the_same_time_each_in_its_cache
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
     gc.collect()
     assert len(joined_layers(first.model.model).programs) == 1, "caches of engines that have ended are not kept"
+
+
+def test_rows_of_one_engine_are_not_taken_from_or_added_to_those_of_another_that_shares_its_layers() -> None:
+    first = runner("llama", joined=False)
+    kept = KeptRows({"rows": (1, "all")}, first.model, num_blocks=400, block_size=BLOCK)
+    taking = ModelRunner(first.model, PageAttention(), num_blocks=400, block_size=BLOCK, kept=kept)
+    torch.manual_seed(5)
+    added = [(0, [7, 8], (torch.randn(2, 32) * 4).numpy().tobytes())]
+    asked = msgspec.structs.replace(step([(0, 9)]), hidden=True, added=added)
+    within, go_on = threading.Event(), threading.Event()
+
+    def stopped(_layer: Any, _given: Any) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            within.set()
+            assert go_on.wait(PATIENCE_S)
+
+    with torch.inference_mode():
+        wanted, other = taking.compute(asked), first.compute(step([(0, 9), (0, 4)]))
+
+    def take() -> Computed:
+        with torch.inference_mode():
+            return taking.compute(asked)
+
+    hook = first.model.decoder_layers[0].register_forward_pre_hook(stopped)
+    with ThreadPoolExecutor(1) as pool, torch.inference_mode():
+        taken = pool.submit(take)
+        assert within.wait(PATIENCE_S)
+        beside = first.compute(step([(0, 9), (0, 4)]))
+        go_on.set()
+        found = taken.result()
+    hook.remove()
+    torch.testing.assert_close(beside.logits, other.logits)
+    assert found.hidden is not None and wanted.hidden is not None
+    torch.testing.assert_close(found.hidden, wanted.hidden)
+    torch.testing.assert_close(found.kept[0], wanted.kept[0])
 
 
 def test_a_decoder_that_is_joined_already_is_loaded_again_as_it_is() -> None:

@@ -69,7 +69,7 @@ class _Pass(threading.local):
     sinks: bool = False  #: A layer that was probed has them.
     states: states.StatePass | None = None
     within: bool = False  #: A layer with state, called for some of the rows.
-    hooked: bool = False  #: Outputs of layers are kept, or added to.
+    batch: FlatBatch | None = None
 
 
 _pass = _Pass()
@@ -105,7 +105,7 @@ def current() -> tuple[AttentionBackend | None, Any]:
 
 def hooked() -> bool:
     """Whether outputs of single layers are kept or added to in the pass that this thread is in."""
-    return _pass.hooked
+    return _pass.batch is not None and bool(_pass.batch.keep or _pass.batch.added)
 
 
 def attend(call: LayerCall) -> Tensor:
@@ -317,13 +317,13 @@ class PagedModel:
         """One pass; the cache is written. rows: their states, of a model with ``state_layers``."""
         kept: dict[int, Tensor] = {}
         heads: list[Tensor] = []
-        with _within(backend, plan, rows, bool(batch.keep or batch.added)), contextlib.ExitStack() as hooks:
+        with _within(backend, plan, rows, batch), contextlib.ExitStack() as hooks:
             if batch.adapters:
                 assert self.adapters is not None, "a request has an adapter, and the model takes none"
                 hooks.enter_context(self.adapters.applied(batch.adapters, len(batch.ids)))
             if batch.hidden:  # not `output_hidden_states`, which keeps those of all layers and all tokens
                 head = self.model.get_output_embeddings()
-                hook = head.register_forward_pre_hook(lambda _head, given: heads.append(given[0]))
+                hook = head.register_forward_pre_hook(_head_hook(batch, heads))
                 hooks.callback(hook.remove)
             for layer in sorted({*batch.keep, *(one for one, _places, _rows in batch.added)}):
                 hook = self.decoder_layers[layer].register_forward_hook(_hook(layer, batch, kept))
@@ -349,7 +349,7 @@ class PagedModel:
         options: dict[str, Any] = {"logits_to_keep": batch.rows} if self._keeps_rows else {}
         positions = batch.positions
         with torch.inference_mode():
-            plain = not _pass.hooked and adapted.current() is None
+            plain = not hooked() and adapted.current() is None
             if plain and (found := self.shorter(batch)) is not None:
                 return found
             out = self.model(
@@ -363,10 +363,25 @@ class PagedModel:
             return logits.float()
 
 
+def _head_hook(batch: FlatBatch, heads: list[Tensor]) -> Callable[[Any, Any], None]:
+    """Note what the head of the vocabulary takes, within the pass of ``batch``: see `_hook`."""
+
+    def before(_head: Any, given: Any) -> None:
+        if _pass.batch is batch:
+            heads.append(given[0])
+
+    return before
+
+
 def _hook(layer: int, batch: FlatBatch, kept: dict[int, Tensor]) -> Callable[[Any, Any, Any], Any]:
-    """Keep a layer's output, then add to it what is to be added."""
+    """Keep a layer's output, then add to it what is to be added.
+
+    It counts within the pass of ``batch`` only: another engine may compute by the same layers, in a thread of its own.
+    """
 
     def after(_module: Any, _given: Any, output: Any) -> Any:
+        if _pass.batch is not batch:
+            return output
         hidden: Tensor = output[0] if isinstance(output, tuple) else output
         if layer in batch.keep:
             kept[layer] = hidden[0]
@@ -379,12 +394,12 @@ def _hook(layer: int, batch: FlatBatch, kept: dict[int, Tensor]) -> Callable[[An
 
 
 @contextlib.contextmanager
-def _within(backend: AttentionBackend, plan: Any, rows: states.StatePass | None, hooked: bool) -> Iterator[None]:
-    _pass.backend, _pass.plan, _pass.states, _pass.hooked = backend, plan, rows, hooked
+def _within(backend: AttentionBackend, plan: Any, rows: states.StatePass | None, batch: FlatBatch) -> Iterator[None]:
+    _pass.backend, _pass.plan, _pass.states, _pass.batch = backend, plan, rows, batch
     try:
         yield
     finally:
-        _pass.backend, _pass.plan, _pass.states, _pass.hooked = None, None, None, False
+        _pass.backend, _pass.plan, _pass.states, _pass.batch = None, None, None, None
 
 
 def _by_row(one: states.StateLayer) -> Callable[..., Any]:
