@@ -72,6 +72,32 @@ def test_a_preempted_request_is_computed_again_from_no_state(kind: str) -> None:
     assert answers.tokens == wanted(kind, asked)
 
 
+def held_nbytes(runner: ModelRunner) -> int:
+    """Bytes of all tensors that states keep, also of those of which they are a part."""
+    assert runner._states is not None
+    kept = (states for slots in runner._states._slots.values() for _tokens, states in slots)
+    tensors = [tensor for states in kept for state in states.values() for tensor in state.values()]
+    return sum({one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors}.values())
+
+
+@pytest.mark.parametrize("overlapping", [False, True])
+def test_states_take_no_more_memory_than_is_kept_free_for_them_however_many_are_preempted(overlapping: bool) -> None:
+    asked = prompts(*range(4, 16))
+    answers = Answers(core("lfm2", blocks=26, prefix_caching=False, max_requests=12, overlapping=overlapping))
+    runner: ModelRunner = answers.engine.executor.call(lambda one: one).result()
+    for name, prompt in asked.items():
+        answers.ask(name, prompt)
+    most = 0
+    while answers.engine.has_work():
+        answers.step()
+        answers.engine.executor.call(lambda one: None).result()
+        most = max(most, held_nbytes(runner))
+    assert answers.engine.scheduler.stats.preemptions > 3
+    assert answers.tokens == wanted("lfm2", asked)
+    assert most <= runner.model.state_bytes * STATES_KEPT * 12
+    answers.engine.shutdown()
+
+
 class Failing(GatherAttention):
     """Fails each pass over several rows at its last layer, after the states of the others were computed."""
 

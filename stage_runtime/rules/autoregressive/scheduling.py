@@ -58,6 +58,7 @@ class Scheduler:
         self._paused: dict[str, Request] = {}
         self._resuming: dict[str, Request] = {}  #: Those of ``_paused`` whose rows have come.
         self._finished: list[str] = []
+        self._preempted: list[str] = []  #: Those that have lost their blocks since the last step.
         self._arrivals = 0
         self._budget = 0  #: Tokens that are left of the step that is being scheduled.
 
@@ -241,7 +242,8 @@ class Scheduler:
             row.request.hoped += row.spare
             self.stats.computed_tokens += row.count
         finished, self._finished = tuple(self._finished), []
-        return SchedulerOutput(tuple(rows.values()), finished)
+        lost, self._preempted = tuple(self._preempted), []
+        return SchedulerOutput(tuple(rows.values()), finished, lost)
 
     def _comes_before(self, running: Request) -> bool:
         """Whether the first of the queue does, where short prompts do not wait for the rest of long ones."""
@@ -374,6 +376,7 @@ class Scheduler:
         self._free(request)
         request.computed = request.uncached = 0
         request.preemptions += 1
+        self._preempted.append(request.id)
         self.stats.preemptions += 1
         if request.state is RequestStatus.PREEMPTED:
             self._running.remove(request)

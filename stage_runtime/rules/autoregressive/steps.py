@@ -58,10 +58,13 @@ def row(request: Request, start: int, count: int) -> Row:
 
 
 class SchedulerOutput(msgspec.Struct, frozen=True):
-    """One step. ``finished``: requests that have ended since the last one: the runner forgets them."""
+    """One step. ``finished``: requests that have ended since the last one: the runner forgets them. preempted: those
+    that have lost their blocks, and are computed from the start when they are in a step again.
+    """
 
     rows: tuple[Row, ...]
     finished: tuple[str, ...]
+    preempted: tuple[str, ...] = ()
 
     @property
     def total_num_scheduled_tokens(self) -> int:

@@ -160,7 +160,7 @@ class EngineCore:
         executed = scheduled.total_num_scheduled_tokens > 0
         if executed and self._batch_queue and any(row.unknown for row in _structured(scheduled)):
             return self._step_with_late_masks(scheduled), True
-        if executed or scheduled.finished:
+        if executed or scheduled.finished or scheduled.preempted:
             self._batch_queue.appendleft((self._execute(scheduled), scheduled))
             if len(self._batch_queue) < self.executor.max_concurrent_batches and not self._batch_queue[-1][0].done():
                 return [], True

@@ -124,7 +124,8 @@ class ModelRunner:
             self._rows.pop(request_id, None)
             self._feeding.own.pop(request_id, None)
             self._drafts.drop(request_id)
-            if self._states is not None:
+        if self._states is not None:
+            for request_id in (*step.finished, *step.preempted):
                 self._states.drop(request_id)
         # Scheduled before the last token of a request was known: what that ends is not computed further.
         return self._drafts.begin([row for row in step.rows if not self._rows[row.request.id].over])

@@ -132,6 +132,7 @@ class StateSlots:
 
     def __init__(self) -> None:
         self._slots: dict[str, list[tuple[int, States]]] = {}  #: Tokens so far, and the states after them.
+        self._latest: set[str] = set()  #: Requests of the last pass, whose rows share tensors.
 
     def begin(self, names: Sequence[str], starts: Sequence[int], computed: Sequence[int], device: Any) -> StatePass:
         """names: of the rows' requests; none: a pass over padding, whose states nobody needs.
@@ -150,17 +151,32 @@ class StateSlots:
         raise RuntimeError(f"the state of request {name} after {computed} tokens is not kept")
 
     def keep(self, names: Sequence[str], lengths: Sequence[int], step: StatePass) -> None:
-        """The pass has been computed. lengths: tokens of each row, those of the pass included."""
+        """The pass has been computed. lengths: tokens of each row, those of the pass included.
+
+        A request that is not in it gets tensors of its own: each of an earlier pass would be kept whole for it.
+        """
+        for name in self._latest.difference(names):
+            self._slots[name] = [(tokens, _own(states)) for tokens, states in self._slots.get(name, ())]
+        self._latest = set(names)
         for name, length, states in zip(names, lengths, step.after, strict=True) if names else ():
             older = [one for one in self._slots.get(name, ()) if one[0] < length][-1:]
             self._slots[name] = [*older, (length, states)]
 
     def drop(self, name: str) -> None:
         self._slots.pop(name, None)
+        self._latest.discard(name)
 
     @property
     def count(self) -> int:
         return len(self._slots)
+
+
+def _own(states: States) -> States:
+    return {layer: {key: _alone(value) for key, value in one.items()} for layer, one in states.items()}
+
+
+def _alone(value: Tensor) -> Tensor:
+    return value if value.untyped_storage().nbytes() == value.nbytes else value.clone()
 
 
 def _first(given: Any) -> Tensor:
