@@ -88,6 +88,19 @@ def test_a_decoder_makes_the_next_input_of_each_request_in_any_batch() -> None:
     answers.engine.shutdown()
 
 
+def test_a_request_keeps_its_own_rows_and_not_those_of_the_requests_beside_it() -> None:
+    answers = Answers(core(after_step=after_step))
+    for name in PROMPTS:
+        answers.ask(name, PROMPTS[name])
+    for _ in range(6):
+        answers.step()
+    runner: Any = answers.engine.executor.call(lambda one: one).result()
+    kept = [row for own in runner._feeding.own.values() for row in own.rows]
+    assert len(kept) >= 8
+    assert all(row.untyped_storage().nbytes() == row.nbytes for row in kept)
+    answers.engine.shutdown()
+
+
 def test_a_preempted_request_replays_its_own_rows_and_its_decoder_is_not_asked_again() -> None:
     asked: list[int] = []
 

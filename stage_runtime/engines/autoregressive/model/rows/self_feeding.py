@@ -84,7 +84,7 @@ class SelfFeeding:
             if ended:
                 output.ended[of.request.id] = None
                 continue
-            own.rows.append(row)
+            own.rows.append(row.clone())  # else all rows of the step are kept as long as this one
             if gone is not None:
                 output.rows[of.request.id] = GivenRows(emitted=(gone,))
 
