@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -258,6 +259,36 @@ async def test_a_client_that_leaves_gives_its_place_back(step: str) -> None:
             await other.connection.session.update(session={"type": "realtime"})
             await other.until("session.updated")
             assert other.types() == ["session.created", "session.updated"]
+
+
+async def test_an_address_that_asks_for_words_alone_gets_a_session_of_transcriptions() -> None:
+    wanted: Any = {"intent": "transcription"}
+    headers = {"OpenAI-Beta": "realtime=v1"}
+    sound = base64.b64encode(bytes(48 * 200)).decode()
+    async with start(play(chunk(Text("who is there"))), ALL) as running:
+        async with openai.AsyncOpenAI(base_url=f"{running.url}/v1", api_key="none") as client:
+            connecting = client.realtime.connect(model="m", extra_query=wanted, extra_headers=headers)
+            async with connecting as connection, asyncio.timeout(PATIENCE_S):
+                first = json.loads(await connection.recv_bytes())
+                await connection.send({"type": "input_audio_buffer.append", "audio": sound})
+                await connection.send({"type": "input_audio_buffer.commit"})
+                while "transcript" not in (event := json.loads(await connection.recv_bytes())):
+                    assert event["type"] != "error", event
+        kinds = [handle.request.kind for handle in running.manager.handles]
+    assert (first["type"], event["transcript"], kinds) == (
+        "transcription_session.created",
+        "who is there",
+        ["transcription"],
+    )
+
+
+async def test_an_address_that_asks_for_words_alone_is_refused_where_nothing_writes_them_down() -> None:
+    settings = msgspec.structs.replace(ALL, serves=("chat", "realtime"))
+    upgrade = {"connection": "upgrade", "upgrade": "websocket", "sec-websocket-version": "13"}
+    async with start(SPOKEN, settings) as running, httpx.AsyncClient(timeout=PATIENCE_S) as client:
+        path = f"{running.url}/v1/realtime?model=m&intent=transcription"
+        answer = await client.get(path, headers={**upgrade, "sec-websocket-key": "dGhlIHNhbXBsZSBub25jZQ=="})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "intent")
 
 
 async def test_a_beta_client_reads_the_beta_s_names() -> None:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from stage_runtime.errors import RequestError
 from stage_runtime.metrics import catalog
 from stage_runtime.metrics.samples import Buckets
+from stage_runtime.web.realtime import dialects
 from stage_runtime.web.realtime.counting import SessionCounts
 from stage_runtime.web.realtime.effects import Answer, Cancel, Effect, Listen, Send
 from stage_runtime.web.realtime.session import Session, SessionFacts
@@ -403,6 +404,23 @@ def test_a_transcription_session_writes_down_and_answers_nothing() -> None:
     one.take(one.session.completed(one.key, Usage(), "stop", "what was said"))
     assert one.last("conversation.item.input_audio_transcription.completed")["transcript"] == "what was said"
     assert one.tell("response.create") == ["error"]
+
+
+def test_a_client_of_the_beta_that_wants_words_alone_says_so_by_the_event_or_the_address() -> None:
+    asked = Driven(msgspec.structs.replace(FACTS, beta=True))
+    asked.tell("transcription_session.update", session={"input_audio_transcription": {"model": "whisper-1"}})
+    came = Driven(msgspec.structs.replace(FACTS, beta=True, writes_down=True))
+    for one, name in ((asked, "updated"), (came, "created")):
+        shown = dialects.beta(one.last(f"session.{name}")) or {}
+        assert (shown["type"], shown["session"]["object"]) == (
+            f"transcription_session.{name}",
+            "realtime.transcription_session",
+        )
+        assert "voice" not in shown["session"]
+        one.hear(*SPOKEN_TURN)
+        assert one.answers[one.key].request.kind == "transcription"
+    asked.tell("session.update", session={"type": "realtime"})
+    assert asked.last("session.updated")["session"]["object"] == "realtime.session"
 
 
 def test_a_client_that_leaves_ends_all_that_is_under_way() -> None:

@@ -12,7 +12,7 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from stage_runtime.errors import InvalidRequest
-from stage_runtime.web.realtime import formats
+from stage_runtime.web.realtime import dialects, formats
 from stage_runtime.web.realtime.speech import turns
 
 Modality = Literal["text", "audio"]
@@ -216,6 +216,17 @@ def spoken(config: SessionConfig, given: SpokenPatch, where: str) -> SessionConf
 def shown(config: SessionConfig, *, session_id: str, model: str, beta: bool) -> dict[str, Any]:
     """The session as ``session.created`` and ``session.updated`` show it."""
     detection = None if config.turn_detection is None else config.turn_detection.shown()
+    if beta and config.type == "transcription":
+        return {
+            "id": session_id,
+            "object": dialects.TRANSCRIPTION,
+            "modalities": _beta_modalities(config),
+            "input_audio_format": formats.FORMATS[config.input_format].beta,
+            "input_audio_transcription": config.transcription,
+            "input_audio_noise_reduction": config.noise_reduction,
+            "turn_detection": detection,
+            "include": config.include,
+        }
     if beta:
         return {
             "id": session_id,
@@ -242,7 +253,7 @@ def shown(config: SessionConfig, *, session_id: str, model: str, beta: bool) -> 
         "noise_reduction": config.noise_reduction,
         "turn_detection": detection,
     }
-    head = {"type": config.type, "object": f"realtime.{_KINDS[config.type]}", "id": session_id}
+    head = {"type": config.type, "object": _OBJECTS[config.type], "id": session_id}
     if config.type == "transcription":
         return {**head, "audio": {"input": heard}, "include": config.include}
     said = {"format": format_shown(config.output_format), "voice": config.voice, "speed": config.speed}
@@ -262,7 +273,7 @@ def shown(config: SessionConfig, *, session_id: str, model: str, beta: bool) -> 
     }
 
 
-_KINDS: Final = {"realtime": "session", "transcription": "transcription_session"}
+_OBJECTS: Final = {"realtime": "realtime.session", "transcription": dialects.TRANSCRIPTION}
 
 
 def format_shown(name: str) -> dict[str, Any]:

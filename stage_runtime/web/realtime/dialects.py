@@ -19,11 +19,17 @@ _BETA: Final[dict[str, str | None]] = {
     "conversation.item.added": "conversation.item.created",
     "conversation.item.done": None,
 }
+#: The beta's event of a session that only writes down; it names no type.
+TRANSCRIPTION_UPDATE: Final = "transcription_session.update"
 #: The beta's name of a client's event -> GA's.
-CLIENT: Final = {"transcription_session.update": "session.update"}
+CLIENT: Final = {TRANSCRIPTION_UPDATE: "session.update"}
+#: The ``object`` of such a session.
+TRANSCRIPTION: Final = "realtime.transcription_session"
 
 
 def beta(event: dict[str, Any]) -> dict[str, Any] | None:
     """An event as the beta has it; None: it does not send it."""
     name = _BETA.get(event["type"], event["type"])
+    if event.get("session", {}).get("object") == TRANSCRIPTION:
+        name = f"transcription_{name}"
     return None if name is None else {**event, "type": name}

@@ -17,7 +17,7 @@ from typing import Any, Final
 import msgspec
 
 from stage_runtime.coordinator.events import AnswerEvent, RequestHandleApi
-from stage_runtime.errors import RequestError
+from stage_runtime.errors import InvalidRequest, RequestError
 from stage_runtime.web.endpoints import HandlerContext
 from stage_runtime.web.exchanges import errors, threads, web_sockets
 from stage_runtime.web.exchanges.exchange import Exchange
@@ -52,12 +52,17 @@ class Realtime:
         """One session, from its handshake to its end."""
         settings, exchange = self._context.settings, socket.exchange
         offered = socket.protocols
+        transcribes = "transcription" in settings.serves
+        writes_down = b"intent=transcription" in exchange.scope.get("query_string", b"").split(b"&")
+        if writes_down and not transcribes:
+            raise InvalidRequest("intent: this pipeline does not serve transcription", param="intent")
         facts = SessionFacts(
             model=settings.model,
             beta=(exchange.header(b"openai-beta") or "").startswith("realtime=") or _BETA_PROTOCOL in offered,
             detects=detection.available(),
-            transcribes="transcription" in settings.serves,
+            transcribes=transcribes,
             calls_tools="tools" in settings.accepts,
+            writes_down=writes_down,
         )
         await socket.accept(PROTOCOL if PROTOCOL in offered else None)
         session = Session(facts, lambda prefix: f"{prefix}_{secrets.token_hex(12)}")

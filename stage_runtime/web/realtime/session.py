@@ -40,6 +40,7 @@ class SessionFacts(msgspec.Struct, frozen=True, kw_only=True):
     detects: bool = False  #: Turns can be detected.
     transcribes: bool = False  #: The pipeline serves transcription, too.
     calls_tools: bool = False  #: Its stages take tools.
+    writes_down: bool = False  #: The client has asked for a session of the type ``transcription`` by the address.
 
 
 class Session:
@@ -51,7 +52,10 @@ class Session:
         self._id = new_id("sess")
         self._conversation_id = new_id("conv")
         self._count = 0
-        self._config = SessionConfig(turn_detection=TurnDetection() if facts.detects else None)
+        self._config = SessionConfig(
+            type="transcription" if facts.writes_down else "realtime",
+            turn_detection=TurnDetection() if facts.detects else None,
+        )
         self._config_nbytes = 0
         self._conversation = Conversation()
         self._buffer = InputBuffer(formats.PCM)
@@ -126,6 +130,8 @@ class Session:
 
     def _update(self, event: dict[str, Any]) -> Iterator[Effect]:
         patch = _converted(event.get("session"), SessionPatch, "session")
+        if event["type"] == dialects.TRANSCRIPTION_UPDATE and patch.type is None:
+            patch = msgspec.structs.replace(patch, type="transcription")
         before, config = self._config, configuration.updated(self._config, patch, detects=self._facts.detects)
         if config.tools and not self._facts.calls_tools:
             raise InvalidRequest("session.tools: this pipeline's stages call no tools", param="session.tools")
