@@ -60,10 +60,7 @@ async def ask(
     plan = planning.plan(pipeline, name="p")
     desired = children.children(pipeline, plan, PodFacts(owner=OWNER, image="i", control_secret="s"))
     [unit] = [each for each in desired.workloads if each.unit == "only"]
-    live = [
-        Workload(unit="only", revision=unit.revision, name="d", uid="u", replicas=1, pods=each.pods)
-        for each in observed
-    ]
+    live = [msgspec.structs.replace(each, revision=unit.revision) for each in observed]
     asker = ReferenceChecker(cast(Client, server), cast(Applier, server), OWNER, now=NOW)
     decided = {("only", unit.revision): 1}
     return await asker.check(desired, live, decided, every_s=3.0, podless_job=podless_job, lacking=lacking)
@@ -199,6 +196,21 @@ async def test_a_job_without_pods_is_reported_with_the_last_refusal_of_one() -> 
     ]
     assert (server.calls, found.again_s, found.held) == (["events of {'uid': 'j'}"], 10.0, frozenset())
     assert (await ask(Server(), podless_job=job)).diagnostics == ()
+
+
+async def test_an_event_that_stands_for_similar_ones_is_reported_as_one_of_them() -> None:
+    """Its text begins otherwise from the tenth on; the name of a pod in it changes with each attempt."""
+    combined, quota = "(combined from similar events): ", "exceeded quota: few"
+    of_pod = {**event("FailedCreate", 9), "message": f'{combined}Error creating: pods "d-1-x7k" is forbidden: {quota}'}
+    refused = Workload(unit="only", revision="", name="d", uid="u", replicas=1, refused_since=NOW - 60, refused="first")
+    found = await ask(Server(events=({**of_pod, "involvedObject": {"name": "d-1"}},)), refused)
+    assert found.refused == {"d": f'pods "d-1-x7k" is forbidden: {quota}'}
+    job = {"metadata": {"name": "fetch", "uid": "j", "creationTimestamp": rfc3339(NOW - 20)}}
+    found = await ask(Server(events=(of_pod,)), podless_job=job)
+    assert [each.message for each in found.diagnostics] == [f"Job fetch: pods are forbidden: {quota}"]
+    mount = {**event("FailedMount", 9), "message": f"{combined}no such key"}
+    found = await ask(Server(events=(mount,)), waiting(60))
+    assert [each.message for each in found.diagnostics] == ["pod p0: no such key"]
 
 
 async def test_a_pod_that_has_just_been_made_is_given_time() -> None:

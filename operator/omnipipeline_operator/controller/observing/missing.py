@@ -36,6 +36,7 @@ RETRY_REFUSED_S: Final = 10.0  # the ReplicaSet controller's own back-off ends a
 STUCK_MOUNT_S: Final = 5.0
 RECENT_S: Final = 150.0  # a kubelet retries a mount at least every 122 s; an older Event is obsolete
 MAX_RETRY_REFUSED_S: Final = 60.0
+_COMBINED: Final = "(combined from similar events): "  # client-go's, once there are ten of them in ten minutes
 _CREATING: Final = "Error creating: "
 _SCHEDULING: Final = "FailedScheduling"  # the pod's condition reports it, and its end
 
@@ -121,7 +122,7 @@ class ReferenceChecker:
         for event in await self.events(kind="ReplicaSet") if names else ():
             of = str(event.get("involvedObject", {}).get("name", "")).rpartition("-")[0]
             if event.get("reason") == "FailedCreate" and of in names:
-                found.setdefault(of, str(event.get("message", "")).removeprefix(_CREATING))
+                found.setdefault(of, _message(event).removeprefix(_CREATING))
         return found
 
     async def events(self, **about: str) -> list[Manifest]:
@@ -157,7 +158,7 @@ class ReferenceChecker:
         for event in await self.events(uid=pod.uid) if age > MOUNT_GRACE_S else ():
             reason, is_recent = str(event.get("reason", "")), self._now - _last_observed_at(event) < RECENT_S
             if is_recent and reason.startswith("Failed") and reason != _SCHEDULING:
-                message = " ".join(str(event.get("message", "")).split())
+                message = " ".join(_message(event).split())
                 return [_of_event(workload.unit, pod, reason, message)]
         return []
 
@@ -167,7 +168,7 @@ class ReferenceChecker:
         again.append(_check_after(self._now - workloads.timestamp(metadata.get("creationTimestamp"))))
         for event in await self.events(uid=metadata["uid"]):
             if event.get("reason") == "FailedCreate":
-                message = str(event.get("message", "")).removeprefix(_CREATING)
+                message = _message(event).removeprefix(_CREATING)
                 return [diagnostics.of_refused_job(metadata["name"], message)]
         return []
 
@@ -233,6 +234,10 @@ def _named(missing: Collection[Reference]) -> str:
 
 def _of_event(unit: str, pod: ObservedPod, reason: str, message: str) -> Diagnostic:
     return Diagnostic(unit=unit, reason=reason, message=f"pod {pod.name}: {message}")
+
+
+def _message(event: Mapping[str, Any]) -> str:
+    return str(event.get("message", "")).removeprefix(_COMBINED)
 
 
 def _last_observed_at(event: Mapping[str, Any]) -> float:
