@@ -75,7 +75,8 @@ class EncoderModel:
         name = "pairs" if self._spec.scores else "tokens" if "tokens" in inputs else "texts"
         given = inputs.get(name)
         if not isinstance(given, list) or not given:
-            problem = f"inputs.{name}: expected a list of {name} for omni.Encoder, got {type(given).__name__}"
+            found = "an empty one" if given == [] else type(given).__name__
+            problem = f"inputs.{name}: expected a list of {name} for omni.Encoder, got {found}"
             raise InvalidRequest(problem, param="inputs")
         encoded = [self._tokens(name, one) for one in given]
         longest = max(len(one["input_ids"]) for one in encoded)

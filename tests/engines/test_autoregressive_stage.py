@@ -69,6 +69,42 @@ def test_each_request_gets_the_tokens_that_transformers_gives_to_it_alone(checkp
         assert one.result == {"finish": "length", "tokens": 12}
 
 
+def test_a_prompt_or_parts_of_another_type_fail_their_request_with_what_was_expected(checkpoint: Path) -> None:
+    def prompt(payload: omni.StagePayload) -> Any:
+        return given[payload.data]
+
+    def deliver(payload: omni.StagePayload, generation: omni.Generation) -> Any:
+        return None if payload.data == "deliver" else []
+
+    given: dict[str, Any] = {
+        "none": None,
+        "dict": {"text": "x"},
+        "text": omni.Prompt(text=5),  # type: ignore[arg-type]
+        "params": omni.Prompt(text="x", params=[1]),  # type: ignore[arg-type]
+        "message": omni.Prompt(messages="hello"),  # type: ignore[arg-type]
+        "deliver": omni.Prompt(text="x"),
+        "sound": omni.Prompt(text="x"),
+    }
+    factory = loading_of(checkpoint, prompt, deliver)
+    *wrong, sound = omni.testing.run_stage(factory, list(given))
+    assert [str(one.error) for one in wrong] == [
+        "prompt returned NoneType; expected omni.Prompt",
+        "prompt returned dict; expected omni.Prompt",
+        "prompt returned omni.Prompt(text=…): expected a str, got int",
+        "prompt returned omni.Prompt(params=…): expected a dict, got list",
+        "prompt returned omni.Prompt(messages=…): expected a list of dicts",
+        "deliver returned NoneType; expected an iterable of omni.Chunk and omni.Result, [] for none",
+    ]
+    assert sound.error is None
+
+
+def loading_of(checkpoint: Path, prompt: Any, deliver: Any) -> Callable[[], omni.Autoregressive]:
+    params = {**GREEDY, "max_tokens": 2}
+    return lambda: omni.Autoregressive(
+        model=str(checkpoint), prompt=prompt, deliver=deliver, params=params, threads=1, kernels="torch"
+    )
+
+
 def test_a_chat_is_answered_in_text_for_the_client_with_usage_and_finish(checkpoint: Path) -> None:
     def factory() -> omni.Autoregressive:
         return omni.Autoregressive(model=str(checkpoint), params={**GREEDY, "max_tokens": 6})

@@ -93,7 +93,7 @@ def test_scores_are_the_probabilities_of_a_cross_encoder() -> None:
     [
         ({"texts": ["x" * 65]}, ContextLengthExceeded, "64 tokens"),
         ({"tokens": [[1, VOCABULARY]]}, InvalidRequest, f"not token {VOCABULARY}"),
-        ({"texts": []}, InvalidRequest, "expected a list of texts"),
+        ({"texts": []}, InvalidRequest, "expected a list of texts for omni.Encoder, got an empty one"),
         ("hello", InvalidRequest, "expected a list of texts"),
         ({"texts": [["a"]]}, InvalidRequest, "expected a text each, got list"),
         ({"texts": [""]}, InvalidRequest, "expected one token or more each, got none"),

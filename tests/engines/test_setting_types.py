@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,13 @@ from stage_runtime.errors import ConfigurationError
 class Unprintable:
     def __repr__(self) -> str:
         raise RuntimeError("no")
+
+
+async def later(payload: omni.StagePayload) -> None: ...
+
+
+def pieces(payload: omni.StagePayload) -> Iterator[omni.Chunk]:
+    yield omni.Chunk(payload)
 
 
 @pytest.mark.parametrize(
@@ -48,6 +56,13 @@ class Unprintable:
         ({"params": {"min_tokens": 9, "max_tokens": 8}}, "params=…): min_tokens is 9 and max_tokens 8"),
         ({"params": {"response_format": {}}}, "params=…): response_format.type must be 'text', 'json_object' or"),
         ({"dump_tokens": Unprintable()}, "dump_tokens=…): expected bool, got Unprintable"),
+        ({"prompt": "x"}, "prompt='x'): it is of type str; expected a plain function (payload) that returns omni.Pro"),
+        ({"prompt": later}, "prompt=…): it is async; expected a plain function (payload) that returns omni.Prompt"),
+        ({"prompt": pieces}, "prompt=…): it is a generator; expected a plain function"),
+        ({"prompt": lambda: None}, "prompt=…): it cannot be called: too many positional arguments; expected a plain"),
+        ({"deliver": later}, "deliver=…): it is async; expected a plain function (payload, generation) that returns"),
+        ({"deliver": pieces}, "deliver=…): it cannot be called: too many positional arguments; expected a plain"),
+        ({"stream": later}, "stream=…): it is async; expected a plain function (chunk) that returns token ids"),
     ],
 )
 def test_a_setting_of_another_type_is_refused_by_its_name(settings: dict[str, Any], message: str) -> None:

@@ -1,7 +1,8 @@
 """The types of settings, checked when the stage is made: YAML's ``"no"`` is a text, and would count as true.
 
-Here: fields of one number, truth or text, and how many threads there may be. Not here: which other values are allowed,
-and fields of several values (`autoregressive.loading.loader`, `encoding`). Called by `loading`.
+Here: fields of one number, truth or text, how many threads there may be, and how functions are called. Not here: which
+other values are allowed, and fields of several values (`autoregressive.loading.loader`, `encoding`). Called by
+`loading`.
 """
 
 from __future__ import annotations
@@ -16,8 +17,16 @@ from typing import Any, Final
 
 import msgspec
 
+from stage_runtime.engines.making.resolving import takes
+from stage_runtime.engines.simple import is_async, is_generator
 from stage_runtime.errors import ConfigurationError
 
+#: The settings that are functions, each with the arguments that it gets and what it returns.
+FUNCTIONS: Final = {
+    "prompt": (("payload",), "omni.Prompt"),
+    "deliver": (("payload", "generation"), "an iterable of omni.Chunk and omni.Result, or is a generator of them"),
+    "stream": (("chunk",), "token ids, a tensor or None"),
+}
 MOST_THREADS: Final = 1024  # torch ends the process where the machine cannot start so many
 _PLAIN: Final = frozenset({bool, int, float, str, type(None)})
 
@@ -34,6 +43,21 @@ def check(made: msgspec.Struct) -> None:
             raise _refused(made, name, value, "expected a number")
         if name == "threads" and given is not None and not 1 <= given <= MOST_THREADS:
             raise _refused(made, name, value, f"None, or from 1 to {MOST_THREADS}")
+    for name in FUNCTIONS.keys() & set(made.__struct_fields__):
+        if (value := getattr(made, name)) is not None and (problem := _misfit(name, value)):
+            arguments, gives = FUNCTIONS[name]
+            wanted = f"expected a plain function ({', '.join(arguments)}) that returns {gives}"
+            raise _refused(made, name, value, f"{problem}; {wanted}")
+
+
+def _misfit(name: str, function: Any) -> str:
+    """Why no request could call it; empty where one can."""
+    if not callable(function):
+        return f"it is of type {type(function).__name__}"
+    if is_async(function) or (name != "deliver" and is_generator(function)):
+        return "it is async" if is_async(function) else "it is a generator"
+    problem = takes(function, len(FUNCTIONS[name][0]))
+    return "" if problem is None else f"it cannot be called: {problem}"
 
 
 def _refused(made: msgspec.Struct, name: str, value: Any, why: str) -> ConfigurationError:

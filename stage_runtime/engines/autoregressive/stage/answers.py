@@ -143,7 +143,10 @@ class GenerationAnswers:
         try:
             self._emit(profile.SCHEDULER_REQUEST_BUILD_START, work)
             asks_for_tokens = payload.request.kind in token_requests.KINDS
-            prompt = Prompt(text="") if asks_for_tokens and not payload.request.messages() else self._prompt(payload)
+            if asks_for_tokens and not payload.request.messages():
+                prompt = Prompt(text="")
+            else:
+                prompt = prompting.checked(self._prompt(payload))
             params = self._params(prompt)
             pending = _Pending(name, work, payload.detach(), prompt, params, open)
             if asks_for_tokens or (prompting.is_long(prompt, params.grammar, params.n) and not open):
@@ -408,7 +411,7 @@ class GenerationAnswers:
         if 0 < generation.completion_tokens == len(generation.tokens):
             self._emit(profile.SCHEDULER_FIRST_EMIT, answer.work)
         try:
-            given = self._deliver(answer.payload, generation)
+            given = prompting.delivered(self._deliver(answer.payload, generation))
             for item in given if answer.report is None else answer.report.added_to(given, generation):
                 gate = answer.yields.take(item)
                 if gate is not None and not gate.done():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from stage_runtime.api import Generation, Prompt
@@ -48,6 +48,29 @@ def default_prompt(payload: StagePayload) -> Prompt:
         raise InvalidRequest("inputs must be a text, or hold text, tokens or messages", param="inputs")
     # A completion's client writes the whole prompt, and could as well send its tokens.
     return Prompt(text=text, literal=request.kind != "completion", params=request.params, **_served(request.params))
+
+
+def checked(given: Any) -> Prompt:
+    """The prompt that an author's ``prompt`` has returned. Raises: TypeError: it is something else, or made of it."""
+    if not isinstance(given, Prompt):
+        raise TypeError(f"prompt returned {type(given).__name__}; expected omni.Prompt")
+    wanted = (("text", given.text, str), ("params", given.params, Mapping), ("template", given.template, Mapping))
+    for name, value, kind in wanted:
+        if value is not None and not isinstance(value, kind):
+            words = "a str" if kind is str else "a dict"
+            raise TypeError(f"prompt returned omni.Prompt({name}=…): expected {words}, got {type(value).__name__}")
+    messages = () if given.messages is None else given.messages
+    if not isinstance(messages, Sequence) or not all(isinstance(one, Mapping) for one in messages):
+        raise TypeError("prompt returned omni.Prompt(messages=…): expected a list of dicts")
+    return given
+
+
+def delivered(given: Any) -> Iterable[Chunk | Result]:
+    """The parts that an author's ``deliver`` has returned. Raises: TypeError: it is not a generator, list or alike."""
+    if not isinstance(given, Iterable):
+        problem = f"deliver returned {type(given).__name__}; expected an iterable of omni.Chunk and omni.Result"
+        raise TypeError(f"{problem}, [] for none")
+    return given
 
 
 def no_prompt(payload: StagePayload) -> Prompt:
