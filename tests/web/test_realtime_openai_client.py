@@ -15,6 +15,7 @@ import numpy as np
 import openai
 import pydantic
 import pytest
+import websockets
 from openai.resources.realtime.realtime import AsyncRealtimeConnection
 from openai.types.realtime.realtime_server_event import RealtimeServerEvent
 from prometheus_client.parser import text_string_to_metric_families
@@ -389,6 +390,26 @@ async def test_a_client_that_does_not_read_holds_up_nobody_else() -> None:
         async with asyncio.timeout(PATIENCE_S):
             await slow.running.manager.last.ended.wait()
         assert slow.running.manager.last.pulled < 64
+
+
+@pytest.mark.parametrize(
+    ("path", "offered", "chosen"),
+    [
+        ("/v1/realtime", ["realtime", "openai-insecure-api-key.right"], "realtime"),
+        ("/v1/realtime", ["openai-insecure-api-key.right", "realtime", "other"], "realtime"),
+        ("/v1/realtime", ["openai-insecure-api-key.right", "openai-beta.realtime-v1"], "openai-beta.realtime-v1"),
+        ("/v1/audio/speech/stream", ["openai-insecure-api-key.right", "speech"], "speech"),
+        ("/v1/audio/speech/stream", ["openai-insecure-api-key.right"], "openai-insecure-api-key.right"),
+    ],
+)
+async def test_a_browser_gets_one_of_the_subprotocols_that_it_offers(
+    path: str, offered: list[Any], chosen: str
+) -> None:
+    settings = msgspec.structs.replace(ALL, api_keys=ApiKeys(("right",)))
+    async with start(SPOKEN, settings) as running:
+        url = f"{running.url.replace('http', 'ws', 1)}{path}"
+        async with websockets.connect(url, subprotocols=offered) as connection:
+            assert connection.subprotocol == chosen
 
 
 async def _handshake(running: Running, headers: dict[str, str], protocols: tuple[str, ...]) -> int:

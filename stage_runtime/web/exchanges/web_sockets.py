@@ -49,8 +49,13 @@ class WebSocket:
         client: SocketClient = self.exchange.scope[CLIENT]
         client.watch_end(ending)
 
-    async def accept(self, protocol: str | None) -> None:
-        """Raises: SocketClosed."""
+    async def accept(self, known: str | None) -> None:
+        """known: the subprotocol to choose if it is offered. A browser that offers some ends a connection for which
+        none is chosen: then it is the first one, that with a key only where no other is there.
+
+        Raises: SocketClosed.
+        """
+        protocol = min(self.protocols, key=lambda one: (one != known, one.startswith(KEY_PROTOCOL)), default=None)
         head = [*self.exchange.common_headers, (b"x-request-id", self.exchange.answer_id().encode())]
         await self._write({"type": "websocket.accept", "subprotocol": protocol, "headers": head})
         self.exchange.status = 101

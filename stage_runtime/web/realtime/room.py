@@ -64,7 +64,7 @@ class Realtime:
             calls_tools="tools" in settings.accepts,
             writes_down=writes_down,
         )
-        await socket.accept(PROTOCOL if PROTOCOL in offered else None)
+        await socket.accept(PROTOCOL)
         session = Session(facts, lambda prefix: f"{prefix}_{secrets.token_hex(12)}")
         await Room(self._context, socket, session, self._detector, beta=facts.beta).run()
 
