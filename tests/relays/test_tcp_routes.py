@@ -44,6 +44,22 @@ def test_a_process_without_room_for_a_socket_fails_the_transfer_alone() -> None:
         route.socket()
 
 
+def test_a_message_that_no_new_socket_takes_either_fails_its_transfer() -> None:
+    """The end at the address refuses each connection before anything is sent by it."""
+    context = zmq.Context()
+    made = list[zmq.Socket[bytes]]()
+
+    def make(endpoint: str) -> zmq.Socket[bytes]:
+        made.append(context.socket(zmq.PUSH))  # connected to nothing
+        return made[-1]
+
+    route = TcpRoute("tcp://127.0.0.1:1", b"token", make)
+    with route.lock, pytest.raises(RelayFailed, match="speaks another protocol"):
+        route.send(b"header", b"body")
+    assert len(made) == 2 and all(socket.closed for socket in made) and not route.is_open
+    context.term()
+
+
 @pytest.mark.parametrize(
     ("endpoint", "good"),
     [

@@ -46,17 +46,20 @@ class TcpRoute:
         return self._socket
 
     def send(self, header: bytes, body: memoryview | bytes) -> None:
-        """Have libzmq send a message later; the lock is held. Raises: RelayFailed: no socket can be opened.
+        """Have libzmq send a message later; the lock is held.
 
         libzmq lets go of a peer for good when the end at its address speaks another protocol, as that of another
         pipeline does whose pod has the address now. A send would wait for ever then; a new socket connects again.
+        Raises: RelayFailed: no socket can be opened, or the new one is let go of as well.
         """
-        try:
-            self.socket().send(header, zmq.SNDMORE | zmq.NOBLOCK)
-        except zmq.Again:
-            self._close()
-            self.socket().send(header, zmq.SNDMORE | zmq.NOBLOCK)
-        self.socket().send(body, zmq.NOBLOCK, copy=False)
+        for _ in range(2):
+            try:
+                self.socket().send(header, zmq.SNDMORE | zmq.NOBLOCK)
+                self.socket().send(body, zmq.NOBLOCK, copy=False)
+                return
+            except zmq.Again:
+                self._close()
+        raise RelayFailed(f"the end at {self.endpoint} speaks another protocol")
 
     def rest(self, idle_s: float, in_use: Callable[[], bool]) -> bool:
         """Close the socket if it was not used for so long and nothing that it sent is unreleased. True when it did."""
