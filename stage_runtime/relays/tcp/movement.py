@@ -24,23 +24,36 @@ class Movement:
     """The bytes that have come, by peer."""
 
     def __init__(self) -> None:
-        self._connections: set[int] = set()  #: Descriptors of accepted connections; libzmq owns and closes them.
-        self._of: dict[Peer, int] = {}  #: The connection by which a peer's last message came.
+        #: Descriptors of accepted connections -> the address of the other end; libzmq owns and closes them.
+        self._connections: dict[int, str] = {}
+        self._of: dict[Peer, int] = {}  #: The connection by which a peer's last message came, while it is open.
+        self._owners: dict[int, Peer] = {}  #: The same by connection: each is of one peer.
+        self._hosts: dict[Peer, str] = {}  #: The address from which it came.
         self._messages: dict[Peer, int] = {}
         self._seen: dict[Peer, tuple[int, float]] = {}  #: The count at the last look, and when it was first seen.
 
     def accepted(self, descriptor: int) -> None:
-        self._connections.add(descriptor)
+        self._connections[descriptor] = _other_end(descriptor)
 
     def disconnected(self, descriptor: int) -> list[Peer]:
         """Returns: whose connection it was."""
-        self._connections.discard(descriptor)
-        return [peer for peer, known in list(self._of.items()) if known == descriptor]
+        self._connections.pop(descriptor, None)
+        peer = self._owners.pop(descriptor, None)
+        if peer is None:
+            return []
+        self._of.pop(peer, None)  # the next connection of another peer may have the same descriptor
+        return [peer]
 
     def message(self, peer: Peer, descriptor: int) -> None:
         """A message of ``peer`` is complete."""
-        self._of[peer] = descriptor
         self._messages[peer] = self._messages.get(peer, 0) + 1
+        if self._of.get(peer) != descriptor and descriptor in self._connections:
+            self._owners.pop(self._of.get(peer, -1), None)
+            before = self._owners.get(descriptor)
+            if before is not None:
+                self._of.pop(before, None)
+            self._of[peer], self._owners[descriptor] = descriptor, peer
+            self._hosts[peer] = self._connections[descriptor]
 
     def last(self, peer: Peer) -> float:
         """When something last came from ``peer``, on `time.monotonic`, as far as it was read before."""
@@ -51,22 +64,43 @@ class Movement:
         return seen[1]
 
     def forget(self, peer: Peer) -> None:
-        for table in (self._of, self._messages, self._seen):
+        self._owners.pop(self._of.pop(peer, -1), None)
+        for table in (self._hosts, self._messages, self._seen):
             table.pop(peer, None)
 
     def keep(self, peers: Collection[Peer]) -> None:
         """Forget all others: they have sent something, and were never introduced."""
-        for peer in [peer for peer in list(self._of) if peer not in peers]:
+        for peer in [peer for peer in list(self._messages) if peer not in peers]:
             self.forget(peer)
 
     def __len__(self) -> int:
-        return len(self._of)
+        return len(self._messages)
 
     def _count(self, peer: Peer) -> int:
         known = self._of.get(peer)
-        # It is unknown before its first message is complete which connection is a peer's: any may be.
-        descriptors = list(self._connections) if known is None else [known] if known in self._connections else []
-        return self._messages.get(peer, 0) + sum(_received(descriptor) for descriptor in descriptors)
+        if known is None:
+            # Its connection is unknown until its first message by it is complete: any from its address may be.
+            host = self._hosts.get(peer)
+            descriptors = [
+                descriptor
+                for descriptor, other_end in list(self._connections.items())
+                if descriptor not in self._owners and host in (None, other_end)
+            ]
+        else:
+            descriptors = [known]
+        return self._messages.get(peer, 0) + sum(map(_received, descriptors))
+
+
+def _other_end(descriptor: int) -> str:
+    """The address at the other end of a TCP connection; empty: of anything else, and of what was closed meanwhile."""
+    with contextlib.suppress(OSError):
+        borrowed = socket.socket(fileno=descriptor)
+        try:
+            found = borrowed.getpeername()
+            return str(found[0]) if isinstance(found, tuple) else ""
+        finally:
+            borrowed.detach()  # libzmq closes it
+    return ""
 
 
 def _received(descriptor: int) -> int:
