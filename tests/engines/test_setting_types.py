@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +69,27 @@ def test_a_setting_of_another_type_is_refused_by_its_name(settings: dict[str, An
     with pytest.raises(ConfigurationError) as raised:
         loading.as_engine(omni.Autoregressive(**{"model": "/nowhere", **settings}))
     assert str(raised.value).startswith(f"omni.Autoregressive({message}")
+
+
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        (lambda: omni.Simple(list, concurrency="4"), "Simple(concurrency='4'): expected int, got str"),  # type: ignore
+        (lambda: omni.Simple(list, concurrency=1.5), "Simple(concurrency=1.5): expected int, got float"),  # type: ignore
+        (lambda: omni.Simple(None), "Simple(fn=None): expected a function, got NoneType"),  # type: ignore
+        (lambda: omni.Batched(omni.Simple(list)), "Batched(fn=…): expected a function, got Simple"),  # type: ignore
+        (lambda: omni.Batched(list, max_batch=None), "Batched(max_batch=None): expected int, got null"),  # type: ignore
+        (lambda: omni.Batched(list, max_wait_s="1"), "Batched(max_wait_s='1'): expected float, got str"),  # type: ignore
+        (lambda: omni.Batched(list, max_wait_s=-1), "Batched(max_wait_s=-1): expected a number of seconds, 0 or more"),
+        (lambda: omni.Batched(list, max_wait_s=float("inf")), "Batched(max_wait_s=inf): expected a number of seconds"),
+        (lambda: omni.Batched(list, gauges=5), "Batched(gauges=5): it is of type int; expected a plain"),  # type: ignore
+        (lambda: omni.Streaming(later, concurrency=[2]), "Streaming(concurrency=…): expected int, got"),  # type: ignore
+    ],
+)
+def test_those_of_a_function_are_refused_alike(made: Callable[[], Any], message: str) -> None:
+    with pytest.raises(ConfigurationError) as raised:
+        loading.as_engine(made())
+    assert str(raised.value).startswith(f"omni.{message}")
 
 
 def test_processors_that_the_process_may_not_use_are_refused() -> None:

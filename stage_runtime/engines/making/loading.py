@@ -95,6 +95,8 @@ def as_engine(
     made: Any, *, sources: tuple[str, ...] = (), blame: str = "the factory", context: StageContext | None = None
 ) -> Engine:
     """Raises: ConfigurationError: ``made`` is nothing that contracts allow a factory to return."""
+    if isinstance(made, Simple | Batched | Streaming | Autoregressive | Encoder):
+        setting_types.check(made)
     match made:
         case Simple():
             return _simple(made, blame)
@@ -116,10 +118,8 @@ def as_engine(
             _refuse(is_generator(made.fn), blame, f"omni.Streaming of a sync generator: {needed}")
             return StreamingEngine(made.fn, made.concurrency, sources)
         case Autoregressive():
-            setting_types.check(made)
             return _autoregressive(made, context, sources)
         case Encoder():
-            setting_types.check(made)
             return _encoder(made, context)
     run = getattr(made, "run", None)
     if callable(run) and (not callable(made) or isinstance(made, type) or takes(run, 3) is None):

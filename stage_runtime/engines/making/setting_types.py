@@ -17,6 +17,7 @@ from typing import Any, Final
 
 import msgspec
 
+from stage_runtime.api import Batched, Simple, Streaming
 from stage_runtime.engines.making.resolving import takes
 from stage_runtime.engines.simple import is_async, is_generator
 from stage_runtime.errors import ConfigurationError
@@ -26,6 +27,7 @@ FUNCTIONS: Final = {
     "prompt": (("payload",), "omni.Prompt"),
     "deliver": (("payload", "generation"), "an iterable of omni.Chunk and omni.Result, or is a generator of them"),
     "stream": (("chunk",), "token ids, a tensor or None"),
+    "gauges": ((), "numbers by name"),
 }
 MOST_THREADS: Final = 1024  # torch ends the process where the machine cannot start so many
 _PLAIN: Final = frozenset({bool, int, float, str, type(None)})
@@ -41,8 +43,12 @@ def check(made: msgspec.Struct) -> None:
             raise _refused(made, name, value, str(error).replace("Expected", "expected").replace("`", "")) from None
         if isinstance(given, float) and math.isnan(given):
             raise _refused(made, name, value, "expected a number")
+        if name == "max_wait_s" and not 0 <= given < math.inf:
+            raise _refused(made, name, value, "expected a number of seconds, 0 or more")
         if name == "threads" and given is not None and not 1 <= given <= MOST_THREADS:
             raise _refused(made, name, value, f"None, or from 1 to {MOST_THREADS}")
+    if isinstance(made, Simple | Batched | Streaming) and not callable(made.fn):
+        raise _refused(made, "fn", made.fn, f"expected a function, got {type(made.fn).__name__}")
     for name in FUNCTIONS.keys() & set(made.__struct_fields__):
         if (value := getattr(made, name)) is not None and (problem := _misfit(name, value)):
             arguments, gives = FUNCTIONS[name]
