@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
+import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -15,13 +16,16 @@ from stage_runtime.engines.autoregressive.core.engine_requests import EngineCore
 from stage_runtime.engines.autoregressive.loading import adapting
 from stage_runtime.engines.autoregressive.lora.settings import checked
 from stage_runtime.engines.autoregressive.model.models import PagedModel
+from stage_runtime.engines.autoregressive.tensor_parallel import ranks
 from stage_runtime.engines.events import Admin
 from stage_runtime.errors import ConfigurationError, RequestError
 from tests.engines.generation_kit import GREEDY, VOCABULARY, Answers, alone, alone_with, tiny_model
 from tests.engines.kv_pair_kit import Pair
 from tests.engines.lora_kit import adapter, merged
-from tests.engines.rank_threads import ranked
+from tests.engines.rank_threads import Meeting, ThreadRanks, ranked
+from tests.patience import patience
 
+PATIENCE_S = patience(100.0)
 PROMPT = [random.Random(3).randrange(VOCABULARY) for _ in range(22)]
 
 
@@ -194,3 +198,28 @@ def test_prefill_computes_with_the_same_files_or_declines(tmp_path: Path) -> Non
         reasons = [reason for _room, reason in pair.prefill.closes if reason]
         assert ["no adapter 'one' is loaded here" in reasons[0], "has other files" in reasons[1]] == [True, True]
         assert pair.d.engine.kv.gauges()["kv_received_blocks_total"] == received  # type: ignore[union-attr]
+
+
+class _Full:
+    """The part of a rank's runner that adapters need. Its device has no memory left for one."""
+
+    def __init__(self) -> None:
+        self.dropped: list[int] = []
+
+    def keep_adapter(self, number: int) -> Any:
+        raise RuntimeError("out of memory")
+
+    def drop_adapter(self, number: int) -> None:
+        self.dropped.append(number)
+
+
+def test_a_rank_that_cannot_hold_an_adapter_refuses_it_and_computes_on() -> None:
+    runner, meeting = _Full(), Meeting(2)
+    other = threading.Thread(target=ranks.follow, args=(cast(Any, runner), ThreadRanks(1, meeting)), daemon=True)
+    other.start()
+    leading = ThreadRanks(0, meeting)
+    leading.send(ranks.KeepAdapter(3, "/adapters/three", b""))
+    assert leading.least(1) == 0
+    leading.send(ranks.End())
+    other.join(PATIENCE_S)
+    assert not other.is_alive() and runner.dropped == [3]

@@ -310,7 +310,7 @@ def _keep(runner: ModelRunner, ranks: Ranks, order: KeepAdapter) -> None:
         kept = int(runner.keep_adapter(order.number).digest == order.digest)
         if not kept:
             log.warning("tensor-parallel rank %d: %s has other files than on rank 0", ranks.rank, order.path)
-    except AdapterRefused as error:
-        log.warning("tensor-parallel rank %d: %s", ranks.rank, error)
+    except Exception as error:  # such as a device without memory for it: the others learn of it when all meet
+        log.warning("tensor-parallel rank %d: %s: %s", ranks.rank, order.path, describe(error))
     if not ranks.least(kept):
         runner.drop_adapter(order.number)
