@@ -320,6 +320,15 @@ def test_a_module_with_a_class_but_no_pipeline_says_how_to_make_one(tmp_path: Pa
         loading.load(f"{file}:Mine")
 
 
+def test_a_file_that_is_named_as_a_module_is_named_as_it_should_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written(tmp_path, FAMILY, "own_family.py")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UnreadableSpec, match=r"^own_family:pipeline: no module named .*the file is own_family.py:pipe"):
+        loading.load("own_family:pipeline")
+
+
 # ----------------------------------------------------------------------- null
 
 

@@ -49,6 +49,15 @@ def test_what_is_imported_in_place_of_nothing_is_accepted(file: str, tmp_path: P
     author_folder.check(tmp_path)
 
 
+def test_a_folder_from_which_python_cannot_import_is_refused_when_it_has_modules(tmp_path: Path) -> None:
+    folder = tmp_path / "12:30"
+    folder.mkdir()
+    author_folder.check(folder)
+    (folder / "captions.py").touch()
+    with pytest.raises(ConfigurationError, match=rf"^{folder}: Python imports nothing from a folder with ':' in its"):
+        author_folder.check(folder)
+
+
 def test_a_module_that_is_imported_from_there_anyway_is_accepted(tmp_path: Path) -> None:
     package = tmp_path / "stage_runtime"
     package.mkdir()

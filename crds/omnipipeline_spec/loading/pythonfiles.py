@@ -50,8 +50,7 @@ class PythonSource(msgspec.Struct, frozen=True, kw_only=True):
         if self.attribute is not None:
             value = getattr(module, self.attribute, None)
             if not isinstance(value, PipelineConfig):
-                cure = f"; it is a class: write pipeline = {self.attribute}(...)" if _is_pipeline_class(value) else ""
-                raise UnreadableSpec(f"{self.text}: {self.attribute} is not a PipelineConfig{cure}")
+                raise UnreadableSpec(f"{self.text}: {_misnamed(self.attribute, module)}")
             return value
         found = {name: value for name, value in vars(module).items() if isinstance(value, PipelineConfig)}
         distinct = {id(value): value for value in found.values()}
@@ -63,6 +62,18 @@ class PythonSource(msgspec.Struct, frozen=True, kw_only=True):
             raise UnreadableSpec(f"{self.text}: has no PipelineConfig(...) at module level{cure}")
         names = ", ".join(sorted(found))
         raise UnreadableSpec(f"{self.text}: has several pipelines ({names}); write {self.module}:{sorted(found)[0]}")
+
+
+def _misnamed(attribute: str, module: ModuleType) -> str:
+    """Why a name of a module is not a pipeline, with the cure."""
+    if not hasattr(module, attribute):
+        near = shapes.nearest(
+            attribute, [name for name, one in vars(module).items() if isinstance(one, PipelineConfig)]
+        )
+        return f"has no {attribute}" + (f"; did you mean {near}?" if near else "")
+    is_class = _is_pipeline_class(getattr(module, attribute))
+    cure = f"; it is a class: write pipeline = {attribute}(...)" if is_class else ""
+    return f"{attribute} is not a PipelineConfig{cure}"
 
 
 def locate(text: str) -> PythonSource | None:
@@ -181,6 +192,9 @@ def _import(module: str, text: str) -> ModuleType:
     except KeyboardInterrupt:
         raise
     except BaseException as error:
+        if isinstance(error, ModuleNotFoundError) and error.name == module and os.path.isfile(f"{module}.py"):
+            attribute = text.removeprefix(module)
+            raise UnreadableSpec(f"{text}: no module named {module!r}; the file is {module}.py{attribute}") from error
         raise _raised(text, error) from error
 
 

@@ -19,6 +19,7 @@ from typing import Final
 
 from omnipipeline_spec.validation import deployment
 from stage_runtime.errors import ConfigurationError
+from stage_runtime.processes.one_machine.preparing import imports_beside
 
 #: Modules of Python that nothing of ours, and nothing that we depend on, imports: such a name is harmless.
 UNUSED: Final = frozenset(
@@ -38,9 +39,15 @@ def of(source: str) -> Path | None:
 
 
 def check(folder: Path | None) -> None:
-    """Raises: ConfigurationError: a file in it would be imported in place of a module that processes need."""
+    """Raises: ConfigurationError: a file in it would be imported in place of a module that processes need, or none can
+    be imported from there.
+    """
     if folder is None:
         return
+    if os.pathsep in str(folder) and any(imports_beside.files(folder)):
+        raise ConfigurationError(
+            f"{folder}: Python imports nothing from a folder with {os.pathsep!r} in its path: give it another name"
+        )
     # Processes are started with -P, so without the folder that Python puts ahead of its path for this program.
     for name, file in shadowing(folder, sys.path if sys.flags.safe_path else sys.path[1:]):
         raise ConfigurationError(
