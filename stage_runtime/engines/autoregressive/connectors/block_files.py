@@ -15,9 +15,9 @@ import re
 import secrets
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -88,20 +88,26 @@ class BlockFiles:
         body = flat.numpy().data
         whole = self._header(content)
         check = zlib.crc32(body, zlib.crc32(whole)).to_bytes(4, "little")
-        path = self._path(content)
+        try:
+            self._put(self._path(content), (whole, check, body))
+        except FileNotFoundError:  # somebody has deleted the folder
+            self._make()
+            self._put(self._path(content), (whole, check, body))
+        self._used += len(whole) + 4 + len(body)
+        return self._used > self._most
+
+    def _put(self, path: Path, parts: Iterable[Any]) -> None:
+        """A file appears whole or not at all. Raises: OSError."""
         unfinished = path.with_name(f"{path.name}.{self._own}")
-        self._make()
         try:
             with open(unfinished, "wb") as file:
-                for part in (whole, check, body):
+                for part in parts:
                     file.write(part)
             os.replace(unfinished, path)
         except OSError:
             with contextlib.suppress(OSError):
                 unfinished.unlink(missing_ok=True)
             raise
-        self._used += len(whole) + 4 + len(body)
-        return self._used > self._most
 
     def _path(self, content: bytes) -> Path:
         return self._folder / f"{content.hex()}.kv"
