@@ -112,6 +112,16 @@ def test_calls_stop_strings_and_the_end_token_are_not_shown() -> None:
     assert [one["token"] for one in found.shown] == ["h", "i"]
 
 
+def test_the_end_token_of_a_completion_is_shown_because_clients_count_tokens() -> None:
+    ended = Writing("hi").completed("so", logprobs=1)
+    assert (ended["text"], ended["logprobs"]["tokens"]) == ("hi", ["h", "i", "<end>"])
+    assert ended["logprobs"]["token_logprobs"] == [-1.0] * 3
+    assert ended["logprobs"]["text_offset"] == [0, 1, 2]
+    for more in ({"max_tokens": 2}, {"stop": "!"}):
+        cut = Writing("hi!").completed("so", logprobs=1, **more)
+        assert (cut["text"], cut["logprobs"]["tokens"]) == ("hi", ["h", "i"])
+
+
 def test_a_token_that_a_stop_string_cuts_is_shown_as_far_as_it_is_content() -> None:
     tokenizer = merged()
     [found] = Writing("a hello}\n", tokenizer=tokenizer, end=tokenizer.eos_token_id)(logprobs=True, stop=["ello", "\n"])

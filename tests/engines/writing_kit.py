@@ -21,7 +21,7 @@ from stage_runtime.engines.autoregressive.text.structured_output.grammars import
 from stage_runtime.rules.autoregressive.blocks import BlockPool
 from stage_runtime.rules.autoregressive.scheduling import Scheduler
 from stage_runtime.rules.autoregressive.steps import Row, SchedulerLimits, SchedulerOutput
-from stage_runtime.web.translating.generation import chat
+from stage_runtime.web.translating.generation import chat, text_completions
 from stage_runtime.web.translating.generation.completions import Completion, CompletionChunks
 from stage_runtime.wire.values import Audio, OmniRequest
 from tests.engines.engine_kit import running
@@ -111,6 +111,30 @@ class Writing:
 
     def __call__(self, **params: Any) -> list[Answer]:
         """One for each choice; streamed and whole ones are the same."""
+        inputs = {"messages": MESSAGES}
+        found = self._events(OmniRequest(id="r", kind="chat", inputs=inputs, params={"temperature": 0, **params}))
+        if isinstance(found, str):
+            return [Answer(None, [], "", [], error=found)]
+        whole, streamed = _whole(found, params), _streamed(found, params)
+        assert streamed == whole
+        return whole
+
+    def completed(self, prompt: str, **params: Any) -> dict[str, Any]:
+        """The choice of a completion, as a client gets it."""
+        body = text_completions.decode(json.dumps({"prompt": prompt, "temperature": 0, **params}).encode())
+        accepts = frozenset({"logprobs", "echo"})
+        call = text_completions.call(body, accepts)
+        [request] = text_completions.requests(body, call, "r", accepts)
+        found = self._events(request)
+        assert not isinstance(found, str), found
+        made = text_completions.TextCompletion(call=call, request_id="r", model="m", created=0)
+        for event in found:
+            list(made.add(0, event))
+        [choice] = made.finish()["choices"]
+        return dict(choice)
+
+    def _events(self, request: OmniRequest) -> list[AnswerEvent] | str:
+        """The events of a request; a text: why it was refused."""
         limits = SchedulerLimits(
             block_size=16, max_requests=8, max_batched_tokens=512, max_chunk=512, max_model_len=4096
         )
@@ -123,8 +147,6 @@ class Writing:
             model="", params={"max_tokens": 2000}, tool_calls=self._form, reasoning=self._reasoning
         )
         engine = AutoregressiveEngine(spec, core, self._tokenizer, None)
-        inputs = {"messages": MESSAGES}
-        request = OmniRequest(id="r", kind="chat", inputs=inputs, params={"temperature": 0, **params})
         events: list[AnswerEvent] = []
         with running(engine) as rig:
             rig.ask(request)
@@ -133,7 +155,7 @@ class Writing:
                 if kind == "failed":
                     kind, _colon, message = str(data[0]).partition(": ")
                     assert kind in ("InvalidRequest", "GrammarRefused")  # 400
-                    return [Answer(None, [], "", [], error=message)]
+                    return message
                 made = (data or [None])[0]
                 events.append(
                     ResultEvent(stage="s", data=made) if kind == "done" else ChunkEvent(stage="s", index=0, data=made)
@@ -141,9 +163,7 @@ class Writing:
                 if kind == "done":
                     break
         core.shutdown()
-        whole, streamed = _whole(events, params), _streamed(events, params)
-        assert streamed == whole
-        return whole
+        return events
 
 
 def _call(params: Mapping[str, Any]) -> chat.ChatCall:

@@ -14,6 +14,7 @@ from stage_runtime.engines.autoregressive.core.output.output_processor import Re
 from stage_runtime.engines.autoregressive.sampling import parameters
 from stage_runtime.engines.autoregressive.text.detokenizer import Spelling
 from stage_runtime.engines.autoregressive.text.tool_calls.calls import Call
+from stage_runtime.rules.autoregressive.requests import FinishReason
 from stage_runtime.wire.values import Text, ToolCall
 
 PIECE: Final = 4096  # entries of tokens that are made at once: more would take several milliseconds of a step
@@ -45,8 +46,12 @@ class Choice:
         spelling: Spelling,
         echo: Echo | None = None,
         prompt: Sequence[int] = (),
+        *,
+        shows_end: bool = False,
     ) -> None:
-        """echo: the prompt that the answer begins with. prompt: its tokens, if they are asked for."""
+        """echo: the prompt that the answer begins with. prompt: its tokens, if they are asked for. shows_end: the token
+        that ends the answer has log probabilities as those of the text have.
+        """
         self.index = index
         self._prompt = tuple(prompt)
         self._echo = echo
@@ -56,6 +61,7 @@ class Choice:
         self._calls = 0
         self._spelling = spelling
         self._shows = params.logprobs is not None
+        self._shows_end = shows_end and not params.include_stop_str_in_output  # else it is text
         self._entries: list[Any] = []  #: Entries of the echo's tokens, as far as they are made.
 
     def echoes(self, output: RequestOutput) -> bool:
@@ -120,7 +126,12 @@ class Choice:
 
     def _shown(self, output: RequestOutput) -> list[Any]:
         """Entries of the tokens that the text is made of, in the form of OpenAI's ``logprobs.content``."""
-        return [self._entry(one) for one in output.shown]
+        shown = [*output.shown]
+        stopped = output.finish is FinishReason.STOP and not isinstance(output.reason, str)  # by a token, not by a text
+        if self._shows_end and stopped and output.logprobs:
+            token = output.token_ids[-1]
+            shown.append(ShownToken(token, self._spelling.bytes_of(token), output.logprobs[-1], False))
+        return [self._entry(one) for one in shown]
 
     def _entry(self, shown: ShownToken) -> dict[str, Any]:
         """The chosen token has the same text among the likeliest ones."""
