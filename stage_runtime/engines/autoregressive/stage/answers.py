@@ -282,10 +282,7 @@ class GenerationAnswers:
         echo = self._echo(pending, tokens) if pending.params.echo else None
         for index, (request, _prepared) in enumerate(entered):
             given = tokens if pending.params.return_token_ids else ()
-            counted = (
-                pending.payload.request.kind == "completion"
-            )  # its clients count tokens by their log probabilities
-            choice = Choice(index, pending.params, self._spelling, echo, given, shows_end=counted)
+            choice = Choice(index, pending.params, self._spelling, echo, given, kind=pending.payload.request.kind)
             parser = None if asked is None else self._form.parser(asked)
             answer.choices[request.request_id] = choice
             self._of[request.request_id] = answer

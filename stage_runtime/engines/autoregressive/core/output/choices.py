@@ -47,11 +47,9 @@ class Choice:
         echo: Echo | None = None,
         prompt: Sequence[int] = (),
         *,
-        shows_end: bool = False,
+        kind: str = "chat",
     ) -> None:
-        """echo: the prompt that the answer begins with. prompt: its tokens, if they are asked for. shows_end: the token
-        that ends the answer has log probabilities as those of the text have.
-        """
+        """echo: the prompt that the answer begins with. prompt: its tokens, if they are asked for. kind: of the request."""
         self.index = index
         self._prompt = tuple(prompt)
         self._echo = echo
@@ -61,7 +59,8 @@ class Choice:
         self._calls = 0
         self._spelling = spelling
         self._shows = params.logprobs is not None
-        self._shows_end = shows_end and not params.include_stop_str_in_output  # else it is text
+        #: Clients of completions count tokens by their log probabilities: the token that ends the answer has them, too.
+        self._shows_end = kind == "completion" and not params.include_stop_str_in_output  # else it is text
         self._entries: list[Any] = []  #: Entries of the echo's tokens, as far as they are made.
 
     def echoes(self, output: RequestOutput) -> bool:
