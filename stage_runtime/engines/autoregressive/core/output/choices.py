@@ -49,7 +49,7 @@ class Choice:
         *,
         kind: str = "chat",
     ) -> None:
-        """echo: the prompt that the answer begins with. prompt: its tokens, if they are asked for. kind: of the request."""
+        """echo: the prompt that the answer begins with. prompt: its tokens, if asked for. kind: of the request."""
         self.index = index
         self._prompt = tuple(prompt)
         self._echo = echo
