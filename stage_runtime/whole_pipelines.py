@@ -124,7 +124,8 @@ def run_pipeline(
             raise
         wait(pipeline.stop())
     except StartupFailed as failure:
-        failure.add_note(failure.details)
+        if failure.details:
+            failure.add_note(failure.details)
         raise
     finally:
         loop.call_soon_threadsafe(loop.stop)

@@ -14,6 +14,7 @@ from stage_runtime.engines.simple import SyncEngine
 from stage_runtime.engines.threads import stage_threads
 from stage_runtime.errors import describe
 from stage_runtime.profiler.recording.recorder import set_active_stage
+from stage_runtime.stage import forks
 from stage_runtime.stage.hooks import Hooks
 from stage_runtime.stage.inputs.stage_input import InputOutcomes, StageInput
 from stage_runtime.stage.observing import recorded
@@ -134,13 +135,18 @@ class Stage:
 
     def _run(self, load: Callable[[StagePlan], Engine], loaded: Callable[[str, BaseException | None], None]) -> None:
         set_active_stage(self.plan.name)
+        forks.watch()
         try:
             engine = load(self.plan)
             if self.plan.tp_size > 1:
                 tensor_parallel.couple(engine, self.plan.name)
         except BaseException as error:
+            if forks.in_child:
+                forks.end(self.plan.name, error)
             loaded(self.plan.name, error)
             return
+        if forks.in_child:
+            forks.end(self.plan.name, None)
         self.input.engine = engine
         self.inbox.begins_at_once = isinstance(engine, SyncEngine)
         loaded(self.plan.name, None)

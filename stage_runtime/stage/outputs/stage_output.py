@@ -20,6 +20,7 @@ from stage_runtime.profiler import events as profile
 from stage_runtime.profiler.recording.recorder import recorder
 from stage_runtime.rules.graph import routing
 from stage_runtime.rules.requests.failures import failure_of, log_failure
+from stage_runtime.stage import forks
 from stage_runtime.stage.hooks import Hooks
 from stage_runtime.stage.observing.recorded import OutputEvents
 from stage_runtime.stage.outputs.edges import Edges, Packed
@@ -75,6 +76,8 @@ class StageOutput:
             self._process.began(self._plan.name)
 
     def emit(self, work: Work, chunk: Chunk) -> Gate | None:
+        if forks.in_child:
+            forks.end(self._plan.name, None)
         ours = _ours(work)
         self.given += 1
         if ours.dead:
@@ -101,6 +104,8 @@ class StageOutput:
             return None
 
     def done(self, work: Work, data: Any, *, has_data: bool = True) -> None:
+        if forks.in_child:
+            forks.end(self._plan.name, None)
         ours = _ours(work)
         self.given += 1
         if ours.dead:
@@ -133,6 +138,8 @@ class StageOutput:
             self._end(ours)
 
     def fail(self, work: Work, error: BaseException, *, hook: str = "run") -> None:
+        if forks.in_child:
+            forks.end(self._plan.name, error)
         ours = _ours(work)
         self.given += 1
         if not ours.finish():
