@@ -12,7 +12,7 @@ from omnipipeline_operator.changes.deciding.rollout import DesiredUnit
 from omnipipeline_operator.cluster.status_client import CoordinatorStatus, GroupLoad
 from omnipipeline_operator.kinds import CONFIG_MAP, DEPLOYMENT, PIPELINE
 from omnipipeline_spec.types.pods import ON_DEMAND_FILE
-from tests.operator.test_reconcile_snapshots import Operator
+from tests.operator.test_reconcile_snapshots import KEY, Operator
 from tests.operator.test_status import PLAN, READY, all_of, conditions_of, coordinator, inputs
 
 LIMITS = {"minReplicas": 0, "maxReplicas": 4, "scaleDownDelaySeconds": 10}
@@ -66,6 +66,30 @@ async def test_a_unit_follows_its_load_from_none_and_back_and_its_status_says_wh
     assert found[0] == 4 and found[-1] == 0
     assert unit(operator)["scaling"] == "down to 0: no request for 10 s"
     assert not await operator.reconcile(), "a load that does not change writes nothing"
+
+
+async def test_a_pipeline_whose_coordinators_do_not_answer_the_operator_says_so_after_a_while() -> None:
+    def said() -> str:
+        return str(operator.live(PIPELINE, "duo")["status"]["conditions"][0]["message"])
+
+    operator = scaled(minReplicas=1)
+    await operator.reconcile()
+    deployments = [one for (kind, _, _), one in operator.server.objects.items() if kind == DEPLOYMENT.name]
+    [template] = [one["spec"]["template"] for one in deployments if "-coordinator-" in one["metadata"]["name"]]
+    metadata = {**template["metadata"], "name": "pod", "namespace": KEY[0], "uid": "pod"}
+    ready = {"type": "Ready", "status": "True"}
+    status = {"podIP": "10.0.0.1", "conditions": [ready]}
+    operator.watch({"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "status": status})
+    for _ in range(12):
+        operator.now += STEP_S
+        await operator.reconcile()
+        assert "no coordinator answers" not in said()
+    for _ in range(5):
+        operator.now += STEP_S
+        await operator.reconcile()
+    assert "no coordinator answers the operator at port 8081" in said()
+    await step(operator)
+    assert said() == "2 pod units are planned"
 
 
 async def test_an_operator_that_restarts_goes_on_with_what_was_decided_and_gives_up_nothing_at_once() -> None:

@@ -88,6 +88,7 @@ class Reconciler:
         patience_s, taking_s = settings.gpu_patience_s, settings.gpu_taking_s
         self._gpu_rivals = GpuRivals(store, patience_s=patience_s, taking_s=taking_s, clock=clock, wake=wake)
         self._contests = Contests(clock)
+        self._silence = coordinators.Silence()
         #: Replicas lately wanted of each unit, for delays, which begin anew after a restart of the operator.
         self._seen: dict[PipelineKey, Mapping[str, Seen]] = {}
         #: Pipelines that wait for missing references: the more there are, the less often each is checked.
@@ -105,6 +106,7 @@ class Reconciler:
             self._manifests.forget(key)
             self._seen.pop(key, None)
             self._contests.forget(key)
+            self._silence.forget(key)
             self._with_missing_references.discard(key)
             return None
         owner = Owner(namespace=key[0], name=key[1], uid=resource["metadata"]["uid"])
@@ -229,13 +231,14 @@ class Reconciler:
         planned, after = found.planned, self._snapshot(found.snapshot.owner)
         pipeline = (after.owner.namespace, after.owner.name)
         fetches, fetched = await model_cache.progress(self._status_client, after, planned.desired.created)
+        silent = self._silence.remark(found.snapshot, planned, found.statuses, now=found.now)
         inputs = reporting.inputs(
             found,
             after,
             refusal=_refusal(writer.refused),
             claim_refusal=writer.claim_refusal,
             kept_key=key.kept,
-            contested=self._contests.remark(pipeline),
+            remarks=(self._contests.remark(pipeline), silent),
             fetched=fetched,
         )
         reported, counts_again_s = await self._reporter.summarise(resource, inputs, applier)

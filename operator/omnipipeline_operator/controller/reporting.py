@@ -35,7 +35,7 @@ def inputs(
     claim_refusal: str | None,
     kept_key: str | None = None,
     fetched: tuple[int, int] | None = None,
-    contested: str | None = None,
+    remarks: Sequence[str | None] = (),
 ) -> StatusInputs:
     """The inputs that the status is made of.
 
@@ -43,7 +43,7 @@ def inputs(
     claim_refusal: why the model cache's claim cannot grow.
     kept_key:      why the key is not replaced though that was asked for, or though its Secret is missing.
     fetched:       (bytes of the model that the prefetch Job has fetched, all of its bytes), if known.
-    contested:     the children that another writer changes back, in words.
+    remarks:       what else the message of Accepted says.
     """
     planned, missing, gpus = found.planned, found.missing, found.gpus
     observed = [
@@ -60,7 +60,7 @@ def inputs(
         gpus.note,
         planned.note,
         kept_key,
-        contested,
+        *remarks,
     ]
     return StatusInputs(
         plan=planned.plan,

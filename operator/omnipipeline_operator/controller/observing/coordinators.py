@@ -14,14 +14,46 @@ from omnipipeline_operator.changes.deciding.rollout import UnitRevision
 from omnipipeline_operator.changes.workloads import Workload
 from omnipipeline_operator.cluster.client import Client
 from omnipipeline_operator.cluster.status_client import CoordinatorStatus, InstanceStatus, StatusClient
+from omnipipeline_operator.cluster.store import PipelineKey
 from omnipipeline_operator.controller.observing.snapshots import Snapshot
 from omnipipeline_operator.controller.revisions.planned import Planned
 from omnipipeline_operator.desired import naming
 from omnipipeline_spec import scaling
 from omnipipeline_spec.types.plan import PipelineRevision
-from omnipipeline_spec.types.pods import COORDINATOR
+from omnipipeline_spec.types.pods import COORDINATOR, PROBE_PORT
 
 MAX_ASKED: Final = 64  # addresses at each of which the API server lists pods, in one reconcile
+
+
+UNANSWERED_S: Final = 30.0  # a coordinator that starts, or a slow operator, is silent for less
+_SILENT: Final = (
+    f"no coordinator answers the operator at port {PROBE_PORT}, so what follows the load or a canary stays as it is: "
+    "does a NetworkPolicy, of the operator's namespace or of this one, stand between them?"
+)
+
+
+class Silence:
+    """Pipelines that need their coordinators' answers, and since when none has come. A restart forgets them."""
+
+    def __init__(self) -> None:
+        self._since: dict[PipelineKey, float] = {}
+
+    def remark(
+        self, snapshot: Snapshot, planned: Planned, answers: Sequence[CoordinatorStatus], *, now: float
+    ) -> str | None:
+        """A sentence for the status, once no ready coordinator has answered for long; None: not so, or not needed."""
+        pipeline = (snapshot.owner.namespace, snapshot.owner.name)
+        tried = planned.canary
+        needed = bool(planned.plan.autoscaling) or (tried is not None and tried.runs)
+        asked = any(each.ready for each in snapshot.workloads if each.unit == COORDINATOR)
+        if answers or not (needed and asked):
+            self._since.pop(pipeline, None)
+            return None
+        return _SILENT if now - self._since.setdefault(pipeline, now) >= UNANSWERED_S else None
+
+    def forget(self, pipeline: PipelineKey) -> None:
+        """The pipeline has been deleted."""
+        self._since.pop(pipeline, None)
 
 
 async def ask(status_client: StatusClient, snapshot: Snapshot) -> list[CoordinatorStatus]:
