@@ -27,6 +27,7 @@ from stage_runtime.errors import (
     safe_str,
 )
 from stage_runtime.payloads import encoding
+from stage_runtime.rules.graph import routing
 from stage_runtime.rules.requests.failures import failure_of, log_failure
 from stage_runtime.stage.ranks.tensor_parallel import LeaderInbox
 from stage_runtime.wire import codec
@@ -214,9 +215,15 @@ def test_whatever_was_raised_becomes_a_failure_that_can_be_sent_and_a_line_in_th
         assert isinstance(text.encode(), bytes)
 
 
-def test_a_refused_value_is_logged_in_one_line_and_an_authors_exception_with_its_traceback(
+def test_what_we_refuse_is_logged_in_one_line_and_an_authors_exception_with_its_traceback(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
+    try:
+        routing.route("a", ("b",), "c")
+    except HookError as refusal:
+        assert refusal.__traceback__ is not None
+        refusal.__traceback__ = refusal.__traceback__.tb_next  # called by the runtime, not by this test
+        log_failure("r", failure_of(refusal, "a", "routeFn"), refusal)
     try:
         encoding.extract({"x": {1}})
     except ValueRefused as refusal:
@@ -227,7 +234,8 @@ def test_a_refused_value_is_logged_in_one_line_and_an_authors_exception_with_its
         raise KeyError("x")
     except KeyError as error:
         log_failure("r", failure_of(error, "a", "run"), error)
-    refused, failed = caplog.messages
+    misrouted, refused, failed = caplog.messages
+    assert misrouted == "request r failed in a.routeFn: names ['c'], not in next; it declares ['b']"
     assert refused == "request r failed in a.run: payload.data['x']: set: use a list"
     assert failed.startswith("request r failed in a.run: KeyError: 'x'\nTraceback")
 

@@ -81,8 +81,8 @@ def log_failure(request_id: str, failure: Failure, error: BaseException) -> None
             log.debug("request %s: %s", request_id, failure.message)
         elif isinstance(error, RequestError):
             log.info(template, *facts)
-        elif isinstance(error, ValueRefused) and not raised_at(error):
-            log.error(template, *facts)  # a traceback would show the runtime's code, and the value is at fault
+        elif isinstance(error, ValueRefused | HookError) and error.__cause__ is None and not raised_at(error):
+            log.error(template, *facts)  # a traceback would show the runtime's code, and what it was given is at fault
         else:
             log.error(template + "\n%s", *facts, format_traceback(error).rstrip())
     except BaseException:  # a logging handler failed: the request fails all the same
