@@ -24,6 +24,7 @@ from stage_runtime.engines import events
 from stage_runtime.engines.base import Gate, Inbox, Work
 from stage_runtime.engines.making import loading
 from stage_runtime.engines.making.resolving import resolve
+from stage_runtime.engines.streaming import StreamingEngine
 from stage_runtime.engines.threads import stage_threads
 from stage_runtime.errors import RequestError
 from stage_runtime.payloads import encoding, isolating
@@ -101,6 +102,8 @@ def run_stage(
     plan = StagePlan(name=STAGE, group=STAGE, factory=name, factory_args=args, stream_from=sources)
     function = resolve(factory, field="factory") if isinstance(factory, str) else factory
     engine = loading.call(function, plan, _Context())
+    if isinstance(engine, StreamingEngine):
+        engine.knows_sources = False
     mutation_check = MutationCheck(remembered=sys.maxsize)
     for payload, some in zip(given, before, strict=True):
         mutation_check.took(name, TEST, payload.request.id, payload.data, "payload.data")

@@ -27,6 +27,7 @@ class StreamingEngine(LoopEngine):
         super().__init__(concurrency)
         self._fn = fn
         self._sources = sources
+        self.knows_sources = True  #: ``sources`` are all that can be; a test of a stage gives some of them.
         self._sessions: dict[Work, RequestSession] = {}  #: Sessions in the order of their first messages.
         self._stalled: set[turns.Source] = set()
 
@@ -105,7 +106,12 @@ class StreamingEngine(LoopEngine):
         session = self._sessions.get(event.work)
         if session is None:
             session = RequestSession(
-                event.work, self.outbox, self._sources, waits=self._let_go_on, in_order=self.lockstep
+                event.work,
+                self.outbox,
+                self._sources,
+                waits=self._let_go_on,
+                in_order=self.lockstep,
+                others=not self.knows_sources,
             )
             self._sessions[event.work] = session
             self.launch(event.work, lambda: self._one(event.work, session))
@@ -134,16 +140,19 @@ class RequestSession:
         *,
         waits: Callable[[], None] = lambda: None,
         in_order: bool = False,
+        others: bool = True,
     ) -> None:
         """waits: called when the function begins to wait for input.
 
         in_order: a failure is raised where the function has read all that came before it, and what comes after it is
             dropped, so that the function is cut short at the same place on every rank; else at once.
+        others: chunks of other sources may be asked for, and never come.
         """
         self.work = work
         self.early = 0  #: Weight of chunks that are counted as taken and not read.
         self._on_wait = waits
         self._in_order = in_order
+        self._others = others
         self._waits = False
         self._opened = asyncio.Event()  #: The request itself is known, or never will be.
         self._outbox = outbox
@@ -180,6 +189,9 @@ class RequestSession:
         return self._payload
 
     async def chunks(self, source: str | None = None) -> AsyncIterator[Chunk]:
+        if source is not None and source not in self._fresh and self._fresh and not self._others:
+            known = ", ".join(map(repr, self._fresh))
+            raise ValueError(f"session.chunks({source!r}): not a stage that streams to this one, which are {known}")
         while True:
             chunk = self._next(source)
             if chunk is not None:

@@ -69,6 +69,17 @@ async def by_source(session: omni.Session) -> AsyncIterator[Any]:
         yield omni.Chunk(f"a{chunk.data}")
 
 
+def test_a_source_that_does_not_stream_here_is_not_an_empty_one() -> None:
+    async def fn(session: omni.Session) -> AsyncIterator[Any]:
+        yield omni.Chunk([chunk.data async for chunk in session.chunks("B")])
+
+    with running(streaming(fn, sources=("a", "b"))) as rig:
+        rig.chunk("r1", 1, "a")
+        _, what, error = rig.outbox.next()
+        assert what == "failed"
+        assert str(error) == "session.chunks('B'): not a stage that streams to this one, which are 'a', 'b'"
+
+
 def test_chunks_can_be_taken_by_source_and_none_is_lost() -> None:
     with running(streaming(by_source, sources=("a", "b"))) as rig:
         rig.chunk("r1", 1, "a")
