@@ -77,7 +77,7 @@ def test_a_source_that_does_not_stream_here_is_not_an_empty_one() -> None:
         rig.chunk("r1", 1, "a")
         _, what, error = rig.outbox.next()
         assert what == "failed"
-        assert str(error) == "session.chunks('B'): not a stage that streams to this one, which are 'a', 'b'"
+        assert error == "ValueError: session.chunks('B'): not a stage that streams to this one, which are 'a', 'b'"
 
 
 def test_chunks_can_be_taken_by_source_and_none_is_lost() -> None:
