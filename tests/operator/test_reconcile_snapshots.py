@@ -202,7 +202,7 @@ async def test_a_child_that_a_webhook_or_a_removed_kind_stands_in_the_way_of_is_
 ) -> None:
     def refuse(write: Write) -> None:
         if write[1] == refused:
-            raise errors.of_status("", status, message)
+            raise errors.of_status("PATCH /routes/duo", status, message)
 
     for refused in (SERVICE.name, DEPLOYMENT.name):
         operator = Operator()
@@ -211,8 +211,9 @@ async def test_a_child_that_a_webhook_or_a_removed_kind_stands_in_the_way_of_is_
         made = {kind for kind, _, _ in operator.server.objects}
         assert {SERVICE.name, POLICY.name, DEPLOYMENT.name} - {refused} <= made
         by_type = {each["type"]: each for each in operator.live(PIPELINE, "duo")["status"]["conditions"]}
-        assert (by_type["Accepted"]["reason"], by_type["Accepted"]["message"]) == ("ChildRefused", message)
-        assert by_type["Ready"]["message"] == message
+        told = message if "webhook" in message else f"PATCH /routes/duo: {message} (404)"
+        assert (by_type["Accepted"]["reason"], by_type["Accepted"]["message"]) == ("ChildRefused", told)
+        assert by_type["Ready"]["message"] == told
 
 
 async def test_a_pipeline_whose_service_was_refused_is_not_exposed(operator: Operator) -> None:

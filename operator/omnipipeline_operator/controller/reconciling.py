@@ -332,8 +332,13 @@ def _refusal(refused: Sequence[ChildError]) -> Refusal | None:
     """The children that are not as the spec asks for: each one's error, and the reason of the first."""
     if not refused:
         return None
-    messages = dict.fromkeys(str(each) if isinstance(each, NameTaken) else each.message for each in refused)
+    messages = dict.fromkeys(_told(each) for each in refused)
     return Refusal(reason=_reason(refused[0]), message="; ".join(messages))
+
+
+def _told(error: ChildError) -> str:
+    """The message names the child; that of a kind which is gone does not."""
+    return str(error) if isinstance(error, NameTaken | errors.NotFound) else error.message
 
 
 def _reason(error: ChildError) -> str:
