@@ -397,6 +397,20 @@ async def test_what_is_waited_for_is_what_was_named_and_a_failure_goes_with_its_
         assert [one.spec.name for one in supervisor.instances()] == ["front"]
 
 
+@pytest.mark.parametrize(
+    ("line", "cause"), [("12:30:59 INFO    stage_runtime: ready: a", ""), ("no licence", ": no licence")]
+)
+async def test_a_record_of_what_went_well_is_not_the_reason_of_a_restart(tmp_path: Path, line: str, cause: str) -> None:
+    leave = tmp_path / "leave"
+    async with supervised() as supervisor:
+        supervisor.add(instance("voice", "ready", "await", str(leave), "print", line, "exit", "3"), POLICY)
+        await up(supervisor)
+        leave.touch()
+        await eventually(lambda: any(view.state == "restarting" for view in supervisor.changes))
+    reason = next(view.message for view in supervisor.changes if view.state == "restarting")
+    assert reason == f"ended before its time (exit code 3){cause}"
+
+
 def lives(flag: Path, later: Command) -> InstanceSpec:
     """One whose first life is ready for a moment, and leaves ``flag``; each later one is ``later``."""
     first = command("voice", "stamp", str(flag), "ready", "nap", "0.2", "exit", "1")

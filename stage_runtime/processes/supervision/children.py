@@ -11,6 +11,7 @@ import contextlib
 import logging
 import math
 import os
+import re
 import secrets
 import signal
 import subprocess
@@ -31,6 +32,10 @@ LINES_BEFORE = 4  # of the output, which may contain why a program aborts itself
 MAX_LINE = 1 << 18
 LAST_LOOKS_S = 0.5  # for what a dead process has left in sessions of their own; the event loop waits meanwhile
 MAX_LAST_WORDS = 16 << 20  # read from a dead child's pipes at most: another process may still write into them
+
+_WENT_WELL = re.compile(
+    r"\d\d:\d\d:\d\d (?:INFO|DEBUG) "
+)  #: The beginning of a record in the form of `processes.logs`.
 
 log = logging.getLogger(__name__)
 
@@ -112,9 +117,14 @@ class Child:
 
     @property
     def cause(self) -> str:
-        """Why it ended, by its output alone; lines from long before its end are of something else."""
+        """Why it ended, by its output alone; lines from long before its end are of something else, and so are records
+        of what went well, once it served.
+        """
         ended_at = time.monotonic() if self._ended_at is None else self._ended_at
-        return self.crash or crashes.cause("\n".join(recent(self.tail, self._printed_at, until=ended_at)))
+        lines = recent(self.tail, self._printed_at, until=ended_at)
+        if self.was_ready:
+            lines = [line for line in lines if not _WENT_WELL.match(line)]
+        return self.crash or crashes.cause("\n".join(lines))
 
     @property
     def crash(self) -> str:
