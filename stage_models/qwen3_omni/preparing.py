@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import io
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import jinja2
@@ -73,7 +73,7 @@ class Preparer:
             voice=self._voice_of(request),
         )
         seen = values.Pictures(
-            pixels=[one for one, _ in pictures], grids=grids, keys=[_key(one) for one, _ in pictures]
+            pixels=[one for one, _ in pictures], grids=grids, keys=[_key(one, grid) for one, grid in pictures]
         )
         return (
             prepared,
@@ -230,6 +230,7 @@ def _check_size(wide: int, high: int, where: str) -> None:
     raise omni.InvalidRequest(f"{where}: the picture has {wide} x {high} pixels; {problem}", param="messages")
 
 
-def _key(tensor: Any) -> str:
+def _key(tensor: Any, grid: Sequence[int] = ()) -> str:
+    """grid: of a picture. Patches alone do not say it: a wide picture of one colour has those of a high one."""
     array: npt.NDArray[np.float32] = tensor.numpy()
-    return hashlib.blake2b(array.tobytes() + repr(array.shape).encode(), digest_size=16).hexdigest()
+    return hashlib.blake2b(array.tobytes() + repr((array.shape, *grid)).encode(), digest_size=16).hexdigest()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import io
 import json
 import re
 import shutil
@@ -18,6 +19,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from PIL import Image
 
 import stage_runtime as omni
 from stage_models.qwen3_omni import checkpoint, stages, values
@@ -161,6 +163,29 @@ def test_encoders_give_the_rows_of_the_whole_model_and_keep_them(tiny_omni: str,
     assert (images.cache.misses, images.cache.hits) == (1, 1)
     images.encode([pictures])
     assert (images.cache.misses, images.cache.hits) == (1, 2)
+
+
+def test_a_picture_of_one_colour_has_rows_of_its_own_form(tiny_omni: str) -> None:
+    """Its patches are those of the same one upright."""
+    wide, high = of_one_colour(tiny_omni, 96, 64), of_one_colour(tiny_omni, 64, 96)
+    assert torch.equal(wide.pixels[0], high.pixels[0])
+    encoder = ImageEncoder(checkpoint.load(tiny_omni, "image_encoder"), cache_bytes=1 << 20)
+    (alone,) = encoder.encode([high])
+    fresh = ImageEncoder(checkpoint.load(tiny_omni, "image_encoder"), cache_bytes=1 << 20)
+    beside, after = fresh.encode([wide, high])[1], fresh.encode([high])[0]
+    assert torch.allclose(beside.rows, alone.rows, atol=1e-5)
+    assert torch.equal(after.rows, beside.rows)
+    assert (fresh.cache.misses, fresh.cache.hits) == (2, 1)
+
+
+def of_one_colour(folder: str, wide: int, high: int) -> values.Pictures:
+    out = io.BytesIO()
+    Image.new("RGB", (wide, high), "white").save(out, "PNG")
+    part = {"type": "image", "data": out.getvalue()}
+    asked = omni.OmniRequest(id="r", kind="chat", inputs={"messages": [{"role": "user", "content": [part]}]})
+    _prepared, pictures, _sounds = prepared_once(folder).prepare(asked)
+    assert pictures is not None
+    return pictures
 
 
 @given(sizes=st.lists(st.integers(0, 12), max_size=20), capacity=st.integers(0, 20))
