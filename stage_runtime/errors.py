@@ -21,10 +21,11 @@ OmniError
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import traceback as tracebacks
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Final
 
 import msgspec
@@ -200,6 +201,16 @@ class IllegalEvent(OmniError):
     def __init__(self, name: str, problem: str, history: tuple[str, ...]) -> None:
         super().__init__(f"{name}: {problem}")
         self.history = history
+
+
+@contextlib.contextmanager
+def naming(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Give an error of writing a file the file's name: that of a full disk has none."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
 
 
 def safe_str(value: object, *, limit: int = TEXT_LIMIT, how: Callable[[object], str] = str) -> str:

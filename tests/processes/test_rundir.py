@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from stage_runtime.errors import ConfigurationError
-from stage_runtime.processes.starting import rundir
+from stage_runtime.processes.starting import codefiles, rundir
 
 STRESS = Path(__file__).with_name("rundir_stress.py")
 MAKERS, RUNS = 6, 250
@@ -35,6 +36,28 @@ def age_empty_folders(base: Path) -> None:
     for folder in base.iterdir():
         if not os.listdir(folder):
             os.utime(folder, (0, 0))
+
+
+@pytest.fixture
+def full() -> Iterator[None]:
+    """Files may have ten bytes: a disk that is full refuses more in the same way, without the file's name."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_disk_that_is_full_is_named_with_the_file(base: Path, full: None) -> None:
+    run = rundir.RunDir(str(base))
+    try:
+        with pytest.raises(OSError) as refused:
+            run.write("plan.json", b"x" * 100)
+        assert refused.value.filename == str(run.path / "plan.json.new")
+    finally:
+        run.remove()
+    with pytest.raises(OSError) as refused:
+        codefiles.write({"stages.py": "x" * 100}, base / "code")
+    assert refused.value.filename == str(base / "code/stages.py")
 
 
 @pytest.mark.proves("concurrent-runs")

@@ -13,7 +13,7 @@ import click
 from omnipipeline_spec import terminal
 from stage_runtime.cli import options
 from stage_runtime.cli.running.server import CoordinatorClient, server, server_options
-from stage_runtime.errors import ConfigurationError
+from stage_runtime.errors import ConfigurationError, naming
 
 FORMATS: Final = ("table", "json", "html", "perfetto", "tar")
 
@@ -117,5 +117,6 @@ def _report(client: CoordinatorClient, run_id: str | None, form: str, out: Path 
         sys.stdout.buffer.write(content)
         sys.stdout.buffer.flush()
         return
-    out.write_bytes(content)
+    with naming(out):
+        out.write_bytes(content)
     terminal.echo(f"{out}: {len(content)} bytes")

@@ -14,6 +14,8 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
+from stage_runtime.errors import naming
+
 
 def write(code: Mapping[str, str], folder: Path) -> None:
     """Write the files into ``folder``, which is made, 0700, when it is not there."""
@@ -21,7 +23,8 @@ def write(code: Mapping[str, str], folder: Path) -> None:
     for name, text in code.items():
         target = folder / name
         target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        target.write_text(text, encoding="utf-8")
+        with naming(target):
+            target.write_text(text, encoding="utf-8")
 
 
 def put_on_path(code: Mapping[str, str], written: Path | None) -> None:

@@ -26,7 +26,7 @@ from typing import Any
 
 import msgspec
 
-from stage_runtime.errors import ConfigurationError
+from stage_runtime.errors import ConfigurationError, naming
 from stage_runtime.processes.supervision import reaper
 
 PREFIX = "omni-"
@@ -58,7 +58,8 @@ class RunDir:
         """Write a file in one step, for readers that look at it any time."""
         target = self.path / name
         partial = target.with_name(f"{target.name}.new")
-        partial.write_bytes(content)
+        with naming(partial):
+            partial.write_bytes(content)
         partial.replace(target)
         return target
 
