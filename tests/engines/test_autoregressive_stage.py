@@ -9,6 +9,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
+import numpy as np
 import pytest
 
 import stage_runtime as omni
@@ -82,6 +83,7 @@ def test_a_prompt_or_parts_of_another_type_fail_their_request_with_what_was_expe
         "text": omni.Prompt(text=5),  # type: ignore[arg-type]
         "params": omni.Prompt(text="x", params=[1]),  # type: ignore[arg-type]
         "message": omni.Prompt(messages="hello"),  # type: ignore[arg-type]
+        "array": omni.Prompt(tokens=np.array([1, 2])),  # type: ignore[arg-type]
         "deliver": omni.Prompt(text="x"),
         "sound": omni.Prompt(text="x"),
     }
@@ -93,6 +95,7 @@ def test_a_prompt_or_parts_of_another_type_fail_their_request_with_what_was_expe
         "prompt returned omni.Prompt(text=…): expected a str, got int",
         "prompt returned omni.Prompt(params=…): expected a dict, got list",
         "prompt returned omni.Prompt(messages=…): expected a list of dicts",
+        "tokens must be whole numbers, and one is of type int64: use .tolist() of the ndarray",
         "deliver returned NoneType; expected an iterable of omni.Chunk and omni.Result, [] for none",
     ]
     assert sound.error is None

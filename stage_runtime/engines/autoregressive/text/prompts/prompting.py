@@ -218,8 +218,11 @@ def encode(
 
 
 def _whole(tokens: Sequence[Any]) -> list[int]:
-    if not all(isinstance(token, int) and not isinstance(token, bool) for token in tokens):
-        raise InvalidRequest("tokens must be whole numbers", param="inputs")
+    for token in tokens:
+        if not isinstance(token, int) or isinstance(token, bool):
+            cure = "" if isinstance(tokens, list | tuple) else f": use .tolist() of the {type(tokens).__name__}"
+            problem = f"tokens must be whole numbers, and one is of type {type(token).__name__}{cure}"
+            raise InvalidRequest(problem, param="inputs")
     return list(tokens)
 
 
