@@ -15,6 +15,10 @@ from stage_models.causal import CausalModel
 from stage_models.qwen3_omni import checkpoint
 
 CONTROL: Final = 1024  #: The talker's last ids are control tokens; of these only the end may be chosen.
+#: How the codes of a frame after its first one are drawn, at temperature 1, whatever the talker's own parameters are.
+#: Source: ``prepare_inputs_for_generation`` of the talker, transformers 5.23.
+TOP_K: Final = 50
+TOP_P: Final = 0.8
 
 
 class Thinker:
@@ -85,21 +89,16 @@ class CodePredictor:
 
 
 def _drawn(logits: Tensor, best: Tensor, numbers: Tensor, step: omni.Step) -> Tensor:
-    """A code of each request by its temperature, ``top_k`` and ``top_p``; the best one where it is greedy."""
-    chosen = best.clone()
-    for at, sampling in enumerate(step.sampling):
-        if sampling.greedy:
-            continue
-        values, order = (logits[at] / sampling.temperature).sort(descending=True)
-        if sampling.top_k:
-            values, order = values[: sampling.top_k], order[: sampling.top_k]
-        weights = values.softmax(-1).double()
-        before = weights.cumsum(-1) - weights
-        weights = torch.where(before < sampling.top_p, weights, 0.0)
-        sums = weights.cumsum(-1)
-        place = int(torch.searchsorted(sums, sums[-1:] * float(numbers[at]), right=True))
-        chosen[at] = order[min(place, len(order) - 1)]
-    return chosen
+    """A code of each request by `TOP_K` and `TOP_P`; the best one where it is greedy."""
+    values, order = (one[:, :TOP_K] for one in logits.sort(descending=True))
+    weights = values.softmax(-1).double()
+    weights = torch.where(weights.cumsum(-1) - weights < TOP_P, weights, 0.0)
+    sums = weights.cumsum(-1)
+    places = torch.searchsorted(sums, sums[:, -1:] * numbers[:, None].to(sums), right=True)
+    last = (weights > 0).sum(-1, keepdim=True) - 1
+    drawn = order.gather(1, places.minimum(last))[:, 0]
+    greedy = torch.tensor([one.greedy for one in step.sampling], device=best.device)
+    return torch.where(greedy, best, drawn)
 
 
 def _linear(weight: Tensor) -> nn.Linear:

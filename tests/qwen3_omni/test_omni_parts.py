@@ -22,11 +22,12 @@ from hypothesis import strategies as st
 from PIL import Image
 
 import stage_runtime as omni
-from stage_models.qwen3_omni import checkpoint, stages, values
+from stage_models.qwen3_omni import checkpoint, decoders, stages, values
 from stage_models.qwen3_omni.encoding import AudioEncoder, ContentCache, ImageEncoder
 from stage_models.qwen3_omni.positions import positions
 from stage_models.qwen3_omni.preparing import Preparer
 from stage_models.qwen3_omni.vocoder import Vocoder
+from stage_runtime.engines.autoregressive.sampling.parameters import SamplingParams
 from stage_runtime.errors import ConfigurationError
 from tests.qwen3_omni.omni_cases import CASES, picture, request, sound
 from tests.thoroughness import examples
@@ -280,6 +281,38 @@ def test_defaults_of_sampling_are_those_of_the_checkpoint_s_generation_config(ti
     talker = stages.talker(context, model=str(folder), params={"top_k": 3})
     assert thinker.params == {"max_tokens": 1024, "temperature": 0}
     assert talker.params == {"max_tokens": 77, "temperature": 0.4, "repetition_penalty": 1.2, "top_k": 3}
+
+
+@pytest.mark.parametrize("number", [0.0, 0.3, 0.6, 0.9, 0.999999])
+def test_the_codes_after_the_first_are_drawn_as_transformers_draws_them(tiny_omni: str, number: float) -> None:
+    """Each is one of 50 codes, within four fifths of their weight, whatever the talker's own sampling is."""
+    from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+    talker = decoders.Talker()
+    causal = talker.load(tiny_omni, revision=None, dtype=torch.float32, device="cpu")
+    talker._codes._heads[0].weight.data *= 0.2  # flat, so that much lies beyond four fifths
+    hidden = torch.randn(4, 64, generator=torch.Generator().manual_seed(1))
+    tokens = torch.arange(4)
+    own = SamplingParams(temperature=0.3, top_k=3, top_p=0.1)
+    step = omni.Step(
+        tokens=tokens,
+        hidden=hidden,
+        places=[0] * 4,
+        states=[{} for _ in range(4)],
+        sampling=[own] * 4,
+        uniform=lambda count: torch.full((4, count), number, dtype=torch.float64),
+    )
+    with torch.no_grad():
+        frames = talker.after_step(step).emitted
+        first = torch.stack([hidden, causal.get_input_embeddings()(tokens)], dim=1)
+        model = talker._codes._model
+        logits = model.lm_head[0](model.model(inputs_embeds=first, use_cache=False).last_hidden_state[:, -1])
+    kept = logits
+    for warper in (TemperatureLogitsWarper(1.0), TopKLogitsWarper(50), TopPLogitsWarper(0.8)):
+        kept = warper(tokens[:, None], kept)
+    weights, order = kept.double().softmax(-1).sort(descending=True)
+    places = (weights.cumsum(-1) <= number).sum(-1)
+    assert frames[:, 1].tolist() == order.gather(1, places[:, None])[:, 0].tolist()
 
 
 def test_rows_of_a_grid_are_counted_in_merged_patches() -> None:
