@@ -20,7 +20,7 @@ import stage_runtime as omni
 from stage_models.qwen3_omni import values
 from stage_models.voice import audio, requests
 from stage_runtime.engines.autoregressive.text.prompts.controls import TextEncoder
-from stage_runtime.errors import ConfigurationError
+from stage_runtime.errors import ConfigurationError, ContextLengthExceeded
 
 SAMPLE_RATE: Final = 16_000
 MAX_SECONDS: Final = 300.0  # of one sound
@@ -53,33 +53,24 @@ class Preparer:
         self._window = int(config.thinker_config.audio_config.n_window)
         self._image = int(config.thinker_config.image_token_id)
         self._audio = int(config.thinker_config.audio_token_id)
+        self._longest = int(config.thinker_config.text_config.max_position_embeddings)
 
     def prepare(
         self, request: omni.OmniRequest
     ) -> tuple[values.Prepared, values.Pictures | None, values.Sounds | None]:
         """Raises: InvalidRequest: a part cannot be read, or is of a kind that this model does not take."""
-        pictures: list[tuple[Any, list[int]]] = []
-        sounds: list[Any] = []
+        media = _Media(self._longest)
         messages = [
-            {**item, "content": [self._part(part, where, pictures, sounds) for where, part in _parts(item, index)]}
+            {**item, "content": [self._part(part, where, media) for where, part in _parts(item, index)]}
             for index, item in enumerate(_messages(request))
         ]
-        grids = [grid for _pixels, grid in pictures]
-        heard = [self._audio_rows(one.shape[1]) for one in sounds]
         prepared = values.Prepared(
-            tokens=self._expanded(self._tokens(messages), grids, heard),
-            grids=grids,
-            audio=heard,
+            tokens=self._expanded(self._tokens(messages), media.grids, media.heard),
+            grids=media.grids,
+            audio=media.heard,
             voice=self._voice_of(request),
         )
-        seen = values.Pictures(
-            pixels=[one for one, _ in pictures], grids=grids, keys=[_key(one, grid) for one, grid in pictures]
-        )
-        return (
-            prepared,
-            seen if pictures else None,
-            values.Sounds(features=sounds, keys=[_key(one) for one in sounds]) if sounds else None,
-        )
+        return prepared, media.pictures(), media.sounds()
 
     def _tokens(self, messages: list[dict[str, Any]]) -> list[int]:
         try:
@@ -114,17 +105,16 @@ class Preparer:
 
     # --- parts of messages ----------------------------------------------------------------------------------------
 
-    def _part(
-        self, part: Mapping[str, Any], where: str, pictures: list[tuple[Any, list[int]]], sounds: list[Any]
-    ) -> dict[str, Any]:
+    def _part(self, part: Mapping[str, Any], where: str, media: _Media) -> dict[str, Any]:
         match part.get("type"):
             case "text":
                 return {"type": "text", "text": str(part.get("text", ""))}
             case "image":
-                pictures.append(self._picture(part.get("data"), where))
+                media.add_picture(*self._picture(part.get("data"), where))
                 return {"type": "image"}
             case "audio":
-                sounds.append(self._sound(part.get("data"), where))
+                mel = self._sound(part.get("data"), where)
+                media.add_sound(mel, self._audio_rows(mel.shape[1]))
                 return {"type": "audio"}
             case "video":
                 raise omni.InvalidRequest(f"{where}: video is not supported; send frames as images", param="messages")
@@ -166,6 +156,47 @@ class Preparer:
         from transformers.models.qwen3_omni_moe.processing_qwen3_omni_moe import _get_feat_extract_output_lengths
 
         return int(_get_feat_extract_output_lengths(frames, self._window))
+
+
+class _Media:
+    """The pictures and sounds of one request, as they are read. They never take more rows than the thinker does, so a
+    request of many small files, each of which is large when it is read, is not read to its end.
+    """
+
+    def __init__(self, longest: int) -> None:
+        """longest: tokens of the thinker's prompt and answer."""
+        self.grids: list[list[int]] = []
+        self.heard: list[int] = []  #: Rows of each sound.
+        self._patches: list[Any] = []
+        self._mels: list[Any] = []
+        self._longest = longest
+        self._rows = 0  #: Rows of all pictures and sounds.
+
+    def add_picture(self, patches: Any, grid: list[int]) -> None:
+        """Raises: ContextLengthExceeded."""
+        self._count(values.rows_of(grid))
+        self.grids.append(grid)
+        self._patches.append(patches)
+
+    def add_sound(self, mel: Any, rows: int) -> None:
+        """Raises: ContextLengthExceeded."""
+        self._count(rows)
+        self.heard.append(rows)
+        self._mels.append(mel)
+
+    def pictures(self) -> values.Pictures | None:
+        if not self.grids:
+            return None
+        keys = [_key(one, grid) for one, grid in zip(self._patches, self.grids, strict=True)]
+        return values.Pictures(pixels=self._patches, grids=self.grids, keys=keys)
+
+    def sounds(self) -> values.Sounds | None:
+        return values.Sounds(features=self._mels, keys=[_key(one) for one in self._mels]) if self._mels else None
+
+    def _count(self, rows: int) -> None:
+        self._rows += rows
+        if self._rows >= self._longest:
+            raise ContextLengthExceeded(self._rows, self._longest)
 
 
 def _messages(request: omni.OmniRequest) -> list[dict[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import io
 import json
@@ -228,6 +229,21 @@ def test_a_part_that_cannot_be_read_is_refused_with_its_place(
     asked = omni.OmniRequest(id="r", kind="chat", inputs={"messages": [{"role": "user", "content": [part]}]})
     with pytest.raises(omni.InvalidRequest, match=message):
         preparer.prepare(asked)
+
+
+@pytest.mark.parametrize("kind", ["image", "audio"])
+def test_media_beyond_the_context_are_refused_before_all_of_them_are_read(tiny_omni: str, kind: str) -> None:
+    """A small file may be large when it is read: a request of many would take all of the memory."""
+    config = copy.deepcopy(checkpoint.config_of(tiny_omni))
+    config.thinker_config.text_config.max_position_embeddings = 30
+    data = {"image": picture(96, 64, 0), "audio": sound(0.5, 0)}[kind]  # 6 rows, 7 rows
+    parts = [{"type": kind, "data": data}] * 5
+    never_read = {"type": kind, "data": b"damaged"}
+    content = [*parts, never_read]
+    asked = omni.OmniRequest(id="r", kind="chat", inputs={"messages": [{"role": "user", "content": content}]})
+    with pytest.raises(omni.InvalidRequest, match="maximum context length is 30 tokens") as refused:
+        Preparer(tiny_omni, config).prepare(asked)
+    assert refused.value.code == "context_length_exceeded"
 
 
 @given(at=st.integers(0, 400), value=st.integers(0, 255), cut=st.integers(0, 300))
