@@ -358,7 +358,7 @@ class Encoder(msgspec.Struct, frozen=True, kw_only=True):
     It takes the inputs of requests of these kinds, and gives `Vectors` or `Scores` and the `Usage`.
     model: a folder in transformers' form, or a name at the model hub.
     pooling: a text's vector is the ``mean`` of its tokens' rows, the first (``cls``) or the ``last`` one; ``auto``
-    takes what the folder says in sentence-transformers' form, else the mean.
+    takes what the model says in sentence-transformers' form, else the mean; it is refused when it says another one.
     normalize: vectors have length 1.
     scores: the model is a cross-encoder, for sequence classification: a pair's score is the probability of its one
     class, or of the last one.

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from msgspec import structs
+
 from stage_runtime import imports
 from stage_runtime.api import Encoder
 from stage_runtime.engines.autoregressive.text.prompts.controls import TextEncoder
@@ -18,6 +20,8 @@ from stage_runtime.errors import ConfigurationError, ContextLengthExceeded, Inva
 from stage_runtime.wire.values import Scores, StagePayload, Usage, Vectors
 
 POOLINGS: Final = ("auto", "mean", "cls", "last")
+#: Poolings as sentence-transformers names them.
+SAID: Final = {"mean_tokens": "mean", "cls_token": "cls", "lasttoken": "last", "mean": "mean", "cls": "cls"}
 FORMS: Final = {"texts": "a text", "tokens": "a list of token ids", "pairs": "two texts"}
 UNBOUNDED: Final = 1 << 20  # tokenizers without a bound of their own have one far above
 
@@ -41,19 +45,19 @@ def load(spec: Encoder, *, device: str = "cpu", progress: Callable[[str], None] 
     kind = transformers.AutoModelForSequenceClassification if spec.scores else transformers.AutoModel
     model = kind.from_pretrained(spec.model, revision=spec.revision, dtype=getattr(torch, spec.dtype))
     tokenizer = transformers.AutoTokenizer.from_pretrained(spec.model, revision=spec.revision, padding_side="right")
-    return EncoderModel(spec, model.eval().to(device), tokenizer)
+    made = structs.replace(spec, pooling=_pooling(spec))
+    return EncoderModel(made, model.eval().to(device), tokenizer)
 
 
 class EncoderModel:
     """A model at hand."""
 
     def __init__(self, spec: Encoder, model: Any, tokenizer: Any) -> None:
-        """tokenizer: pads on the right."""
+        """spec: its ``pooling`` is chosen; ``auto`` is the mean. tokenizer: pads on the right."""
         self._spec = spec
         self._model = model
         self._tokenizer = tokenizer
         self._texts = TextEncoder(tokenizer, control_strings=spec.control_strings)
-        self._pooling = _pooling(spec)
         if tokenizer.pad_token is None:
             tokenizer.pad_token = tokenizer.eos_token
         self.longest = min(_positions(model), tokenizer.model_max_length, spec.max_model_len or UNBOUNDED)
@@ -133,7 +137,7 @@ class EncoderModel:
         made = self._model(**padded)
         if self._spec.scores:
             return _as_scores(made.logits.float())
-        return self._normalized(_pooled(self._pooling, made.last_hidden_state.float(), padded["attention_mask"]))
+        return self._normalized(_pooled(self._spec.pooling, made.last_hidden_state.float(), padded["attention_mask"]))
 
     def _normalized(self, rows: Any) -> Any:
         import torch
@@ -177,11 +181,27 @@ def _pooled(pooling: str, hidden: Any, mask: Any) -> Any:
 
 
 def _pooling(spec: Encoder) -> str:
-    """``auto``: what the checkpoint's folder says in sentence-transformers' form, else the mean."""
-    if spec.pooling != "auto":
+    """``auto``: what the checkpoint says in sentence-transformers' form, else the mean.
+
+    Raises: ConfigurationError: it says something else than these.
+    """
+    if spec.pooling != "auto" or spec.scores:
         return spec.pooling
-    file = Path(spec.model) / "1_Pooling" / "config.json"
-    known = json.loads(file.read_text()) if file.is_file() else {}
-    if known.get("pooling_mode_cls_token"):
-        return "cls"
-    return "last" if known.get("pooling_mode_lasttoken") else "mean"
+    from transformers.utils import cached_file
+
+    file = cached_file(
+        spec.model, "1_Pooling/config.json", revision=spec.revision, _raise_exceptions_for_missing_entries=False
+    )
+    known = {} if file is None else json.loads(Path(file).read_text())
+    said = [
+        key.removeprefix("pooling_mode_")
+        for key, value in known.items()
+        if value is True and key.startswith("pooling_mode_")
+    ]
+    said = said or [str(known.get("pooling_mode", "mean"))]
+    if len(said) > 1 or said[0] not in SAID:
+        raise ConfigurationError(
+            f"{spec.model}: its vectors are made by pooling {' and '.join(said)}; omni.Encoder has mean, cls and last: "
+            "name one as pooling"
+        )
+    return SAID[said[0]]

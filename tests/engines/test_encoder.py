@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -134,11 +136,48 @@ def test_an_unknown_pooling_is_refused_when_the_stage_is_loaded() -> None:
         encoding.load(omni.Encoder(model="m", pooling="max"))
 
 
-def test_a_folder_of_sentence_transformers_says_its_pooling(tmp_path: Any) -> None:
-    (tmp_path / "1_Pooling").mkdir()
-    (tmp_path / "1_Pooling/config.json").write_text('{"pooling_mode_cls_token": true}')
-    model("AutoModel").save_pretrained(tmp_path)
-    tiny_tokenizer().save_pretrained(tmp_path)
-    made = encoding.load(omni.Encoder(model=str(tmp_path)))
+@pytest.mark.parametrize(
+    ("said", "pooling"),
+    [
+        ({"pooling_mode_cls_token": True}, "cls"),
+        ({"pooling_mode_cls_token": False, "pooling_mode_mean_tokens": True}, "mean"),
+        ({"pooling_mode_mean_tokens": False, "pooling_mode_lasttoken": True}, "last"),
+        ({"pooling_mode": "cls"}, "cls"),
+    ],
+)
+@pytest.mark.parametrize("of_hub", [False, True])
+def test_a_checkpoint_of_sentence_transformers_says_its_pooling(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: dict[str, Any], pooling: str, of_hub: bool
+) -> None:
+    folder = tmp_path / "models--omni--tiny/snapshots/1234"
+    saved(folder, said)
+    (tmp_path / "models--omni--tiny/refs").mkdir()
+    (tmp_path / "models--omni--tiny/refs/main").write_text("1234")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    made = encoding.load(omni.Encoder(model="omni/tiny" if of_hub else str(folder)))
     [[found, _]] = made.run([payload({"texts": TEXTS[:1]})])
-    torch.testing.assert_close(found.values[0], alone(TEXTS[0], "cls"), atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(found.values[0], alone(TEXTS[0], pooling), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("said", "named"),
+    [
+        ({"pooling_mode_max_tokens": True}, "max_tokens;"),
+        ({"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": True}, "cls_token and mean_tokens;"),
+    ],
+)
+def test_a_checkpoint_with_a_pooling_of_another_kind_is_refused(
+    tmp_path: Path, said: dict[str, Any], named: str
+) -> None:
+    saved(tmp_path, said)
+    with pytest.raises(ConfigurationError, match=named):
+        encoding.load(omni.Encoder(model=str(tmp_path)))
+    encoding.load(omni.Encoder(model=str(tmp_path), pooling="mean"))
+
+
+def saved(folder: Path, said: dict[str, Any]) -> None:
+    (folder / "1_Pooling").mkdir(parents=True)
+    (folder / "1_Pooling/config.json").write_text(json.dumps(said))
+    model("AutoModel").save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
