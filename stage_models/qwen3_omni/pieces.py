@@ -15,6 +15,9 @@ INITIAL: Final = 4
 #: not run dry while the others are served.
 OPENINGS: Final = ((4, 1), (12, 2))
 LAST_OPENING: Final = 3
+#: Frames of one call of the vocoder, as of transformers' ``chunked_decode``: a piece of more is made by several, for
+#: memory grows with a call's frames, and other requests wait for its end.
+MOST_AT_ONCE: Final = 300
 
 
 def opening(speaking: int) -> int:
@@ -35,7 +38,7 @@ class Pieces:
         if waiting < sum(self._next):
             return None
         taken, self._next = self._next, [next(self._sizes)]
-        return taken
+        return _calls(taken)
 
     def rest(self, waiting: int) -> list[int]:
         """Sizes for all that waits: the stream has ended."""
@@ -45,7 +48,12 @@ class Pieces:
                 break
             taken.append(min(size, waiting))
             waiting -= size
-        return taken
+        return _calls(taken)
+
+
+def _calls(pieces: list[int]) -> list[int]:
+    """The same frames, in sizes of calls of the vocoder."""
+    return [min(MOST_AT_ONCE, size - at) for size in pieces for at in range(0, size, MOST_AT_ONCE)]
 
 
 def _sizes(initial: int, steady: int) -> Iterator[int]:

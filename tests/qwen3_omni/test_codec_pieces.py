@@ -36,6 +36,12 @@ def test_the_first_piece_grows_with_the_requests_that_are_spoken_at_once(speakin
     assert sum(given_out(200, 1, pieces.opening(speaking))[0]) == first
 
 
+def test_a_long_piece_is_sent_as_one_and_made_by_several_calls() -> None:
+    """One call of 4096 frames would take many GB of memory, and all other requests would wait for it."""
+    assert given_out(4000, 1, 1, initial=700) == [[300, 300, 100]] * 5 + [[300, 200]]
+    assert given_out(4000, 500, 1, initial=4096, steady=4096) == [[300] * 13 + [100]]
+
+
 @given(frames=st.integers(1, 300), arrivals=st.integers(1, 40), merged=st.integers(1, 3))
 def test_the_vocoder_is_called_with_the_same_sizes_whatever_the_load(frames: int, arrivals: int, merged: int) -> None:
     """So the bytes of the sound do not depend on it."""
