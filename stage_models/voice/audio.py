@@ -7,6 +7,7 @@ the container named by us: left to guess, ffmpeg also takes playlists, which mak
 from __future__ import annotations
 
 import io
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ Samples = npt.NDArray[np.float32]
 
 SAMPLE_RATE = 16_000  # what Silero and Whisper were trained on
 MAX_CHANNELS = 8
+_BLOCK = 1 << 16  # frames that are read at once
 _HEADERS = 4096  # bytes in which a wav's samples begin
 
 
@@ -29,20 +31,7 @@ def decode(data: bytes, *, max_seconds: float) -> Samples:
     if not data:
         raise omni.InvalidRequest("the audio is empty: 0 bytes")
     container = _ffmpeg_container(data)
-    samples, rate = _by_ffmpeg(data, container, max_seconds) if container else _by_sndfile(data, max_seconds)
-    if samples.size == 0:
-        raise omni.InvalidRequest("the audio is empty: the file holds no samples")
-    return resample(np.nan_to_num(_mono(samples)), rate, SAMPLE_RATE)
-
-
-def resample(samples: Samples, rate: int, wanted: int) -> Samples:
-    """``samples`` (f32 ``[n]``) at another rate; the same array when the rates agree."""
-    if rate == wanted:
-        return samples
-    import soxr
-
-    resampled: Samples = np.ascontiguousarray(soxr.resample(samples, rate, wanted), dtype=np.float32)
-    return resampled
+    return _by_ffmpeg(data, container, max_seconds) if container else _by_sndfile(data, max_seconds)
 
 
 def wav(samples: Samples, rate: int) -> bytes:
@@ -54,27 +43,43 @@ def wav(samples: Samples, rate: int) -> bytes:
     return out.getvalue()
 
 
-def _mono(samples: Samples) -> Samples:
-    """``[n, channels]`` or ``[n]`` to ``[n]``."""
-    mono: Samples = samples if samples.ndim == 1 else samples.mean(axis=1, dtype=np.float32)
-    return mono
-
-
-def _by_sndfile(data: bytes, max_seconds: float) -> tuple[Samples, int]:
+def _by_sndfile(data: bytes, max_seconds: float) -> Samples:
+    """Read block by block: the samples of a file of 500 KB may take 2 GB at their own rate, in all channels."""
     import soundfile
 
     try:
         with soundfile.SoundFile(io.BytesIO(data)) as sound:
             _check_format(sound.samplerate, sound.channels)
-            limit = int(max_seconds * sound.samplerate)
+            resampled = _resampler(sound.samplerate)
             # A header may promise any number of frames: read what is allowed and one more, never what it says.
-            samples: Samples = sound.read(limit + 1, dtype="float32", always_2d=True)
-            if len(samples) > limit:
-                raise _too_long(max_seconds)
-            return samples, int(sound.samplerate)
+            left = int(max_seconds * sound.samplerate)
+            pieces: list[Samples] = []
+            while True:
+                block: Samples = sound.read(_BLOCK, dtype="float32", always_2d=True)
+                left -= len(block)
+                if left < 0:
+                    raise _too_long(max_seconds)
+                if not pieces and not len(block):
+                    raise _empty()
+                last = len(block) < _BLOCK
+                pieces.append(resampled(np.nan_to_num(block.mean(axis=1, dtype=np.float32)), last))
+                if last:
+                    return np.concatenate(pieces)
     except soundfile.LibsndfileError as error:
         problem = error.error_string.strip(". ")  # the error's own text names the Python object that was read
         raise omni.InvalidRequest(f"not audio that can be read (wav, flac, ogg, mp3, m4a, webm): {problem}") from error
+
+
+def _resampler(rate: int) -> Callable[[Samples, bool], Samples]:
+    """The next samples at `SAMPLE_RATE`, of the next ones at ``rate``, and whether these are the last: the same as of
+    all samples at once.
+    """
+    if rate == SAMPLE_RATE:
+        return lambda samples, last: samples
+    import soxr
+
+    stream = soxr.ResampleStream(rate, SAMPLE_RATE, 1, dtype="float32")
+    return lambda samples, last: stream.resample_chunk(samples, last=last)
 
 
 def _ffmpeg_container(data: bytes) -> str | None:
@@ -88,7 +93,7 @@ def _ffmpeg_container(data: bytes) -> str | None:
     return "matroska" if data[:4] == b"\x1a\x45\xdf\xa3" else None
 
 
-def _by_ffmpeg(data: bytes, container: str, max_seconds: float) -> tuple[Samples, int]:
+def _by_ffmpeg(data: bytes, container: str, max_seconds: float) -> Samples:
     import av
 
     limit = int(max_seconds * SAMPLE_RATE)
@@ -104,7 +109,9 @@ def _by_ffmpeg(data: bytes, container: str, max_seconds: float) -> tuple[Samples
                     raise _too_long(max_seconds)
     except (av.error.FFmpegError, IndexError) as error:  # IndexError: a file without a sound track
         raise omni.InvalidRequest(f"not audio that can be read ({container}): {error}") from error
-    return (np.concatenate(pieces) if pieces else np.zeros(0, np.float32)), SAMPLE_RATE
+    if not seen:
+        raise _empty()
+    return np.nan_to_num(np.concatenate(pieces))
 
 
 def _frames(sound: Any, resampler: Any) -> Any:
@@ -118,6 +125,10 @@ def _check_format(rate: int, channels: int) -> None:
         raise omni.InvalidRequest(f"the audio's sample rate is {rate} Hz; 4,000 to 192,000 can be read")
     if channels > MAX_CHANNELS:
         raise omni.InvalidRequest(f"the audio has {channels} channels; up to {MAX_CHANNELS} can be read")
+
+
+def _empty() -> omni.InvalidRequest:
+    return omni.InvalidRequest("the audio is empty: the file holds no samples")
 
 
 def _too_long(max_seconds: float) -> omni.InvalidRequest:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -37,6 +38,34 @@ def test_a_file_of_any_kind_becomes_mono_16_khz(format: str, subtype: str | None
     assert samples.ndim == 1
     assert abs(len(samples) - 16_000) < 1_600  # mp3 and ogg pad
     assert abs(loudest_hz(samples) - 440) < 5
+
+
+@pytest.mark.parametrize("rate", [8_000, 16_000, 44_100, 192_000])
+def test_samples_are_those_of_the_whole_file_resampled_at_once(rate: int) -> None:
+    import soxr
+
+    for count in (1, 65_536, 65_537, 150_000):
+        noise = np.random.default_rng(count).uniform(-0.5, 0.5, (count, 2)).astype(np.float32)
+        expected = soxr.resample(noise.mean(axis=1, dtype=np.float32), rate, 16_000)
+        assert np.array_equal(audio.decode(encoded(noise, rate, "WAV", "FLOAT"), max_seconds=30), expected)
+
+
+def test_a_small_file_of_many_channels_and_a_high_rate_takes_little_memory_when_it_is_read() -> None:
+    """94 KB took 500 MB."""
+    out = io.BytesIO()
+    with soundfile.SoundFile(out, "w", 192_000, 8, format="FLAC") as file:
+        for _second in range(10):
+            file.write(np.zeros((192_000, 8), np.float32))
+    data = out.getvalue()
+    assert len(data) < 50_000
+    tracemalloc.start()
+    try:
+        samples = audio.decode(data, max_seconds=10)
+        most = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert len(samples) == 160_000
+    assert most < 10_000_000, "ten times the samples that are given, and less than a sixth of those that are read"
 
 
 @pytest.mark.parametrize("nbytes", [0, 0xFFFFFFFF])
