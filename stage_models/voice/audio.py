@@ -34,6 +34,16 @@ def decode(data: bytes, *, max_seconds: float) -> Samples:
     return _by_ffmpeg(data, container, max_seconds) if container else _by_sndfile(data, max_seconds)
 
 
+def resample(samples: Samples, rate: int, wanted: int) -> Samples:
+    """``samples`` (f32 ``[n]``) at another rate; the same array when the rates agree."""
+    if rate == wanted:
+        return samples
+    import soxr
+
+    resampled: Samples = np.ascontiguousarray(soxr.resample(samples, rate, wanted), dtype=np.float32)
+    return resampled
+
+
 def wav(samples: Samples, rate: int) -> bytes:
     """16-bit PCM wav."""
     import soundfile
