@@ -235,8 +235,9 @@ def _bytes(data: Any, where: str) -> bytes:
 
 def _opened(data: bytes, where: str) -> Any:
     """A picture, right way up, in RGB. Raises: InvalidRequest: it is not one, is damaged or too large."""
-    from PIL import Image, ImageOps
+    from PIL import Image, ImageOps, UnidentifiedImageError
 
+    known = ", ".join(FORMATS)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -246,8 +247,9 @@ def _opened(data: bytes, where: str) -> Any:
             return ImageOps.exif_transpose(image).convert("RGB")
     except omni.InvalidRequest:
         raise
+    except UnidentifiedImageError as error:  # its text names the Python object that was read
+        raise omni.InvalidRequest(f"{where}: expected a picture ({known})", param="messages") from error
     except Exception as error:  # its readers raise whatever a damaged file leads them to
-        known = ", ".join(FORMATS)
         raise omni.InvalidRequest(f"{where}: expected a picture ({known}): {error}", param="messages") from error
 
 

@@ -36,7 +36,10 @@ def understand(request: omni.OmniRequest, read_speech: ReadSpeech) -> Heard | Qu
 
 def reading(request: omni.OmniRequest) -> tuple[str | None, float]:
     """Voice (None: the stage's own) and speed in which an answer is to be read."""
-    return request.params.get("voice"), _speed(_given(request.params, "speed", 1.0))
+    voice = request.params.get("voice")
+    if voice is not None and not isinstance(voice, str):
+        raise omni.InvalidRequest(f"voice must be a name, not {voice!r:.80}", param="voice")
+    return voice, _speed(_given(request.params, "speed", 1.0))
 
 
 def _script(request: omni.OmniRequest) -> Script:

@@ -227,8 +227,9 @@ def test_a_part_that_cannot_be_read_is_refused_with_its_place(
 ) -> None:
     preparer = Preparer(tiny_omni, checkpoint.config_of(tiny_omni))
     asked = omni.OmniRequest(id="r", kind="chat", inputs={"messages": [{"role": "user", "content": [part]}]})
-    with pytest.raises(omni.InvalidRequest, match=message):
+    with pytest.raises(omni.InvalidRequest, match=message) as refused:
         preparer.prepare(asked)
+    assert " object at 0x" not in str(refused.value), "nothing of this process"
 
 
 @pytest.mark.parametrize("kind", ["image", "audio"])

@@ -164,3 +164,10 @@ def test_silence_in_an_earlier_message_is_no_fault() -> None:
     assert [utterance.turn for utterance in heard.utterances] == [2]
     typed = requests.understand(chat(silence, "Yes?", "Hello?"), read_speech)
     assert isinstance(typed, Question)
+
+
+@pytest.mark.parametrize("voice", [["joe"], {"id": "joe"}, 5])
+def test_a_voice_that_is_not_a_name_is_the_fault_of_the_client(voice: Any) -> None:
+    """`speak` looks it up by its name."""
+    with pytest.raises(omni.InvalidRequest, match="voice must be a name"):
+        requests.reading(ask("pipeline", "Hello?", params={"voice": voice}))
