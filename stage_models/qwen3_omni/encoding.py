@@ -1,13 +1,14 @@
 """Pictures and sounds to rows of the thinker: requests in one batch, and a bounded cache by content.
 
-A batch is one pass of the encoder over what the cache lacks, each medium once. Called on the stage's thread.
+A batch is a pass of the encoder over what the cache lacks, each medium once; many large pictures take several passes.
+Called on the stage's thread.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,6 +16,9 @@ from torch.nn import functional
 
 from stage_models.qwen3_omni import values
 
+#: Patches of one pass: more than one picture may have in the published checkpoint. Those of all requests of a batch
+#: would take the memory of many.
+MOST_PATCHES: Final = 1 << 16
 Rows = TypeVar("Rows")
 
 
@@ -85,8 +89,11 @@ class ImageEncoder:
         )
         return [_seen([found[key] for key in one.keys]) for one in batch]
 
-    @torch.no_grad()
     def _encode(self, images: Sequence[tuple[Tensor, list[int]]]) -> list[ImageRows]:
+        return [rows for some in _passes(images) for rows in self._pass(some)]
+
+    @torch.no_grad()
+    def _pass(self, images: Sequence[tuple[Tensor, list[int]]]) -> list[ImageRows]:
         grids = torch.tensor([grid for _pixels, grid in images], device=self._device)
         pixels = torch.cat([one for one, _grid in images]).to(self._device, next(self._model.parameters()).dtype)
         out = self._model(pixels, grid_thw=grids, return_dict=True)
@@ -95,6 +102,20 @@ class ImageEncoder:
         pooled = out.pooler_output
         rows = torch.cat(list(pooled)) if isinstance(pooled, list | tuple) else pooled
         return [ImageRows(_own(one), [_own(layer[at]) for layer in layers]) for at, one in enumerate(rows.split(sizes))]
+
+
+def _passes(images: Sequence[tuple[Tensor, list[int]]]) -> Iterator[list[tuple[Tensor, list[int]]]]:
+    """The images in order, as many at a time as have `MOST_PATCHES`; one that has more is alone."""
+    some: list[tuple[Tensor, list[int]]] = []
+    patches = 0
+    for image in images:
+        if some and patches + len(image[0]) > MOST_PATCHES:
+            yield some
+            some, patches = [], 0
+        some.append(image)
+        patches += len(image[0])
+    if some:
+        yield some
 
 
 class AudioEncoder:

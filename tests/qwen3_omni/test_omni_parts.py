@@ -180,6 +180,45 @@ def test_a_picture_of_one_colour_has_rows_of_its_own_form(tiny_omni: str) -> Non
     assert (fresh.cache.misses, fresh.cache.hits) == (2, 1)
 
 
+class CountingEncoder(torch.nn.Module):
+    """It notes the patches of each pass, and gives each picture rows that say which one it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = types.SimpleNamespace(spatial_merge_size=2)
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+        self.passes: list[int] = []
+
+    def forward(self, pixels: torch.Tensor, *, grid_thw: torch.Tensor, return_dict: bool) -> Any:
+        self.passes.append(len(pixels))
+        assert int(grid_thw.prod(1).sum()) == len(pixels)
+        rows = pixels[::4]
+        return types.SimpleNamespace(deepstack_features=[rows + 1], pooler_output=rows)
+
+
+@pytest.mark.parametrize(
+    ("sides", "passes"),
+    [
+        ([64] * 8, [8 * 64 * 64]),
+        ([128] * 6, [4 * 128 * 128, 2 * 128 * 128]),
+        ([2, 300, 2], [4, 300 * 300, 4]),
+    ],
+)
+def test_pictures_of_a_batch_are_encoded_by_passes_of_bounded_memory(sides: list[int], passes: list[int]) -> None:
+    """A batch of eight requests with five large pictures each took forty times the memory of one."""
+    made = CountingEncoder()
+    encoder = ImageEncoder(made, cache_bytes=0)
+    batch = [
+        values.Pictures(pixels=[torch.full((side * side, 1), float(at))], grids=[[1, side, side]], keys=[str(at)])
+        for at, side in enumerate(sides)
+    ]
+    found = encoder.encode(batch)
+    assert made.passes == passes
+    assert [(float(one.rows.unique()), float(one.deepstack[0].unique()), len(one.rows)) for one in found] == [
+        (at, at + 1, side * side // 4) for at, side in enumerate(sides)
+    ]
+
+
 def of_one_colour(folder: str, wide: int, high: int) -> values.Pictures:
     out = io.BytesIO()
     Image.new("RGB", (wide, high), "white").save(out, "PNG")
