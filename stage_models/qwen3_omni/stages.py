@@ -23,6 +23,7 @@ from stage_models.qwen3_omni.vocoder import Vocoder
 from stage_runtime.profiler import span
 
 SAMPLE_RATE: Final = 24_000
+SILENCE: Final = SAMPLE_RATE // 5  #: Samples of an answer without frames.
 CACHE_MIB: Final = 256
 MOST_FRAMES: Final = 4096  # of one piece
 #: The defaults of its class in transformers, where the checkpoint's generation config says nothing.
@@ -193,6 +194,8 @@ def code2wav(
             if len(waiting):
                 taken = plan.rest(len(waiting))
                 yield _sound([await batches.decode(state, one) for one in torch.split(waiting, taken)])
+            if not state.frames:  # the talker has nothing to say: who asked for sound gets some
+                yield _sound([torch.zeros(SILENCE)])
             usage = omni.Usage(completion_tokens=state.frames, completion_audio_tokens=state.frames)
             yield omni.Result([omni.Note("frames", state.frames), usage])
         finally:

@@ -61,3 +61,11 @@ def test_a_request_among_many_gets_the_same_samples_in_a_longer_first_piece(tiny
     firsts = {len(one.data[0].samples) for one in beside}
     assert len(alone.data[0].samples) == min(firsts)
     assert all(torch.equal(torch.cat([chunk.samples for chunk in one.data]), whole) for one in beside)
+
+
+def test_an_answer_without_frames_is_heard_as_silence(tiny_omni: str) -> None:
+    """A client who asked for sound looks for it in the answer."""
+    asked = omni.OmniRequest(id="r", kind="chat")
+    (found,) = testing.run_stage("stage_models.qwen3_omni.stages:code2wav", [asked], {"r": []}, model=tiny_omni)
+    sounds = [one for one in found.data if isinstance(one, omni.Audio)]
+    assert [(one.sample_rate, one.samples.tolist()) for one in sounds] == [(24_000, [0.0] * 4_800)]
