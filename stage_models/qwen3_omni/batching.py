@@ -16,9 +16,9 @@ from stage_models.qwen3_omni.vocoder import State, Vocoder
 
 class Batches:
     def __init__(self, vocoder: Vocoder, most: int) -> None:
-        """most: pieces in one pass."""
+        """most: pieces in one pass. A pass has one where each is computed alone: sound is sent when it is made."""
         self._vocoder = vocoder
-        self._most = most
+        self._most = most if vocoder.batched else 1
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="vocoder")
         self._waiting: list[tuple[State, Tensor, asyncio.Future[Tensor]]] = []
         self._passes: asyncio.Task[None] | None = None
@@ -38,7 +38,7 @@ class Batches:
             batch, self._waiting = self._waiting[: self._most], self._waiting[self._most :]
             batch = [one for one in batch if not one[2].done()]  # the others were aborted
             pieces = [(state, frames) for state, frames, _own in batch]
-            found: list[Tensor | Exception]
+            found: Sequence[Tensor | Exception]
             try:
                 found = await loop.run_in_executor(self._thread, self._decoded, pieces)
             except RuntimeError as error:  # the machine has no thread left
@@ -51,12 +51,9 @@ class Batches:
                 else:
                     own.set_result(samples)
 
-    def _decoded(self, pieces: Sequence[tuple[State, Tensor]]) -> list[Tensor | Exception]:
-        """Each piece's samples, or its error. Only pieces that are computed as one fail together."""
-        found: list[Tensor | Exception] = []
-        for some in [list(pieces)] if self._vocoder.batched else [[one] for one in pieces]:
-            try:
-                found += self._vocoder.decode(some)
-            except Exception as error:
-                found += [error] * len(some)
-        return found
+    def _decoded(self, pieces: Sequence[tuple[State, Tensor]]) -> Sequence[Tensor | Exception]:
+        """Each piece's samples, or the error of all."""
+        try:
+            return self._vocoder.decode(pieces)
+        except Exception as error:
+            return [error] * len(pieces)

@@ -14,6 +14,9 @@ from torch import Tensor
 from stage_models.qwen3_omni.batching import Batches
 from stage_models.qwen3_omni.vocoder import State
 from tests.engines.test_late_threads import no_thread_can_start
+from tests.patience import patience
+
+PATIENCE_S = patience(20.0)
 
 
 class Scripted:
@@ -62,6 +65,25 @@ async def test_a_piece_that_cannot_be_decoded_fails_its_request_alone() -> None:
     assert [one.tolist() for one in (found[0], found[2]) if isinstance(one, Tensor)] == [[1.0], [3.0]]
     assert isinstance(found[1], ValueError)
     assert (await ask(batches, 4)[0]).tolist() == [4.0]
+
+
+async def test_where_each_piece_is_computed_alone_it_is_given_out_before_the_next_one_is_computed() -> None:
+    """The first of sixteen requests on a CPU was heard only after all of their pieces."""
+    given = threading.Event()
+
+    class Waiting:
+        batched = False
+
+        def decode(self, pieces: Sequence[tuple[State, Tensor]]) -> list[Tensor]:
+            if int(pieces[0][1][0, 0]) == 2:
+                assert given.wait(PATIENCE_S), "the samples of the first piece are held back"
+            return [frames[:, 0].float() for _state, frames in pieces]
+
+    vocoder: Any = Waiting()
+    first, second = ask(Batches(vocoder, 16), 1, 2)
+    assert (await first).tolist() == [1.0]
+    given.set()
+    assert (await second).tolist() == [2.0]
 
 
 async def test_what_comes_during_a_pass_is_one_pass_up_to_the_bound() -> None:
