@@ -20,6 +20,7 @@ from stage_models.qwen3_omni.preparing import Preparer
 from stage_models.qwen3_omni.speaking import Speaking
 from stage_models.qwen3_omni.thinking import Thinking
 from stage_models.qwen3_omni.vocoder import Vocoder
+from stage_runtime.errors import ConfigurationError
 from stage_runtime.profiler import span
 
 SAMPLE_RATE: Final = 24_000
@@ -78,7 +79,9 @@ def audio_encoder(
 def _encoder_part(context: omni.StageContext, name: str, model: str | None, dtype: str, threads: int) -> Any:
     torch.set_num_threads(threads)
     folder, revision = _checkpoint(context, model)
-    return checkpoint.load(folder, name, dtype=dtype, device=context.device, revision=revision)
+    return checkpoint.load(
+        folder, name, dtype=_float_of(dtype, context.device), device=context.device, revision=revision
+    )
 
 
 def _batched(modality: str, encoder: ImageEncoder | AudioEncoder, max_batch: int) -> omni.Batched:
@@ -114,7 +117,7 @@ def talker(
 ) -> omni.Autoregressive:
     """Frames of codes, while the thinker still writes. params: defaults of sampling. engine: as of `thinker`."""
     folder, revision = _checkpoint(context, model)
-    speaking = Speaking(folder, dtype=_float_of(engine.get("dtype")), revision=revision)
+    speaking = Speaking(folder, dtype=_float_of(engine.get("dtype"), "cpu"), revision=revision)
     return omni.Autoregressive(
         model=folder,
         revision=revision,
@@ -174,7 +177,10 @@ def code2wav(
     """
     torch.set_num_threads(threads)
     folder, revision = _checkpoint(context, model)
-    vocoder = Vocoder(checkpoint.load(folder, "code2wav", dtype=dtype, device=context.device, revision=revision))
+    part = checkpoint.load(
+        folder, "code2wav", dtype=_float_of(dtype, context.device), device=context.device, revision=revision
+    )
+    vocoder = Vocoder(part)
     batches = Batches(vocoder, max_batch)
     speaking: set[int] = set()  #: Requests under way.
 
@@ -231,7 +237,12 @@ def _checkpoint(context: omni.StageContext, model: str | None) -> tuple[str, str
     return checkpoint.folder_of(path or model), context.model_revision if path else None
 
 
-def _float_of(dtype: Any) -> str:
+def _float_of(dtype: Any, device: str) -> str:
+    """torch's name of a dtype. Raises: ConfigurationError: it is not one that models are computed in."""
     from stage_runtime.engines.autoregressive.model import dtypes
 
-    return "float32" if dtype is None else str(dtypes.chosen(dtype, "cpu"))
+    if dtype is None:
+        return "float32"
+    if dtype not in dtypes.DTYPES:
+        raise ConfigurationError(f"dtype={dtype!r}: expected one of {', '.join(dtypes.DTYPES)}")
+    return dtypes.chosen("auto", device) if dtype == "auto" else str(dtype)

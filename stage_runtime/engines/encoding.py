@@ -15,6 +15,7 @@ from msgspec import structs
 
 from stage_runtime import imports
 from stage_runtime.api import Encoder
+from stage_runtime.engines.autoregressive.model import dtypes
 from stage_runtime.engines.autoregressive.text.prompts.controls import TextEncoder
 from stage_runtime.errors import ConfigurationError, ContextLengthExceeded, InvalidRequest
 from stage_runtime.wire.values import Scores, StagePayload, Usage, Vectors
@@ -32,6 +33,9 @@ def load(spec: Encoder, *, device: str = "cpu", progress: Callable[[str], None] 
     """Raises: ConfigurationError: transformers is missing, or a value does not fit."""
     if spec.pooling not in POOLINGS:
         raise ConfigurationError(f"omni.Encoder(pooling={spec.pooling!r}): expected one of {', '.join(POOLINGS)}")
+    if spec.dtype not in dtypes.DTYPES:
+        raise ConfigurationError(f"omni.Encoder(dtype={spec.dtype!r}): expected one of {', '.join(dtypes.DTYPES)}")
+    dtype = dtypes.chosen("auto", device) if spec.dtype == "auto" else spec.dtype
     try:
         with imports.uncollected():
             import torch
@@ -43,7 +47,7 @@ def load(spec: Encoder, *, device: str = "cpu", progress: Callable[[str], None] 
         torch.set_num_threads(spec.threads)
     progress(f"loading {spec.model}")
     kind = transformers.AutoModelForSequenceClassification if spec.scores else transformers.AutoModel
-    model = kind.from_pretrained(spec.model, revision=spec.revision, dtype=getattr(torch, spec.dtype))
+    model = kind.from_pretrained(spec.model, revision=spec.revision, dtype=getattr(torch, dtype))
     tokenizer = transformers.AutoTokenizer.from_pretrained(spec.model, revision=spec.revision, padding_side="right")
     made = structs.replace(spec, pooling=_pooling(spec))
     return EncoderModel(made, model.eval().to(device), tokenizer)

@@ -136,6 +136,14 @@ def test_an_unknown_pooling_is_refused_when_the_stage_is_loaded() -> None:
         encoding.load(omni.Encoder(model="m", pooling="max"))
 
 
+def test_a_dtype_is_chosen_or_refused_by_name_when_the_stage_is_loaded(tmp_path: Path) -> None:
+    saved(tmp_path, {"pooling_mode": "mean"})
+    for wrong in ("fp16", "int8"):
+        with pytest.raises(ConfigurationError, match="expected one of auto, float32, bfloat16, float16"):
+            encoding.load(omni.Encoder(model=str(tmp_path), dtype=wrong))
+    encoding.load(omni.Encoder(model=str(tmp_path), dtype="auto"))
+
+
 @pytest.mark.parametrize(
     ("said", "pooling"),
     [

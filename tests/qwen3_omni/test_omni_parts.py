@@ -387,3 +387,13 @@ def test_a_text_to_be_read_aloud_is_refused_by_name(tiny_omni: str) -> None:
 def test_a_default_voice_that_the_checkpoint_lacks_is_refused_at_the_start(tiny_omni: str) -> None:
     with pytest.raises(ConfigurationError, match=r"unknown voice 'nobody'; .* has chelsie"):
         Preparer(tiny_omni, checkpoint.config_of(tiny_omni), voice="nobody")
+
+
+@pytest.mark.parametrize("name", ["image_encoder", "audio_encoder", "code2wav"])
+def test_a_dtype_is_chosen_or_refused_by_name_for_every_part(tiny_omni: str, name: str) -> None:
+    context: Any = types.SimpleNamespace(model_path=None, model_revision=None, device="cpu")
+    factory = getattr(stages, name)
+    for wrong in ("fp16", "int8", 5):
+        with pytest.raises(ConfigurationError, match=f"dtype={wrong!r}: expected one of auto, float32"):
+            factory(context, model=tiny_omni, dtype=wrong)
+    factory(context, model=tiny_omni, dtype="auto")
