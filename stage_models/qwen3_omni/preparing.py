@@ -216,7 +216,7 @@ def _messages(request: omni.OmniRequest) -> list[dict[str, Any]]:
         {"type": kind, "data": inputs[kind]} for kind in ("image", "audio") if inputs.get(kind) is not None
     ]
     if inputs.get("text"):
-        parts.append({"type": "text", "text": inputs["text"]})
+        parts.append({"type": "text", "text": requests.checked_text(inputs["text"], "inputs.text", "inputs")})
     if not parts:
         raise omni.InvalidRequest(EXPECTED, param="inputs")
     return [{"role": "user", "content": parts}]

@@ -73,7 +73,7 @@ def _messages(request: omni.OmniRequest) -> list[dict[str, Any]]:
         raise omni.InvalidRequest("inputs must be a text, or hold text, audio or messages", param="inputs")
     parts: list[dict[str, Any]] = []
     if inputs.get("text"):
-        parts.append({"type": "text", "text": inputs["text"]})
+        parts.append({"type": "text", "text": checked_text(inputs["text"], "inputs.text", "inputs")})
     if inputs.get("audio"):
         parts.append({"type": "audio", "data": inputs["audio"]})
     return [{"role": "user", "content": parts}]
@@ -92,6 +92,16 @@ def check_messages(messages: Any) -> None:
             continue
         if not isinstance(content, list) or not all(isinstance(part, Mapping) for part in content):
             raise omni.InvalidRequest(f"{where}.content: expected a text or a list of parts", param="messages")
+        for at, part in enumerate(content):
+            if part.get("type") == "text":
+                checked_text(part.get("text", ""), f"{where}.content[{at}].text", "messages")
+
+
+def checked_text(given: Any, where: str, param: str) -> str:
+    """Raises: InvalidRequest: it is not a text; its printed form would be answered as one."""
+    if not isinstance(given, str):
+        raise omni.InvalidRequest(f"{where}: expected a text, got {type(given).__name__}", param=param)
+    return given
 
 
 def _conversation(messages: list[dict[str, Any]], read_speech: ReadSpeech, *, aloud: bool) -> Heard | Question:

@@ -308,7 +308,8 @@ def prepared_once(folder: str) -> Preparer:
     [None, 5, [], {}, {"text": ""}, {"messages": []}, {"messages": {}}, {"messages": [5]}, {"messages": [{}]},
      {"messages": [{"role": 5, "content": "x"}]}, {"messages": [{"role": "user", "content": 5}]},
      {"messages": [{"role": "user", "content": [5]}]}, {"messages": [{"role": "user", "content": [{}]}]},
-     {"image": 5}, {"audio": "text"}],
+     {"image": 5}, {"audio": "text"}, {"text": 5}, {"text": ["x"]},
+     {"messages": [{"role": "user", "content": [{"type": "text", "text": None}]}]}],
 )  # fmt: skip
 def test_inputs_that_are_not_messages_are_refused_and_never_fail_the_stage(tiny_omni: str, inputs: Any) -> None:
     with pytest.raises(omni.InvalidRequest):

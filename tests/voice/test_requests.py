@@ -171,3 +171,13 @@ def test_a_voice_that_is_not_a_name_is_the_fault_of_the_client(voice: Any) -> No
     """`speak` looks it up by its name."""
     with pytest.raises(omni.InvalidRequest, match="voice must be a name"):
         requests.reading(ask("pipeline", "Hello?", params={"voice": voice}))
+
+
+@pytest.mark.parametrize("given", [None, 5, ["x"], {"a": 1}])
+def test_a_text_of_another_type_is_refused_with_its_place_and_never_read_as_its_printed_form(given: Any) -> None:
+    parts = [{"type": "text", "text": given}, {"type": "text", "text": "Hello?"}]
+    with pytest.raises(omni.InvalidRequest, match=r"messages\[0\]\.content\[0\]\.text: expected a text"):
+        requests.understand(ask("pipeline", {"messages": [{"role": "user", "content": parts}]}), read_speech)
+    if given is not None:
+        with pytest.raises(omni.InvalidRequest, match=r"inputs\.text: expected a text"):
+            requests.understand(ask("pipeline", {"text": given}), read_speech)
