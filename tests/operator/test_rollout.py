@@ -243,6 +243,20 @@ def test_a_change_made_while_paused_makes_nothing() -> None:
     assert spec_of(world, "a") == {"a1": 2}
 
 
+def test_a_unit_that_is_removed_or_regrouped_while_paused_stays_until_the_pause_ends() -> None:
+    for left in ({"a": "a1"}, {"ab": "x1"}):
+        world = running({"a": "a1", "b": "b1"}, {"a": 2, "b": 1})
+        desired = goal(left, {"a": 2, "ab": 2}, paused=True)
+        world.run(desired)
+        assert (spec_of(world, "a"), spec_of(world, "b"), spec_of(world, "ab")) == ({"a1": 2}, {"b1": 1}, {})
+        assert world.act(desired).complete == (1 if "a" in left else 0)
+        world.run(goal(left, {"a": 2, "ab": 2}))
+        assert {key: held.replicas for key, held in world.held.items() if held.replicas} == {
+            **dict.fromkeys(left.items(), 2),
+            (COORDINATOR, "c"): 1,
+        }
+
+
 def test_a_pause_stops_the_coordinators_roll_too_where_it_is_and_they_scale_outside_a_roll() -> None:
     def wanted(revision: str, replicas: int, *, paused: bool) -> Goal:
         units = goal({"a": "a1"}, {"a": 1}).units

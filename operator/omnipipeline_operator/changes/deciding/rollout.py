@@ -226,7 +226,10 @@ def _paused(desired: Mapping[str, DesiredUnit], observed: Sequence[Workload]) ->
     for unit, one in desired.items():
         if unit not in rolling and (unit, one.revision) in replicas:
             replicas[unit, one.revision] = one.replicas
-    return _Step(replicas=replicas, complete=_completeness(desired, rolling, observed))
+    changing = rolling & desired.keys() | {
+        unit for unit, one in desired.items() if (unit, one.revision) not in replicas
+    }
+    return _Step(replicas=replicas, complete=_completeness(desired, changing, observed))
 
 
 def _recreate(desired: Mapping[str, DesiredUnit], observed: Sequence[Workload]) -> _Step:
