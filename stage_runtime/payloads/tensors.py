@@ -147,7 +147,8 @@ def tensor_bytes(tensor: Any) -> tuple[memoryview, bool]:
 def device_bytes(tensor: Any) -> Any:
     """The C-contiguous bytes of a tensor as a flat tensor on its device: its own memory where it is contiguous."""
     torch = sys.modules["torch"]
-    flat = _as_words(_resolved(tensor)).contiguous().reshape(-1)
+    flat = _as_words(_resolved(tensor)).contiguous()
+    flat = flat.as_strided((flat.numel(),), (1,))  # one element is contiguous with any stride, and keeps it in a view
     return flat if flat.dtype is torch.uint8 else flat.view(torch.uint8)
 
 

@@ -69,6 +69,14 @@ def test_any_payload_arrives_the_same_from_the_gpu_and_from_the_host(value: list
     assert all(offset % ALIGNMENT == 0 for offset in extracted.pack.on_device.offsets)
 
 
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.uint8])
+def test_one_element_of_a_column_leaves_the_gpu_as_it_is(dtype: torch.dtype) -> None:
+    column = torch.arange(6).to(dtype).reshape(2, 3)[:1, 1]
+    flat = tensors.device_bytes(column)
+    assert flat.shape == (dtype.itemsize,) and bytes(flat.numpy()) == bytes_of(column)
+    assert flat.data_ptr() == column.data_ptr(), "not copied"
+
+
 @given(values)
 def test_a_ref_has_the_device_of_its_leaf(value: list[Any]) -> None:
     extracted = on_gpu([*value, torch.ones(3)], "cuda:5")
