@@ -123,6 +123,7 @@ class Fetch:
 
     def _bring(self, folder: Path, files: Sequence[StoredFile], sums: Mapping[str, str]) -> None:
         parts = folder.with_name(f"{folder.name}.parts")
+        self._drop_others(parts)  # parts of a content that the store has no more may have the room of this one
         fetched = self._fetch_all(parts, files, sums)
         _write_manifest(parts, Manifest(url=self._source.url, files=fetched))
         os.rename(parts, folder)
@@ -251,15 +252,24 @@ class Fetch:
 
     def _publish(self, folder: Path) -> None:
         """Have the link show this version, in one step; versions before the last are deleted."""
-        before = Path(os.readlink(self._link)).name if self._link.is_symlink() else None
+        before = self._shown()
         if before != folder.name:
             fresh = self._link.with_name(f"{self._link.name}.link")
             fresh.unlink(missing_ok=True)
             fresh.symlink_to(folder.name)
             os.replace(fresh, self._link)
+        self._drop_others(folder, before)
+
+    def _shown(self) -> str | None:
+        """The name of the version that the link shows."""
+        return Path(os.readlink(self._link)).name if self._link.is_symlink() else None
+
+    def _drop_others(self, own: Path, before: str | None = None) -> None:
+        """Delete all versions and parts but ``own``, ``before``, the one that is shown, and those that are read."""
+        kept = (own.name, before, self._shown())
         for each in self._link.parent.glob(f"{self._link.name}.*"):
-            if each.is_dir() and not each.is_symlink() and each.name not in (folder.name, before):
-                shutil.rmtree(each, ignore_errors=True)
+            if each.is_dir() and not each.is_symlink() and each.name not in kept:
+                evicting.delete_unread(each)
 
 
 def _is_unchecked(file: StoredFile, sums: Mapping[str, str]) -> bool:

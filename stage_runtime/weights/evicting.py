@@ -59,6 +59,13 @@ def _delete(lock: Path) -> int:
         return freed - sum(map(_all_bytes, versions))
 
 
+def delete_unread(version: Path) -> None:
+    """Delete one version of a model unless a process reads it; the lock of the model is held."""
+    with _alone(version) as alone:
+        if alone:
+            shutil.rmtree(version, ignore_errors=True)
+
+
 @contextlib.contextmanager
 def _alone(path: Path) -> Iterator[bool]:
     """Whether nobody else has a lock on it; nobody gets one until the block ends."""

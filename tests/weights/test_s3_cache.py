@@ -281,16 +281,53 @@ def test_a_change_that_hides_its_time_is_found_by_a_thorough_look(s3: S3, tmp_pa
 
 
 def test_another_content_of_the_store_is_another_version_and_the_last_one_stays(s3: S3, tmp_path: Path) -> None:
-    fetch(s3, tmp_path).ensure()
-    first = local(tmp_path)
+    first = fetch(s3, tmp_path).ensure()
     s3.put("tiny/config.json", b'{"second": true}')
-    fetch(s3, tmp_path).ensure()
-    second = local(tmp_path)
+    second = fetch(s3, tmp_path).ensure()
     assert content(first) == FILES, "who reads it goes on"
     assert content(second) == {**FILES, "config.json": b'{"second": true}'}
     s3.put("tiny/config.json", b'{"third": true}')
     fetch(s3, tmp_path).ensure()
     assert not Path(first).exists() and Path(second).exists()
+
+
+def test_a_version_that_a_process_reads_stays_however_often_others_ask(s3: S3, tmp_path: Path) -> None:
+    fetch(s3, tmp_path).ensure()
+    reads = "import os, sys; from stage_runtime.weights import folders; print(folders.local(sys.argv[1], os.environ))"
+    with subprocess.Popen(
+        [sys.executable, "-c", f"{reads}; sys.stdout.flush(); input()", URL],
+        env={**os.environ, "OMNI_MODELS_DIR": str(tmp_path)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as reader:
+        assert reader.stdout is not None
+        first = reader.stdout.readline().decode().strip()
+        for edit in (b'{"second": true}', b'{"third": true}'):
+            s3.put("tiny/config.json", edit)
+            for _ in range(2):
+                fetch(s3, tmp_path).ensure()
+                assert content(first) == FILES
+        reader.communicate(b"\n", timeout=patience(30))
+    fetch(s3, tmp_path).ensure()
+    assert not Path(first).exists()
+
+
+def test_parts_of_a_content_that_the_store_has_no_more_take_no_room_of_the_next_one(s3: S3, tmp_path: Path) -> None:
+    def replaced(headers: object) -> tuple[int, bytes]:
+        return 412, b""
+
+    s3.answers[f"/{BUCKET}/tiny/config.json"] = replaced
+    with pytest.raises(ConfigurationError, match="was replaced while it was fetched"):
+        fetch(s3, tmp_path).ensure()
+    stale = next(folders.link(tmp_path, URL).parent.glob("*.parts"))
+    (stale / "weights").mkdir(exist_ok=True)
+    (stale / "weights" / "model.bin").write_bytes(WEIGHTS)  # of the files that came whole before the refusal
+    del s3.answers[f"/{BUCKET}/tiny/config.json"]
+    s3.put("tiny/config.json", b'{"second": true}')
+    bound = sum(map(len, FILES.values())) + 500
+    again = Fetch(Source(URL, s3.environment()), tmp_path, Progress(print), bound=bound).ensure()
+    assert content(again) == {**FILES, "config.json": b'{"second": true}'}
+    assert not stale.exists()
 
 
 def test_ten_at_once_fetch_a_model_once(s3: S3, tmp_path: Path) -> None:
