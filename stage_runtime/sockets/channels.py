@@ -88,7 +88,9 @@ class Channels:
             handshake_failed=lambda why: self._reading.refuse("handshake_failures", why),
             short_connection=self._reading.short_connection,
         )
-        self._dialers = Dialers(self._sockets, loop, lambda frame: self._receiving.take(frame))
+        self._dialers = Dialers(
+            self._sockets, loop, lambda frame, endpoint: self._receiving.take(frame, endpoint=endpoint)
+        )
         self._read_pacing = ReadPacing(loop, self._sockets)
         self._accepting: list[Accepting] = []
         self._broadcasts = Broadcasts(
@@ -107,7 +109,7 @@ class Channels:
             pacing=self._read_pacing,
             acks=self._acks,
             resending=self._resending,
-            ends=LinkEnds(self._renew, self._lose),
+            ends=LinkEnds(self._renew, self._lose, self._replaced),
         )
 
     def _open_links(self, times: LinkTimes, dismissals: DismissalBounds, given_up_kept: int) -> None:
@@ -396,6 +398,14 @@ class Channels:
     def _renew(self, link: Link) -> Link:
         self.drop(link.peer)
         return self.connect(link.peer, link.endpoint, asleep=True)
+
+    def _replaced(self, endpoint: str, incarnation: str) -> None:
+        """The process that answers at an endpoint has this incarnation: all other links that lead there are lost."""
+        for link in list(self._links.values()):
+            connection = link.connection
+            if connection is not None and connection.endpoint == endpoint and link.peer != incarnation:
+                log.info("peer %s at %s is gone: %s is there", link.peer, endpoint, incarnation)
+                self._lose(link)
 
     def _lose(self, link: Link) -> None:
         if self._links.get(link.peer) is link:

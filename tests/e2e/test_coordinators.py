@@ -68,6 +68,37 @@ async def test_of_two_coordinators_either_cancels_the_other_s_requests_and_one_s
         assert (await reborn.answer("and this one"))["text"] == "and this one"
 
 
+@pytest.mark.proves("killed-coordinator")
+async def test_a_stage_that_was_stopped_while_its_coordinator_was_replaced_comes_to_the_new_one(
+    rolled: tuple[Pods, Path],
+) -> None:
+    """Its connection broke and came back meanwhile: another process answers at the same address."""
+    made, log = rolled
+    await made.ready()
+    async with Client(made.url("old")) as old:
+        await eventually(lambda: complete(old))
+        left = asyncio.create_task(old.ask("a b", nap=60))
+        await eventually(lambda: in_flight(old, 1))
+        served, pids = _served(log), made.pids()
+        os.kill(pids["side"], signal.SIGSTOP)
+        try:
+            os.kill(pids["old"], signal.SIGKILL)
+            await eventually(lambda: _served(log) > served)
+        finally:
+            os.kill(pids["side"], signal.SIGCONT)
+        assert isinstance((await asyncio.gather(left, return_exceptions=True))[0], httpx.TransportError)
+    await made.ready()
+    async with Client(made.url("old")) as reborn, Client(made.url("new")) as new:
+        await eventually(lambda: complete(reborn))
+        assert (await reborn.answer("a b"))["text"] == "a b"
+        await at_rest(new)
+
+
+def _served(log: Path) -> int:
+    """How often a coordinator named ``old`` has begun to serve."""
+    return sum(line.startswith("old: ") and "serving diamond" in line for line in log.read_text().splitlines())
+
+
 @pytest.mark.long
 @pytest.mark.proves("frozen-coordinator")
 async def test_a_coordinator_that_freezes_and_goes_on_costs_the_other_one_s_requests_nothing(

@@ -387,14 +387,21 @@ async def test_a_stranger_is_asked_about_and_not_heard(short_path: Path) -> None
         await b.listener.until(lambda: b.listener.received_words == ["who am I"])
 
 
-async def test_messages_for_another_incarnation_at_this_address_are_dropped(short_path: Path) -> None:
-    a, b = End("aa", place("ipc", short_path, "a")), End("bb", place("ipc", short_path, "b"))
+@pytest.mark.parametrize("kind", ["ipc", "tcp"])
+async def test_a_peer_is_lost_when_another_incarnation_answers_at_its_address(kind: str, short_path: Path) -> None:
+    """As for a process that was stopped when its peer ended, and goes on when another one has the address."""
+    a, b = End("aa", place(kind, short_path, "a")), End("bb", place(kind, short_path, "b"))
     async with ends(a, b):
-        b.channels.connect("aa", a.endpoint)
+        introduce(a, b)
         a.channels.connect("b0", b.endpoint)  # an earlier life of b
+        a.channels.hint("b0", Deregister("as a beat, which nobody acknowledges"))
         a.send("b0", "for the dead")
-        await b.listener.until(lambda: b.channels.counters["misdirected"] > 0)
+        await a.listener.until(lambda: [peer for peer, _ in a.listener.lost_peers] == ["b0"])
+        assert b.channels.counters["misdirected"] > 0
         assert b.listener.received_words == []
+        a.send("bb", "for the living")
+        await b.listener.until(lambda: b.listener.received_words == ["for the living"])
+        assert [peer for peer, _ in a.listener.lost_peers] == ["b0"]
 
 
 def raw(endpoint: str) -> zmq.Socket[bytes]:

@@ -15,7 +15,7 @@ import ipaddress
 import itertools
 from collections.abc import Callable, Sequence
 from threading import Lock
-from typing import Final
+from typing import Final, TypeAlias
 
 import zmq
 
@@ -42,6 +42,10 @@ WATCHED: Final = (
 # Plain ints: to join two members of an enumeration costs as much as half a send.
 NOBLOCK: Final = int(zmq.NOBLOCK)
 MORE: Final = int(zmq.SNDMORE) | NOBLOCK
+
+
+#: Called with each frame that comes back on a connection, and the connection's endpoint.
+Answered: TypeAlias = Callable[[bytes, str], None]
 
 
 class Connection:
@@ -92,8 +96,7 @@ class Connection:
 class Dialers:
     """All outgoing connections of a process: those on this machine, those over TCP, and names that DNS resolves."""
 
-    def __init__(self, sockets: Sockets, loop: asyncio.AbstractEventLoop, answered: Callable[[bytes], None]) -> None:
-        """answered: called with each frame that comes back on a connection."""
+    def __init__(self, sockets: Sockets, loop: asyncio.AbstractEventLoop, answered: Answered) -> None:
         self._answered = answered
         self._sockets = sockets
         self._loop = loop
@@ -154,7 +157,7 @@ class _Dialer:
         self,
         sockets: Sockets,
         loop: asyncio.AbstractEventLoop,
-        answered: Callable[[bytes], None],
+        answered: Answered,
         *,
         local: bool,
         only: Callable[[], None] | None = None,
@@ -166,6 +169,7 @@ class _Dialer:
         self._lock = Lock()  #: Held to use the socket: it may change threads, but not be used by two at once.
         self._ids = itertools.count(1)
         self._connections: dict[str, Connection] = {}  #: Connections by endpoint.
+        self._endpoints: dict[bytes, str] = {}  #: Endpoints by routing id.
         self._sockets = sockets
         self._socket = sockets.make(zmq.ROUTER)
         self._socket.router_mandatory = True  # a full queue is refused, not dropped silently
@@ -232,20 +236,20 @@ class _Dialer:
         Returns: whether there were any.
         """
         answers = self._answers()
-        for frame in answers:
-            self._answered(frame)
+        for routing_id, frame in answers:
+            self._answered(frame, self._endpoints.get(routing_id, ""))
         return bool(answers)
 
-    def _answers(self) -> list[bytes]:
-        """The answers that have come back. Not handled under the lock: that may send."""
-        found: list[bytes] = []
+    def _answers(self) -> list[tuple[bytes, bytes]]:
+        """The answers that have come back, each behind its routing id. Not handled under the lock: that may send."""
+        found: list[tuple[bytes, bytes]] = []
         with self._lock, contextlib.suppress(zmq.ZMQError):
             while True:
-                self._socket.recv(NOBLOCK)
+                routing_id = self._socket.recv(NOBLOCK)
                 frame = self._socket.recv(NOBLOCK)
                 while self._socket.getsockopt(zmq.RCVMORE):
                     frame = self._socket.recv(NOBLOCK)
-                found.append(frame)
+                found.append((routing_id, frame))
         return found
 
     def close_soon(self, connection: Connection) -> None:
@@ -266,6 +270,7 @@ class _Dialer:
 
     def _connect(self, connection: Connection) -> None:
         connection.routing_id = next(self._ids).to_bytes(5, "big")
+        self._endpoints[connection.routing_id] = connection.endpoint
         with self._lock:
             self._socket.setsockopt(zmq.CONNECT_ROUTING_ID, connection.routing_id)
             # An IPv4 address in an IPv6 socket would have another name in events.
@@ -290,6 +295,7 @@ class _Dialer:
                 self._only()
 
     def _disconnect(self, connection: Connection) -> None:
+        self._endpoints.pop(connection.routing_id, None)
         with self._lock, contextlib.suppress(zmq.ZMQError):  # libzmq has given it up already
             self._socket.disconnect(connection.endpoint)
 

@@ -19,7 +19,7 @@ from stage_runtime.sockets.frames.reading import Reading
 from stage_runtime.sockets.frames.repeats import Repeats
 from stage_runtime.sockets.frames.resending import Acknowledging, Resending
 from stage_runtime.wire import codec
-from stage_runtime.wire.frames import Envelope, RequestRef
+from stage_runtime.wire.frames import PROTOCOL, Envelope, Frame, RequestRef
 from stage_runtime.wire.messages import Abort, Ack, Beat, Message
 
 log = logging.getLogger(__name__)
@@ -48,10 +48,11 @@ class Handler(Protocol):
 
 
 class LinkEnds(NamedTuple):
-    """The two ways in which a frame ends a link."""
+    """The three ways in which a frame ends links."""
 
     renew: Callable[[Link], Link]  #: Drop it, and return a new one to its peer.
     lose: Callable[[Link], None]  #: Its peer has lost what was sent on it.
+    replaced: Callable[[str, str], None]  #: Another process is at this endpoint, with this incarnation.
 
 
 class Receiving:
@@ -85,8 +86,10 @@ class Receiving:
         """It is closed."""
         self._repeats.forget(link)
 
-    def take(self, data: bytes, accepting: Accepting | None = None) -> None:
-        """accepting: where it came, if not by a coordinator or as an answer."""
+    def take(self, data: bytes, accepting: Accepting | None = None, endpoint: str = "") -> None:
+        """accepting: where it came, if not by a coordinator or as an answer. endpoint: of the connection that it is an
+        answer on.
+        """
         repeat = self._repeats.find(data)
         if repeat is not None and repeat.follows():
             self._pacing.beats += 1
@@ -96,7 +99,7 @@ class Receiving:
         if frame is None:
             return
         if frame.receiver != self._incarnation and not (frame.receiver == "" and frame.seq == 0):
-            self._counters["misdirected"] += 1  # addressed to an earlier incarnation at this endpoint
+            self._misdirected(frame, accepting)
             return
         link = self._links.get(frame.sender)
         if link is not None and link.incoming.follows(frame.session, frame.ack_session, frame.seq):
@@ -108,8 +111,24 @@ class Receiving:
             if frame.seq:
                 self._acks.owe(link)
             self._deliver(link, frame)
+        elif endpoint and not frame.session:
+            self._take_correction(frame, endpoint)
         else:
             self._take_other(frame, accepting)
+
+    def _misdirected(self, frame: Envelope, accepting: Accepting | None) -> None:
+        """It is addressed to an earlier incarnation at this endpoint. Its sender, which was stopped when that one ended
+        and this process took its place, has seen its connection break and come back, and would send there for ever.
+        """
+        self._counters["misdirected"] += 1
+        if accepting is not None:
+            correction = Frame(PROTOCOL, self._incarnation, frame.sender, 0, 0, 0, 0, Ack())
+            accepting.answer(accepting.route, codec.encode(correction))
+
+    def _take_correction(self, frame: Envelope, endpoint: str) -> None:
+        """An answer of no session: another process is at the endpoint than the one that this process sends to."""
+        if type(self._reading.message(frame)) is Ack:
+            self._ends.replaced(endpoint, frame.sender)
 
     def _take_other(self, frame: Envelope, accepting: Accepting | None) -> None:
         """A frame that is not as nearly all are."""
