@@ -15,6 +15,8 @@ import msgspec
 from omnipipeline_operator.desired import naming
 from omnipipeline_operator.kinds import Manifest
 from omnipipeline_operator.kubectl.access import Kubectl, KubectlError
+from omnipipeline_spec.pipeline import PipelineConfig
+from omnipipeline_spec.validation import disaggregation, grouping
 
 
 class ServedRevision(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,7 +79,10 @@ def undo(kubectl: Kubectl, name: str, entry: ServedRevision) -> None:
 
 
 def restored(old: Mapping[str, Any], live: Mapping[str, Any]) -> Manifest:
-    """The old spec with the replicas (of the coordinator, too), ``suspend`` and ``rollout.paused`` of the live one."""
+    """The old spec with the replicas (of the coordinator, too), ``suspend`` and ``rollout.paused`` of the live one.
+
+    A process that the live spec does not have, or whose replicas follow its load there, has those of the old spec.
+    """
     spec: Manifest = copy.deepcopy(dict(old))
     _carry(spec, live, "suspend")
     for section, key in (("rollout", "paused"), ("coordinator", "replicas")):
@@ -86,28 +91,67 @@ def restored(old: Mapping[str, Any], live: Mapping[str, Any]) -> Manifest:
         if not settings:
             del spec[section]
     groups = {group["name"]: group for group in spec.get("processGroups", ())}
-    counts = {group["name"]: group.get("replicas") for group in live.get("processGroups", ())}
-    processes = _processes(spec)
-    for group in groups.values():
-        group.pop("replicas", None)
-    for name, count in counts.items():
-        scales = "autoscaling" in groups.get(name, ())  # beside it, replicas are refused
-        if count is not None and not scales and (name in groups or name in processes):
-            groups.setdefault(name, {"name": name})["replicas"] = count
+    counts = _counts(live)
+    devices = {group["name"]: group.get("localGpus") for group in live.get("processGroups", ())}
+    for members in _pods(spec):
+        carried = {name: counts[name] for name in members if name in counts}
+        if not carried or any("autoscaling" in groups.get(name, ()) for name in members):
+            continue  # beside autoscaling, replicas are refused
+        most = max((one.of_pod for one in carried.values() if one.of_pod is not None), default=None)
+        if most == 0 and not _prefills(spec).issuperset(members):
+            continue  # only prefill may have none
+        own = {name for name, one in carried.items() if one.own is not None}
+        agree = own and all(carried[name].own == most for name in own)
+        for name in members:
+            groups.get(name, {}).pop("replicas", None)
+        for name in () if most is None else own if agree else carried:
+            groups.setdefault(name, {"name": name})["replicas"] = most
+        for name in members:
+            if len(groups.get(name, {}).get("localGpus", ())) not in (0, most or 1):  # a list for each replica
+                _carry(groups[name], {"localGpus": devices[name]} if devices.get(name) else {}, "localGpus")
     if groups:
-        spec["processGroups"] = list(groups.values())
+        order = [*(group["name"] for group in spec.get("processGroups", ())), *counts, *groups]
+        spec["processGroups"] = sorted(groups.values(), key=lambda group: order.index(group["name"]))
     return spec
 
 
-def _processes(spec: Mapping[str, Any]) -> set[str]:
-    """The names that a process group of the spec may have: none of a stage that is fused into another's process."""
-    by_stage = {}
-    for stage in spec["stages"]:
-        apart = stage.get("disaggregation") or {}
-        by_stage[stage["name"]] = stage.get("process") or (apart.get("decode") or {}).get("process") or stage["name"]
-    prefill = {each["disaggregation"]["prefill"]["process"] for each in spec["stages"] if each.get("disaggregation")}
-    fused = {by_stage[name]: by_stage[names[0]] for names in spec.get("fusedStages", ()) for name in names}
-    return {fused.get(process, process) for process in by_stage.values()} | prefill
+class _Count(msgspec.Struct, frozen=True):
+    """The replicas of one process; None: unset."""
+
+    own: int | None
+    of_pod: int | None  #: Its own, or those of a group that shares its pod.
+
+
+def _counts(spec: Mapping[str, Any]) -> dict[str, _Count]:
+    """The replicas of each process whose replicas do not follow its load."""
+    groups = {group["name"]: group for group in spec.get("processGroups", ())}
+    found = {name: _Count(group.get("replicas"), group.get("replicas")) for name, group in groups.items()}
+    for members in _pods(spec):
+        of_members = {name: groups.get(name, {}).get("replicas") for name in members}
+        of_pod = next((count for count in of_members.values() if count is not None), None)
+        found |= {name: _Count(count, of_pod) for name, count in of_members.items()}
+        if any("autoscaling" in groups.get(name, ()) for name in members):
+            found = {name: count for name, count in found.items() if name not in members}
+    return found
+
+
+def _pods(spec: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """The processes that share a pod. Only what decides that is read: a spec of another version may have more."""
+    stages = [_placed(stage, "name", "process", "gpu") | {"factory": "m:f"} for stage in spec["stages"]]
+    for made, stage in zip(stages, spec["stages"], strict=True):
+        if stage.get("disaggregation"):
+            parts = {role: part for role, part in stage["disaggregation"].items() if role in ("prefill", "decode")}
+            made["disaggregation"] = {role: _placed(part, "process", "gpu") for role, part in parts.items() if part}
+    read = msgspec.convert({"stages": stages, "fusedStages": spec.get("fusedStages") or []}, PipelineConfig)
+    return list(grouping.group(disaggregation.expanded(read)).units.values())
+
+
+def _placed(given: Mapping[str, Any], *fields: str) -> Manifest:
+    return {field: given[field] for field in fields if given.get(field) is not None}
+
+
+def _prefills(spec: Mapping[str, Any]) -> set[str]:
+    return {each["disaggregation"]["prefill"]["process"] for each in spec["stages"] if each.get("disaggregation")}
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[str, ...]:

@@ -87,6 +87,75 @@ def test_replicas_of_prefill_stay_and_those_of_a_process_that_was_fused_go() -> 
     assert fused["processGroups"] == [{"name": "p", "replicas": 3}]
 
 
+def pods(*gpus: int) -> list[dict[str, Any]]:
+    """The stages with a GPU each: those of one id share a pod."""
+    return [{**stage, "gpu": gpu} for stage, gpu in zip(STAGES, gpus, strict=True)]
+
+
+def of_groups(spec: dict[str, Any]) -> dict[str, Any]:
+    return {group["name"]: group.get("replicas") for group in spec.get("processGroups", ())}
+
+
+@pytest.mark.parametrize(
+    ("live", "expected"),
+    [
+        ({"p": 3, "q": 2}, {"p": 3, "q": 3}),
+        ({"p": 3}, {"p": 3}),
+        ({"q": 2}, {"q": 2}),
+        ({}, {}),
+    ],
+)
+def test_groups_that_share_a_pod_again_get_one_count(live: dict[str, int], expected: dict[str, int]) -> None:
+    apart = spec(processGroups=[{"name": name, "replicas": count} for name, count in live.items()])
+    shared = {"stages": pods(0, 0)}
+    assert of_groups(history.restored(shared, {**apart, "stages": pods(0, 1)})) == expected
+    assert (
+        history.restored(shared, {**apart, "stages": pods(0, 1)} | {"processGroups": []}).get("processGroups") is None
+    )
+
+
+def test_a_group_keeps_the_count_of_the_pod_that_it_leaves() -> None:
+    live = {"stages": pods(0, 0), "processGroups": [{"name": "p", "replicas": 3}]}
+    assert of_groups(history.restored({"stages": pods(0, 1)}, live)) == {"p": 3, "q": 3}
+    assert history.differences(live, live) == ()
+
+
+def test_replicas_are_not_set_beside_a_group_of_the_pod_that_has_autoscaling() -> None:
+    old = {"stages": pods(0, 0), "processGroups": [{"name": "p", "autoscaling": {"maxReplicas": 4}}]}
+    live = {"stages": pods(0, 1), "processGroups": [{"name": "q", "replicas": 2}]}
+    assert history.restored(old, live) == old
+
+
+@pytest.mark.parametrize(
+    "live",
+    [
+        spec(processGroups=[{"name": "p", "autoscaling": {"minReplicas": 2, "maxReplicas": 8}}]),
+        {"stages": [{**STAGES[1], "name": "other", "process": "other"}]},
+    ],
+)
+def test_the_old_replicas_come_back_where_the_live_spec_has_none_of_its_own(live: dict[str, Any]) -> None:
+    old = spec(processGroups=[{"name": "p", "replicas": 4}])
+    assert history.restored(old, live) == old
+
+
+def test_replicas_of_none_are_not_carried_to_a_process_that_is_not_prefill() -> None:
+    apart = {**STAGES[1], "disaggregation": {"prefill": {"process": "p"}}}
+    live = {"stages": [apart], "processGroups": [{"name": "p", "replicas": 0}]}
+    assert history.restored(spec(processGroups=[{"name": "p", "replicas": 4}]), live) == spec(
+        processGroups=[{"name": "p", "replicas": 4}]
+    )
+
+
+def test_local_devices_fit_the_replicas_that_stay() -> None:
+    def of(**group: Any) -> dict[str, Any]:
+        return {"stages": pods(0, 1), "processGroups": [{"name": "p", **group}]}
+
+    old, both = of(localGpus=[[0]]), [[0], [1]]
+    assert history.restored(old, of(replicas=2, localGpus=both)) == of(localGpus=both, replicas=2)
+    assert history.restored(old, of(replicas=2)) == of(replicas=2)
+    assert history.restored(of(replicas=2, localGpus=both), of()) == of()
+
+
 groups = st.lists(
     st.fixed_dictionaries(
         {"name": st.sampled_from("pq")},
@@ -95,7 +164,7 @@ groups = st.lists(
     unique_by=lambda group: str(group["name"]),
 )
 specs = st.fixed_dictionaries(
-    {"stages": st.just(STAGES)},
+    {"stages": st.sampled_from([STAGES, pods(0, 0), pods(0, 1)])},
     optional={
         "image": st.sampled_from(["x:1", "x:2"]),
         "suspend": st.booleans(),
