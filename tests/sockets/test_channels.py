@@ -389,7 +389,7 @@ async def test_a_stranger_is_asked_about_and_not_heard(short_path: Path) -> None
 
 @pytest.mark.parametrize("kind", ["ipc", "tcp"])
 async def test_a_peer_is_lost_when_another_incarnation_answers_at_its_address(kind: str, short_path: Path) -> None:
-    """As for a process that was stopped when its peer ended, and goes on when another one has the address."""
+    """A process that was stopped when its peer ended goes on when another one has the address: it hears of that."""
     a, b = End("aa", place(kind, short_path, "a")), End("bb", place(kind, short_path, "b"))
     async with ends(a, b):
         introduce(a, b)

@@ -196,6 +196,9 @@ def test_a_broken_answer_is_said_in_one_line(tmp_path: Path, answer: bytes, prob
             with connection:
                 connection.recv(1 << 16)
                 connection.sendall(answer)
+                connection.shutdown(socket.SHUT_WR)
+                while connection.recv(1 << 16):  # closed with bytes unread, it would reset the connection
+                    pass
 
         thread = threading.Thread(target=answers)
         thread.start()
