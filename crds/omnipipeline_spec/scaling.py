@@ -274,8 +274,7 @@ def _kept(
     if not kept or kept[-1][1] != wanted:
         kept.append((now, wanted))
     while len(kept) > MOST_SEEN:  # the greater of two neighbours stands for both: nothing is given up too early
-        del kept[1]
-        kept[0] = (kept[0][0], max(kept[0][1], kept[1][1]))
+        kept[:2] = [(kept[0][0], max(kept[0][1], kept[1][1]))]
     return tuple(kept)
 
 

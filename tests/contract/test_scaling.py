@@ -179,6 +179,17 @@ def test_the_memory_of_a_group_is_bounded() -> None:
     assert len(seen.wanted) <= scaling.MOST_SEEN
 
 
+@pytest.mark.parametrize("peak", [0, 1, 2, 3, scaling.MOST_SEEN - 1])
+def test_a_peak_is_remembered_for_the_delay_however_often_the_load_changed_since(peak: int) -> None:
+    limits, seen = Limits(least=0, most=100, down_delay_s=10 * scaling.MOST_SEEN), Seen()
+    for now in range(2 * scaling.MOST_SEEN):
+        arrivals = 160.0 if now == peak else 4.0 + 16 * (now % 2)
+        decision = one(load(ready=90, arrivals_per_s=arrivals), limits, seen=seen, now=float(now))
+        seen = decision.seen
+        if now >= peak:
+            assert decision.replicas > 80, f"{now}: {decision.reason}"
+
+
 def test_several_coordinators_are_one_load_each_with_its_own_requests_and_all_instances() -> None:
     first = load(ready=2, arrivals_per_s=3.0, service_s=2.0, running=4, waiting=5, held=2)
     second = load(ready=2, pending=1, arrivals_per_s=1.0, service_s=6.0, running=5, waiting=3, held=0)
