@@ -15,7 +15,7 @@ from msgspec import structs
 
 from stage_runtime import imports
 from stage_runtime.api import Encoder
-from stage_runtime.engines.autoregressive.model import dtypes
+from stage_runtime.engines.autoregressive.model import checkpoints, dtypes
 from stage_runtime.engines.autoregressive.text.prompts.controls import TextEncoder
 from stage_runtime.errors import ConfigurationError, ContextLengthExceeded, InvalidRequest
 from stage_runtime.wire.values import Scores, StagePayload, Usage, Vectors
@@ -30,16 +30,23 @@ Encoded = dict[str, list[int]]
 
 
 def load(spec: Encoder, *, device: str = "cpu", progress: Callable[[str], None] = lambda text: None) -> EncoderModel:
-    """Raises: ConfigurationError: transformers is missing, or a value does not fit."""
+    """Raises: ConfigurationError: transformers is missing, a value does not fit, or no checkpoint is there."""
+    for name in ("max_model_len", "max_requests", "max_batched_tokens"):
+        if (number := getattr(spec, name)) is not None and number < 1:
+            raise ConfigurationError(f"omni.Encoder({name}={number}): at least 1")
     if spec.pooling not in POOLINGS:
         raise ConfigurationError(f"omni.Encoder(pooling={spec.pooling!r}): expected one of {', '.join(POOLINGS)}")
     if spec.dtype not in dtypes.DTYPES:
         raise ConfigurationError(f"omni.Encoder(dtype={spec.dtype!r}): expected one of {', '.join(dtypes.DTYPES)}")
     dtype = dtypes.chosen("auto", device) if spec.dtype == "auto" else spec.dtype
+    path = checkpoints.local(spec.model)
+    spec = spec if path is None else structs.replace(spec, model=str(path))
     try:
         with imports.uncollected():
             import torch
             import transformers as untyped
+
+            from stage_runtime.engines.autoregressive.model import models
     except ImportError as error:
         raise ConfigurationError(f"omni.Encoder needs the extra 'engine': {error}") from error
     transformers: Any = untyped
@@ -48,7 +55,7 @@ def load(spec: Encoder, *, device: str = "cpu", progress: Callable[[str], None] 
     progress(f"loading {spec.model}")
     kind = transformers.AutoModelForSequenceClassification if spec.scores else transformers.AutoModel
     model = kind.from_pretrained(spec.model, revision=spec.revision, dtype=getattr(torch, dtype))
-    tokenizer = transformers.AutoTokenizer.from_pretrained(spec.model, revision=spec.revision, padding_side="right")
+    tokenizer = models.load_tokenizer(spec.model, revision=spec.revision, padding_side="right")
     made = structs.replace(spec, pooling=_pooling(spec))
     return EncoderModel(made, model.eval().to(device), tokenizer)
 

@@ -200,7 +200,7 @@ def test_a_model_that_cannot_be_spread_is_refused_in_one_sentence(kind: str, siz
         ({"data_parallel_size": 1}, "data_parallel_size must be 2 or more"),
         ({"overlap": True}, "does not go with overlap=True"),
         ({"compile": True}, "does not go with compile"),
-        ({"kv_folder": "/tmp/blocks"}, "does not go with blocks that cross"),
+        ({"kv_folder": "/tmp/blocks"}, "does not go with kv_folder"),
         ({"engine": "vllm", "data_parallel_size": 1}, "takes no enable_expert_parallel"),
     ],
 )

@@ -380,7 +380,11 @@ def _blocks(
     enough = spec.max_requests * -(-length // spec.block_size)
     found = min(budget // block_bytes, enough)
     if found < 1:
-        raise ConfigurationError(f"a KV cache of {budget} bytes holds no block of {block_bytes}")
+        size = f"block_size={spec.block_size}"
+        raise ConfigurationError(
+            f"omni.Autoregressive({size if spec.kv_cache_bytes is None else f'kv_cache_bytes={spec.kv_cache_bytes}'}): "
+            f"a KV cache of {budget} bytes holds no block of {block_bytes}"
+        )
     return found + 1
 
 

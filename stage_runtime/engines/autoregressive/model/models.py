@@ -18,7 +18,7 @@ from torch import Tensor
 
 from stage_runtime import imports
 from stage_runtime.api import NextRows, Step
-from stage_runtime.engines.autoregressive.model import adapted, positions, refusals, states
+from stage_runtime.engines.autoregressive.model import adapted, checkpoints, positions, refusals, states
 from stage_runtime.engines.autoregressive.model.adapted import AdapterLayers, AdapterTokens
 from stage_runtime.engines.autoregressive.model.paged_attention.attention import (
     AttentionBackend,
@@ -226,21 +226,25 @@ def load_configs(model: str, *, revision: str | None = None) -> tuple[Any, Any]:
         return config, None
 
 
-def load_tokenizer(model: str, *, revision: str | None = None) -> Any:
+def load_tokenizer(model: str, *, revision: str | None = None, **given: Any) -> Any:
+    """given: further options of transformers. Raises: ConfigurationError: the folder has no tokenizer."""
     where, options = _where(model, revision)
-    return transformers().AutoTokenizer.from_pretrained(where, **options)
+    try:
+        return transformers().AutoTokenizer.from_pretrained(where, **options, **given)
+    except (OSError, ValueError) as error:
+        if not Path(where).is_dir() or "gguf_file" in options or Path(where, "tokenizer.json").exists():
+            raise
+        raise ConfigurationError(
+            f"model {model!r}: this folder has no tokenizer.json, and no other tokenizer that can be read"
+        ) from error
 
 
 def _where(model: str, revision: str | None) -> tuple[str, dict[str, Any]]:
-    path = Path(model).expanduser()
-    if path.suffix == ".gguf":
+    if (path := checkpoints.local(model)) is None:
+        return model, {"revision": revision} if revision else {}
+    if path.suffix == ".gguf" and path.is_file():
         return str(path.parent), {"gguf_file": path.name, "local_files_only": True}
-    if path.exists():
-        return str(path), {"local_files_only": True}
-    if model.startswith(("/", "./", "../", "~")):
-        problem = "this folder does not exist: give a checkpoint's folder, a .gguf file, or a name at the model hub"
-        raise ConfigurationError(f"model {model!r}: {problem}")
-    return model, {"revision": revision} if revision else {}
+    return str(path), {"local_files_only": True}
 
 
 class PagedModel:

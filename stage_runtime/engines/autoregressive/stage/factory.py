@@ -86,8 +86,9 @@ def _check_experts(spec: Autoregressive, context: StageContext | None, device: s
         raise ConfigurationError(
             f"{name}: this works on CPUs only: a stage's engines share one GPU. tpSize shares experts among GPUs"
         )
-    crosses = registry.crosses(spec, "" if context is None else context.kv_role)
-    refused = {"overlap=True": spec.overlap is True, "compile": spec.compile, "blocks that cross": crosses}
+    pair = context is not None and bool(context.kv_role)
+    refused = {"kv_folder": bool(spec.kv_folder), "disaggregation": pair}
+    refused |= {"overlap=True": spec.overlap is True, "compile": spec.compile}
     for what, given in refused.items():
         if given:
             raise ConfigurationError(f"{name}: does not go with {what}")
