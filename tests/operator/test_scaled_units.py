@@ -38,6 +38,11 @@ def unit(operator: Operator) -> dict[str, Any]:
     return next(each for each in units if each["name"] == "last")
 
 
+def available(operator: Operator) -> tuple[str, str]:
+    conditions = operator.live(PIPELINE, "duo")["status"]["conditions"]
+    return next((each["status"], each["reason"]) for each in conditions if each["type"] == "Available")
+
+
 async def step(operator: Operator, **load: Any) -> int:
     operator.now += STEP_S
     operator.coordinators.answers = [CoordinatorStatus(groups={"first": GroupLoad(ready=1), "last": GroupLoad(**load)})]
@@ -109,6 +114,23 @@ async def test_a_pipeline_that_is_suspended_has_none_whatever_its_load() -> None
     operator.coordinators.answers = [CoordinatorStatus(groups={"last": GroupLoad(waiting=9)})]
     await operator.reconcile()
     assert replicas(operator) == 0
+
+
+async def test_a_refused_edit_leaves_a_pipeline_with_a_unit_that_sleeps_available() -> None:
+    operator = scaled()
+    await operator.reconcile()
+    for kind, _, name in list(operator.server.objects):
+        if kind == DEPLOYMENT.name and not name.startswith("duo-last-"):
+            template = operator.live(DEPLOYMENT, name)["spec"]["template"]["metadata"]
+            metadata = {**template, "name": name, "namespace": KEY[0], "uid": name}
+            ready = {"conditions": [{"type": "Ready", "status": "True"}]}
+            operator.watch({"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "status": ready})
+    await operator.reconcile()
+    groups, refused = [{"name": "last", "autoscaling": LIMITS}], [{"name": "not a name", "value": "1"}]
+    assert available(operator) == ("True", "Serving")
+    operator.edit(operator.live(PIPELINE, "duo"), processGroups=groups, env=refused)
+    await operator.reconcile()
+    assert available(operator) == ("True", "Serving"), "requests start it still"
 
 
 @pytest.mark.proves("starts-on-demand")

@@ -120,7 +120,7 @@ class StatusReporter:
     async def refuse(self, resource: Manifest, snapshot: Snapshot, applier: Applier, refusal: Refusal) -> None:
         """Write the status of a spec that is not carried out; running pods are left alone."""
         before, generation = conditions.reported(resource.get("status", {})), resource["metadata"]["generation"]
-        available = is_available(snapshot.entries(), snapshot.workloads)
+        available = is_available(snapshot.entries(), snapshot.workloads, status.asleep(before))
         now, reported = status.refused(refusal, before, generation=generation, available=available, now=self._clock())
         await self._write(resource, now, reported, applier)
 

@@ -33,6 +33,12 @@ def refused(refusal: Refusal, before: Mapping[str, Any], *, generation: int, ava
     return {**before, "observedGeneration": generation, "conditions": [*fresh, *kept]}, reported
 
 
+def asleep(before: Mapping[str, Any]) -> frozenset[str]:
+    """The units that had no pod until a request needs them, as the status reports them; none while suspended."""
+    units = before.get("units", ())
+    return frozenset(str(each["name"]) for each in units if each.get("scaling") and not each["replicas"])
+
+
 def summarise(
     inputs: StatusInputs, before: Mapping[str, Any], *, generation: int, now: float
 ) -> tuple[dict[str, Any], list[ObservedCondition]]:
