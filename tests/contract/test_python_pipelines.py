@@ -248,6 +248,15 @@ def test_a_class_that_is_not_there_is_refused_with_the_nearest_name(tmp_path: Pa
     assert message in str(raised.value)
 
 
+@pytest.mark.parametrize("name", [["a"], {"a": 1}, None, 7, True])
+def test_a_name_over_a_class_that_is_not_a_text_is_refused_with_its_line(tmp_path: Path, name: object) -> None:
+    written(tmp_path, FAMILY)
+    stage = json.dumps({"name": name, "factory": "w:m", "process": "a", "terminal": True})
+    file = written(tmp_path, f"config_cls: family:Mine\nstages:\n- {stage}\n", "p.yaml")
+    with pytest.raises(InvalidPipeline, match=r"line 3: stages\[0\].name: .*(must be a string|is required)"):
+        loading.load(file)
+
+
 def test_a_text_imports_nothing_unless_a_folder_is_given(tmp_path: Path) -> None:
     written(tmp_path, FAMILY + "\nraise SystemExit('imported')\n")
     with pytest.raises(UnreadableSpec, match=r"config_cls family:Mine: .* from a file"):

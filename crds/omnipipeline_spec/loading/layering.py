@@ -53,9 +53,9 @@ def _merge(base: Any, over: Any, sources: Sources, source_of: Callable[[str], st
 
 
 def _is_named(value: Any) -> bool:
-    return (
-        isinstance(value, list) and bool(value) and all(isinstance(item, Mapping) and "name" in item for item in value)
-    )
+    if not isinstance(value, list) or not value:
+        return False
+    return all(isinstance(item, Mapping) and isinstance(item.get("name"), str) for item in value)
 
 
 def _children(value: Any) -> list[tuple[str | int, Any]]:
