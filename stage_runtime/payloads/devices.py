@@ -34,38 +34,42 @@ def moved(value: Any, device: str) -> Any:
         return value  # no tensor can be anywhere else
     if device.startswith("cuda") and not _has_cuda():
         return value  # a machine that only pretends to have GPUs; the stage itself computes on the CPU
-    return _moved(value, torch.device(device))
+    return _moved(value, torch.device(device), {})
 
 
-def _moved(value: Any, device: Any) -> Any:
+def _moved(value: Any, device: Any, seen: dict[int, tuple[Any, Any]]) -> Any:
+    """seen: each tensor that was moved, by id, and what it became: one that is there twice arrives as one."""
     if tensors.is_tensor(value):
-        return _tensor(value, device)
+        if value.device == device:
+            return value
+        known = seen.get(id(value))
+        if known is None:
+            known = seen[id(value)] = (value, _copied(value, device))
+        return known[1]
     kind = type(value)
     if kind is dict:
         for key, item in value.items():
-            value[key] = _moved(item, device)
+            value[key] = _moved(item, device, seen)
     elif kind is list:
-        value[:] = [_moved(item, device) for item in value]
+        value[:] = [_moved(item, device, seen) for item in value]
     elif kind is tuple:
-        return tuple(_moved(item, device) for item in value)
+        return tuple(_moved(item, device, seen) for item in value)
     elif isinstance(value, msgspec.Struct):
-        return _struct(value, device)
+        return _struct(value, device, seen)
     return value
 
 
-def _struct(value: msgspec.Struct, device: Any) -> Any:
+def _struct(value: msgspec.Struct, device: Any, seen: dict[int, tuple[Any, Any]]) -> Any:
     changes = {}
     for name in value.__struct_fields__:
         item = getattr(value, name)
-        new = _moved(item, device)
+        new = _moved(item, device, seen)
         if new is not item:
             changes[name] = new
     return msgspec.structs.replace(value, **changes) if changes else value
 
 
-def _tensor(tensor: Any, device: Any) -> Any:
-    if tensor.device == device:
-        return tensor
+def _copied(tensor: Any, device: Any) -> Any:
     if tensor.device.type == "cuda" and device.type == "cpu":
         return tensors.host_copy(tensor)
     if tensor.device.type == "cpu" and device.type == "cuda":

@@ -47,6 +47,18 @@ def test_every_tensor_of_a_value_is_moved_and_nothing_else() -> None:
     assert (moved["b"][1][1], moved["e"]) == ("text", b"x")
 
 
+def test_a_tensor_that_is_there_twice_is_copied_once() -> None:
+    class Pair(msgspec.Struct, frozen=True):
+        left: Any
+        right: Any
+
+    one, other = torch.ones(2), torch.ones(2)
+    moved = devices.moved({"list": [one, other, one], "pair": Pair(one, {"again": other})}, "meta")
+    first, second, third = moved["list"]
+    assert first is third is moved["pair"].left
+    assert second is moved["pair"].right["again"] and second is not first
+
+
 def test_a_struct_with_tensors_is_replaced_and_one_without_is_kept() -> None:
     class Pair(msgspec.Struct, frozen=True):
         left: Any
