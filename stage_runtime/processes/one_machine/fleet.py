@@ -93,14 +93,13 @@ class Fleet:
         Raises: ConfigurationError: no such group, no such number, or the pipeline is stopping. StartupFailed: a new
             instance did not get ready; all that were added are gone again.
         """
-        unit, plan = self._find(group)
-        in_charge = self._autoscaler.in_charge(unit.name)
-        if in_charge is not None:
-            raise ConfigurationError(f"{group}: {in_charge}")
-        least = 0 if _is_prefill(unit, plan) else 1
-        if replicas < least:
-            raise ConfigurationError(f"{group}: {replicas} replicas would serve nothing; the least is {least}")
-        async with self._change(unit.name):
+        async with self._change_of(group) as (unit, plan):
+            in_charge = self._autoscaler.in_charge(unit.name)
+            if in_charge is not None:
+                raise ConfigurationError(f"{group}: {in_charge}")
+            least = 0 if _is_prefill(unit, plan) else 1
+            if replicas < least:
+                raise ConfigurationError(f"{group}: {replicas} replicas would serve nothing; the least is {least}")
             there = self._supervisor.instances(group)
             await self._grow(unit, plan, replicas - len(there))
             self._wanted[group] = replicas
@@ -114,8 +113,7 @@ class Fleet:
         Raises: ConfigurationError: no such group, or the pipeline is stopping. StartupFailed: a new instance did not
             get ready and is gone again; the old ones that it was not the turn of go on.
         """
-        unit, plan = self._find(group)
-        async with self._change(unit.name):
+        async with self._change_of(group) as (unit, plan):
             for old in self._supervisor.instances(group):
                 if unit.gpu_ids:
                     self._refuse_when_stopping()
@@ -136,7 +134,7 @@ class Fleet:
         fresh = self.prepared.again()
         renamed = fresh.given_name != self.prepared.given_name
         wanted = updating.change(self.prepared.plan, fresh.plan, changed, self.prepared.author_folder, renamed=renamed)
-        async with self._change():
+        async with self._changing, self._settled():
             self._refuse_when_stopping()
             # Requests for a group that may have no instance before or after the change wait throughout.
             before, after = scaling.on_demand(self.prepared.plan), scaling.on_demand(fresh.plan)
@@ -248,16 +246,29 @@ class Fleet:
     # --- inside -----------------------------------------------------------------------------------------------------
 
     @contextlib.asynccontextmanager
-    async def _change(self, unit: str | None = None) -> AsyncIterator[None]:
-        """Change a unit, or all, once the autoscaler's orders for it are carried out; others follow their load."""
+    async def _change_of(self, group: str) -> AsyncIterator[tuple[UnitPlan, GroupPlan]]:
+        """Change the unit of a group. The plan is read in turn: an update may come first.
+
+        Raises: ConfigurationError: no such group.
+        """
         async with self._changing:
-            self._subject = unit
-            try:
-                under_way = [task for task, of in self._orders.items() if unit in (None, of)]
-                await asyncio.gather(*under_way, return_exceptions=True)
-                yield
-            finally:
-                self._subject = None
+            unit, plan = self._find(group)
+            async with self._settled(unit.name):
+                yield unit, plan
+
+    @contextlib.asynccontextmanager
+    async def _settled(self, unit: str | None = None) -> AsyncIterator[None]:
+        """Change a unit, or all, once the autoscaler's orders for it are carried out; others follow their load.
+
+        Called while `_changing` is locked.
+        """
+        self._subject = unit
+        try:
+            under_way = [task for task, of in self._orders.items() if unit in (None, of)]
+            await asyncio.gather(*under_way, return_exceptions=True)
+            yield
+        finally:
+            self._subject = None
 
     async def _grow(self, unit: UnitPlan, group: GroupPlan, count: int, replica: int | None = None) -> None:
         """Add instances and wait until the coordinator gives them work; if one fails, take all of them back."""

@@ -1,0 +1,78 @@
+"""Orders for a local run that come while its file is read again: they meet what runs when their turn comes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stage_runtime.errors import ConfigurationError
+from stage_runtime.processes.one_machine.fleet import Fleet
+from stage_runtime.processes.one_machine.preparing.prepared import LocalOptions, Prepared
+from tests.patience import patience
+from tests.processes.test_fleet_on_a_full_disk import SPEC, Folder, Supervised
+
+GROUPS = "processGroups: [{name: voice, autoscaling: {minReplicas: 1, maxReplicas: 3}}]\n"
+
+
+class Stopped(Supervised):
+    """Processes that end at once."""
+
+    async def stop(self, name: str) -> None:
+        del self.there[name]
+
+    def settle(self, names: object = None) -> None: ...
+
+
+@pytest.fixture
+def held() -> asyncio.Event:
+    """Set: new instances are admitted."""
+    return asyncio.Event()
+
+
+def fleet_of(file: Path, held: asyncio.Event, supervised: Stopped) -> Fleet:
+    async def admitted(ready: Callable[[], Awaitable[None]], group: str | None = None) -> None:
+        await held.wait()
+
+    supervisor: Any = supervised
+    fleet = Fleet(
+        Prepared(file, options=LocalOptions(port=0)), supervisor, admitted=admitted, printed=lambda line: None
+    )
+    directory: Any = Folder(file.parent)
+    fleet.start(directory, lambda: 0)
+    return fleet
+
+
+@pytest.mark.parametrize("order", ["scale", "restart"])
+@pytest.mark.parametrize(
+    ("edited", "problem"),
+    [
+        (SPEC.replace("process: voice", "process: other"), "'voice' is not a process group of fleet: other"),
+        (SPEC + GROUPS, "its load sets its replicas"),
+    ],
+)
+async def test_an_order_that_waits_for_an_update_is_for_what_runs_then(
+    tmp_path: Path, held: asyncio.Event, order: str, edited: str, problem: str
+) -> None:
+    file, supervised = tmp_path / "pipeline.yaml", Stopped()
+    file.write_text(SPEC)
+    fleet = fleet_of(file, held, supervised)
+    file.write_text(edited.replace("WORD", "two"))
+    updating = asyncio.create_task(fleet.update({file}))
+    async with asyncio.timeout(patience(60)):
+        while len(supervised.there) < 3:  # the coordinator, and both voices
+            await asyncio.sleep(0)
+        ordered = asyncio.create_task(fleet.scale("voice", 2) if order == "scale" else fleet.restart("voice"))
+        await asyncio.sleep(0)
+        held.set()
+        await updating
+        there = set(supervised.there)
+        if order == "restart" and edited.endswith(GROUPS):
+            await ordered  # a person may restart what follows its load
+            return
+        with pytest.raises(ConfigurationError, match=problem):
+            await ordered
+    assert set(supervised.there) == there
