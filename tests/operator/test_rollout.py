@@ -103,6 +103,20 @@ def test_going_back_in_mid_roll_keeps_the_pods_that_still_exist() -> None:
     assert spec_of(world, "a") == {"a1": 2, "a2": 0}
 
 
+def test_pods_that_their_deployment_is_about_to_end_replace_no_others() -> None:
+    """The spec goes back while the Deployment controller still has to end a pod of each revision."""
+    world = running({"a": "a2"}, {"a": 1})
+    world.held["a", "a2"].ready = 2
+    world.held["a", "a1"] = SimulatedDeployment(replicas=0, ready=1)
+    desired = goal({"a": "a1"}, {"a": 1})
+    world.reconcile(desired)
+    assert spec_of(world, "a") == {"a1": 0, "a2": 1}
+    world.settle()
+    assert world.ready("a") == 1
+    world.run(desired)
+    assert spec_of(world, "a") == {"a1": 1, "a2": 0}
+
+
 def test_regrouped_units_go_only_when_all_new_ones_are_ready() -> None:
     world = running({"a": "a1", "b": "b1"}, {"a": 1, "b": 1})
     desired = goal({"ab": "x1"}, {"ab": 2})

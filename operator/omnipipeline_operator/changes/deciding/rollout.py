@@ -288,7 +288,8 @@ def _occupying(workload: Workload, surge: int) -> int:
 def _completeness(
     desired: Mapping[str, DesiredUnit], changing: Iterable[str], observed: Sequence[Workload]
 ) -> Fraction:
-    ready = {(each.unit, each.revision): each.ready for each in observed}
+    # Others are about to be ended: their Deployment controller has not come to it yet.
+    ready = {(each.unit, each.revision): min(each.ready, each.replicas) for each in observed}
     some = [unit for unit in changing if desired[unit].replicas]  # of prefill there may be none
     shares = (Fraction(ready.get((unit, desired[unit].revision), 0), desired[unit].replicas) for unit in some)
     return min((min(share, Fraction(1)) for share in shares), default=Fraction(1))
