@@ -94,6 +94,8 @@ class Fetch:
             except BlockingIOError:
                 self._say(f"waiting for another process that fetches {self._source.url}")
                 fcntl.flock(lock, fcntl.LOCK_EX)
+            if os.fstat(lock.fileno()).st_size:  # of a fetch that is over: see `evicting`
+                lock.truncate(0)
             yield
             os.utime(lock.fileno())
 

@@ -90,3 +90,17 @@ def test_a_model_that_is_larger_than_the_bound_is_refused_and_its_own_parts_coun
     make_room(tmp_path, 40, 100)
     with pytest.raises(ConfigurationError, match="the bound of 99 bytes"):
         make_room(tmp_path, 40, 99)
+
+
+def test_room_that_another_process_is_about_to_fill_is_not_given_twice(tmp_path: Path) -> None:
+    with (tmp_path / "a.lock").open("ab") as fetching:
+        fcntl.flock(fetching, fcntl.LOCK_EX)
+        evicting.make_room(tmp_path / "a", 100, 150, now=NOW, say=print)
+        with pytest.raises(ConfigurationError, match="100 bytes must be fetched, 50 more than the bound of 150 bytes"):
+            make_room(tmp_path, 100, 150)
+        (tmp_path / "a.v1.parts").mkdir()
+        (tmp_path / "a.v1.parts" / "model.bin").write_bytes(bytes(60))
+        make_room(tmp_path, 50, 150)
+        with pytest.raises(ConfigurationError, match="51 bytes must be fetched"):
+            make_room(tmp_path, 51, 150)
+    make_room(tmp_path, 90, 150)  # it was ended before it had the rest
