@@ -257,6 +257,19 @@ def test_a_change_made_while_paused_makes_nothing() -> None:
     assert spec_of(world, "a") == {"a1": 2}
 
 
+def test_a_pause_without_a_surge_makes_no_pod_before_the_old_one_has_ended() -> None:
+    world = running({"a": "a1", "b": "b1"}, {"a": 2, "b": 1})
+    bounds = {"max_surge": 0, "max_unavailable": 1}
+    world.act(goal({"a": "a2", "b": "b2"}, {"a": 2, "b": 1}, **bounds))
+    assert (spec_of(world, "a"), spec_of(world, "b")) == ({"a1": 1, "a2": 0}, {"b1": 0, "b2": 0})
+    paused = goal({"a": "a2", "b": "b2"}, {"a": 2, "b": 1}, paused=True, **bounds)
+    world.act(paused)
+    assert spec_of(world, "b") == {"b1": 0, "b2": 0}, "the old pod of b has its GPU still"
+    world.finish(("b", "b1"))
+    world.run(paused)
+    assert (spec_of(world, "a"), spec_of(world, "b")) == ({"a1": 1, "a2": 0}, {"b1": 0, "b2": 1})
+
+
 def test_a_unit_that_is_removed_or_regrouped_while_paused_stays_until_the_pause_ends() -> None:
     for left in ({"a": "a1"}, {"ab": "x1"}):
         world = running({"a": "a1", "b": "b1"}, {"a": 2, "b": 1})

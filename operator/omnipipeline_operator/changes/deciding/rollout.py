@@ -99,7 +99,7 @@ def decide(goal: Goal, observed: Sequence[Workload], serving: Mapping[str, str])
     else:
         before = {each.unit: each.revision for each in of_coordinator if each.ready}
         if goal.paused and any(_old(desired, of_coordinator)):
-            replicas = _paused(desired, of_coordinator).replicas
+            replicas = _paused(desired, of_coordinator, surge=1).replicas
         else:
             beside = msgspec.structs.replace(goal, max_surge=1, max_unavailable=0)  # it has no GPU
             replicas = _coherent(beside, desired, of_coordinator, before).replicas
@@ -204,7 +204,7 @@ class _Step(msgspec.Struct, frozen=True, kw_only=True):
 
 def _step(goal: Goal, observed: Sequence[Workload], serving: Mapping[str, str]) -> _Step:
     if goal.paused and any(_old(goal.units, observed)):
-        return _paused(goal.units, observed)
+        return _paused(goal.units, observed, surge=goal.max_surge if goal.strategy == "Coherent" else 0)
     if goal.strategy == "Recreate":
         return _recreate(goal.units, observed)
     return _coherent(goal, goal.units, observed, serving)
@@ -219,9 +219,13 @@ def _revision(desired: Mapping[str, DesiredUnit], unit: str) -> str | None:
     return desired[unit].revision if unit in desired else None
 
 
-def _paused(desired: Mapping[str, DesiredUnit], observed: Sequence[Workload]) -> _Step:
-    """Keep the roll where it is; a unit that does not take part may still be scaled."""
-    rolling = {each.unit for each in _old(desired, observed)}
+def _paused(desired: Mapping[str, DesiredUnit], observed: Sequence[Workload], *, surge: int) -> _Step:
+    """Keep the roll where it is; a unit that does not take part may still be scaled.
+
+    One whose old pods are ending takes part until they leave room.
+    """
+    outdated = [each for each in observed if _revision(desired, each.unit) != each.revision]
+    rolling = {each.unit for each in outdated if each.replicas or _occupying(each, surge)}
     replicas = {(each.unit, each.revision): each.replicas for each in observed}
     for unit, one in desired.items():
         if unit not in rolling and (unit, one.revision) in replicas:
