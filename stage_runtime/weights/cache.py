@@ -6,7 +6,8 @@ visible. Not here: requests (`source`), hashes (`checking`), the manifest (`fold
 The layout below ``ROOT/s3`` is this: ``NAME`` is a symbolic link to ``NAME.VERSION``, a folder with all files and their
 manifest. While a version is fetched its files lie in ``NAME.VERSION.parts``, each as long as what has come of it, so a
 process that is killed loses nothing. ``NAME.lock`` is locked by who fetches; the kernel ends the lock with its process.
-Its time of change is when the model was asked for last.
+Its time of change is when the model was asked for last. It contains, while the model is fetched within a bound, how
+many bytes all its folders will have.
 """
 
 from __future__ import annotations
