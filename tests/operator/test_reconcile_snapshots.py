@@ -14,7 +14,7 @@ from omnipipeline_operator.cluster.status_client import CoordinatorStatus, Fetch
 from omnipipeline_operator.cluster.store import PipelineKey, Store
 from omnipipeline_operator.controller.reconciling import Reconciler
 from omnipipeline_operator.desired import naming
-from omnipipeline_operator.kinds import DEPLOYMENT, PIPELINE, POLICY, SERVICE
+from omnipipeline_operator.kinds import CONFIG_MAP, DEPLOYMENT, PIPELINE, POLICY, SERVICE
 from omnipipeline_operator.settings import DefaultResources, Settings
 from omnipipeline_spec.cluster import Resources
 from omnipipeline_spec.types.pods import COORDINATOR
@@ -99,6 +99,18 @@ async def operator() -> Operator:
 
 async def test_a_second_reconcile_writes_nothing(operator: Operator) -> None:
     assert await operator.reconcile() == []
+
+
+async def test_a_key_that_is_rotated_in_a_pause_is_made_when_the_pause_ends(operator: Operator) -> None:
+    resource = operator.live(PIPELINE, "duo")
+    asked = {**resource["metadata"], "annotations": {naming.KEY_ROTATION: "monday"}}
+    operator.edit({**resource, "metadata": asked}, rollout={"paused": True})
+    for _ in range(3):
+        writes = await operator.reconcile()
+        operator.store.put(operator.live(CONFIG_MAP, "duo-revisions"))
+    assert writes == []
+    operator.edit(operator.live(PIPELINE, "duo"))
+    assert ("create", "Secret") in {write[:2] for write in await operator.reconcile()}
 
 
 async def test_what_follows_from_the_spec_alone_waits_for_no_coordinators_answer(operator: Operator) -> None:

@@ -91,7 +91,7 @@ class ChildWriter:
         Raises: NameTaken, errors.ClusterError: also when what all pods need is refused.
         """
         revisions = await self._write_revisions(state)
-        if state.curve and state.pins.is_new:
+        if state.curve and state.pins.is_new and any(self._is_created(state, each) for each in state.decision.replicas):
             await self._create_key(state.pins)
         await self._create_missing(
             [each for each in state.desired.created if each["kind"] != JOB.name or not state.prefetch_held]
@@ -192,17 +192,12 @@ class ChildWriter:
 
     async def _workloads(self, state: DesiredState, digest: str) -> None:
         by_key = {(each.unit, each.revision): each for each in state.desired.workloads}
-        waits = self._prefetching(state.desired.created)
         for (unit, revision), decided in state.decision.replicas.items():
-            name = naming.unit(self._snapshot.owner.name, unit, revision)
-            desired = by_key.get((unit, revision))
-            live = self._snapshot.child(DEPLOYMENT, name)
-            is_held = (unit, revision) in state.held
-            replicas = 0 if is_held else decided
-            is_later = (unit, revision) in state.waiting
-            if live is None and (is_held or is_later or (waits and unit != COORDINATOR)):
+            desired, live = by_key.get((unit, revision)), self._deployment((unit, revision))
+            replicas = 0 if (unit, revision) in state.held else decided
+            if live is None and not self._is_created(state, (unit, revision)):
                 continue
-            if live is not None and is_later:
+            if live is not None and (unit, revision) in state.waiting:
                 replicas = min(replicas, live["spec"].get("replicas", 1))
             if desired is not None and desired.devices is not None and desired.devices["kind"] not in state.lacking:
                 await self._attempt(self._devices(desired.devices))
@@ -215,6 +210,15 @@ class ChildWriter:
                 await self._attempt(self._workload(desired, live, replicas, state.loads))
             elif live is not None:
                 await self._attempt(self._scale(live, replicas, state))
+
+    def _deployment(self, key: UnitRevision) -> Manifest | None:
+        return self._snapshot.child(DEPLOYMENT, naming.unit(self._snapshot.owner.name, *key))
+
+    def _is_created(self, state: DesiredState, key: UnitRevision) -> bool:
+        """Whether the Deployment of this unit revision is missing and waits for nothing."""
+        if key in state.held or key in state.waiting or self._deployment(key) is not None:
+            return False
+        return key[0] == COORDINATOR or not self._prefetching(state.desired.created)
 
     async def _is_outdated(self, desired: children.DesiredWorkload, live: Manifest) -> bool:
         """Whether a Deployment that has no running pods, or only ones that end, would be created otherwise now.
