@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
+from omnipipeline_spec.types.pods import ON_DEMAND_FILE
 from stage_runtime.errors import ConfigurationError
 from stage_runtime.processes.one_machine.fleet import Fleet
 from stage_runtime.processes.one_machine.preparing.prepared import LocalOptions, Prepared
+from stage_runtime.processes.supervision.startup_failures import StartupFailed
 from tests.patience import patience
 from tests.processes.test_fleet_on_a_full_disk import SPEC, Folder, Supervised
 
@@ -25,6 +27,18 @@ class Stopped(Supervised):
         del self.there[name]
 
     def settle(self, names: object = None) -> None: ...
+
+
+class Written(Folder):
+    """A folder whose files are looked at."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.files: dict[str, bytes] = {}
+
+    def write(self, name: str, content: bytes) -> Path:
+        self.files[name] = content
+        return super().write(name, content)
 
 
 @pytest.fixture
@@ -76,3 +90,27 @@ async def test_an_order_that_waits_for_an_update_is_for_what_runs_then(
         with pytest.raises(ConfigurationError, match=problem):
             await ordered
     assert set(supervised.there) == there
+
+
+async def test_requests_do_not_wait_for_a_group_that_no_load_starts_any_more_though_its_start_failed(
+    tmp_path: Path,
+) -> None:
+    file, supervised, folder = tmp_path / "pipeline.yaml", Stopped(), Written(tmp_path)
+    first = '- {name: hear, process: ear, factory: "math:floor", next: say}\n- {name: say'
+    spec = SPEC.replace("- {name: say", first)
+    file.write_text(spec + GROUPS.replace("minReplicas: 1", "minReplicas: 0"))
+
+    async def admitted(ready: Callable[[], Awaitable[None]], group: str | None = None) -> None:
+        raise StartupFailed("voice.0", "on purpose")
+
+    supervisor: Any = supervised
+    fleet = Fleet(
+        Prepared(file, options=LocalOptions(port=0)), supervisor, admitted=admitted, printed=lambda line: None
+    )
+    directory: Any = folder
+    fleet.start(directory, lambda: 0)
+    assert folder.files[ON_DEMAND_FILE] == b'["voice"]'
+    file.write_text(spec)
+    with pytest.raises(StartupFailed, match="on purpose"):
+        await fleet.update({file})
+    assert folder.files[ON_DEMAND_FILE] == b"[]"

@@ -148,9 +148,11 @@ class Fleet:
         grown = updating.scaled(self.prepared.plan, fresh.plan, wanted)
         self.prepared = fresh
         self._autoscaler.follow(fresh.plan)
-        for group, replicas in grown.items():
-            await self.scale(group, replicas)
-        self._launcher.start_on_demand(after)
+        try:
+            for group, replicas in grown.items():
+                await self.scale(group, replicas)
+        finally:  # no load starts the others any more
+            self._launcher.start_on_demand(after)
         return wanted.told(grown)
 
     async def _replace(self, fresh: Prepared, wanted: updating.Change) -> None:
