@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from stage_runtime.cli import options
 from stage_runtime.cli.running import runs
 from stage_runtime.errors import ConfigurationError
 from stage_runtime.processes.starting import rundir
+from tests.patience import patience
 
 HELLO = Path(__file__).parents[2] / "examples" / "hello" / "pipeline.yaml"
 OMNI = (sys.executable, "-P", "-m", "stage_runtime")
@@ -195,6 +197,28 @@ def test_of_two_runs_with_one_name_the_pid_says_which(base: Path) -> None:
     finally:
         for made in (one, other, third):
             made.remove()
+
+
+def test_a_run_that_starts_is_found_and_has_no_address(base: Path) -> None:
+    """Models load for minutes: `omni logs` then shows what they have written."""
+    (base / "waiting.py").write_text(
+        "def load():\n    print('I load', flush=True)\n    while True: __import__('time').sleep(1)\n"
+    )
+    file, where = base / "pipeline.yaml", ("--base-path", str(base / "run"))
+    stage = "{name: one, process: one, factory: 'waiting:load', terminal: true}"
+    file.write_text(f"name: waits\nendpoints: {{basePath: {where[1]}}}\nstages:\n- {stage}\n")
+    with subprocess.Popen([*OMNI, "up", "-f", str(file), "--port", "0"], stdout=subprocess.DEVNULL) as program:
+        try:
+            until = time.monotonic() + patience(100)
+            while "I load" not in (written := omni("logs", "one", *where)).output:
+                assert time.monotonic() < until and program.poll() is None, written.output
+                time.sleep(0.1)
+            asked = omni("call", "one", "x", *where)
+            problem = "is starting and takes no requests yet: `omni logs` shows what it does"
+            assert asked.stderr == f"error: waits (pid {program.pid}) {problem}\n"
+        finally:
+            program.send_signal(signal.SIGINT)
+            program.wait(100)
 
 
 def test_without_home_path_or_terminal_the_commands_work(tmp_path: Path) -> None:

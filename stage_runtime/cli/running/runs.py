@@ -41,9 +41,12 @@ def order(what: admin.Scale | admin.Restart, *, pipeline: str | None, pid: int |
 def url(*, pipeline: str | None, pid: int | None, base_path: str | None) -> tuple[str, Path | None]:
     """The address where the one run that is meant serves HTTP, and the certificate that it shows, if it has one.
 
-    Raises: ConfigurationError: none or several are meant.
+    Raises: ConfigurationError: none or several are meant, or it is starting.
     """
     _, facts = _meant(pipeline=pipeline, pid=pid, base_path=base_path)
+    if "url" not in facts:
+        name = f"{facts.get('pipeline')} (pid {facts.get('pid')})"
+        raise ConfigurationError(f"{name} is starting and takes no requests yet: `omni logs` shows what it does")
     return str(facts["url"]), Path(facts["certificate"]) if "certificate" in facts else None
 
 

@@ -146,8 +146,10 @@ class LocalPipeline:
         base = self.spec.endpoints.base_path
         rundir.sweep(base)
         self._dir = rundir.RunDir(base)
+        run = {"pipeline": self.plan.pipeline, "pid": os.getpid()}
         try:
             self._kept = KeptOutput(self._dir.path)
+            self._dir.publish(run)  # `omni logs` shows what a model that loads has written
             self._reaper, self._living = reaper.start(str(self._dir.path))
             limits = {"enabled": self.spec.profiling.enabled, "maxSeconds": self.spec.profiling.max_seconds}
             self._dir.write(PROFILING_FILE, msgspec.json.encode(limits))
@@ -156,7 +158,7 @@ class LocalPipeline:
             self._supervisor.settle()
             self._follow()
             shown = {"certificate": str(self._certificate)} if self._certificate else {}
-            self._dir.publish({"pipeline": self.plan.pipeline, "pid": os.getpid(), "url": self.url, **shown})
+            self._dir.publish({**run, "url": self.url, **shown})
         except BaseException:
             await self.abandon()
             raise
