@@ -236,6 +236,29 @@ async def test_a_trial_that_a_pause_interrupts_begins_anew_beside_the_old_revisi
     assert cluster.condition("Ready") == ("False", "CanaryAborted") and cluster.listed() == (old,)
 
 
+async def test_a_paused_edit_without_a_canary_makes_nothing_when_the_pipeline_was_suspended_meanwhile(
+    cluster: Cluster,
+) -> None:
+    cluster.edit(rollout={})
+    await cluster.settle()
+    before, old = cluster.pods("first") | cluster.pods("last"), cluster.listed()
+    edited: dict[str, Any] = {"env": [{"name": "A", "value": "1"}]}
+    cluster.edit(**edited, rollout={"paused": True})
+    await cluster.settle()
+    cluster.edit(**edited, rollout={"paused": True}, suspend=True)
+    await cluster.settle()
+    assert cluster.pods("first") == cluster.pods("last") == {}
+    cluster.edit(**edited, rollout={"paused": True})
+    await cluster.settle()
+    assert cluster.pods("first") | cluster.pods("last") == before
+    assert cluster.status["revision"]["current"] == old[0] == cluster.listed()[0]
+    assert (cluster.condition("Ready"), cluster.condition("Available")) == (("False", "Paused"), ("True", "Serving"))
+    assert not await cluster.operator.reconcile()
+    cluster.edit(**edited, rollout={})
+    await cluster.settle()
+    assert cluster.condition("Ready") == ("True", "Serving") and cluster.listed() != old
+
+
 @pytest.mark.parametrize("failed", [0, 9])
 async def test_the_key_stays_while_a_revision_is_tried_or_taken_back(cluster: Cluster, failed: int) -> None:
     old, new = await tried(cluster)

@@ -67,7 +67,7 @@ def desired_state(found: Findings, aside: Sequence[str]) -> DesiredState:
             asleep=asleep,
         ),
         pins=planned.pins,
-        image=planned.pins.images.get(update.revision, planned.pins.image) if taken_back else planned.pins.image,
+        image=planned.pins.images.get(update.revision, planned.pins.image) if planned.back_to else planned.pins.image,
         canary=canaries.share(tried),
         held=held,
         waiting=nearness.waiting(planned.near, found.decision.replicas, observed, held),

@@ -1,8 +1,8 @@
 """The revision of one pipeline that is tried with a share of the requests, and the goal of the roll that follows.
 
-Here: the inputs of the rule, and what a revision that is tried or taken back means for the roll-out. Not here: the rule
-(`changes.deciding.canary`). Called by `reconciling`. The decision is read from the status and written into it, so that
-another operator goes on with it.
+Here: the inputs of the rule, and what a revision that is tried or taken back means for the roll-out; so does one whose
+roll is paused while nothing runs. Not here: the rule (`changes.deciding.canary`). Called by `reconciling`. The decision
+is read from the status and written into it, so that another operator goes on with it.
 """
 
 from __future__ import annotations
@@ -39,8 +39,12 @@ def decide(
     policy, update = planned.spec.rollout.canary, planned.plan.current
     current = before.get("revision", {}).get("current")
     serving = next((each for each in known if each.revision == current), None)
-    if policy is None or serving is None:
+    if serving is None:
         return planned
+    if policy is None:
+        if not _is_paused_without_pods(serving, planned, observed):
+            return planned
+        return msgspec.structs.replace(planned, goal=_back(planned.goal, serving, update, observed), back_to=serving)
     last = canary.read(before.get("canary"))
     suspended = planned.goal.suspended
     stands = last is not None and last.aborted and last.revision == update.revision
@@ -105,6 +109,16 @@ def _can_come_back(serving: PipelineRevision, planned: Planned, observed: Sequen
     known = {(each.unit, each.revision): each.control_secret for each in observed}
     old = [unit for unit in serving.units.items() if planned.plan.current.units.get(unit[0]) != unit[1]]
     return all(unit in known and known[unit] in (None, planned.pins.control_secret) for unit in old)
+
+
+def _is_paused_without_pods(serving: PipelineRevision, planned: Planned, observed: Sequence[Workload]) -> bool:
+    """Whether a paused roll has no pods to keep, as it is or was suspended: then the old revision comes back."""
+    goal = planned.goal
+    changes = {unit for unit, one in goal.units.items() if serving.units.get(unit) != one.revision and one.replicas}
+    if not (goal.paused and changes and _can_come_back(serving, planned, observed)):
+        return False
+    taking_part = set(serving.units.items()) ^ {(unit, one.revision) for unit, one in goal.units.items()}
+    return goal.suspended or not any(each.replicas for each in observed if (each.unit, each.revision) in taking_part)
 
 
 def _is_filled(goal: Goal, last: Canary | None, serving: PipelineRevision, observed: Sequence[Workload]) -> bool:

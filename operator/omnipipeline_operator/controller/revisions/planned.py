@@ -32,7 +32,9 @@ class Planned(msgspec.Struct, frozen=True, kw_only=True):
     note: str | None = None  #: A remark for the author on what the cluster lacks.
     scaling: Scaling = Scaling()  #: The decision that is in ``goal`` already, once coordinators were asked.
     canary: Canary | None = None  #: The revision that is tried, or was taken back; in ``goal`` already.
-    back_to: PipelineRevision | None = None  #: The revision that serves again, since the spec's was taken back.
+    back_to: PipelineRevision | None = (
+        None  #: The revision that serves again, since the spec's was taken back, or waits.
+    )
 
     @property
     def target(self) -> PipelineRevision:
