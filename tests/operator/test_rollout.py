@@ -547,6 +547,21 @@ def test_a_revision_without_replicas_ends_once_coordinators_have_the_new_one() -
     assert rollout.entries(second, (first,), both, kept=decided | {("a", "a1"): 1}) == (first, second)
 
 
+def test_a_revision_whose_units_sleep_ends_once_coordinators_have_the_new_one() -> None:
+    """A request starts the new revision's pods alone: Ready would wait for the old one until a request comes."""
+    observed = running({"a": "a1", "b": "b1"}, {"a": 0, "b": 1}).observed()
+    first, second = entry("1", a="a1", b="b1"), entry("2", a="a2", b="b1")
+    asleep, decided = frozenset({"a"}), {("a", "a1"): 0, ("a", "a2"): 0, ("b", "b1"): 1}
+    assert rollout.entries(second, (first,), observed, asleep=asleep) == (first, second)
+    assert rollout.entries(second, (first,), observed, kept=decided, asleep=asleep) == (second,)
+    # one that still has pods is served while they end, also without the unit that sleeps in both
+    third, ending = entry("3", a="a1", b="b2"), {("a", "a1"): 0, ("b", "b1"): 1, ("b", "b2"): 1}
+    assert rollout.entries(third, (first,), observed, kept=ending, asleep=asleep) == (first, third)
+    # all units sleep
+    one, two = entry("1", a="a1"), entry("2", a="a2")
+    assert rollout.entries(two, (one,), [], kept={("a", "a2"): 0}, asleep=asleep) == (two,)
+
+
 def test_a_roll_of_a_pipeline_without_prefill_pods_ends_and_keeps_the_old_revision_served() -> None:
     world = running({"a": "a1", "p": "p1"}, {"a": 1, "p": 0})
     desired = goal({"a": "a2", "p": "p2"}, {"a": 1, "p": 0})

@@ -163,15 +163,19 @@ def entries(
 
     kept: the replicas decided now, once all coordinators have a complete set of the goal: then a revision ends as soon
         as one of its units has none, and no new request meets pods that are told to end.
-    asleep: units that have no pod until a request needs them.
+    asleep: units that have no pod until a request needs them; a request starts those of the goal.
     """
     alive = {(each.unit, each.revision) for each in observed if each.replicas or each.present}
     if kept is not None:
         alive = {key for key in alive if kept.get(key)}
-    others = [
-        one for one in known if one.revision != goal.revision and alive.issuperset(required.units(one, asleep).items())
-    ]
-    return (*others, goal)
+
+    def serves(one: PipelineRevision) -> bool:
+        spared = asleep
+        if kept is not None:
+            spared = frozenset(unit for unit in asleep if one.units.get(unit) == goal.units.get(unit))
+        return alive.issuperset(required.units(one, spared).items())
+
+    return (*(one for one in known if one.revision != goal.revision and serves(one)), goal)
 
 
 def awaited(
