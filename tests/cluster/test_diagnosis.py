@@ -48,7 +48,7 @@ def test_the_cause_of_a_crash_is_reported_and_a_hang_exceeds_the_startup_deadlin
     desired = {
         "private": ("CrashLoopBackOff", "container stage: private: RepositoryNotFoundError: 401 Client Error"),
         "crash": ("CrashLoopBackOff", "(killed by SIGSEGV): Fatal Python error: Segmentation fault in string_at"),
-        "hang": ("StartupDeadlineExceeded", " s while starting: no output, no processor time"),
+        "hang": ("StartupDeadlineExceeded", " s while starting (hang: loading): no output, no processor time"),
     }
 
     def all_reported() -> bool:
